@@ -12,17 +12,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import numpy as np
-
-from rlhf_jax.data import formats, json_lines
+from rlhf_jax.data import formats, json_lines, splits
 from rlhf_jax.data.json_lines import LocatedRow, Row
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages as chat
 from rlhf_jax.functional.checks import InputError
 
-Item = TypeVar("Item")
+hold_out = splits.hold_out
 
 Blank = Literal["keep", "drop", "error"]
 
@@ -192,30 +190,6 @@ def read_beside(prompt: str | list[Any]) -> tuple[str, ...]:
 def of_preference(row: Row) -> tuple[str, ...]:
     """Fields that are read of a pair."""
     return ("prompt", *SIDES, *read_beside(row.get("prompt", row["chosen"])))
-
-
-def hold_out(
-    rows: Sequence[Item], *, share: float, seed: int
-) -> tuple[list[Item], list[Item]]:
-    """(rows to train on, rows held out), each in the order of `rows`.
-
-    Args:
-      share: of the rows, drawn at random, to hold out; at least one row unless it is 0.
-
-    Raises:
-      InputError: share is not in [0, 1), or no row is left to train on.
-    """
-    if not 0 <= share < 1:
-        raise InputError(f"expected a share to hold out in [0, 1), got {share}")
-    count = max(round(share * len(rows)), 1) if share else 0
-    if count >= len(rows):
-        raise InputError(
-            f"expected rows to train on beside {count} held out, got {len(rows)} in "
-            "all; hold out a smaller share or none, or give more rows"
-        )
-    held_out = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
-    kept = [row for i, row in enumerate(rows) if i not in held_out]
-    return kept, [row for i, row in enumerate(rows) if i in held_out]
 
 
 def _unless_blank(

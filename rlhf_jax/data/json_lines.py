@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rlhf_jax.data import formats, tables
 from rlhf_jax.data.formats import Format
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:  # it counts rows of these types
     from rlhf_jax.data.receipts import Receipt
@@ -110,9 +111,10 @@ def _rows(
             return tables.of_csv(path, text, form)
         form.reader(path)
         return _objects(_array(path, text))
+    written = _lines(path, text, receipt=receipt)
     return _objects(
         (where, _json(where, line))
-        for where, line in _lines(path, text, receipt=receipt)
+        for where, line in progress.track(written, f"{path}: read", total=len(written))
     )
 
 

@@ -210,19 +210,34 @@ def _pack(
 def first_fit(sizes: Sequence[int], *, width: int) -> list[list[int]]:
     """Places in `sizes` by row: each goes into the first row that has room for it.
 
+    The time is O(n log n) for n sizes.
+
     Args:
       sizes: tokens of what is packed whole, none above `width`, in the order in which
         they are put into rows.
       width: tokens of a row.
     """
-    room = np.full(len(sizes), width)
+    leaves = 1 << max(len(sizes) - 1, 0).bit_length()
+    # A tree over the rows: the largest room of those below a node, whose halves are
+    # nodes 2·node and 2·node + 1. The first row that has room is found from its root.
+    room = [width] * (2 * leaves)
     filled: list[list[int]] = []
     for place, size in enumerate(sizes):
-        row = int(np.argmax(room[: len(filled) + 1] >= size))
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += room[node] < size
+        row = node - leaves
         if row == len(filled):
             filled.append([])
         filled[row].append(place)
-        room[row] -= size
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            largest = max(room[2 * node], room[2 * node + 1])
+            if room[node] == largest:
+                break
+            room[node] = largest
     return filled
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from rlhf_jax.data import hub
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,10 +162,14 @@ def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
 ) -> list[list[int]]:
     """Token ids of each text, with the tokenizer's special tokens if `special`."""
-    if not texts:  # tokenizers raise an error for an empty list
-        return []
     # verbose=False: lengths are checked here, against the context of the model.
-    return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+    return [
+        ids
+        for batch in progress.batches(texts, "texts to tokens")
+        for ids in tokenizer([*batch], add_special_tokens=special, verbose=False)[
+            "input_ids"
+        ]
+    ]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

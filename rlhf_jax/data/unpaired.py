@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from rlhf_jax.data import encoding, files, json_lines
+from rlhf_jax.data import encoding, files, json_lines, splits
 from rlhf_jax.data.examples import Example, Pair, Tokens
 from rlhf_jax.data.files import Blank
 from rlhf_jax.data.json_lines import Row
@@ -148,20 +148,18 @@ def encode_labelled(
             receipt=receipt,
         )
     ]
-    prompts = {tuple(example.prompt) for example, _ in texts}
-    if len(prompts) < 2:
+    prompts = splits.numbered(example.prompt for example, _ in texts)
+    if max(prompts, default=0) == 0:
         raise InputError(
             "expected completions of at least 2 prompts, as KTO compares each with one"
             " that was given to another prompt, got 1; give more rows"
         )
     order = np.random.default_rng(seed).permutation(len(texts)).tolist()
     others: dict[int, Tokens] = {}
-    for turn, place in enumerate(order):
-        prompt = tuple(texts[place][0].prompt)
-        other = turn + 1
-        while tuple(texts[order[other % len(order)]][0].prompt) == prompt:
-            other += 1
-        others[place] = texts[order[other % len(order)]][0].response
+    for place, turn in zip(
+        order, _next_of_another([prompts[i] for i in order]), strict=True
+    ):
+        others[place] = texts[order[turn]][0].response
     labelled = []
     for place, ((prompt, completion), label) in enumerate(texts):
         room = max_length - len(prompt)
@@ -180,12 +178,23 @@ def encode_labelled(
     return labelled
 
 
-def by_prompt(texts: Sequence[Labelled]) -> list[list[Labelled]]:
-    """The texts of each prompt together, in the order of the prompts' first texts.
+by_prompt = splits.by_prompt
 
-    What is held out is held out by prompt: no prompt stands on both sides.
+
+def _next_of_another(prompts: Sequence[int]) -> list[int]:
+    """For each place the next one, in the cyclic order, whose prompt is another.
+
+        prompts   7 7 4 7      places 0 1 2 3
+        next      2 2 3 2
+
+    Two passes from the end: what a place finds, its neighbour of the same prompt finds.
     """
-    groups: dict[tuple[int, ...], list[Labelled]] = {}
-    for text in texts:
-        groups.setdefault(tuple(text.prompt), []).append(text)
-    return list(groups.values())
+    size = len(prompts)
+    found = [0] * size
+    following = 0
+    for place in reversed([*range(size), *range(size)]):
+        after = (place + 1) % size
+        if prompts[after] != prompts[place]:
+            following = after
+        found[place] = following
+    return found

@@ -37,7 +37,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.checkpoints import hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, digests, encoding, files
+from rlhf_jax.data import batches, digests, encoding, files, splits
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.examples import Example, Pair
 from rlhf_jax.data.receipts import Receipt, Receipts, items
@@ -72,7 +72,8 @@ class Config(TrainerConfig):
     buckets: tuple[int, ...] | None = None
     """Widths to which a batch may be padded, tokens; None is the longest pair."""
     held_out: float = 0.1
-    """Share of the pairs that is held out to measure the accuracy."""
+    """Share of the pairs that is held out, by prompt, to measure the accuracy; 0
+    holds out none."""
     num_steps: int | None = None
     """Number of updates; None is one pass over the pairs."""
     batch_size: int = 16
@@ -244,8 +245,11 @@ def main(options: Config) -> None:
         widest=None if options.buckets is None else max(options.buckets, default=0),
         receipt=data,
     )
-    pairs, held_out = files.hold_out(
-        everything, share=options.held_out, seed=options.seed
+    pairs, held_out = splits.hold_out(
+        everything,
+        share=options.held_out,
+        seed=options.seed,
+        instead="hold out none of them with --held-out 0",
     )
     data.use("training", items.of_pairs(pairs))
     data.use("held out", items.of_pairs(held_out))

@@ -44,12 +44,14 @@ from rlhf_jax.data import (
     formats,
     json_lines,
     packing,
+    splits,
     tokenization,
     turns,
 )
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.data.examples import Text
+from rlhf_jax.data.examples import Text, Tokens
 from rlhf_jax.data.receipts import Receipt, Receipts, items
+from rlhf_jax.data.text import Asked
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
@@ -98,7 +100,10 @@ class Config(TrainerConfig):
     """Width of a row into which examples are packed, tokens; None is one row per
     example."""
     held_out: float = 0.05
-    """Share of the examples that is held out to measure the loss."""
+    """Share of the examples that is held out to measure the loss; 0 holds out none."""
+    held_out_by: Literal["prompt", "row"] = "prompt"
+    """What is held out: prompts with all their examples, so that none is also trained
+    on, or examples whatever their prompt (episodes that all begin alike)."""
     num_steps: int | None = None
     """Number of updates; None is one pass over the data."""
     batch_size: int = 16
@@ -230,6 +235,35 @@ def read_examples(
     )
 
 
+def split(
+    options: Config, start: Pretrained, *, receipt: Receipt | None = None
+) -> tuple[list[Text], list[Text]]:
+    """What is trained on, and what is held out.
+
+    Args:
+      receipt: is told of every row, of those that are left out, and of both uses.
+    """
+    examples, held_out = splits.hold_out(
+        read_examples(options, start, receipt=receipt),
+        share=options.held_out,
+        seed=options.seed,
+        by=options.held_out_by,
+        unprompted=no_prompt(start),
+        instead="hold out none of them with --held-out 0, or single examples with "
+        "--held-out-by row",
+    )
+    if receipt is not None:
+        receipt.use("training", items.of_texts(examples))
+        receipt.use("held out", items.of_texts(held_out))
+    return examples, held_out
+
+
+def no_prompt(start: Pretrained) -> Tokens:
+    """The tokens of an empty prompt, for instance BOS."""
+    (tokens,) = start.contract.prompts([Asked("")])
+    return tokens
+
+
 def widest(options: Config) -> int | None:
     """Tokens that a row of a batch has room for; None where it takes any."""
     if options.buckets is not None:
@@ -278,13 +312,7 @@ def main(options: Config) -> None:
     model = start.model
     receipts = Receipts()
     data = receipts.source("--data", options.data)
-    examples, held_out = files.hold_out(
-        read_examples(options, start, receipt=data),
-        share=options.held_out,
-        seed=options.seed,
-    )
-    data.use("training", items.of_texts(examples))
-    data.use("held out", items.of_texts(held_out))
+    examples, held_out = split(options, start, receipt=data)
     processes.agree("the demonstrations", digests.of_tokens([*examples, *held_out]))
     demonstrations = make_batches(options, examples, start=start, mesh=mesh)
     num_steps = options.num_steps

@@ -67,3 +67,18 @@ def test_a_checkpoint_is_seen_to_have_a_tokenizer(tmp_path):
     assert not tokenization.has_files(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
     assert tokenization.has_files(tmp_path)
+
+
+def test_many_texts_are_encoded_some_thousands_at_a_time():
+    tokenizer, sizes = toy_files.tokenizer(), []
+
+    def counted(texts, **options):
+        sizes.append(len(texts))
+        return tokenizer(texts, **options)
+
+    words = (toy_files.WORDS * 500)[:9000]
+    ids = tokenization.encode(counted, words, special=False)
+    assert ids == [[toy_files.WORDS.index(word) + 2] for word in words]
+    assert sizes == [4096, 4096, 808]
+    assert tokenization.encode(counted, [], special=True) == []
+    assert len(sizes) == 3  # tokenizers raise an error for an empty list

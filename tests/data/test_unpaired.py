@@ -1,7 +1,12 @@
 """Single responses with a label: rows, mismatched responses, what is refused."""
 
+import time
+
+import hypothesis
+import numpy as np
 import pytest
 import toy_files
+from hypothesis import strategies as st
 
 from rlhf_jax.data import packing, unpaired
 from rlhf_jax.functional.checks import InputError
@@ -57,6 +62,54 @@ def test_each_text_has_a_response_to_another_prompt(tmp_path, tokenizer):
     groups = unpaired.by_prompt(texts)
     assert sorted(len(group) for group in groups) == [1, 2, 2]
     assert all(len({tuple(t.prompt) for t in group}) == 1 for group in groups)
+
+
+def searched(prompts, *, seed):
+    """Which text gives each its mismatched response, looked for one after another."""
+    order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
+    others = {}
+    for turn, place in enumerate(order):
+        other = turn + 1
+        while prompts[order[other % len(order)]] == prompts[place]:
+            other += 1
+        others[place] = order[other % len(order)]
+    return [others[place] for place in range(len(prompts))]
+
+
+@hypothesis.given(
+    st.lists(st.sampled_from("aaaaaabcd"), min_size=2, max_size=60),
+    st.integers(0, 99),
+)
+def test_the_response_to_another_prompt_is_the_next_in_the_order(prompts, seed):
+    hypothesis.assume(len(set(prompts)) > 1)
+    # Words of the vocabulary by their number, so that each text is told apart.
+    words = toy_files.WORDS[:20]
+    rows = [
+        {
+            "prompt": prompt,
+            "completion": f"{words[number // 20]} {words[number % 20]}",
+            "label": number % 2 == 0,
+        }
+        for number, prompt in enumerate(prompts)
+    ]
+    spelt = toy_files.tokenizer([*toy_files.WORDS, "b", "c", "d"])
+    texts = unpaired.encode_labelled(spelt, rows, max_length=16, seed=seed)
+    expected = searched([tuple(text.prompt) for text in texts], seed=seed)
+    assert [text.mismatched for text in texts] == [
+        texts[other].completion for other in expected
+    ]
+
+
+def test_a_prompt_of_most_texts_takes_no_longer(tokenizer):
+    def seconds(count):
+        same = {"prompt": "the cat", "completion": "sat"}
+        rows = [same | {"label": number % 2 == 0} for number in range(count)]
+        rows.append({"prompt": "a dog", "completion": "ran", "label": True})
+        began = time.process_time()
+        unpaired.encode_labelled(tokenizer, rows, max_length=16, seed=0)
+        return time.process_time() - began
+
+    assert seconds(8_000) < 5 * 8 * min(seconds(1_000) for _ in range(2)) + 0.5
 
 
 def test_a_mismatched_response_is_cut_where_it_does_not_fit(tmp_path, tokenizer):

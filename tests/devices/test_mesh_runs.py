@@ -55,9 +55,11 @@ def files(tmp_path_factory):
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "it is so")]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     pair = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
-    toy_files.jsonl(folder / "pairs.jsonl", *[pair] * 24)
+    toy_files.jsonl(folder / "pairs.jsonl", *[pair, pair | {"prompt": "a dog"}] * 12)
     answer = {"prompt": "a dog", "response": "ran by the cat so it was bad ."}
-    toy_files.jsonl(folder / "answers.jsonl", *[answer] * 24)
+    toy_files.jsonl(
+        folder / "answers.jsonl", *[answer, answer | {"prompt": "the cat"}] * 12
+    )
     asked = {"question": "the cat", "answer": "so it is #### 4"}
     toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
     with pytest.MonkeyPatch.context() as patch:

@@ -76,12 +76,12 @@ def files(tmp_path_factory):
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "it is so")]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     answers = [
-        {"prompt": "a dog", "response": f"ran by the {word} ."}
+        {"prompt": f"a {word}", "response": f"ran by the {word} ."}
         for word in ("cat", "dog", "good", "bad", "very", "so", "and", "to")
     ]
     toy_files.jsonl(folder / "answers.jsonl", *answers * 3)
     pair = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
-    toy_files.jsonl(folder / "pairs.jsonl", *[pair] * 24)
+    toy_files.jsonl(folder / "pairs.jsonl", *[pair, pair | {"prompt": "a dog"}] * 12)
     asked = {"question": "the cat", "answer": "so it is #### 4"}
     toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
     return folder

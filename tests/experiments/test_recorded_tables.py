@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 README = (places.EXPERIMENTS / "README.md").read_text(encoding="utf-8")
+DATA = places.ROOT / "rlhf_jax" / "data" / "README.md"
 GENERATION = places.ROOT / "rlhf_jax" / "models" / "generation" / "README.md"
 
 
@@ -89,6 +90,22 @@ def test_episodes_beside_whole_conversations():
             check(told.replace(",", " "), episodes[name], whole[name])
     ran = [row["run_per_sampled"] for row in found[:2]]
     assert [round(each, 1) for each in ran] == [5.4, 13.3]
+
+
+def test_reading():
+    found = {
+        row["stage"]: row
+        for row in recorded("benchmark_reading", "record.json")["rows"]
+    }
+    text = DATA.read_text(encoding="utf-8")
+    rows = table("| stage | 2,000 rows |", text=text)
+    assert len(rows) == 14
+    for stage, *seconds, ratio in rows:
+        assert found[stage]["sizes"] == [2_000, 20_000, 200_000]
+        for told, value in zip(seconds, found[stage]["seconds"], strict=True):
+            check(told, value)
+        check(ratio, found[stage]["ratio_per_row"])
+        assert float(ratio) < 2  # 10 times the rows: the time is linear
 
 
 def test_asynchrony():

@@ -156,11 +156,11 @@ def write_files(folder: Path) -> None:
     toy_files.jsonl(folder / "prompts.jsonl", *({"prompt": text} for text in prompts))
     words = ("cat", "dog", "good", "bad", "very", "so", "and", "to")
     answers = [
-        {"prompt": "a dog", "response": f"ran by the {word} ."} for word in words
+        {"prompt": f"a {word}", "response": f"ran by the {word} ."} for word in words
     ]
     toy_files.jsonl(folder / "answers.jsonl", *answers * 3)
     pairs = [
-        {"prompt": "the cat", "chosen": f"sat {word} good .", "rejected": "ran bad ."}
+        {"prompt": f"a {word}", "chosen": f"sat {word} good .", "rejected": "ran bad ."}
         for word in words
     ]
     toy_files.jsonl(folder / "pairs.jsonl", *pairs * 3)

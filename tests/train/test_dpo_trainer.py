@@ -81,11 +81,11 @@ def finished(files, tmp_path_factory):
 @pytest.mark.slow
 def test_it_learns_the_pairs(files, finished):
     out, _, summary = finished
-    assert summary["pairs"] == 12
-    assert summary["rows"] < 12
+    assert summary["pairs"] == 10  # of two prompts of the three
+    assert summary["rows"] < 10
     before, after = summary["held_out_before"], summary["held_out"]
     assert before["loss/dpo"] == pytest.approx(np.log(2), abs=1e-5)
-    assert after["loss/dpo"] < 0.6
+    assert after["loss/dpo"] < 0.67  # of a prompt that it was not trained on
     assert after["dpo/accuracy"] == 1
     rows = metrics.read(out / "metrics.jsonl")
     assert rows[0]["loss/dpo"] == pytest.approx(np.log(2), abs=1e-5)

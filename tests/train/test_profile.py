@@ -20,7 +20,7 @@ def files(tmp_path_factory):
     toy_files.checkpoint(folder / "model")
     toy_files.reward_model(folder / "scorer")
     toy_files.jsonl(folder / "answers.jsonl", *[ANSWER] * 12)
-    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR] * 12)
+    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR, PAIR | {"prompt": "a dog"}] * 6)
     toy_files.jsonl(folder / "prompts.jsonl", {"prompt": "the cat"})
     questions = [{"question": "the cat", "answer": "#### 1"}] * 8
     toy_files.jsonl(folder / "questions.jsonl", *questions)

@@ -24,7 +24,7 @@ WRITTEN = [
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     toy_files.checkpoint(folder / "model")
-    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR] * 12)
+    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR, PAIR | {"prompt": "a dog"}] * 6)
     toy_files.jsonl(folder / "written.jsonl", *WRITTEN)
     return folder
 

@@ -25,6 +25,7 @@ from rlhf_jax.train import reward_model, sft
 from rlhf_jax.train.ppo import trainer
 
 PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
+OTHER = {"prompt": "a dog"}
 ANSWERS = [
     {"prompt": "the cat", "response": "sat on a dog and it was good ."},
     {"prompt": "a dog", "response": "ran by the cat so it was bad ."},
@@ -43,7 +44,7 @@ def files(tmp_path_factory):
     toy_files.checkpoint(folder / "model")
     toy_files.reward_model(folder / "scorer")
     toy_files.jsonl(folder / "answers.jsonl", *ANSWERS * 6)
-    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR] * 12)
+    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR, PAIR | OTHER] * 6)
     toy_files.jsonl(
         folder / "prompts.jsonl",
         *({"prompt": prompt} for prompt in PROMPTS),
@@ -116,12 +117,13 @@ def test_sft_from_nothing_leaves_a_checkpoint(files, tmp_path):
         *("--fresh-hidden-size=16", "--fresh-num-layers=1", "--fresh-num-heads=2"),
         *("--fresh-max-positions=16", "--batch-size=4", "--num-steps=16"),
         *("--learning-rate=3e-2", "--micro-batch-size=2", "--held-out=0.5"),
+        "--held-out-by=row",  # the responses to both prompts are learned by heart
     )
     summary = play(sft, out, *argv)
     model, params = hf.load(out / "model")
     assert model.vocab_size == len(toy_files.WORDS) + 2
     # Two texts of 9 and 10 tokens; which were held out is the seed's choice.
-    _, held_out = hold_out(ANSWERS * 6, share=0.5, seed=0)
+    _, held_out = hold_out(ANSWERS * 6, share=0.5, seed=0, by="row")
     losses = np.concatenate([losses_of(out, model, params, row) for row in held_out])
     assert summary["held_out_examples"] == 6
     assert summary["held_out_loss"] == pytest.approx(losses.mean(), abs=1e-4)
@@ -678,7 +680,7 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
 def test_pairs_that_the_reward_model_refuses(
     files, tmp_path, capsys, row, argv, message
 ):
-    pairs = toy_files.jsonl(tmp_path / "pairs.jsonl", row, row)
+    pairs = toy_files.jsonl(tmp_path / "pairs.jsonl", row, row | OTHER)
     argv = ("--data", pairs, "--batch-size=4", "--max-new-tokens=4", *argv)
     argv = ("--model", files / "model", *argv)
     run = lambda out: play(reward_model, out, *argv)  # noqa: E731

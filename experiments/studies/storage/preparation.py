@@ -29,7 +29,7 @@ import optax
 from rlhf_jax import decoder, frozen, hf
 from rlhf_jax.algorithms.batch import Rollout, Sequences
 from rlhf_jax.checkpoints import pretrained
-from rlhf_jax.data import batches, digests, files, json_lines
+from rlhf_jax.data import batches, digests, json_lines, splits
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import fingerprint
@@ -110,8 +110,8 @@ def _prepare(options: Preparation) -> None:
     text = _digest(options.text)
     model, params, examples = blocks(options)
     share, seed = options.held_out, options.seed
-    trained, held_out = files.hold_out(examples, share=share, seed=seed)
-    trained, other = files.hold_out(trained, share=share, seed=seed)
+    trained, held_out = splits.hold_out(examples, share=share, seed=seed)
+    trained, other = splits.hold_out(trained, share=share, seed=seed)
     num_steps = {"sft": options.num_steps, "nudge": options.nudge_steps}
     if options.model is not None:
         del num_steps["sft"]

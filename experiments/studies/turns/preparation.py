@@ -101,6 +101,7 @@ def main(options: Options) -> None:
                     learning_rate=3e-3,
                     batch_size=32,
                     num_steps=steps,
+                    held_out_by="row",  # guessing has one prompt
                     seed=seed,
                     out=options.out / "sft" / name / f"seed_{seed}",
                 )

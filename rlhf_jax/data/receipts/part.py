@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_jax.data import splits
 from rlhf_jax.data.examples import Text, Tokens
 from rlhf_jax.data.receipts.items import Item
 from rlhf_jax.data.tokenization import CONTEXT
@@ -28,7 +28,7 @@ class Part:
         masks = [bytes(text.trained) for text in texts]
         self.rows = len(items)
         self.texts = Counter(title for item in items for title in item)
-        self.prompts = [_digest(_prompt(item)) for item in items]
+        self.prompts = [splits.digest(_prompt(item)) for item in items]
         self.turns_learned = sum((b"\0" + mask).count(b"\0\1") for mask in masks)
         self.tokens_learned = sum(mask.count(1) for mask in masks)
         self.tokens = sum(len(mask) for mask in masks)
@@ -99,20 +99,13 @@ def shared_prompts(
     Args:
       unprompted: tokens of a prompt without text, such as BOS.
     """
-    none = {None, _digest(unprompted)}
+    none = {None, splits.digest(unprompted)}
     trained = {prompt for part in training for prompt in part.prompts} - none
     return sum(prompt in trained for prompt in held_out.prompts)
 
 
 def _prompt(item: Item) -> Tokens:
     return next(iter(item.values())).prompt
-
-
-def _digest(prompt: Tokens) -> bytes | None:
-    """A key of a prompt that is smaller than the prompt; None without a token."""
-    if not len(prompt):
-        return None
-    return hashlib.blake2b(np.asarray(prompt, np.int64).tobytes()).digest()
 
 
 def _text(tokens: list[int], start: int, end: int, *, decode: Decode) -> str:

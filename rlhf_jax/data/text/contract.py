@@ -35,6 +35,7 @@ from rlhf_jax.data.text import chat, messages
 from rlhf_jax.data.text.control import Control, Cutter
 from rlhf_jax.data.text.messages import Message
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,7 +122,7 @@ class TextContract:
             for a token that the tokenizer does not have; names file and line.
         """
         pieces, heads = [], []
-        for each in asked:
+        for each in progress.track(asked, "prompts to text", total=len(asked)):
             if isinstance(each.written, str):
                 head, body = self._plain_prompt(each)
                 heads.append(head)
@@ -380,8 +381,13 @@ class TextContract:
                 where=each.where,
                 text=text,
             )
-            for (head, body), (pieces, stop), prompt, whole, each, text in zip(
-                before, parts, prompts, joined, asked, written, strict=True
+            for (head, body), (
+                pieces,
+                stop,
+            ), prompt, whole, each, text in progress.track(
+                zip(before, parts, prompts, joined, asked, written, strict=True),
+                "responses behind their prompts",
+                total=len(asked),
             )
         ]
 
@@ -513,7 +519,10 @@ class TextContract:
     ) -> list[Text]:
         """Conversations, of which some turns of the assistant are learned."""
         rendered = []
-        for each, whole, learned in zip(asked, conversations, turns, strict=True):
+        rows = zip(asked, conversations, turns, strict=True)
+        for each, whole, learned in progress.track(
+            rows, "conversations to text", total=len(asked)
+        ):
             beginnings = [whole[:turn] for turn in learned]
             texts, cut = self._rendered([whole, *beginnings], each)
             for turn, text in zip(learned, texts[1:], strict=True):

@@ -18,6 +18,7 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Asked, TextContract, Written, asked
+from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,9 +54,14 @@ def encode_episodes(
         asked(row, field=prompt, where=json_lines.place(row, number))
         for number, row in enumerate(rows)
     ]
+    prompts = contract.prompts(begun)
     episodes = [
         _episode(contract, each, row[turns], begins=begins)
-        for each, row, begins in zip(begun, rows, contract.prompts(begun), strict=True)
+        for each, row, begins in progress.track(
+            zip(begun, rows, prompts, strict=True),
+            "episodes to tokens",
+            total=len(rows),
+        )
     ]
     fits = lengths.fits(
         [episode.length for episode in episodes],

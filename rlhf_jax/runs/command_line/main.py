@@ -17,7 +17,7 @@ import jax
 
 from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import lock, write_errors
+from rlhf_jax.runs import lock, progress, write_errors
 from rlhf_jax.runs.command_line import help_screen
 from rlhf_jax.runs.command_line.interruption import Interrupted, go_on
 from rlhf_jax.runs.command_line.options import Config, Presets, parse
@@ -80,6 +80,7 @@ def main(
         with (
             write_errors.quiet_threads(),
             _silent_unless_first(),
+            progress.hidden(not (config.progress and processes.is_first())),
             contextlib.ExitStack() as folder,
             _writes_told(config.out),
         ):

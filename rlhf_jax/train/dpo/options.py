@@ -45,7 +45,8 @@ class Config(TrainerConfig):
     """Width of a row into which pairs are packed with both of their texts, tokens; None
     is one row per pair."""
     held_out: float = 0.1
-    """Share of the pairs that is held out to measure the loss."""
+    """Share of the pairs that is held out, by prompt, to measure the loss; 0 holds
+    out none."""
     num_steps: int | None = None
     """Number of updates; None is one pass over the pairs."""
     batch_size: int = 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import encoding, files, packing, unpaired
+from rlhf_jax.data import encoding, files, packing, splits, unpaired
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.packing import PackedRow
@@ -62,7 +62,11 @@ def encode(
         train on or to hold out.
     """
     max_length = start.limit(options.max_length)
-    hold_out = {"share": options.held_out, "seed": options.seed}
+    hold_out: Any = {
+        "share": options.held_out,
+        "seed": options.seed,
+        "instead": "hold out none of them with --held-out 0",
+    }
     if options.dpo.kind == "kto":
         texts = unpaired.encode_labelled(
             start.tokenizer,
@@ -74,8 +78,8 @@ def encode(
             widest=options.row_width,
             receipt=receipt,
         )
-        sides = files.hold_out(unpaired.by_prompt(texts), **hold_out)
-        kept, held = (list(itertools.chain.from_iterable(side)) for side in sides)
+        together = itertools.chain.from_iterable(splits.by_prompt(texts))
+        kept, held = splits.hold_out([*together], **hold_out)
         if receipt is not None:
             receipt.use("training", items.of_labelled(kept))
             receipt.use("held out", items.of_labelled(held))
@@ -90,7 +94,7 @@ def encode(
         packed=True,
         receipt=receipt,
     )
-    kept, held = files.hold_out(pairs, **hold_out)
+    kept, held = splits.hold_out(pairs, **hold_out)
     if receipt is not None:
         receipt.use("training", items.of_pairs(kept))
         receipt.use("held out", items.of_pairs(held))

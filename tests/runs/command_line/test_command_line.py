@@ -13,7 +13,7 @@ import places
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import command_line, folder, run_config
+from rlhf_jax.runs import command_line, folder, progress, run_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,19 @@ def test_a_finished_run_returns(tmp_path):
     argv = ["--out", os.fspath(tmp_path), "--seed", "4"]
     command_line.main(seen.append, Config, description="A test.", argv=argv)
     assert seen == [Config(out=tmp_path, seed=4)]
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_no_progress_hides_that_of_reading_too(tmp_path, monkeypatch, shows, capsys):
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_A_BAR", -1.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
+    argv = ["--out", os.fspath(tmp_path), *([] if shows else ["--no-progress"])]
+
+    def run(config):
+        assert [*progress.track("ab", "letters", total=2)] == ["a", "b"]
+
+    command_line.main(run, Config, description="A test.", argv=argv)
+    assert ("letters: 2 of 2" in capsys.readouterr().err) == shows
 
 
 def test_a_user_error_is_a_message_and_status_2(tmp_path, capsys):

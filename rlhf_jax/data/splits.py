@@ -1,0 +1,150 @@
+"""Rows to train on and rows held out, which share no prompt.
+
+    prompts    a b a c d b      one drawn prompt, b
+    held out     b       b
+    trained    a   a c d
+
+The responses to one prompt are alike, so a loss on other responses to a prompt that was
+trained on says little about new prompts. The prompt of a row is what stands before the
+first response that is learned, compared by its token ids where it is encoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from rlhf_jax.functional.checks import InputError
+
+Item = TypeVar("Item")
+
+
+def hold_out(
+    rows: Sequence[Item],
+    *,
+    share: float,
+    seed: int,
+    by: Literal["prompt", "row"] = "prompt",
+    unprompted: Sequence[int] = (),
+    instead: str = "hold out none of them",
+) -> tuple[list[Item], list[Item]]:
+    """(rows to train on, rows held out), each in the order of `rows`.
+
+    Prompts are drawn at random. One is held out, with all its rows, if that brings the
+    number of rows held out nearer to `share` of them. At least one prompt is held out
+    and at least one is trained on. Time is linear in the tokens of the prompts.
+
+    Args:
+      rows: records with a `prompt` of tokens, rows of a file with a field "prompt", or
+        the prompts themselves. Each row without a prompt is a prompt of its own.
+      share: of the rows to hold out; 0 is none.
+      seed: of the draw. Where no prompt is shared, the rows held out are the first of
+        `numpy.random.default_rng(seed).permutation(len(rows))`.
+      by: "row" draws each row alone, whatever its prompt.
+      unprompted: tokens of a prompt without text, such as BOS; rows that have it have
+        no prompt.
+      instead: what to do where there is one prompt, for the error.
+
+    Raises:
+      InputError: share is not in [0, 1), no row is left to train on, or all rows have
+        one prompt.
+    """
+    if not 0 <= share < 1:
+        raise InputError(f"expected a share to hold out in [0, 1), got {share}")
+    if not share:
+        return list(rows), []
+    count = max(round(share * len(rows)), 1)
+    if count >= len(rows):
+        raise InputError(
+            f"expected rows to train on beside {count} held out, got {len(rows)} in "
+            "all; hold out a smaller share or none, or give more rows"
+        )
+    numbers = [*range(len(rows))]
+    if by == "prompt":
+        numbers = _numbers(rows, unprompted=unprompted)
+    sizes = np.bincount(numbers)
+    if len(sizes) == 1:
+        raise InputError(
+            f"expected rows of at least 2 prompts, as a prompt that is held out is not "
+            f"trained on, got {len(rows)} rows of one prompt; {instead}, or give rows "
+            f"of other prompts"
+        )
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    drawn = _drawn(sizes[order].tolist(), wanted=share * len(rows))
+    apart = np.zeros(len(sizes), bool)
+    apart[order[drawn]] = True
+    sides: tuple[list[Item], list[Item]] = ([], [])
+    for row, held_out in zip(rows, apart[numbers].tolist(), strict=True):
+        sides[held_out].append(row)
+    return sides
+
+
+def by_prompt(rows: Sequence[Item]) -> list[list[Item]]:
+    """The rows of each prompt together, in the order of the prompts' first rows."""
+    groups: dict[int, list[Item]] = {}
+    for row, number in zip(rows, _numbers(rows), strict=True):
+        groups.setdefault(number, []).append(row)
+    return list(groups.values())
+
+
+def shared_prompts(train: Iterable[Any], held_out: Iterable[Any]) -> int:
+    """How many prompts are on both sides, in time linear in their tokens.
+
+    Args:
+      train, held_out: rows as `hold_out` takes them.
+    """
+    sides = [{digest(row) for row in side} - {None} for side in (train, held_out)]
+    return len(sides[0] & sides[1])
+
+
+def numbered(prompts: Iterable[Sequence[int]]) -> list[int]:
+    """A number for each prompt, from 0 in the order of first appearance.
+
+    Equal prompts have equal numbers, those without tokens too.
+    """
+    found: dict[bytes | None, int] = {}
+    return [found.setdefault(digest(prompt), len(found)) for prompt in prompts]
+
+
+def _numbers(rows: Sequence[Any], *, unprompted: Sequence[int] = ()) -> list[int]:
+    """As `numbered`, of rows; one without a prompt has a number of its own."""
+    none = digest(unprompted)
+    found: dict[bytes | int, int] = {}
+    numbers = []
+    for place, row in enumerate(rows):
+        prompt = digest(row)
+        own = place if prompt is None or prompt == none else prompt
+        numbers.append(found.setdefault(own, len(found)))
+    return numbers
+
+
+def _drawn(sizes: Sequence[int], *, wanted: float) -> list[int]:
+    """Which prompts to hold out, by their numbers of rows, in the order of the draw.
+
+    Args:
+      wanted: rows to hold out.
+    """
+    drawn: list[int] = []
+    rest, left = wanted, sum(sizes)
+    for place, size in enumerate(sizes):
+        # Nearer with it than without it; of two that are as near, the even number of
+        # prompts, as `round` has it.
+        nearer = size < 2 * rest or (size == 2 * rest and len(drawn) % 2 == 1)
+        if nearer and size < left:
+            drawn.append(place)
+            rest, left = rest - size, left - size
+    return drawn or [int(np.argmin(sizes))]
+
+
+def digest(row: Any) -> bytes | None:
+    """A key of a row's prompt, smaller than it; None where the row has none."""
+    prompt: Any = row.get("prompt") if isinstance(row, dict) else row
+    prompt = getattr(prompt, "prompt", prompt)
+    if not hasattr(prompt, "__len__") or len(prompt) == 0:
+        return None
+    written = json.dumps(prompt, sort_keys=True, default=lambda array: array.tolist())
+    return hashlib.blake2b(written.encode(), digest_size=16).digest()

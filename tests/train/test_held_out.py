@@ -1,0 +1,127 @@
+"""Every trainer that holds rows out does it by prompt."""
+
+import dataclasses
+import typing
+
+import pytest
+import tokenizers
+import toy_files
+
+from rlhf_jax.algorithms.dpo import PreferenceKind
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import splits
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.train import reward_model, sft
+from rlhf_jax.train.dpo import options as dpo_options
+from rlhf_jax.train.dpo import pairs
+from rlhf_jax.train.dpo import trainer as dpo
+
+START = Pretrained(
+    model=toy_files.MODEL, params=None, tokenizer=toy_files.tokenizer(), stop_ids=(1,)
+)
+PROMPTS = toy_files.WORDS[:20]
+RESPONSES = (". good", "? .", ". on", "? in")
+KINDS = typing.get_args(PreferenceKind)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Four pairs and responses to each prompt, and as many to one prompt alone."""
+    folder = tmp_path_factory.mktemp("files")
+    toy_files.checkpoint(folder / "model")
+    for name, prompts in (("many", PROMPTS), ("one", ["the cat"])):
+        rows = [
+            {
+                "prompt": prompt,
+                "response": response,
+                "chosen": response,
+                "rejected": f"{response} bad",
+            }
+            for prompt in prompts
+            for response in RESPONSES
+        ]
+        toy_files.jsonl(folder / f"{name}.jsonl", *rows)
+    return folder
+
+
+def in_folder(config_class, files, tmp_path, *, data, **options):
+    return config_class(
+        model=str(files / "model"),
+        data=str(files / f"{data}.jsonl"),
+        out=tmp_path / "run",
+        progress=False,
+        **options,
+    )
+
+
+def of_kind(kind, files, tmp_path, *, data):
+    config = in_folder(dpo_options.Config, files, tmp_path, data=data)
+    loss = {"kind": kind} | ({"label_smoothing": 0.1} if kind == "robust" else {})
+    return dataclasses.replace(config, dpo=dataclasses.replace(config.dpo, **loss))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_prompt_of_dpo_is_on_both_sides(kind, files, tmp_path):
+    config = of_kind(kind, files, tmp_path, data="many")
+    rows = pairs.read(config)
+    trained, held_out = pairs.encode(rows, options=config, start=START)
+    sides = (trained.digested, held_out.digested)
+    each = 8 if kind == "kto" else 4
+    assert [len(side) for side in sides] == [18 * each, 2 * each]
+    assert splits.shared_prompts(*sides) == 0
+    assert len({*splits.numbered(row.prompt for row in held_out.digested)}) == 2
+
+
+def test_no_prompt_of_sft_is_on_both_sides(files, tmp_path):
+    config = in_folder(sft.Config, files, tmp_path, data="many")
+    examples = sft.read_examples(config, START)
+    sides = sft.split(config, START)
+    assert sorted([*sides[0], *sides[1]]) == sorted(examples)
+    assert [len(side) for side in sides] == [76, 4]
+    assert splits.shared_prompts(*sides) == 0
+
+
+@pytest.mark.parametrize("trainer", ["sft", "reward_model", "dpo"])
+def test_every_trainer_refuses_to_split_one_prompt(trainer, files, tmp_path):
+    run, config, what = {
+        "sft": (
+            *(sft.main, in_folder(sft.Config, files, tmp_path, data="one")),
+            "with --held-out 0, or single examples with --held-out-by row",
+        ),
+        "reward_model": (
+            reward_model.main,
+            in_folder(reward_model.Config, files, tmp_path, data="one"),
+            "with --held-out 0, or give",
+        ),
+        "dpo": (
+            *(dpo.main, of_kind("sigmoid", files, tmp_path, data="one")),
+            "with --held-out 0, or give",
+        ),
+    }[trainer]
+    with pytest.raises(InputError, match=f"got 4 rows of one prompt; .*{what}"):
+        run(config)
+    assert not config.out.exists()
+
+
+def with_bos():
+    """As the toy tokenizer, with BOS before every text."""
+    fast = toy_files.tokenizer(["<bos>", *toy_files.WORDS])
+    bos = fast.convert_tokens_to_ids("<bos>")
+    fast.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", bos)]
+    )
+    fast.bos_token = "<bos>"
+    return fast, bos
+
+
+def test_rows_without_a_prompt_do_not_share_one(files, tmp_path):
+    tokenizer, bos = with_bos()
+    assert sft.no_prompt(START) == []
+    start = START._replace(tokenizer=tokenizer)
+    assert sft.no_prompt(start) == [bos]
+    rows = [{"prompt": "", "response": word} for word in toy_files.WORDS]
+    data = toy_files.jsonl(tmp_path / "rows.jsonl", *rows)
+    config = in_folder(sft.Config, files, tmp_path, data="many", held_out=0.5)
+    config = dataclasses.replace(config, data=str(data))
+    sides = sft.split(config, start)
+    assert [len(side) for side in sides] == [11, 11]
