@@ -50,7 +50,7 @@ def encode_prompts(
         bucket, has no token, or none is left; or it is of messages that the tokenizer
         has no template for. Names the row's file and line.
     """
-    contract = TextContract(tokenizer, stop_ids=stop_ids)
+    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     if questions is None:
         questions = _asked(rows, field=field)
     places, prompts = _places(rows), contract.prompts(questions)
@@ -106,7 +106,7 @@ def encode_demonstrations(
         none is left; or the text contract does not take it. Names the row's file and
         line.
     """
-    contract = TextContract(tokenizer, stop_ids=stop_ids)
+    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     questions = _asked(rows, field=prompt)
     written = [row[response] for row in rows]
     examples = contract.examples(
@@ -157,7 +157,7 @@ def encode_preferences(
         are the same tokens, or a margin is not a finite number; or as
         `encode_demonstrations`.
     """
-    contract = TextContract(tokenizer, stop_ids=stop_ids)
+    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     questions, places = _asked(rows, field="prompt"), _places(rows)
     for side in ("chosen", "rejected"):
         for each, row in zip(questions, rows, strict=True):

@@ -104,6 +104,8 @@ ADDED: dict[str, Any] = {
     "trackio": False,
     "profile": None,
     "save_dtype": "float32",
+    "held_out_by": "row",
+    "assistant_turns": "last",
     "verifier": "gsm8k",
     "packing": "off",
     "packing_width": None,

@@ -110,12 +110,17 @@ class Cutter:
         longest = sorted(texts, key=len, reverse=True)
         self._beginnings = {text[:2] for text in longest}
         # Looking ahead finds those that overlap, too.
-        self._found = re.compile(f"(?={'|'.join(map(re.escape, longest)) or '(?!)'})")
+        self._found = re.compile(f"(?=({'|'.join(map(re.escape, longest)) or '(?!)'}))")
 
     def first(self, text: str) -> int:
         """Where the first text of a token begins, or the text's length."""
         match = self._found.search(text)
         return len(text) if match is None else match.start()
+
+    def named(self, text: str) -> str:
+        """The first token whose text stands in a text; "" where there is none."""
+        match = self._found.search(text)
+        return "" if match is None else match[1]
 
     def pieces(self, text: str) -> list[str]:
         """The text in pieces that, encoded apart, hold none of the tokens.

@@ -49,7 +49,7 @@ def encode_episodes(
     Raises:
       InputError: as `encoding.encode_demonstrations`.
     """
-    contract = TextContract(tokenizer, stop_ids=stop_ids)
+    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     begun = [
         asked(row, field=prompt, where=json_lines.place(row, number))
         for number, row in enumerate(rows)

@@ -1,0 +1,54 @@
+"""A prompt as its row gives it: a text or messages, and how they are to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.text import messages
+from rlhf_jax.data.text.messages import Message
+from rlhf_jax.functional.checks import InputError
+
+Written = str | list[Message]  # a text, or messages for the chat template
+PLACE = "{question}"  # where a row's text stands in a template of plain text
+
+
+class Asked(NamedTuple):
+    """A prompt, with what its row says of how it is to be read."""
+
+    written: Written
+    where: str = "a prompt"
+    """Its file and line, for errors."""
+    variables: Mapping[str, Any] = {}  # nobody writes to it
+    """What the chat template reads besides the messages: tools, documents, options."""
+    control: tuple[str, ...] = ()
+    """Control tokens that are tokens in this row's texts, by name."""
+    template: str = PLACE
+    """Of a plain prompt, with the row's text in place of {question}. It is the run's
+    own, so that a control token in it is one."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """Of a conversation."""
+        assert not isinstance(self.written, str)
+        return self.written
+
+
+def asked(row: Row, *, field: str, where: str) -> Asked:
+    """The prompt in a field of a row, with the fields that say how to read it.
+
+    Raises:
+      InputError: one of these fields is not what it should be; names file and line.
+    """
+    variables = messages.variables(row, where=where)
+    names = row.get(messages.CONTROL_TOKENS)
+    names = () if names is None else names
+    if not isinstance(names, list | tuple) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise InputError(
+            f"{where}: expected a list of tokens in {messages.CONTROL_TOKENS!r}, such"
+            f' as ["<|im_start|>"], got {names!r:.60}; correct the row'
+        )
+    return Asked(row[field], where, variables, tuple(names))

@@ -1,0 +1,217 @@
+"""Conversations to tokens, as the chat template writes them, and what is learned.
+
+The template's text is cut into pieces where a row's own text would make a control
+token. A character that stands in no text of the row marks the cuts:
+
+    rendered    <|im_start|>user⏎a<CUT|im_end|>b<|im_end|>⏎<|im_start|>assistant⏎
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf_jax.data.examples import Episode, Example, Text
+from rlhf_jax.data.text import chat, messages
+from rlhf_jax.data.text.asked import Asked, Written
+from rlhf_jax.data.text.joining import Joining
+from rlhf_jax.data.text.messages import Message
+from rlhf_jax.data.text.pieces import RowPieces
+from rlhf_jax.runs import progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PRIVATE = range(0xE000, 0x110000)  # where characters of no meaning begin
+OPENING = {"role": "user", "content": "Hi"}  # to whom a turn responds
+
+
+class Conversations:
+    """Messages to tokens, for one tokenizer and one model."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_ids: Sequence[int],
+        pieces: RowPieces,
+        joining: Joining,
+    ) -> None:
+        """Of a tokenizer with a chat template.
+
+        Args:
+          stop_ids: tokens that end a turn of the assistant.
+          pieces: cuts the texts of rows.
+          joining: encodes pieces.
+        """
+        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self._pieces, self._joining = pieces, joining
+
+    def prompt(self, each: Asked) -> list[str]:
+        [text], cut = self._rendered([each.messages], each)
+        return text.split(cut)
+
+    def examples(
+        self,
+        asked: Sequence[Asked],
+        conversations: Sequence[list[Message]],
+        *,
+        turns: Sequence[Sequence[int]],
+    ) -> list[Text]:
+        """Conversations, of which some turns of the assistant are learned."""
+        rendered = []
+        rows = zip(asked, conversations, turns, strict=True)
+        for each, whole, learned in progress.track(
+            rows, "conversations to text", total=len(asked)
+        ):
+            beginnings = [whole[:turn] for turn in learned]
+            texts, cut = self._rendered([whole, *beginnings], each)
+            for turn, text in zip(learned, texts[1:], strict=True):
+                content = self._pieces.without_stop(messages.content([whole[turn]]))[0]
+                chat.check_written(
+                    texts[0].replace(cut, ""),
+                    beginning=text.replace(cut, ""),
+                    content=content,
+                    where=each.where,
+                )
+            rendered.append((texts, cut))
+        encoded = iter(
+            self._joining.encode(
+                [text.split(cut) for texts, cut in rendered for text in texts]
+            )
+        )
+        return [
+            self._learned(
+                texts,
+                [next(encoded) for _ in texts],
+                cut=cut,
+                to_the_end=learned[-1] == len(whole) - 1,
+                where=each.where,
+            )
+            for (texts, cut), each, whole, learned in zip(
+                rendered, asked, conversations, turns, strict=True
+            )
+        ]
+
+    def observation(self, written: Written, *, where: str) -> list[int]:
+        """What the template writes behind a turn of the assistant."""
+        observed = messages.of_user(written)
+        [text], cut = self._rendered([observed], Asked(observed, where), behind=True)
+        [ids] = self._joining.encode([text.split(cut)])
+        return ids
+
+    def _learned(
+        self,
+        texts: Sequence[str],
+        encoded: Sequence[list[int]],
+        *,
+        cut: str,
+        to_the_end: bool,
+        where: str,
+    ) -> Text:
+        """A conversation's tokens, of which those of some turns are learned.
+
+        Args:
+          texts: of the whole, and of its beginnings up to each turn that is learned.
+          encoded: their tokens.
+          cut: what stands between two pieces of a text.
+          to_the_end: whether the last turn is learned.
+        """
+        beginnings = encoded[1:]
+        ids, spans = list(beginnings[0]), []
+        following = zip([*encoded[2:], encoded[0]], [*texts[2:], texts[0]], strict=True)
+        for beginning, (tokens, text) in zip(texts[1:], following, strict=True):
+            if tokens[: len(ids)] == ids:
+                part = tokens[len(ids) :]
+            else:  # the tokenizer merges across the border: rule 1
+                part = self._joining.follow(
+                    text[len(beginning) :].split(cut), after=ids
+                )
+            last = to_the_end and text is texts[0]
+            size = chat.turn_size(
+                self._tokenizer,
+                part,
+                stop_ids=self._stop_ids,
+                last=last,
+                where=where,
+            )
+            spans.append((len(ids), len(ids) + size))
+            ids += part
+        start, end = spans[0][0], spans[-1][1]
+        prompt, response = ids[:start], ids[start:end]
+        if len(spans) == 1:
+            return Example(prompt, response)
+        gaps = itertools.pairwise(spans)
+        observed = tuple((one[1] - start, other[0] - start) for one, other in gaps)
+        return Episode(prompt, response, observed)
+
+    def _rendered(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        each: Asked,
+        *,
+        behind: bool = False,
+    ) -> tuple[list[str], str]:
+        """What the template writes of conversations, and of its request for more.
+
+        Args:
+          conversations: of texts, and of whatever else JSON has, such as calls of
+            tools.
+          each: the row that they are of.
+          behind: they follow a turn of the assistant, and what is written up to its
+            text is left out.
+
+        Returns:
+          Texts, and the character that cuts them into pieces.
+        """
+        variables = dict(each.variables)
+        used = json.dumps([*conversations, variables], ensure_ascii=False, default=str)
+        mark, cut = _unused(set(used))
+
+        def others(text: str) -> str:
+            if behind:  # an observation is no row, and no error ends a run for it
+                return cut.join(self._pieces.control.cutter().pieces(text))
+            return cut.join(self._pieces.of_others(text, each))
+
+        def own(text: str) -> str:
+            return cut.join(self._pieces.of_assistant(text, each))
+
+        def turn(message: Message) -> Message:
+            message = messages.unmarked(message)
+            if message.get("role") != messages.ASSISTANT:
+                return _apart(message, others)
+            content = self._pieces.without_stop(message.get("content") or "")[0]
+            return _apart(message | {"content": content}, own)
+
+        texts = []
+        for conversation in conversations:
+            turns = [turn(message) for message in conversation]
+            if behind:
+                turns = [OPENING, messages.said(mark), *turns]
+            text = chat.render(
+                self._tokenizer,
+                turns,
+                where=each.where,
+                variables=_apart(variables, others),
+            )
+            texts.append(text.rpartition(mark)[2] if behind else text)
+        return texts, cut
+
+
+def _apart(value: Any, cut: Callable[[str], str]) -> Any:
+    """A value of JSON, as a call of a tool, with every text in it cut."""
+    if isinstance(value, str):
+        return cut(value)
+    if isinstance(value, dict):
+        return {_apart(key, cut): _apart(part, cut) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_apart(part, cut) for part in value]
+    return value
+
+
+def _unused(used: set[str]) -> tuple[str, str]:
+    """Two characters that stand in no text of these."""
+    free = (chr(number) for number in PRIVATE if chr(number) not in used)
+    return next(free), next(free)
