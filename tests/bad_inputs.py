@@ -87,7 +87,8 @@ def make_files(folder: Path) -> Path:
     toy_files.checkpoint(folder / "model")
     toy_files.reward_model(folder / "scorer")
     for trainer, row in ROWS.items():
-        toy_files.jsonl(folder / f"{trainer}.jsonl", *[row] * 12)
+        other = {"prompt": "the dog"} if "prompt" in row else {}
+        toy_files.jsonl(folder / f"{trainer}.jsonl", *[row, row | other] * 6)
     (folder / "text.txt").write_text("the cat sat on a dog .\n")
     (folder / "empty").mkdir()
     return folder

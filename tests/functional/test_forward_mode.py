@@ -25,6 +25,7 @@ from rlhf_jax.functional import (
     ratios,
     surrogates,
     token_rewards,
+    unused_ids,
     value_losses,
 )
 from rlhf_jax.functional.kl import chunks, mixtures, penalty
@@ -221,6 +222,12 @@ CASES = {
         lambda x: losses.language_model_loss(logprobs=x, mask=MASK)[0],
         (PER_TOKEN,),
     ),
+    "unused_ids.masked": (
+        lambda x: jnp.where(
+            jnp.arange(x.shape[-1]) == 1, 0.0, unused_ids.masked(x, ((1, 2),))
+        ),
+        (PER_TOKEN,),
+    ),
     "masked.masked_sum": (lambda x: masked.masked_sum(x, mask=MASK), (PER_TOKEN,)),
     "masked.masked_mean": (lambda x: masked.masked_mean(x, mask=MASK), (PER_TOKEN,)),
     "masked.masked_var": (lambda x: masked.masked_var(x, mask=MASK), (PER_TOKEN,)),
@@ -316,6 +323,7 @@ WITHOUT_A_SLOPE = {
     "kl.weighted_estimates.estimates": "stops the gradient of values",
     "masked.centred": "a number that has no gradient, and what is left",
     "masked.lengths_to_mask": "bool",
+    "unused_ids.contain": "bool",
     "off_policy.importance.check_arrays": "checks",
     "off_policy.importance.importance_weights": "stops the gradient",
     "off_policy.mismatch.sampler_kl": "statistics",

@@ -8,7 +8,7 @@ import pytest
 import toy_files
 from safetensors.numpy import load_file
 from test_help import TRAINERS
-from test_trainers import ANSWERS, PAIR, play
+from test_trainers import ANSWERS, OTHER, PAIR, play
 from tiers import one_in
 
 from rlhf_jax import hf
@@ -28,7 +28,7 @@ def files(tmp_path_factory):
         dtype="bfloat16",
     )
     toy_files.jsonl(folder / "answers.jsonl", *ANSWERS * 2)
-    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR] * 8)
+    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR, PAIR | OTHER] * 4)
     return folder
 
 
