@@ -471,6 +471,7 @@ def tuned(tmp_path_factory):
         *(rlhf_jax.train.sft, folder / "run", "--model", model, "--row-width=24"),
         *("--data", toy_files.jsonl(folder / "data.jsonl", *turns * 8)),
         *("--batch-size=4", "--micro-batch-size=2", "--num-steps=100"),
+        "--held-out-by=row",  # there are two prompts
         "--learning-rate=3e-2",
     )
     return folder / "run" / "model", summary
@@ -490,12 +491,12 @@ def test_sft_learns_packed_conversations(tuned):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
     """And its reward reads them."""
     (tmp_path / "judging.py").write_text(
         "def score(prompts, responses, rows):\n"
-        "    asked = [row['prompt'][-1]['content'] for row in rows]\n"
+        "    assert prompts == [row['prompt'] for row in rows]\n"
+        "    asked = [messages[-1]['content'] for messages in prompts]\n"
         "    return [len(a) + len(r) / 100 for a, r in zip(asked, responses)]\n"
     )
     monkeypatch.chdir(tmp_path)
