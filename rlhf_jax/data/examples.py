@@ -62,4 +62,18 @@ class Pair(NamedTuple):
     margin: float | None = None  # score difference asked for
 
 
+class Labelled(NamedTuple):
+    """KTO's response with its label, and one that was given to another prompt."""
+
+    prompt: Tokens
+    completion: Tokens  # with EOS
+    mismatched: Tokens  # cut where it would not fit
+    desirable: bool
+
+    @property
+    def pair(self) -> Pair:
+        """Both as the two texts of a packed pair, the response first."""
+        return Pair(self.prompt, self.completion, self.mismatched)
+
+
 Text = Example | Episode

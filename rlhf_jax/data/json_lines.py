@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rlhf_jax.data import formats, tables
 from rlhf_jax.data.formats import Format
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
-
-if TYPE_CHECKING:  # it counts rows of these types
-    from rlhf_jax.data.receipts import Receipt
 
 Row = dict[str, Any]
 MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf_jax.data import encoding, files, json_lines, splits
-from rlhf_jax.data.examples import Example, Pair, Tokens
+from rlhf_jax.data.examples import Example, Labelled, Tokens
 from rlhf_jax.data.files import Blank
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
@@ -29,20 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MISMATCHED = "the response to another prompt, beside a text, that is too long for it"
-
-
-class Labelled(NamedTuple):
-    """A response with its label, and one that was given to another prompt."""
-
-    prompt: Tokens
-    completion: Tokens  # with EOS
-    mismatched: Tokens  # cut where it would not fit
-    desirable: bool
-
-    @property
-    def pair(self) -> Pair:
-        """Both as the two texts of a packed pair, the response first."""
-        return Pair(self.prompt, self.completion, self.mismatched)
 
 
 def read_labelled(

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rlhf_jax.data import files, splits
-from rlhf_jax.data.examples import Episode, Example, Pair
-from rlhf_jax.data.unpaired import Labelled
+from rlhf_jax.data.examples import Episode, Example, Labelled, Pair
 from rlhf_jax.functional.checks import InputError
 
 SHARES = st.floats(0.001, 0.7)

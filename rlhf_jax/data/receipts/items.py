@@ -6,12 +6,8 @@ An item is {title: text}: a demonstration is one text, a pair is its two sides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-from rlhf_jax.data.examples import Example, Pair, Text, Tokens
-
-if TYPE_CHECKING:  # it reads rows with receipts itself
-    from rlhf_jax.data.unpaired import Labelled
+from rlhf_jax.data.examples import Example, Labelled, Pair, Text, Tokens
 
 Item = Mapping[str, Text]
 

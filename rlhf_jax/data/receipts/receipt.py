@@ -9,11 +9,10 @@ why. It knows how many are left, so that a row that vanished without a word is a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rlhf_jax.data.examples import Tokens
-from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts.items import Item
 from rlhf_jax.data.receipts.part import Decode, Part, shared_prompts
 
@@ -64,7 +63,12 @@ class Receipt:
         self._notes: dict[str, Tally] = {}
 
     def row(
-        self, where: str, row: Row, *, reads: Iterable[str] = (), count: int = 1
+        self,
+        where: str,
+        row: Mapping[str, Any],
+        *,
+        reads: Iterable[str] = (),
+        count: int = 1,
     ) -> None:
         """A row was read.
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Example, Text
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import chat, messages
 from rlhf_jax.data.text.asked import PLACE, Asked, Written
 from rlhf_jax.data.text.control import Control
@@ -39,8 +40,6 @@ from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rlhf_jax.data.receipts import Receipt
 
 
 class TextContract:

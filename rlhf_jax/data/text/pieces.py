@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages
 from rlhf_jax.data.text.asked import Asked
 from rlhf_jax.data.text.control import Control, Cutter
@@ -12,8 +13,6 @@ from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from rlhf_jax.data.receipts import Receipt
 
 
 class RowPieces:

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, packing, splits, unpaired
-from rlhf_jax.data.examples import Pair
+from rlhf_jax.data.examples import Labelled, Pair
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.data.receipts import Receipt, items
-from rlhf_jax.data.unpaired import Labelled
 from rlhf_jax.train.dpo.options import Config
 
 
