@@ -92,9 +92,12 @@ class RowPieces:
                 " character of which is a control token by itself; remove it, or name"
                 f" the token in {messages.CONTROL_TOKENS!r} of the row"
             )
+        name = cutter.named(text)
         reason = (
-            f"text {cutter.named(text)!r} is no control token; name it in"
+            f"text {name!r} is no control token; name it in"
             f" {messages.CONTROL_TOKENS!r} of the row to have it read as one"
+            if name
+            else "text that the tokenizer would read as a control token stays text"
         )
         if self._receipt is not None and (each.where, reason) not in self._told:
             self._told.add((each.where, reason))
