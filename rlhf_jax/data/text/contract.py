@@ -118,13 +118,14 @@ class TextContract:
 
         Raises:
           InputError: a plain text holds a stop token inside, or the chat template does
-            not end a response with a stop token, or leaves out a part of it.
+            not end a response with a stop token, or leaves out a part of it; or a
+            response to a text is of messages.
         """
         responses: dict[int, list[int]] = {}
         plain = [i for i, each in enumerate(asked) if isinstance(each.written, str)]
         of_plain = self._plain_responses(
             [asked[i] for i in plain],
-            [str(written[i]) for i in plain],
+            [messages.plain(written[i], where=asked[i].where) for i in plain],
             prompts=[prompts[i] for i in plain],
         )
         responses.update(zip(plain, of_plain, strict=True))

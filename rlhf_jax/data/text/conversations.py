@@ -19,6 +19,7 @@ from rlhf_jax.data.text.asked import Asked, Written
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import Message
 from rlhf_jax.data.text.pieces import RowPieces
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Conversations:
         self._pieces, self._joining = pieces, joining
 
     def prompt(self, each: Asked) -> list[str]:
+        """The template's text up to a response, in pieces."""
+        messages.check_prompt(each.messages, where=each.where, field="prompt")
         [text], cut = self._rendered([each.messages], each)
         return text.split(cut)
 
@@ -188,16 +191,49 @@ class Conversations:
         texts = []
         for conversation in conversations:
             turns = [turn(message) for message in conversation]
+            calls = 0
             if behind:
                 turns = [OPENING, messages.said(mark), *turns]
+            else:
+                turns, calls = _marked_calls(turns, mark=mark)
             text = chat.render(
                 self._tokenizer,
                 turns,
                 where=each.where,
                 variables=_apart(variables, others),
             )
-            texts.append(text.rpartition(mark)[2] if behind else text)
+            if text.count(mark) < calls:
+                raise InputError(
+                    f"{each.where}: expected a chat template that writes the"
+                    f" {messages.CALLS!r} of a message, got one that leaves them out;"
+                    " use another template, or leave them out of the row"
+                )
+            texts.append(text.rpartition(mark)[2] if behind else text.replace(mark, ""))
         return texts, cut
+
+
+def _marked_calls(turns: list[Message], *, mark: str) -> tuple[list[Message], int]:
+    """Messages whose calls of tools have a mark before their names, and how many."""
+    count = 0
+
+    def marked(call: Any) -> Any:
+        nonlocal count
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return call | {"function": marked(call["function"])}
+        if not isinstance(call.get("name"), str):
+            return call
+        count += 1
+        return call | {"name": mark + call["name"]}
+
+    turns = [
+        turn | {messages.CALLS: [marked(call) for call in turn[messages.CALLS]]}
+        if isinstance(turn.get(messages.CALLS), list)
+        else turn
+        for turn in turns
+    ]
+    return turns, count
 
 
 def _apart(value: Any, cut: Callable[[str], str]) -> Any:

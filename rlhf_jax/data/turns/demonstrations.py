@@ -17,7 +17,7 @@ from rlhf_jax.data.examples import Episode
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.data.text import Asked, TextContract, Written, asked
+from rlhf_jax.data.text import Asked, TextContract, Written, asked, messages
 from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ def encode_episodes(
         asked(row, field=prompt, where=json_lines.place(row, number))
         for number, row in enumerate(rows)
     ]
+    for each in begun:
+        if not isinstance(each.written, str):
+            messages.check_unmarked(
+                [*each.messages, messages.said("")], where=each.where
+            )
     prompts = contract.prompts(begun)
     episodes = [
         _episode(contract, each, row[turns], begins=begins)

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.text import Asked, TextContract, Written, chat, messages
+from rlhf_jax.data.text.conversations import OPENING
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-OPENING = {"role": "user", "content": "Hi"}
 
 
 class TurnEncoder:
