@@ -13,9 +13,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Episode, Example, Text
 from rlhf_jax.data.text import chat, messages
-from rlhf_jax.data.text.asked import Asked, Written
+from rlhf_jax.data.text.asked import Asked
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import Message
 from rlhf_jax.data.text.pieces import RowPieces
@@ -53,7 +54,7 @@ class Conversations:
     def prompt(self, each: Asked) -> list[str]:
         """The template's text up to a response, in pieces."""
         messages.check_prompt(each.messages, where=each.where, field="prompt")
-        [text], cut = self._rendered([each.messages], each)
+        [text], cut = self._rendered([each.messages], each, asks=[True])
         return text.split(cut)
 
     def examples(
@@ -66,11 +67,14 @@ class Conversations:
         """Conversations, of which some turns of the assistant are learned."""
         rendered = []
         rows = zip(asked, conversations, turns, strict=True)
+        if asked and not self._stop_ids:
+            tokenization.eos_token_id(self._tokenizer)  # says that there is none
         for each, whole, learned in progress.track(
             rows, "conversations to text", total=len(asked)
         ):
             beginnings = [whole[:turn] for turn in learned]
-            texts, cut = self._rendered([whole, *beginnings], each)
+            asks = [False, *(True for _ in beginnings)]
+            texts, cut = self._rendered([whole, *beginnings], each, asks=asks)
             for turn, text in zip(learned, texts[1:], strict=True):
                 content = self._pieces.without_stop(messages.content([whole[turn]]))[0]
                 chat.check_written(
@@ -98,10 +102,11 @@ class Conversations:
             )
         ]
 
-    def observation(self, written: Written, *, where: str) -> list[int]:
+    def observation(self, each: Asked) -> list[int]:
         """What the template writes behind a turn of the assistant."""
-        observed = messages.of_user(written)
-        [text], cut = self._rendered([observed], Asked(observed, where), behind=True)
+        observed = messages.of_user(each.written)
+        asks = observed[-1]["role"] != messages.ASSISTANT
+        [text], cut = self._rendered([observed], each, asks=[asks], behind=True)
         [ids] = self._joining.encode([text.split(cut)])
         return ids
 
@@ -155,6 +160,7 @@ class Conversations:
         conversations: Sequence[Sequence[Message]],
         each: Asked,
         *,
+        asks: Sequence[bool],
         behind: bool = False,
     ) -> tuple[list[str], str]:
         """What the template writes of conversations, and of its request for more.
@@ -163,6 +169,7 @@ class Conversations:
           conversations: of texts, and of whatever else JSON has, such as calls of
             tools.
           each: the row that they are of.
+          asks: whether a response is asked for at the end of each.
           behind: they follow a turn of the assistant, and what is written up to its
             text is left out.
 
@@ -175,7 +182,7 @@ class Conversations:
 
         def others(text: str) -> str:
             if behind:  # an observation is no row, and no error ends a run for it
-                return cut.join(self._pieces.control.cutter().pieces(text))
+                return cut.join(self._pieces.of_observation(text, each))
             return cut.join(self._pieces.of_others(text, each))
 
         def own(text: str) -> str:
@@ -188,28 +195,34 @@ class Conversations:
             content = self._pieces.without_stop(message.get("content") or "")[0]
             return _apart(message | {"content": content}, own)
 
-        texts = []
-        for conversation in conversations:
-            turns = [turn(message) for message in conversation]
-            calls = 0
-            if behind:
-                turns = [OPENING, messages.said(mark), *turns]
-            else:
-                turns, calls = _marked_calls(turns, mark=mark)
-            text = chat.render(
-                self._tokenizer,
-                turns,
-                where=each.where,
-                variables=_apart(variables, others),
+        turns = [[turn(message) for message in whole] for whole in conversations]
+        calls = [0 for _ in turns]
+        if behind:
+            turns = [[OPENING, messages.said(mark), *observed] for observed in turns]
+        else:
+            marked = [_marked_calls(whole, mark=mark) for whole in turns]
+            turns, calls = (
+                [turns for turns, _ in marked],
+                [count for _, count in marked],
             )
-            if text.count(mark) < calls:
-                raise InputError(
-                    f"{each.where}: expected a chat template that writes the"
-                    f" {messages.CALLS!r} of a message, got one that leaves them out;"
-                    " use another template, or leave them out of the row"
-                )
-            texts.append(text.rpartition(mark)[2] if behind else text.replace(mark, ""))
-        return texts, cut
+        texts = chat.render_all(
+            self._tokenizer,
+            turns,
+            asks=asks,
+            where=each.where,
+            variables=_apart(variables, others),
+        )
+        if any(
+            text.count(mark) < count for text, count in zip(texts, calls, strict=True)
+        ):
+            raise InputError(
+                f"{each.where}: expected a chat template that writes the"
+                f" {messages.CALLS!r} of a message, got one that leaves them out; use"
+                " another template, or leave them out of the row"
+            )
+        if behind:
+            return [text.rpartition(mark)[2] for text in texts], cut
+        return [text.replace(mark, "") for text in texts], cut
 
 
 def _marked_calls(turns: list[Message], *, mark: str) -> tuple[list[Message], int]:

@@ -35,6 +35,10 @@ class RowPieces:
         """What a user, a tool or the author of a prompt wrote; at least one piece."""
         return self._cut(text, self.control.cutter(self.asked_for(each)), each)
 
+    def of_observation(self, text: str, each: Asked) -> list[str]:
+        """What an environment wrote, of which no receipt is told."""
+        return self.control.cutter(self.asked_for(each)).pieces(text)
+
     def of_response(self, text: str, each: Asked) -> tuple[list[str], int | None]:
         """A response; at least one piece.
 

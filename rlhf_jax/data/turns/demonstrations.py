@@ -85,18 +85,18 @@ def _episode(
 ) -> Episode:
     """An episode of responses and observations in turn, behind its prompt."""
     chat = not isinstance(each.written, str)
-    ids, before = list(begins), ""
+    ids, before = list(begins), each
     observed: list[tuple[int, int]] = []
     for place, turn in enumerate(turns):
         start = len(ids) - len(begins)
         if place % 2:
-            ids += contract.between(turn, where=each.where, chat=chat)
+            before = each._replace(written=turn)
+            ids += contract.between(before, chat=chat)
             observed.append((start, len(ids) - len(begins)))
-            before = "" if chat else str(turn)
         elif not chat and place == 0:
             ids += contract.responses([each], [str(turn)], prompts=[begins])[0]
         elif chat:
-            ids += contract.chat_turn(str(turn), where=each.where)
+            ids += contract.chat_turn(str(turn), each=each)
         else:
-            ids += contract.turn(str(turn), where=each.where, after=ids, before=before)
+            ids += contract.turn(str(turn), behind=before, after=ids)
     return Episode(begins, ids[len(begins) :], tuple(observed))

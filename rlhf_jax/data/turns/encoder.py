@@ -89,7 +89,7 @@ class TurnEncoder:
         """
         if not self._chat:
             _check_plain(written, where=where)
-        return self.contract.between(written, where=where, chat=self._chat)
+        return self.contract.between(Asked(written, where), chat=self._chat)
 
     def _check_stop(self) -> None:
         """InputError unless the template ends the assistant's turn before the next."""
