@@ -56,12 +56,14 @@ class Control:
         # What stands for an unknown word is no control token, unless it is one besides.
         control -= set(_known([tokenizer.unk_token_id])) - named
         self.ids = frozenset(control)
-        names = {added[i].content: i for i in control & added.keys()}
+        # One of a pair may be no control token: a template may read "</think>" alone.
+        names = {token.content: number for number, token in added.items()}
         matches = {text: TAG.fullmatch(text) for text in names}
         self.tags = frozenset(
             names[text]
             for text, tag in matches.items()
             if tag is not None
+            and names[text] in control
             and f"<{'' if tag[1] else '/'}{tag[2]}>" in names
             and names[text] not in named
         )

@@ -190,6 +190,8 @@ class Conversations:
 
         def turn(message: Message) -> Message:
             message = messages.unmarked(message)
+            if not behind:
+                messages.check_role(message, where=each.where)
             if message.get("role") != messages.ASSISTANT:
                 return _apart(message, others)
             content = self._pieces.without_stop(message.get("content") or "")[0]

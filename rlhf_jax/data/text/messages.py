@@ -25,6 +25,7 @@ MARKS = ("weight", "train", "loss_mask")  # of a message: whether it is learned
 TOOLS, DOCUMENTS, OPTIONS = "tools", "documents", "chat_template_kwargs"
 CONTROL_TOKENS = "control_tokens"  # that a row asks for by name
 OF_TEMPLATE = (TOOLS, DOCUMENTS, OPTIONS)  # fields of a row that a template reads
+OF_TOKENS = frozenset("<>[]|")  # signs that texts of control tokens begin and end with
 GIVEN = (  # to a template, by name
     *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
     *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),
@@ -189,6 +190,20 @@ def check_messages(value: list[Any], *, where: str, field: str) -> None:
                     f'{where}: expected messages as {{"role": "user", "content": '
                     f'"Hi"}} in {field!r}, got {message!r:.60}, whose {key} is no text'
                 )
+
+
+def check_role(message: Message, *, where: str) -> None:
+    """InputError for a role with signs that control tokens are made of.
+
+    Templates write "<|" + role + "|>", so that a role's text may end one token and
+    begin another.
+    """
+    role = message.get("role")
+    if isinstance(role, str) and not OF_TOKENS.isdisjoint(role):
+        raise InputError(
+            f"{where}: expected a role without {' '.join(sorted(OF_TOKENS))}, such as"
+            f" 'user', got {role!r:.60}; correct the row"
+        )
 
 
 def check_prompt(messages: Sequence[Message], *, where: str, field: str) -> None:
