@@ -35,13 +35,18 @@ class Asked(NamedTuple):
         return self.written
 
 
-def asked(row: Row, *, field: str, where: str) -> Asked:
+def asked(row: Row, *, field: str, where: str, chat: bool = False) -> Asked:
     """The prompt in a field of a row, with the fields that say how to read it.
+
+    Args:
+      chat: whether a text is put as a message, too. Of a row without messages `tools`,
+        `documents` and `chat_template_kwargs` may be anything: no template reads them.
 
     Raises:
       InputError: one of these fields is not what it should be; names file and line.
     """
-    variables = messages.variables(row, where=where)
+    by_template = chat or not isinstance(row[field], str)
+    variables = messages.variables(row, where=where) if by_template else {}
     names = row.get(messages.CONTROL_TOKENS)
     names = () if names is None else names
     if not isinstance(names, list | tuple) or not all(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Templates write today's date, by a variable (Llama 3) or by a function: tomorrow the
 # same run would read other prompts. This is what Llama's falls back to.
 DATE = "26 Jul 2024"
+CONTINUED = "continue_final_message"  # of `render_jinja_template`
 FIXED = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"
 
 
@@ -48,6 +49,32 @@ def render(
     Raises:
       InputError: there is no template, or it does not take such messages.
     """
+    asks = messages[-1]["role"] != ASSISTANT and not continued
+    if continued:
+        variables = {**(variables or {}), CONTINUED: True}
+    [text] = render_all(
+        tokenizer, [messages], asks=[asks], where=where, variables=variables
+    )
+    return text
+
+
+def render_all(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Message]],
+    *,
+    asks: Sequence[bool],
+    where: str,
+    variables: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The template's texts of conversations of a row.
+
+    Args:
+      asks: whether the template asks for a response at the end of each.
+      variables: as of `render`.
+
+    Raises:
+      InputError: as `render`.
+    """
     if tokenizer.chat_template is None:
         raise InputError(
             f"{where}: expected a tokenizer with a chat template, as the row holds"
@@ -65,7 +92,7 @@ def render(
             f" texts by name with a default, got {tokenizer.chat_template!r:.40};"
             " correct it, or name another tokenizer with --tokenizer"
         )
-    for name in variables or ():
+    for name in {*(variables or ())} - {CONTINUED}:
         if name not in template:
             raise InputError(
                 f"{where}: expected a chat template that reads {name!r}, which the row"
@@ -77,19 +104,21 @@ def render(
             FIXED + template,
             # As `apply_chat_template` has it: templates know absent keys, not null.
             [
-                {key: value for key, value in message.items() if value is not None}
-                for message in messages
+                [
+                    {key: value for key, value in message.items() if value is not None}
+                    for message in messages
+                ]
+                for messages in conversations
             ],
-            add_generation_prompt=messages[-1]["role"] != ASSISTANT and not continued,
+            add_generation_prompt=asks,
             variables={
                 **tokenizer.special_tokens_map,
                 "date_string": DATE,
                 **(variables or {}),
-                **({"continue_final_message": True} if continued else {}),
             },
         )
     except templates.TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
+        roles = ", ".join(message["role"] for message in conversations[0])
         raise InputError(
             f"{where}: expected messages that the tokenizer's chat template takes, got"
             f" the roles {roles:.200}, of which it says: {error}; change the messages,"

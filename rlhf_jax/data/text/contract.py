@@ -117,13 +117,14 @@ class TextContract:
 
         Raises:
           InputError: a plain text holds a stop token inside, or the chat template does
-            not end a response with a stop token, or leaves out a part of it.
+            not end a response with a stop token, or leaves out a part of it; or a
+            response to a text is of messages.
         """
         responses: dict[int, list[int]] = {}
         plain = [i for i, each in enumerate(asked) if isinstance(each.written, str)]
         of_plain = self._plain_responses(
             [asked[i] for i in plain],
-            [str(written[i]) for i in plain],
+            [messages.plain(written[i], where=asked[i].where) for i in plain],
             prompts=[prompts[i] for i in plain],
         )
         responses.update(zip(plain, of_plain, strict=True))
@@ -173,12 +174,12 @@ class TextContract:
         texts.update(zip(several, of_several, strict=True))
         return [texts[i] for i in range(len(asked))]
 
-    def between(self, written: Written, *, where: str, chat: bool) -> list[int]:
+    def between(self, each: Asked, *, chat: bool) -> list[int]:
         """The tokens between a sampled stop token and the next response.
 
         Args:
-          written: what was observed; a plain text is a message of the user with `chat`.
-          where: whose observation it is, for errors.
+          each: what was observed, read as its row says; a plain text is a message of
+            the user with `chat`.
           chat: whether the chat template writes it.
 
         Raises:
@@ -186,43 +187,45 @@ class TextContract:
             assistant.
         """
         if not chat:
-            pieces = self._pieces.control.cutter().pieces(str(written))
+            pieces = self._pieces.of_observation(str(each.written), each)
             return self._joining.follow(pieces, after=self.stop_ids[:1])
-        ids = iter(self._conversations.observation(written, where=where))
+        ids = iter(self._conversations.observation(each))
         for number in ids:  # what the template writes up to its stop token is sampled
             if number in self.stop_ids:
                 break
         return [*ids]
 
-    def turn(
-        self, text: str, *, where: str, after: Sequence[int], before: str = ""
-    ) -> list[int]:
+    def turn(self, text: str, *, behind: Asked, after: Sequence[int]) -> list[int]:
         """The tokens of a plain response within an episode, its stop token included.
 
         Args:
-          after: the tokens before it.
-          before: the text of the last of these; "" where a stop token is the last.
+          behind: what was observed before it.
+          after: all tokens before it.
 
         Raises:
           InputError: as `responses`.
         """
-        pieces, stop = self._pieces.of_response(text, Asked(before, where))
-        last = (self._pieces.control.cutter().pieces(before) or [""])[-1]
+        pieces, stop = self._pieces.of_response(text, behind)
+        observed = self._pieces.of_observation(str(behind.written), behind)
+        last = (observed or [""])[-1]
         body, joined = tokenization.encode(
             self.tokenizer, [last, last + pieces[0]], special=False
         )
         if not body or list(after[-len(body) :]) != body:
             joined = None
         ids = self._joining.behind(pieces, after=after, size=len(body), joined=joined)
-        return self._ended(ids, stop=stop, where=where, text=text)
+        return self._ended(ids, stop=stop, where=behind.where, text=text)
 
-    def chat_turn(self, text: str, *, where: str) -> list[int]:
+    def chat_turn(self, text: str, *, each: Asked) -> list[int]:
         """The tokens of a response as the chat template writes it, whatever precedes.
+
+        Args:
+          each: the row that it is of.
 
         Raises:
           InputError: as `responses`.
         """
-        opening = Asked([OPENING], where)
+        opening = each._replace(written=[OPENING])
         [example] = self._conversations.examples(
             [opening], [[OPENING, messages.said(text)]], turns=[[1]]
         )

@@ -56,12 +56,14 @@ class Control:
         # What stands for an unknown word is no control token, unless it is one besides.
         control -= set(_known([tokenizer.unk_token_id])) - named
         self.ids = frozenset(control)
-        names = {added[i].content: i for i in control & added.keys()}
+        # One of a pair may be no control token: a template may read "</think>" alone.
+        names = {token.content: number for number, token in added.items()}
         matches = {text: TAG.fullmatch(text) for text in names}
         self.tags = frozenset(
             names[text]
             for text, tag in matches.items()
             if tag is not None
+            and names[text] in control
             and f"<{'' if tag[1] else '/'}{tag[2]}>" in names
             and names[text] not in named
         )
@@ -82,8 +84,11 @@ class Control:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         # Tokens that the tokenizer finds in a text as it is, by their own string.
         literal = all(number in self._added for number in ids) and (
-            all(not self._added[number].normalized for number in ids)
-            or (backend is not None and backend.normalizer is None)
+            (backend is not None and backend.normalizer is None)
+            or (
+                all(not self._added[number].normalized for number in ids)
+                and (backend is None or _merges_alone(backend))
+            )
         )
         return Cutter(self._tokenizer, ids=ids, texts=texts, literal=literal)
 
@@ -136,14 +141,19 @@ class Cutter:
             text[start:end]
             for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)
         ]
-        # Tokenizers may read other characters as those of the token's string: these
-        # pieces are spelled letter by letter.
-        return [
-            part
-            for piece in pieces
-            for part in ([piece] if self._is_ordinary(piece) else piece)
-            if self._is_ordinary(part)
-        ]
+        return [part for piece in pieces for part in self._halved(piece)]
+
+    def _halved(self, text: str) -> list[str]:
+        """A text in halves of halves that hold none of the tokens.
+
+        Tokenizers may read other characters as those of a token's string.
+        """
+        if self._is_ordinary(text):
+            return [text]
+        middle = len(text) // 2
+        if not middle:
+            return []
+        return [*self._halved(text[:middle]), *self._halved(text[middle:])]
 
     def _is_ordinary(self, text: str) -> bool:
         if self._literal:
@@ -153,6 +163,17 @@ class Cutter:
             )
         (ids,) = tokenization.encode(self._tokenizer, [text], special=False)
         return self._ids.isdisjoint(ids)
+
+
+def _merges_alone(backend: Any) -> bool:
+    """Whether merges alone make the tokens of a `tokenizers.Tokenizer`.
+
+    Other models look a text up as it is after the normalizer: NFKC makes "</s>" of
+    "＜/s＞", and Unigram has a token for that.
+    """
+    from tokenizers import models
+
+    return isinstance(backend.model, models.BPE) and not backend.model.ignore_merges
 
 
 def _known(ids: Iterable[Any]) -> list[int]:

@@ -13,12 +13,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Episode, Example, Text
 from rlhf_jax.data.text import chat, messages
-from rlhf_jax.data.text.asked import Asked, Written
+from rlhf_jax.data.text.asked import Asked
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import Message
 from rlhf_jax.data.text.pieces import RowPieces
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
@@ -50,8 +52,9 @@ class Conversations:
         self._pieces, self._joining = pieces, joining
 
     def prompt(self, each: Asked) -> list[str]:
-        """The template's text of a prompt and its request for a response, in pieces."""
-        [text], cut = self._rendered([each.messages], each)
+        """The template's text up to a response, in pieces."""
+        messages.check_prompt(each.messages, where=each.where, field="prompt")
+        [text], cut = self._rendered([each.messages], each, asks=[True])
         return text.split(cut)
 
     def examples(
@@ -64,11 +67,14 @@ class Conversations:
         """Conversations, of which some turns of the assistant are learned."""
         rendered = []
         rows = zip(asked, conversations, turns, strict=True)
+        if asked and not self._stop_ids:
+            tokenization.eos_token_id(self._tokenizer)  # says that there is none
         for each, whole, learned in progress.track(
             rows, "conversations to text", total=len(asked)
         ):
             beginnings = [whole[:turn] for turn in learned]
-            texts, cut = self._rendered([whole, *beginnings], each)
+            asks = [False, *(True for _ in beginnings)]
+            texts, cut = self._rendered([whole, *beginnings], each, asks=asks)
             for turn, text in zip(learned, texts[1:], strict=True):
                 content = self._pieces.without_stop(messages.content([whole[turn]]))[0]
                 chat.check_written(
@@ -96,10 +102,11 @@ class Conversations:
             )
         ]
 
-    def observation(self, written: Written, *, where: str) -> list[int]:
+    def observation(self, each: Asked) -> list[int]:
         """What the template writes behind a turn of the assistant."""
-        observed = messages.of_user(written)
-        [text], cut = self._rendered([observed], Asked(observed, where), behind=True)
+        observed = messages.of_user(each.written)
+        asks = observed[-1]["role"] != messages.ASSISTANT
+        [text], cut = self._rendered([observed], each, asks=[asks], behind=True)
         [ids] = self._joining.encode([text.split(cut)])
         return ids
 
@@ -153,6 +160,7 @@ class Conversations:
         conversations: Sequence[Sequence[Message]],
         each: Asked,
         *,
+        asks: Sequence[bool],
         behind: bool = False,
     ) -> tuple[list[str], str]:
         """What the template writes of conversations, and of its request for more.
@@ -161,6 +169,7 @@ class Conversations:
           conversations: of texts, and of whatever else JSON has, such as calls of
             tools.
           each: the row that they are of.
+          asks: whether a response is asked for at the end of each.
           behind: they follow a turn of the assistant, and what is written up to its
             text is left out.
 
@@ -173,7 +182,7 @@ class Conversations:
 
         def others(text: str) -> str:
             if behind:  # an observation is no row, and no error ends a run for it
-                return cut.join(self._pieces.control.cutter().pieces(text))
+                return cut.join(self._pieces.of_observation(text, each))
             return cut.join(self._pieces.of_others(text, each))
 
         def own(text: str) -> str:
@@ -181,24 +190,65 @@ class Conversations:
 
         def turn(message: Message) -> Message:
             message = messages.unmarked(message)
+            if not behind:
+                messages.check_role(message, where=each.where)
             if message.get("role") != messages.ASSISTANT:
                 return _apart(message, others)
             content = self._pieces.without_stop(message.get("content") or "")[0]
             return _apart(message | {"content": content}, own)
 
-        texts = []
-        for conversation in conversations:
-            turns = [turn(message) for message in conversation]
-            if behind:
-                turns = [OPENING, messages.said(mark), *turns]
-            text = chat.render(
-                self._tokenizer,
-                turns,
-                where=each.where,
-                variables=_apart(variables, others),
+        turns = [[turn(message) for message in whole] for whole in conversations]
+        calls = [0 for _ in turns]
+        if behind:
+            turns = [[OPENING, messages.said(mark), *observed] for observed in turns]
+        else:
+            marked = [_marked_calls(whole, mark=mark) for whole in turns]
+            turns, calls = (
+                [turns for turns, _ in marked],
+                [count for _, count in marked],
             )
-            texts.append(text.rpartition(mark)[2] if behind else text)
-        return texts, cut
+        texts = chat.render_all(
+            self._tokenizer,
+            turns,
+            asks=asks,
+            where=each.where,
+            variables=_apart(variables, others),
+        )
+        if any(
+            text.count(mark) < count for text, count in zip(texts, calls, strict=True)
+        ):
+            raise InputError(
+                f"{each.where}: expected a chat template that writes the"
+                f" {messages.CALLS!r} of a message, got one that leaves them out; use"
+                " another template, or leave them out of the row"
+            )
+        if behind:
+            return [text.rpartition(mark)[2] for text in texts], cut
+        return [text.replace(mark, "") for text in texts], cut
+
+
+def _marked_calls(turns: list[Message], *, mark: str) -> tuple[list[Message], int]:
+    """Messages whose calls of tools have a mark before their names, and how many."""
+    count = 0
+
+    def marked(call: Any) -> Any:
+        nonlocal count
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return call | {"function": marked(call["function"])}
+        if not isinstance(call.get("name"), str):
+            return call
+        count += 1
+        return call | {"name": mark + call["name"]}
+
+    turns = [
+        turn | {messages.CALLS: [marked(call) for call in turn[messages.CALLS]]}
+        if isinstance(turn.get(messages.CALLS), list)
+        else turn
+        for turn in turns
+    ]
+    return turns, count
 
 
 def _apart(value: Any, cut: Callable[[str], str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,7 @@ class Joining:
     @functools.cached_property
     def prefix(self) -> list[int]:
         """What the tokenizer puts in front of a text, as BOS."""
-        ids = sorted(set(self._tokenizer.get_vocab().values()) - self._control.ids)
-        own = [tokenization.decode(self._tokenizer, [number]) for number in ids[:4]]
-        for probe in (*PROBES, *own):
+        for probe in itertools.chain(PROBES, self._own_texts()):
             try:
                 (plain,) = tokenization.encode(self._tokenizer, [probe], special=False)
                 (whole,) = tokenization.encode(self._tokenizer, [probe], special=True)
@@ -39,6 +38,12 @@ class Joining:
                 if plain and whole[at : at + len(plain)] == plain:
                     return whole[:at]
         return []
+
+    def _own_texts(self) -> Iterator[str]:
+        """Of a few of the tokenizer's tokens, which need not have any of PROBES."""
+        ids = sorted(set(self._tokenizer.get_vocab().values()) - self._control.ids)
+        for number in ids[:4]:
+            yield tokenization.decode(self._tokenizer, [number])
 
     def encode(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
         """Tokens of texts in pieces, of which none becomes a control token."""

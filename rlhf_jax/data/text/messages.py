@@ -20,10 +20,12 @@ from rlhf_jax.functional.checks import InputError
 Message = dict[str, Any]  # role and content, and whatever else the template reads
 AssistantTurns = Literal["last", "all", "marked"]
 ASSISTANT = "assistant"
+CALLS = "tool_calls"  # of a message: what the assistant asks tools for
 MARKS = ("weight", "train", "loss_mask")  # of a message: whether it is learned
 TOOLS, DOCUMENTS, OPTIONS = "tools", "documents", "chat_template_kwargs"
 CONTROL_TOKENS = "control_tokens"  # that a row asks for by name
 OF_TEMPLATE = (TOOLS, DOCUMENTS, OPTIONS)  # fields of a row that a template reads
+OF_TOKENS = frozenset("<>[]|")  # signs that texts of control tokens begin and end with
 GIVEN = (  # to a template, by name
     *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
     *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),
@@ -76,6 +78,16 @@ def said(text: str) -> Message:
 def as_turn(response: str | list[Message]) -> list[Message]:
     """A response as one message of the assistant."""
     return [said(response)] if isinstance(response, str) else response
+
+
+def plain(response: str | list[Message], *, where: str) -> str:
+    """A response to a text; InputError if it is of messages."""
+    if not isinstance(response, str):
+        raise InputError(
+            f"{where}: expected text as a response, as its prompt is one, got"
+            f" {response!r:.60}; give both as messages"
+        )
+    return response
 
 
 def of_user(written: str | list[Message]) -> list[Message]:
@@ -151,8 +163,9 @@ def check_unmarked(messages: Sequence[Message], *, where: str) -> None:
     *before, response = messages
     if any(mark(message, where=where) for message in before):
         raise InputError(
-            f"{where}: expected no earlier turn to be marked as learned, as of a pair"
-            " the responses alone are, got one; leave out the mark"
+            f"{where}: expected no earlier turn to be marked as learned, as of pairs,"
+            " labelled responses and episodes the responses alone are, got one; leave"
+            " out the mark"
         )
     if mark(response, where=where) is False:
         raise InputError(
@@ -177,6 +190,20 @@ def check_messages(value: list[Any], *, where: str, field: str) -> None:
                     f'{where}: expected messages as {{"role": "user", "content": '
                     f'"Hi"}} in {field!r}, got {message!r:.60}, whose {key} is no text'
                 )
+
+
+def check_role(message: Message, *, where: str) -> None:
+    """InputError for a role with signs that control tokens are made of.
+
+    Templates write "<|" + role + "|>", so that a role's text may end one token and
+    begin another.
+    """
+    role = message.get("role")
+    if isinstance(role, str) and not OF_TOKENS.isdisjoint(role):
+        raise InputError(
+            f"{where}: expected a role without {' '.join(sorted(OF_TOKENS))}, such as"
+            f" 'user', got {role!r:.60}; correct the row"
+        )
 
 
 def check_prompt(messages: Sequence[Message], *, where: str, field: str) -> None:
@@ -234,5 +261,5 @@ def _calls_tools(message: Any) -> bool:
         isinstance(message, dict)
         and message.get("role") == ASSISTANT
         and message.get("content") is None
-        and bool(message.get("tool_calls"))
+        and bool(message.get(CALLS))
     )

@@ -34,6 +34,10 @@ class RowPieces:
         """What a user, a tool or the author of a prompt wrote; at least one piece."""
         return self._cut(text, self.control.cutter(self.asked_for(each)), each)
 
+    def of_observation(self, text: str, each: Asked) -> list[str]:
+        """What an environment wrote, of which no receipt is told."""
+        return self.control.cutter(self.asked_for(each)).pieces(text)
+
     def of_response(self, text: str, each: Asked) -> tuple[list[str], int | None]:
         """A response; at least one piece.
 
@@ -91,9 +95,12 @@ class RowPieces:
                 " character of which is a control token by itself; remove it, or name"
                 f" the token in {messages.CONTROL_TOKENS!r} of the row"
             )
+        name = cutter.named(text)
         reason = (
-            f"text {cutter.named(text)!r} is no control token; name it in"
+            f"text {name!r} is no control token; name it in"
             f" {messages.CONTROL_TOKENS!r} of the row to have it read as one"
+            if name
+            else "text that the tokenizer would read as a control token stays text"
         )
         if self._receipt is not None and (each.where, reason) not in self._told:
             self._told.add((each.where, reason))

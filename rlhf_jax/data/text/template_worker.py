@@ -20,15 +20,34 @@ MEMORY_BYTES = 2**30  # beyond what the process has when it begins
 MAX_CHARACTERS = 10_000_000  # of a conversation, far beyond any context
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
-    """{"text": ...}, or {"error": ...} with whatever the template raised."""
+def answer(request: dict[str, Any], *, seconds: float = 0) -> dict[str, Any]:
+    """What the template writes of conversations.
+
+    Args:
+      request: "conversations", each with "messages" and "add_generation_prompt", and
+        what else `render_jinja_template` takes.
+      seconds: for a conversation, after which this process ends; 0 is no limit.
+
+    Returns:
+      {"texts": ...}, or {"error": ...} with whatever the template raised.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    texts = []
     try:
-        (text,), _ = render_jinja_template(**request)
-        if len(text) > MAX_CHARACTERS:
-            return {"error": f"it writes more than {MAX_CHARACTERS} characters"}
-        return {"text": text}
+        for each in request["conversations"]:
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process
+            (text,), _ = render_jinja_template(
+                **request
+                | {
+                    "conversations": [each["messages"]],
+                    "add_generation_prompt": each["add_generation_prompt"],
+                }
+            )
+            if len(text) > MAX_CHARACTERS:
+                return {"error": f"it writes more than {MAX_CHARACTERS} characters"}
+            texts.append(text)
+        return {"texts": texts}
     except MemoryError:
         return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
     except RecursionError:
@@ -49,13 +68,12 @@ def _limit_memory() -> None:
 
 def main() -> None:
     """Answers until the input ends, as it does when the parent does."""
-    warmed = {"conversations": [[]], "chat_template": "", "tools": None}
-    answer(warmed)  # imports come before the limit
+    empty = {"messages": [], "add_generation_prompt": False}
+    answer({"conversations": [empty], "chat_template": ""})  # imports before the limit
     _limit_memory()
     seconds = float(sys.argv[1])
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process
-        answered = answer(json.loads(line))
+        answered = answer(json.loads(line), seconds=seconds)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(answered), flush=True)
 

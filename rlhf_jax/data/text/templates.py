@@ -32,25 +32,29 @@ class TemplateError(Exception):
 
 def write(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
     *,
-    add_generation_prompt: bool,
+    add_generation_prompt: Sequence[bool],
     variables: Mapping[str, Any],
-) -> str:
-    """The text of a conversation, as `transformers` writes it.
+) -> list[str]:
+    """The texts of conversations, as `transformers` writes them.
 
     Args:
       template: in Jinja.
-      add_generation_prompt: whether the template asks for a response at the end.
+      conversations: of messages.
+      add_generation_prompt: whether the template asks for a response at the end of
+        each.
       variables: what else the template reads, as the special tokens.
 
     Raises:
       TemplateError: the template raised an error, or took too long or too much.
     """
     request = {
-        "conversations": [messages],
+        "conversations": [
+            {"messages": messages, "add_generation_prompt": asks}
+            for messages, asks in zip(conversations, add_generation_prompt, strict=True)
+        ],
         "chat_template": template,
-        "add_generation_prompt": add_generation_prompt,
         **variables,
     }
     with _LOCK:
@@ -73,7 +77,7 @@ def write(
     answered = json.loads(line)
     if "error" in answered:
         raise TemplateError(answered["error"])
-    return answered["text"]
+    return answered["texts"]
 
 
 def stop() -> None:

@@ -17,7 +17,7 @@ from rlhf_jax.data.examples import Episode
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.data.text import Asked, TextContract, Written, asked
+from rlhf_jax.data.text import Asked, TextContract, Written, asked, messages
 from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ def encode_episodes(
         asked(row, field=prompt, where=json_lines.place(row, number))
         for number, row in enumerate(rows)
     ]
+    for each in begun:
+        if not isinstance(each.written, str):
+            messages.check_unmarked(
+                [*each.messages, messages.said("")], where=each.where
+            )
     prompts = contract.prompts(begun)
     episodes = [
         _episode(contract, each, row[turns], begins=begins)
@@ -80,18 +85,18 @@ def _episode(
 ) -> Episode:
     """An episode of responses and observations in turn, behind its prompt."""
     chat = not isinstance(each.written, str)
-    ids, before = list(begins), ""
+    ids, before = list(begins), each
     observed: list[tuple[int, int]] = []
     for place, turn in enumerate(turns):
         start = len(ids) - len(begins)
         if place % 2:
-            ids += contract.between(turn, where=each.where, chat=chat)
+            before = each._replace(written=turn)
+            ids += contract.between(before, chat=chat)
             observed.append((start, len(ids) - len(begins)))
-            before = "" if chat else str(turn)
         elif not chat and place == 0:
             ids += contract.responses([each], [str(turn)], prompts=[begins])[0]
         elif chat:
-            ids += contract.chat_turn(str(turn), where=each.where)
+            ids += contract.chat_turn(str(turn), each=each)
         else:
-            ids += contract.turn(str(turn), where=each.where, after=ids, before=before)
+            ids += contract.turn(str(turn), behind=before, after=ids)
     return Episode(begins, ids[len(begins) :], tuple(observed))

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.text import Asked, TextContract, Written, chat, messages
+from rlhf_jax.data.text.conversations import OPENING
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-OPENING = {"role": "user", "content": "Hi"}
 
 
 class TurnEncoder:
@@ -90,7 +89,7 @@ class TurnEncoder:
         """
         if not self._chat:
             _check_plain(written, where=where)
-        return self.contract.between(written, where=where, chat=self._chat)
+        return self.contract.between(Asked(written, where), chat=self._chat)
 
     def _check_stop(self) -> None:
         """InputError unless the template ends the assistant's turn before the next."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlhf_jax.checkpoints.pretrained import load
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Tokens
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.evaluation.harness.programs import Draw, Likelihood, Programs
@@ -124,6 +125,10 @@ class Policy(TemplateLM):
         """The checkpoint's."""
         return self._start.tokenizer
 
+    @functools.cached_property
+    def _contract(self) -> TextContract:
+        return self._start.contract
+
     @property
     def tokenizer_name(self) -> str:
         """Names the tokenizer in lm-eval's caches."""
@@ -160,7 +165,7 @@ class Policy(TemplateLM):
         if special is None:
             prefix = tokenization.decode(self.tokenizer, [self.prefix_token_id])
             special = self._add_bos_token is not False and not string.startswith(prefix)
-        tokens = self._start.contract.written(string, special=special)
+        tokens = self._contract.written(string, special=special)
         bos = cast("int | None", self.tokenizer.bos_token_id)
         if special and self._add_bos_token and bos is not None and tokens[:1] != [bos]:
             return [bos, *tokens]
@@ -176,7 +181,7 @@ class Policy(TemplateLM):
           add_generation_prompt: whether the response comes next; otherwise the last
             message goes on.
         """
-        return self._start.contract.rendered(
+        return self._contract.rendered(
             chat_history, continued=not add_generation_prompt
         )
 

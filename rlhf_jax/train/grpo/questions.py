@@ -42,7 +42,7 @@ def put(question: Written, *, options: PromptForm) -> Written:
 
 def question(row: Row, *, field: str, options: PromptForm, where: str) -> Asked:
     """How a row's question is read: what of the prompt is its text."""
-    each = asked(row, field=field, where=where)
+    each = asked(row, field=field, where=where, chat=options.chat)
     if isinstance(each.written, str) and not options.chat:
         return each._replace(template=options.template)
     return each._replace(written=put(each.written, options=options))

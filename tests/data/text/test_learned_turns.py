@@ -8,6 +8,7 @@ import tokenizer_zoo
 
 from rlhf_jax.data import batches, encoding, files, packing, tokenization
 from rlhf_jax.data.examples import Episode, Example
+from rlhf_jax.data.turns import encode_episodes
 from rlhf_jax.functional.checks import InputError
 
 CHAT = tokenizer_zoo.zoo()["chat"]
@@ -172,3 +173,55 @@ def test_whole_conversations_of_a_file(tmp_path):
         assistant_turns="all",
     )
     assert learned(example) == [f"{x}<|im_end|>" for x in ("FIRST", "SECOND", "THIRD")]
+
+
+def test_a_conversation_that_the_assistant_opens():
+    talk = [said("FIRST"), user("b"), said("SECOND")]
+    example = encoded(row_of(talk), assistant_turns="all")
+    assert [*example.prompt, *example.response] == whole(talk)
+    assert learned(example) == ["FIRST<|im_end|>", "SECOND<|im_end|>"]
+
+
+def test_what_the_template_writes_before_a_turn_is_never_learned():
+    """Also where the turn before is the assistant's, too."""
+    talk = [user("a"), said("FIRST"), said("SECOND"), user("b"), said("THIRD")]
+    example = encoded(row_of(talk), assistant_turns="all")
+    assert [*example.prompt, *example.response] == whole(talk)
+    assert learned(example) == [
+        f"{name}<|im_end|>" for name in ("FIRST", "SECOND", "THIRD")
+    ]
+
+
+def test_no_eos_and_no_stop_tokens():
+    reader = tokenizer_zoo.zoo()["chat"].tokenizer
+    reader.eos_token = None
+    row = row_of([user("a"), said("b")])
+    with pytest.raises(InputError, match="a tokenizer with an EOS token, got none"):
+        encoding.encode_demonstrations(reader, [row], max_length=99)
+
+
+@pytest.mark.parametrize("asked", ["a", [user("a")]])
+def test_an_episode_has_the_control_tokens_that_its_row_names(asked):
+    row = {"prompt": asked, "turns": ["b", "c<|eos|>", "d"]}
+    [eos] = CHAT.tokenizer.convert_tokens_to_ids(["<|eos|>"])
+    limits = {"max_length": 99, "stop_ids": CHAT.stop_ids[:1]}
+    for named in ([], ["<|eos|>"]):
+        row["control_tokens"] = named
+        [episode] = encode_episodes(CHAT.tokenizer, [row], **limits)
+        assert list(episode.response).count(eos) == len(named)
+
+
+def test_every_turn_of_an_episode_is_asked_for_with_the_row_s_options():
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    trait = tokenizer_zoo.zoo()["thinking"]
+    trait.tokenizer.chat_template = trait.tokenizer.chat_template.replace(
+        "m.role + '\n' +",
+        "m.role + '\n' + ('<think>\n\n</think>\n\n' if m.role == 'assistant'"
+        " else '') +",
+    )
+    row = {"prompt": [user("a")], "turns": ["b", "c", "d"]} | options
+    [episode] = encode_episodes(
+        trait.tokenizer, [row], max_length=99, stop_ids=trait.stop_ids
+    )
+    text = tokenization.decode(trait.tokenizer, [*episode.prompt, *episode.response])
+    assert text.count("assistant\n<think>\n\n</think>\n\n") == 2

@@ -1,0 +1,86 @@
+"""What a row holds and no template reads: it is refused, or none of the template's."""
+
+import pytest
+import tokenizer_zoo
+
+from rlhf_jax.data import encoding, tokenization
+from rlhf_jax.data.turns import encode_episodes
+from rlhf_jax.functional.checks import InputError
+
+TRAIT = tokenizer_zoo.zoo()["chat"]
+ASK = {"role": "user", "content": "2+2?"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+RESULT = {"role": "tool", "content": "4"}
+LIMITS = {"max_length": 999, "stop_ids": TRAIT.stop_ids}
+OTHERS = {"tools": "hammer", "documents": ["a"], "chat_template_kwargs": 1}
+
+
+def reader(template):
+    tokenizer = tokenizer_zoo.zoo()["chat"].tokenizer
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def calling(condition):
+    """ChatML that writes calls of tools where the condition holds of a message m."""
+    return TRAIT.tokenizer.chat_template.replace(
+        "m.content +",
+        f"(m.tool_calls | map(attribute='name') | join if {condition} else m.content)"
+        " +",
+    )
+
+
+def demonstrated(row, *, tokenizer=TRAIT.tokenizer):
+    [example] = encoding.encode_demonstrations(tokenizer, [row], **LIMITS)
+    return tokenization.decode(tokenizer, [*example.prompt, *example.response])
+
+
+def test_a_text_s_fields_of_the_template_s_names_are_its_own():
+    """A reward reads them, and the receipt names them."""
+    row = {"prompt": "a", "response": "b"}
+    assert demonstrated(row | OTHERS) == demonstrated(row)
+    _, [ids] = encoding.encode_prompts(TRAIT.tokenizer, [row | OTHERS], **LIMITS)
+    assert tokenization.decode(TRAIT.tokenizer, ids) == "a"
+
+
+@pytest.mark.parametrize(
+    "call", [{"name": "add"}, {"type": "function", "function": {"name": "add"}}]
+)
+@pytest.mark.parametrize("condition", ["false", "m.content is none"])
+def test_calls_that_the_template_leaves_out(call, condition):
+    """Always, or as it takes a message with a call alone for one with a text."""
+    tokenizer = reader(calling(condition))
+    call = CALL | {"tool_calls": [call]}
+    for row in (
+        {"prompt": [ASK, call, RESULT], "response": "4"},
+        {"prompt": [ASK], "response": [call], "tools": [{"name": "add"}]},
+    ):
+        with pytest.raises(InputError, match="template that writes the 'tool_calls' o"):
+            demonstrated(row, tokenizer=tokenizer)
+    row = {"prompt": [ASK, CALL, RESULT], "response": [CALL]}
+    written = demonstrated(row, tokenizer=reader(calling("m.tool_calls")))
+    assert written.count("<|im_start|>assistant\nadd<|im_end|>") == 2
+
+
+def test_messages_in_response_to_a_text():
+    turn = [{"role": "assistant", "content": "b"}]
+    with pytest.raises(InputError, match=r"row 0 .*expected text as a response, as it"):
+        demonstrated({"prompt": "a", "response": turn})
+    row = {"prompt": "a", "chosen": turn, "rejected": "c"}
+    with pytest.raises(InputError, match=r"row 0 .*expected text as a response, as it"):
+        encoding.encode_preferences(TRAIT.tokenizer, [row], **LIMITS)
+
+
+def test_a_prompt_that_ends_with_a_response():
+    asked = [ASK, {"role": "assistant", "content": "4"}]
+    with pytest.raises(InputError, match=r"row 0 .*messages that wait for the assist"):
+        encoding.encode_prompts(TRAIT.tokenizer, [{"prompt": asked}], **LIMITS)
+
+
+def test_marks_in_the_prompt_of_an_episode():
+    said = {"role": "assistant", "content": "a", "train": True}
+    row = {"prompt": [ASK, said, ASK], "turns": ["b", "c", "d"]}
+    with pytest.raises(InputError, match=r"row 0 .*no earlier turn to be marked as l"):
+        encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
+    said["train"] = False
+    assert encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
