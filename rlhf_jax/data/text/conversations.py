@@ -50,6 +50,7 @@ class Conversations:
         self._pieces, self._joining = pieces, joining
 
     def prompt(self, each: Asked) -> list[str]:
+        """What the template writes of a prompt and its request, in pieces."""
         [text], cut = self._rendered([each.messages], each)
         return text.split(cut)
 
