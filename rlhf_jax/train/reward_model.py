@@ -249,7 +249,7 @@ def main(options: Config) -> None:
         everything,
         share=options.held_out,
         seed=options.seed,
-        instead="hold out none of them with --held-out 0",
+        receipt=data,
     )
     data.use("training", items.of_pairs(pairs))
     data.use("held out", items.of_pairs(held_out))

@@ -249,8 +249,8 @@ def split(
         seed=options.seed,
         by=options.held_out_by,
         unprompted=no_prompt(start),
-        instead="hold out none of them with --held-out 0, or single examples with "
-        "--held-out-by row",
+        receipt=receipt,
+        instead="--held-out-by row holds out single examples",
     )
     if receipt is not None:
         receipt.use("training", items.of_texts(examples))
