@@ -350,7 +350,7 @@ def main(options: Config) -> None:
         report.model_table([("policy", initial.params, True)])
         columns = demonstrations[0].tokens.shape[1]
         report.engine(model, columns=columns, mesh=mesh)
-        meta = {"data_digest": digests.of_tokens(examples)}
+        meta = {"data_digest": digests.of_tokens(examples), **start.meta}
         with job.stage("sft", initial, meta=meta) as stage:
             for step in stage.steps():
                 batch = demonstrations[step]
