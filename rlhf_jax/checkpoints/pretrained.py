@@ -63,6 +63,12 @@ class Pretrained(NamedTuple):
         """What turns text into tokens and back."""
         return TextContract(self.tokenizer, stop_ids=self.stop_ids)
 
+    @property
+    def meta(self) -> dict[str, list[list[int]]]:
+        """What snapshots say of the vocabulary: ids without a token, if any."""
+        unused = [list(each) for each in self.model.unused_ids]
+        return {"unused_ids": unused} if unused else {}
+
     def limit(self, max_length: int | None) -> int:
         """Tokens that a row may have: `max_length`, or the context if None.
 

@@ -14,13 +14,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
 
 Item = TypeVar("Item")
+
+
+class Notes(Protocol):
+    """What of a `receipts.Receipt` is told here."""
+
+    def note(self, reason: str, *, where: str | None = None, count: int = 1) -> None:
+        """Something of rows that their author should know."""
+        ...
+
+
+ONE_PROMPT = "rows of one prompt, of which none is held out"
 
 
 def hold_out(
@@ -30,13 +41,15 @@ def hold_out(
     seed: int,
     by: Literal["prompt", "row"] = "prompt",
     unprompted: Sequence[int] = (),
-    instead: str = "hold out none of them",
+    receipt: Notes | None = None,
+    instead: str = "",
 ) -> tuple[list[Item], list[Item]]:
     """(rows to train on, rows held out), each in the order of `rows`.
 
     Prompts are drawn at random. One is held out, with all its rows, if that brings the
     number of rows held out nearer to `share` of them. At least one prompt is held out
-    and at least one is trained on. Time is linear in the tokens of the prompts.
+    and at least one is trained on, so that rows of one prompt are all trained on. Time
+    is linear in the tokens of the prompts.
 
     Args:
       rows: records with a `prompt` of tokens, rows of a file with a field "prompt", or
@@ -47,11 +60,11 @@ def hold_out(
       by: "row" draws each row alone, whatever its prompt.
       unprompted: tokens of a prompt without text, such as BOS; rows that have it have
         no prompt.
-      instead: what to do where there is one prompt, for the error.
+      receipt: is told where none is held out, as all rows have one prompt.
+      instead: what to do about it.
 
     Raises:
-      InputError: share is not in [0, 1), no row is left to train on, or all rows have
-        one prompt.
+      InputError: share is not in [0, 1), or no row is left to train on.
     """
     if not 0 <= share < 1:
         raise InputError(f"expected a share to hold out in [0, 1), got {share}")
@@ -68,11 +81,10 @@ def hold_out(
         numbers = _numbers(rows, unprompted=unprompted)
     sizes = np.bincount(numbers)
     if len(sizes) == 1:
-        raise InputError(
-            f"expected rows of at least 2 prompts, as a prompt that is held out is not "
-            f"trained on, got {len(rows)} rows of one prompt; {instead}, or give rows "
-            f"of other prompts"
-        )
+        if receipt is not None:
+            reason = f"{ONE_PROMPT}; {instead}" if instead else ONE_PROMPT
+            receipt.note(reason, count=len(rows))
+        return list(rows), []
     order = np.random.default_rng(seed).permutation(len(sizes))
     drawn = _drawn(sizes[order].tolist(), wanted=share * len(rows))
     apart = np.zeros(len(sizes), bool)

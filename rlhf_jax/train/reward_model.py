@@ -249,7 +249,7 @@ def main(options: Config) -> None:
         everything,
         share=options.held_out,
         seed=options.seed,
-        instead="hold out none of them with --held-out 0",
+        receipt=data,
     )
     data.use("training", items.of_pairs(pairs))
     data.use("held out", items.of_pairs(held_out))
@@ -335,7 +335,7 @@ def main(options: Config) -> None:
         report.model_table([("reward model", initial.params, True)])
         columns = preferences[0].chosen.tokens.shape[1]
         report.engine(start.model, columns=columns, mesh=mesh)
-        meta = {"data_digest": digests.of_tokens(pairs)}
+        meta = {"data_digest": digests.of_tokens(pairs), **start.meta}
         with job.stage("reward_model", initial, meta=meta) as stage:
             for step in stage.steps():
                 batch = preferences[step]

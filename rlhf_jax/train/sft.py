@@ -249,8 +249,8 @@ def split(
         seed=options.seed,
         by=options.held_out_by,
         unprompted=no_prompt(start),
-        instead="hold out none of them with --held-out 0, or single examples with "
-        "--held-out-by row",
+        receipt=receipt,
+        instead="--held-out-by row holds out single examples",
     )
     if receipt is not None:
         receipt.use("training", items.of_texts(examples))
@@ -350,7 +350,7 @@ def main(options: Config) -> None:
         report.model_table([("policy", initial.params, True)])
         columns = demonstrations[0].tokens.shape[1]
         report.engine(model, columns=columns, mesh=mesh)
-        meta = {"data_digest": digests.of_tokens(examples)}
+        meta = {"data_digest": digests.of_tokens(examples), **start.meta}
         with job.stage("sft", initial, meta=meta) as stage:
             for step in stage.steps():
                 batch = demonstrations[step]

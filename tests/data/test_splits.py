@@ -6,12 +6,11 @@ from collections import Counter
 
 import hypothesis
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 from rlhf_jax.data import files, splits
 from rlhf_jax.data.examples import Episode, Example, Labelled, Pair
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.data.receipts import Receipt
 
 SHARES = st.floats(0.001, 0.7)
 SEEDS = st.integers(0, 99)
@@ -124,12 +123,20 @@ def test_rows_may_be_held_out_whatever_their_prompt():
     assert splits.hold_out(rows, **of, by="row") == one_by_one(rows, **of)
 
 
-def test_rows_of_one_prompt_are_refused_with_what_to_do():
+def test_rows_of_one_prompt_are_all_trained_on_and_the_receipt_is_told():
     rows = [example(0, number) for number in range(40)]
-    message = "at least 2 prompts, .* got 40 rows of one prompt; ask for none, or give"
-    with pytest.raises(InputError, match=message):
-        splits.hold_out(rows, share=0.3, seed=0, instead="ask for none")
-    assert splits.hold_out(rows, share=0, seed=0) == (rows, [])
+    receipt = Receipt("--data", "rows.jsonl")
+    of = {"share": 0.3, "seed": 0}
+    assert splits.hold_out(rows, **of, receipt=receipt, instead="ask") == (rows, [])
+    assert splits.hold_out(rows, **of) == (rows, [])
+    assert receipt.to_json()["notes"] == {
+        "rows of one prompt, of which none is held out; ask": {
+            "count": 40,
+            "first": None,
+        }
+    }
+    two = [*rows, example(1, 0)]
+    assert len(splits.hold_out(two, **of, receipt=Receipt("--data", "two"))[1]) == 1
 
 
 def test_the_time_is_linear_in_the_rows():

@@ -1,6 +1,7 @@
 """Every trainer that holds rows out does it by prompt."""
 
 import dataclasses
+import json
 import typing
 
 import pytest
@@ -10,12 +11,12 @@ import toy_files
 from rlhf_jax.algorithms.dpo import PreferenceKind
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import splits
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train import reward_model, sft
 from rlhf_jax.train.dpo import options as dpo_options
 from rlhf_jax.train.dpo import pairs
 from rlhf_jax.train.dpo import trainer as dpo
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 START = Pretrained(
     model=toy_files.MODEL, params=None, tokenizer=toy_files.tokenizer(), stop_ids=(1,)
 )
@@ -82,25 +83,31 @@ def test_no_prompt_of_sft_is_on_both_sides(files, tmp_path):
 
 
 @pytest.mark.parametrize("trainer", ["sft", "reward_model", "dpo"])
-def test_every_trainer_refuses_to_split_one_prompt(trainer, files, tmp_path):
-    run, config, what = {
-        "sft": (
-            *(sft.main, in_folder(sft.Config, files, tmp_path, data="one")),
-            "with --held-out 0, or single examples with --held-out-by row",
-        ),
+def test_rows_of_one_prompt_are_all_trained_on_and_the_receipt_says_so(
+    trainer, files, tmp_path, capsys
+):
+    run, config = {
+        "sft": (sft.main, in_folder(sft.Config, files, tmp_path, data="one")),
         "reward_model": (
             reward_model.main,
-            in_folder(reward_model.Config, files, tmp_path, data="one"),
-            "with --held-out 0, or give",
+            in_folder(
+                *(reward_model.Config, files, tmp_path),
+                data="one",
+                max_new_tokens=4,
+            ),
         ),
-        "dpo": (
-            *(dpo.main, of_kind("sigmoid", files, tmp_path, data="one")),
-            "with --held-out 0, or give",
-        ),
+        "dpo": (dpo.main, of_kind("sigmoid", files, tmp_path, data="one")),
     }[trainer]
-    with pytest.raises(InputError, match=f"got 4 rows of one prompt; .*{what}"):
-        run(config)
-    assert not config.out.exists()
+    run(dataclasses.replace(config, batch_size=2, num_steps=1))
+    data = json.loads((config.out / "data.json").read_text())["sources"][0]
+    assert {use: of["rows"] for use, of in data["uses"].items()} == {
+        "training": 4,
+        "held out": 0,
+    }
+    (reason,) = data["notes"]
+    assert reason.startswith("rows of one prompt, of which none is held out")
+    assert ("--held-out-by row" in reason) == (trainer == "sft")
+    assert reason in capsys.readouterr().out
 
 
 def with_bos():

@@ -13,9 +13,13 @@ writes after it (⏎ here) begins the next turn, and no model is asked to write 
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import jinja2
 
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.text import templates
@@ -93,7 +97,7 @@ def render_all(
             " correct it, or name another tokenizer with --tokenizer"
         )
     for name in {*(variables or ())} - {CONTINUED}:
-        if name not in template:
+        if name not in _names(template):
             raise InputError(
                 f"{where}: expected a chat template that reads {name!r}, which the row"
                 " gives it, got one that does not; use another template, or leave the"
@@ -124,6 +128,25 @@ def render_all(
             f" the roles {roles:.200}, of which it says: {error}; change the messages,"
             " or the template"
         ) from error
+
+
+@functools.lru_cache
+def _names(template: str) -> frozenset[str]:
+    """The names that a template reads, or may: no texts, and no fields of others."""
+    try:
+        tokens = [
+            (kind, value)
+            for _, kind, value in jinja2.Environment(autoescape=False).lex(template)
+            if kind != "whitespace"
+        ]
+    except jinja2.TemplateError:  # which is said when it is to write
+        return frozenset(re.findall(r"\w+", template))
+    before = [("", ""), *tokens]
+    return frozenset(
+        value
+        for (kind, value), last in zip(tokens, before, strict=False)
+        if kind == "name" and last != ("operator", ".")
+    )
 
 
 def check_written(whole: str, *, beginning: str, content: str, where: str) -> None:

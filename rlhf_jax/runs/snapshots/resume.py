@@ -149,6 +149,13 @@ def tell_changes(recorded: Recorded, current: Fields, names: list[str]) -> None:
         )
 
 
+# Entries without which a snapshot is of a version that computed other numbers.
+CHANGED = {
+    "unused_ids": "it is of a version before 0.3, which gave ids without a token a"
+    " probability and could sample them"
+}
+
+
 def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
     """Checks that a stage reads what its snapshot was made with.
 
@@ -161,6 +168,12 @@ def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
       InputError: an entry differs.
     """
     for key, value in meta.items():
+        if key not in saved and key in CHANGED:
+            raise InputError(
+                f"{where}: expected {key} {value} in it, as this run has it, got none:"
+                f" {CHANGED[key]}; finish it with that version, or start a new run with"
+                " another --out"
+            )
         if key not in saved:  # of a version before this entry
             print(
                 f"warning: {where} does not say which {key} it was made with, so it "

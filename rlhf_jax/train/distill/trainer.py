@@ -184,7 +184,7 @@ def main(options: Config) -> None:
         sampler_tolerance=options.sampler_tolerance,
         expect_equal=False,
     )
-    meta = {"data_digest": digests.of_tokens(tokens)}
+    meta = {"data_digest": digests.of_tokens(tokens), **start.meta}
     if options.reward is not None:
         meta["rows_digest"] = digests.of_rows(rows)  # all that it is given
     kept = {"train": train, "root_key": key}

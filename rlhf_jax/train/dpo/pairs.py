@@ -64,7 +64,7 @@ def encode(
     hold_out: Any = {
         "share": options.held_out,
         "seed": options.seed,
-        "instead": "hold out none of them with --held-out 0",
+        "receipt": receipt,
     }
     if options.dpo.kind == "kto":
         texts = unpaired.encode_labelled(

@@ -182,7 +182,10 @@ def main(options: Config) -> None:
     zeros = None if reference is None else np.zeros(first.tokens.shape, np.float32)
     jax.eval_shape(update, initial, batch=first, ref_logprobs=zeros, base=base)
 
-    meta: dict[str, Any] = {"data_digest": digests.of_tokens(pairs.digested)}
+    meta: dict[str, Any] = {
+        "data_digest": digests.of_tokens(pairs.digested),
+        **start.meta,
+    }
     if reference is not None:
         meta["reference"] = frozen.fingerprint_of(reference).root
     told = receipt_of(receipts, start=start)

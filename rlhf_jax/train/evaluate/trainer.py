@@ -145,6 +145,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         meta = {
             "data_digest": digests.of_tokens(list(tokens.values())),
             "rows_digest": digests.of_rows(rows),
+            **start.meta,
         }
         beside: dict[str, Frozen] = {**models}
         if reward_model is not None:

@@ -131,6 +131,7 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
     meta = {
         "data_digest": digests.of_tokens(tokens),
         "rows_digest": digests.of_rows(rows),  # with the answers
+        **start.meta,
     }
     kept = {"train": train, "reference": reference, "root_key": key}
     beside = {f"references/{name}": each for name, each in further.items()}

@@ -114,7 +114,7 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
         for name, source in sources.items()
         if source is not None
     }
-    meta = {"data_digest": digests.of_tokens(token_lists)}
+    meta = {"data_digest": digests.of_tokens(token_lists), **policy.meta}
     if options.reward_model is None or options.judge is not None:
         meta["rows_digest"] = digests.of_rows(rows)  # all that they are given
     ptx = None

@@ -66,6 +66,12 @@ def test_a_table_has_null_where_other_rows_have_tools():
         ({"chat_template_kwargs": [1]}, r"an object in 'chat_template_kwargs', .* \[1"),
         ({"chat_template_kwargs": {"messages": []}}, r"got 'messages', which it is g"),
         ({"chat_template_kwargs": {"mood": 1}}, r"that reads 'mood', which the row gi"),
+        (
+            {"chat_template_kwargs": {"enable_thinkin": 0}},
+            r"that reads 'enable_thinkin'",
+        ),
+        ({"chat_template_kwargs": {"system": 0}}, r"that reads 'system'"),
+        ({"chat_template_kwargs": {"content": 0}}, r"that reads 'content'"),
         ({"control_tokens": "<|eos|>"}, r"a list of tokens in 'control_tokens', such"),
         ({"control_tokens": ["<|x|>"]}, r"tokens of the tokenizer .* got '<\|x\|>', w"),
     ],

@@ -1,0 +1,64 @@
+"""Snapshots of every command say which ids have no token."""
+
+import dataclasses
+
+import pytest
+import toy_files
+
+from rlhf_jax import hf
+from rlhf_jax.runs import run
+from rlhf_jax.train import distill, dpo, evaluate, grpo, ppo, reward_model, sft
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+slow = pytest.mark.slow
+TOKENS = toy_files.MODEL.vocab_size
+SMALL = ("--max-new-tokens=4", "--batch-size=4")
+COMMANDS = {
+    "sft": (sft, "--data=rows.jsonl", "--batch-size=2"),
+    "dpo": (dpo, "--data=rows.jsonl", "--batch-size=2"),
+    "reward_model": (reward_model, "--data=rows.jsonl", *SMALL),
+    "ppo": (ppo, "--prompts=rows.jsonl", "--reward=lengths_of:score", *SMALL),
+    "distill": (distill, "--prompts=rows.jsonl", "--teacher=model", *SMALL),
+    "evaluate": (evaluate, "--prompts=rows.jsonl", "--max-new-tokens=4"),
+    "grpo": (
+        *(grpo, "--data=rows.jsonl", "--held-out=rows.jsonl", "--num-workers=1"),
+        *("--question-field=prompt", "--verifier=exact", "--group-size=2", *SMALL),
+    ),
+}
+
+
+class Began(Exception):
+    """A stage would begin."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each in ("sft", "dpo") else pytest.param(each, marks=slow)
+        for each in COMMANDS
+    ],
+)
+def test_every_command_records_them(name, tmp_path, monkeypatch):
+    model = dataclasses.replace(toy_files.MODEL, vocab_size=TOKENS + 16)
+    params = toy_files.params(model)
+    hf.save(tmp_path / "model", model, params, tokenizer=toy_files.tokenizer())
+    rows = [
+        {"prompt": word, "response": ".", "chosen": ".", "rejected": "?", "answer": "."}
+        for word in toy_files.WORDS[:8]
+    ]
+    toy_files.jsonl(tmp_path / "rows.jsonl", *rows)
+    (tmp_path / "lengths_of.py").write_text(
+        "def score(prompts, responses, rows):\n    return [1.0] * len(prompts)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def began(self, name, state, *, meta, **others):
+        raise Began(meta)
+
+    monkeypatch.setattr(run.Run, "stage", began)
+    command, *argv = COMMANDS[name]
+    with pytest.raises(Began) as told:
+        command.command([*argv, "--model=model", "--out=run", "--no-progress"])
+    (meta,) = told.value.args
+    assert meta["unused_ids"] == [[TOKENS, TOKENS + 16]]
