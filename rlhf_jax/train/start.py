@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -14,6 +15,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.data.text import Asked
+from rlhf_jax.data.text.asked import Written
 from rlhf_jax.devices import sharding
 from rlhf_jax.models import axes, engine_choice
 from rlhf_jax.models.config import Attention, Remat
@@ -79,6 +81,16 @@ def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
     decode = functools.partial(tokenization.decode, start.tokenizer)
     (unprompted,) = start.contract.prompts([Asked("")])
     return receipts.to_json(decode=decode, unprompted=unprompted)
+
+
+def prompts_given(asked: Iterable[Written]) -> dict[str, str]:
+    """What snapshots say of the prompts that a user's function scores, if of messages.
+
+    Args:
+      asked: a text or messages of each row.
+    """
+    of_texts = all(isinstance(each, str) for each in asked)
+    return {} if of_texts else {"prompts_given": "messages"}
 
 
 def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pretrained:

@@ -152,7 +152,9 @@ def tell_changes(recorded: Recorded, current: Fields, names: list[str]) -> None:
 # Entries without which a snapshot is of a version that computed other numbers.
 CHANGED = {
     "unused_ids": "it is of a version before 0.3, which gave ids without a token a"
-    " probability and could sample them"
+    " probability and could sample them",
+    "prompts_given": "it is of a version before 0.3, which gave a reward or verifier of"
+    " yours the chat template's text in place of a row's messages",
 }
 
 

@@ -29,7 +29,7 @@ from rlhf_jax.train import rehearsal
 from rlhf_jax.train.distill.options import Config
 from rlhf_jax.train.ppo.samples import sample_rows
 from rlhf_jax.train.sampling.sampler import Sampler
-from rlhf_jax.train.start import load_start, receipt_of
+from rlhf_jax.train.start import load_start, prompts_given, receipt_of
 from rlhf_jax.train.text_rewards import load_text_reward, text_reward
 
 Array = jax.Array
@@ -187,6 +187,7 @@ def main(options: Config) -> None:
     meta = {"data_digest": digests.of_tokens(tokens), **start.meta}
     if options.reward is not None:
         meta["rows_digest"] = digests.of_rows(rows)  # all that it is given
+        meta |= prompts_given(asked)
     kept = {"train": train, "root_key": key}
     beside = {"teacher": teacher, "teacher_head": head}
     with (

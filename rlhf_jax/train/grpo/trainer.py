@@ -30,7 +30,7 @@ from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.rollouts.waits import waited
 from rlhf_jax.train.sampling.sampler import Sampler
-from rlhf_jax.train.start import load_start, receipt_of
+from rlhf_jax.train.start import load_start, prompts_given, receipt_of
 
 Array = jax.Array
 Params = Any
@@ -133,6 +133,8 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
         "rows_digest": digests.of_rows(rows),  # with the answers
         **start.meta,
     }
+    if options.environment is None and ":" in options.verifier:
+        meta |= prompts_given(task.asked)
     kept = {"train": train, "reference": reference, "root_key": key}
     beside = {f"references/{name}": each for name, each in further.items()}
     ahead = None

@@ -34,7 +34,7 @@ from rlhf_jax.train.ppo.programs import Programs
 from rlhf_jax.train.ppo.prompts import begin_episodes, encode_prompts
 from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.waits import waited
-from rlhf_jax.train.start import load_start, receipt_of
+from rlhf_jax.train.start import load_start, prompts_given, receipt_of
 from rlhf_jax.train.text_rewards import load_text_reward, model_reward, text_reward
 
 MEASURED = {
@@ -117,6 +117,7 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
     meta = {"data_digest": digests.of_tokens(token_lists), **policy.meta}
     if options.reward_model is None or options.judge is not None:
         meta["rows_digest"] = digests.of_rows(rows)  # all that they are given
+        meta |= {} if options.environment else prompts_given(asked)
     ptx = None
     if options.ptx is not None:
         mixed_in = receipts.source("--ptx", options.ptx)

@@ -282,10 +282,13 @@ def test_a_config_of_version_0_1_is_completed_with_its_placement():
     assert run_config.complete(recorded, names=["mesh", "seed"]) == recorded
 
 
-def test_a_snapshot_of_before_unused_ids_is_refused_with_the_reason():
-    """Of a model with ids without a token; of others nothing is said."""
+def test_a_snapshot_of_other_numbers_is_refused_with_the_reason():
+    """Of a model with ids without a token, and of messages that are scored."""
     new = {"data_digest": "a", "unused_ids": [[5, 8]]}
     with pytest.raises(InputError, match=r"got none: it is of a version before 0\.3"):
         resume.check_meta({"data_digest": "a"}, new, where="snapshot 2")
     resume.check_meta(new, new, where="snapshot 2")
     resume.check_meta({"data_digest": "a"}, {"data_digest": "a"}, where="snapshot 2")
+    chat = {"data_digest": "a", "prompts_given": "messages"}
+    with pytest.raises(InputError, match=r"got none: .* of a row's messages"):
+        resume.check_meta({"data_digest": "a"}, chat, where="snapshot 2")

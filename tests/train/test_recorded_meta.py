@@ -1,4 +1,4 @@
-"""Snapshots of every command say which ids have no token."""
+"""What snapshots say of a run, so that one of other numbers is not resumed."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ import toy_files
 from rlhf_jax import hf
 from rlhf_jax.runs import run
 from rlhf_jax.train import distill, dpo, evaluate, grpo, ppo, reward_model, sft
+from rlhf_jax.train.start import prompts_given
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 slow = pytest.mark.slow
@@ -62,3 +63,10 @@ def test_every_command_records_them(name, tmp_path, monkeypatch):
         command.command([*argv, "--model=model", "--out=run", "--no-progress"])
     (meta,) = told.value.args
     assert meta["unused_ids"] == [[TOKENS, TOKENS + 16]]
+
+
+def test_messages_that_are_scored_are_recorded():
+    assert prompts_given(["a", [{"role": "user", "content": "b"}]]) == {
+        "prompts_given": "messages"
+    }
+    assert prompts_given(["a", "b"]) == {}
