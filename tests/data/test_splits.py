@@ -1,7 +1,6 @@
 """Held-out rows: by prompt, as many as asked for, and as before without shared ones."""
 
 import itertools
-import time
 from collections import Counter
 
 import hypothesis
@@ -137,19 +136,6 @@ def test_rows_of_one_prompt_are_all_trained_on_and_the_receipt_is_told():
     }
     two = [*rows, example(1, 0)]
     assert len(splits.hold_out(two, **of, receipt=Receipt("--data", "two"))[1]) == 1
-
-
-def test_the_time_is_linear_in_the_rows():
-    """Both sizes with one prompt that has most rows; 16 times the rows."""
-
-    def seconds(count: int) -> float:
-        rows = [example(number % 2 and number, number) for number in range(count)]
-        began = time.process_time()
-        splits.hold_out(rows, share=0.1, seed=0)
-        splits.shared_prompts(rows, rows)
-        return time.process_time() - began
-
-    assert seconds(64_000) < 5 * 16 * min(seconds(4_000) for _ in range(3)) + 0.5
 
 
 def test_the_name_of_before():

@@ -152,8 +152,8 @@ def learned_turns(
     if not learned:
         raise InputError(
             f"{where}: expected a turn of the assistant that is learned, got none, by"
-            f" the marks of the row and --assistant-turns {which}; mark one, or remove"
-            " the row"
+            f" the marks of the row and where {which!r} turns are learned without one;"
+            " mark one, or remove the row"
         )
     return learned
 

@@ -93,7 +93,7 @@ def test_the_last_turn_may_be_marked_not_to_be_learned():
 @pytest.mark.parametrize(
     ("talk", "which", "message"),
     [
-        ([user("a"), said("A")], "marked", r"learned, got none, by .* marked; mark"),
+        ([user("a"), said("A")], "marked", r"learned, got none, by .* 'marked' turns"),
         ([user("a"), said("A", weight=0)], "all", r"got none, by the marks"),
         ([user("a"), said("A", weight=0.5)], "last", r"0 or 1 in 'weight' .* got 0.5"),
         ([user("a") | {"train": 1}, said("A")], "last", r"the assistant .* 'user'"),
