@@ -30,7 +30,6 @@ from rlhf_jax.data.examples import Text
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.devices import processes
-from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
@@ -176,7 +175,14 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
     unused = tokenization.ids_without_token(reader, vocab_size=model.vocab_size)
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
-    never = sorted({*unused_ids.listed(unused)} & {*stop_ids})
+    never = sorted(
+        {
+            i
+            for i in stop_ids
+            for start, stop in unused
+            if i is not None and start <= i < stop
+        }
+    )
     if never:
         print(
             f"note: {path_or_repo_id}: no response will end with the stop ids "

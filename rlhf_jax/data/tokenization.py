@@ -24,6 +24,7 @@ _DOWNLOADED = [  # all that tokenizers are made of, and config.json names their 
 ]
 CONTEXT = 8  # tokens before a piece: more than any character is made of
 _FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+MOST_IDS = 2**24  # far more than any tokenizer has
 _SHAPES = [  # of texts, which no vocabulary need have as tokens
     *("The cat sat.", "THE CAT, the Cat", "  two  spaces ", "a\tb\n\nc\r\n"),
     *("12345 6.78", "it's don't we'll", "x = f(a[0]) != {b}  # c", "http://a.b/c?d=e"),
@@ -130,7 +131,7 @@ def ids_without_token(
     """
     used = set(tokenizer.get_vocab().values())
     if getattr(tokenizer, "is_fast", False):
-        missing = [i for i in range(vocab_size) if i not in used]
+        missing = [i for i in range(min(vocab_size, MOST_IDS)) if i not in used]
         texts = tokenizer.convert_ids_to_tokens(missing)
         used |= {i for i, text in zip(missing, texts, strict=True) if text is not None}
     return unused_ids.beside(used, vocab_size=vocab_size)

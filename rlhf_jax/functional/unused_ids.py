@@ -13,7 +13,6 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Bool, Int32
 
 from rlhf_jax.functional.checks import InputError
@@ -32,10 +31,10 @@ def beside(used: Iterable[int], *, vocab_size: int) -> Ranges:
     >>> beside(range(6), vocab_size=6)
     ()
     """
-    missing = np.ones(vocab_size, np.bool_)
-    missing[[i for i in used if 0 <= i < vocab_size]] = False
-    edges = np.flatnonzero(np.diff(missing, prepend=False, append=False)).tolist()
-    return tuple(zip(edges[::2], edges[1::2], strict=True))
+    ids = sorted({i for i in used if 0 <= i < vocab_size})
+    # A vocabulary may be said to have 2**31 ids: what is between the used ones counts.
+    gaps = zip([-1, *ids], [*ids, vocab_size], strict=True)
+    return tuple((one + 1, other) for one, other in gaps if one + 1 < other)
 
 
 def check(ranges: Ranges, *, vocab_size: int) -> None:

@@ -309,6 +309,8 @@ def test_on_devices_of_its_own(place):
     """Three iterations beside `ppo.iteration` on one device."""
     shape, there, lora = PLACES[place]
     settings = dataclasses.replace(BASE, lora=lora)
+    if lora is not None:  # at LR they diverge by the third step, and rounding with them
+        settings = dataclasses.replace(settings, policy_optimizer=optax.sgd(LR / 10))
     mesh = shape.make(jax.devices()[: shape.size])
     mesh_there = there.make(jax.devices()[-there.size :])
     base, trained, valued = None, POLICY, CRITIC
