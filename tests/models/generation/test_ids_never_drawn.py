@@ -109,6 +109,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.cases(quick=2, slow=4)
 @pytest.mark.parametrize(
     ("model", "options"),
     [
