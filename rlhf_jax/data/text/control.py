@@ -51,8 +51,8 @@ class Control:
             or (token.content.strip() and token.content in (templates or ""))
         }
         control |= set(_known(tokenizer.all_special_ids))
-        self._bos, self._pad = tokenizer.bos_token_id, tokenizer.pad_token_id
-        named = {*_known([self._bos, tokenizer.eos_token_id, self._pad]), *stop_ids}
+        ends = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+        named = {*_known(ends), *stop_ids}
         # What stands for an unknown word is no control token, unless it is one besides.
         control -= set(_known([tokenizer.unk_token_id])) - named
         self.ids = frozenset(control)
@@ -131,8 +131,8 @@ class Cutter:
         """The text in pieces that, encoded apart, hold none of the tokens.
 
         Returns:
-          One piece, the text itself, where it held none. A letter that is a control
-          token by itself cannot be cut, and is left out.
+          One piece, the text itself, where it held none. A character that is a control
+          token by itself cannot be cut and is left out; `RowPieces` refuses such rows.
         """
         if self._is_ordinary(text):
             return [text]
