@@ -46,6 +46,7 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Example
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import profiled
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import alarms, command_line, drift_report, folder, plots, report, run
@@ -149,7 +150,7 @@ def improve(
                 train,
                 rollout=answered,
                 scores=apply(reward, answered),
-                reference=reference,
+                frozen=FrozenModels(reference=reference),
                 key=step_key,
             )
             stage.state["train"] = train

@@ -13,8 +13,8 @@ import pytest
 import toy_files
 
 from rlhf_jax.checkpoints import pretrained
-from rlhf_jax.runs import command_line
-from rlhf_jax.train import dpo, grpo, ppo, reward_model, sft
+from rlhf_jax.train.methods import grpo, ppo
+from rlhf_jax.train.supervised import dpo, reward_model, sft
 
 TRAINERS = {
     "sft": sft,
@@ -23,7 +23,7 @@ TRAINERS = {
     "grpo": grpo,
     "dpo": dpo,
 }
-DATA = {name: "--prompts" if name == "ppo" else "--data" for name in TRAINERS}
+DATA = {name: "--prompts" if name in ("ppo", "grpo") else "--data" for name in TRAINERS}
 ROWS = {
     "sft": {"prompt": "the cat", "response": "sat on a dog ."},
     "reward_model": {"prompt": "the cat", "chosen": "sat .", "rejected": "ran ."},
@@ -33,12 +33,16 @@ ROWS = {
 }
 OPTIONS = {
     "sft": ("--batch-size=4",),
-    "reward_model": ("--batch-size=4", "--max-new-tokens=4", "--num-samples=4"),
+    "reward_model": (
+        "--batch-size=4",
+        "--normalise=samples,num_samples=4,max_new_tokens=4",
+    ),
     "ppo": (
         *("--reward=json:dumps", "--batch-size=4", "--max-new-tokens=4"),
         *("--num-minibatches=1", "--num-steps=1"),
     ),
     "grpo": (
+        *("--prompt-field=question", "--verifier=gsm8k"),
         *("--batch-size=4", "--group-size=2", "--max-new-tokens=4", "--num-workers=1"),
         *("--num-minibatches=1", "--num-steps=1"),
     ),
@@ -89,6 +93,7 @@ def make_files(folder: Path) -> Path:
     for trainer, row in ROWS.items():
         other = {"prompt": "the dog"} if "prompt" in row else {}
         toy_files.jsonl(folder / f"{trainer}.jsonl", *[row, row | other] * 6)
+    toy_files.jsonl(folder / "one_prompt.jsonl", *[ROWS["dpo"]] * 6)
     (folder / "text.txt").write_text("the cat sat on a dog .\n")
     (folder / "empty").mkdir()
     return folder
@@ -129,9 +134,7 @@ def refused(capsys, trainer: str, argv, *, files: Path, out: Path, message: str)
     words = ["--out", str(out), "--no-progress", *in_order(trainer, files), *argv]
     experiment = TRAINERS[trainer]
     with pytest.raises(SystemExit) as exit_:
-        command_line.main(
-            experiment.main, experiment.Config, description="", argv=words
-        )
+        experiment.command(words)
     told = capsys.readouterr().err
     assert exit_.value.code == 2, told
     assert "Traceback" not in told

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import statistics
 import tomllib
 import unicodedata
@@ -14,9 +15,11 @@ from places import EXPERIMENTS, PROGRAMS, RECORDED, ROOT, TESTS
 
 import rlhf_jax
 from rlhf_jax.runs import alarms
+from rlhf_jax.train import commands, main, trainer
 
 PACKAGE = ROOT / "rlhf_jax"
 TOP = ROOT / "README.md"
+CHANGELOG = PACKAGE / "CHANGELOG.md"
 DOCUMENTS = [
     TOP,
     *sorted(
@@ -31,8 +34,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 GROUPS = (
     *("objective", "policy", "loss", "value", "response", "drift", "update", "critic"),
     *("penalty", "pairwise", "dpo", "kto", "pair", "group", "eval", "judge", "reward"),
+    "trust",
 )
 
+POLICY_GRADIENTS = ("ppo", "grpo", "reinforce", "online-dpo", "nash-md", "distill")
 # Of tyro, pytest, JAX, XLA and vLLM.
 OTHERS_OPTIONS = {"help", "help-all", "dist", "xla", "logdir", "project", "tasks"}
 OTHERS_OPTIONS |= {"generation-config", "load-format", "logprobs-mode"}
@@ -189,13 +194,35 @@ def test_every_option_that_a_readme_names_is_a_field_of_some_config(file):
     words = re.findall(r'(?:"--|arg\(name=")([a-z-]+)"', source)
     fields |= {name.replace("-", "_") for name in words}
     options = set(re.findall(r"(?<![\w-])--([a-z][a-z.-]*[a-z])", text_of(file)))
+    gone = {name[2:] for name in commands.RENAMED} if file == CHANGELOG else set()
     unknown = {
         option
-        for option in options - OTHERS_OPTIONS
+        for option in options - OTHERS_OPTIONS - gone
         for part in option.removeprefix("no-").replace("-", "_").split(".")
         if part not in fields
     }
     assert not unknown
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
+def test_the_commands_of_a_readme_parse(file, monkeypatch):
+    """Those that train, with what stands for "..." added."""
+    monkeypatch.setattr(trainer, "main", lambda config: None)
+    monkeypatch.chdir(file.parent)
+    for block in blocks(text_of(file), "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] != ["rlhf-jax"] or words[1] not in POLICY_GRADIENTS:
+                continue
+            if {"--config", "--help", "--coordinator"} & {*words}:
+                continue
+            _, name, *options = (word for word in words if word != "...")
+            needed = {"--model": "m", "--prompts": "p", "--out": "o"}
+            options += [f"{k}={v}" for k, v in needed.items() if k not in options]
+            rewards = {"--reward", "--reward-model", "--verifier", "--rewards"}
+            if not {*rewards, "--environment"} & {*options} and name != "distill":
+                options.append("--verifier=exact")
+            main.main([name, *options])
 
 
 def test_every_metric_is_in_the_glossary():
@@ -205,7 +232,7 @@ def test_every_metric_is_in_the_glossary():
     written = {
         name
         for file in PACKAGE.rglob("*.py")
-        for name in re.findall(rf'"((?:{groups})/[a-z_0-9]+)"', text_of(file))
+        for name in re.findall(rf'"((?:{groups})/[a-z_0-9]*[a-z0-9])"', text_of(file))
     }
     recorded = {
         name
@@ -217,6 +244,27 @@ def test_every_metric_is_in_the_glossary():
     assert len(written) > 20
     assert len(recorded) > 20
     assert not (written | recorded) - known
+
+
+def test_no_metric_of_the_glossary_is_gone():
+    """Its name is in some program, or its last part is, of names that are composed."""
+    text = text_of(PACKAGE / "runs" / "README.md")
+    glossary = text.partition("## Metrics")[2].partition("## Alarms")[0]
+    source = "\n".join(
+        text_of(file) for root in (PACKAGE, EXPERIMENTS) for file in root.rglob("*.py")
+    )
+    gone = {
+        name
+        for name in re.findall(r"`([a-z]+/[a-z_0-9]+)`", glossary)
+        if f'"{name}"' not in source and f'"{name.partition("/")[2]}"' not in source
+    }
+    composed = {"trust/distance_position_1", "trust/distance_prompt_1"}
+    assert gone == {*composed, "critic/skipped"}
+
+
+def test_every_old_option_is_in_the_table_of_the_changelog():
+    rows = re.findall(r"^\| `(--[\w.-]+)` \| `(.*)` \|$", text_of(CHANGELOG), re.M)
+    assert dict(rows).items() >= commands.RENAMED.items()
 
 
 def test_every_alarm_is_in_the_glossary():

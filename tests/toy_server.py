@@ -80,7 +80,10 @@ def serving(toy):
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 128  # connections that wait; of more some are reset
+
+    server = Server(("localhost", 0), Handler)
     server.handle_error = lambda *_: None
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()

@@ -40,9 +40,8 @@ import tyro
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import chips, measured, plan_options
-from rlhf_jax.planning import plan as planner
-from rlhf_jax.planning.plan_options import Options
+from rlhf_jax.planning import chips, measured
+from rlhf_jax.train.plan import plan as planner
 
 GIB = 2**30
 LENGTHS = {"2k": 2048, "8k": 8192, "32k": 32_768, "128k": 131_072}  # tokens of a text
@@ -99,30 +98,31 @@ class Cell:
         group = 16 if (self.model, self.chip) == LEAST else GROUP[self.model]
         return MeshShape(data=self.chips // group, tensor=group)
 
-    def options(self) -> Options:
-        """Of `rlhf-jax plan`."""
-        tokens, at_once = LENGTHS[self.length], self.mesh.fsdp
+    @property
+    def responses(self) -> int:
+        """Of a step."""
+        responses = RESPONSES.get(self.length, 1) * self.mesh.fsdp
+        return max(responses, self.sampler_mesh.data)
+
+    def command(self) -> list[str]:
+        """Words of `rlhf-jax plan`."""
+        tokens = LENGTHS[self.length]
         prompt = 512 if tokens == LENGTHS["2k"] else 1024
-        responses = RESPONSES.get(self.length, 1) * at_once
-        responses = max(responses, self.sampler_mesh.data)
-        int8 = (self.model, self.chip) == LEAST
-        return Options(
-            algorithm="grpo",
-            model=MODELS[self.model],
-            chip=self.chip,
-            topology=CHIPS[self.chip][self.chips],
-            mesh=self.mesh,
-            sampler_mesh=self.sampler_mesh,
-            sampler="int8" if int8 else "bf16",
-            cache="int8" if int8 else "same",
-            dtype="bfloat16",
-            remat="full",
-            reference="bf16",
-            batch_size=responses,
-            num_minibatches=responses // at_once,
-            prompt_length=prompt,
-            max_new_tokens=tokens - prompt,
-        )
+        sampler = "here,dtype=bfloat16"
+        if (self.model, self.chip) == LEAST:
+            sampler = "here,dtype=int8,cache=int8"
+        return [
+            *("plan", "grpo", "--model", MODELS[self.model], "--verifier", "gsm8k"),
+            *("--chip", self.chip, "--topology", CHIPS[self.chip][self.chips]),
+            *("--placement.policy", str(self.mesh)),
+            *("--placement.sampler", str(self.sampler_mesh), "--sampler", sampler),
+            *("--dtype", "bfloat16", "--remat", "full"),
+            *("--reference-storage.dtype", "bfloat16"),
+            *("--batch-size", str(self.responses)),
+            *("--num-minibatches", str(self.responses // self.mesh.fsdp)),
+            *("--prompt-length", str(prompt)),
+            *("--max-new-tokens", str(tokens - prompt)),
+        ]
 
 
 CELLS = [
@@ -173,7 +173,7 @@ def plan(cell: Cell, *, python: Path | None, limit: float) -> dict[str, Any]:
     row: dict[str, Any] = {"cell": dataclasses.asdict(cell)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
-        _, *words = shlex.split(plan_options.command(cell.options()))
+        words = cell.command()
         command = [python, "-m", "rlhf_jax.train.main", *words]
         try:
             done = subprocess.run(
@@ -204,7 +204,7 @@ def plan(cell: Cell, *, python: Path | None, limit: float) -> dict[str, Any]:
     return row | {
         **{name: made.get(name) for name in kept},
         "memory": made["chip"]["memory"],
-        "rows": cell.options().batch_size,
+        "rows": cell.responses,
         "meshes": _meshes(cell),
         "refused": "; ".join(refused) or None,
         "programs": [
@@ -272,7 +272,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
     cell = Cell(**row["cell"])
     if row.get("peak") is None:
         told = f"no plan: {row['refused']}"
-        return [str(cell.options().batch_size), _meshes(cell), told, *[""] * 5]
+        return [str(cell.responses), _meshes(cell), told, *[""] * 5]
     layout = [str(row["rows"]), row["meshes"]]
     peak = f"{row['peak']['total'] / GIB:.1f} of {row['memory'] / GIB:.1f}"
     if row["refused"] is not None or not row["fits"]:
@@ -307,7 +307,7 @@ def main(options: Config) -> None:
     asked = [by_name[name] for name in options.cells or by_name]
     left = [cell for cell in asked if cell not in done and pythons[cell.chip]]
     for cell in left[: options.most]:
-        print(plan_options.command(cell.options()), file=sys.stderr, flush=True)
+        print(shlex.join(["rlhf-jax", *cell.command()]), file=sys.stderr, flush=True)
         alike = done.get(dataclasses.replace(cell, chip="h100"))
         if cell.chip == "h200" and alike is not None and alike.get("fits"):
             row = at_rates_of(alike, "h200")

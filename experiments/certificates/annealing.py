@@ -19,6 +19,7 @@ from rlhf_jax import critic, kl_control, masked, ppo, state
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.further import References
@@ -103,10 +104,9 @@ def advance(
         train, stats, _ = iteration(
             train,
             prompts=enumerable.prompts(batch_size),
-            reference=reference,
+            frozen=FrozenModels(reference=reference, further=further or {}),
             reward=enumerable.reward_of(table),
             key=jax.random.fold_in(key, train.step),
-            further=further,
         )
         return train, stats
 

@@ -42,6 +42,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import IN_REWARD
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.runs import command_line, report, run, run_config
 
 Array = jax.Array
@@ -238,8 +239,7 @@ def gradient_error(claim: Claim, *, seed: int, hidden_size: int) -> float:
             minibatch, loss = algorithm.minibatch_loss(
                 jax.tree.map(lambda leaf: leaf[None], row),
                 kl_coef=beta,
-                base=None,
-                reference=teacher,
+                frozen=FrozenModels(reference=teacher),
             )
             return loss((params, None), minibatch)[0]
 
@@ -286,7 +286,7 @@ def reach(options: Config, divergence: dict[str, Any], *, seed: int) -> list[flo
             train, _, _ = iteration(
                 train,
                 prompts=prompts,
-                reference=teacher,
+                frozen=FrozenModels(reference=teacher),
                 reward=lambda rollout: jnp.zeros(rollout.index.shape, jnp.float32),
                 key=jax.random.fold_in(key, step),
                 recipe=algorithm,

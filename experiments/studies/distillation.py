@@ -57,6 +57,7 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Example
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, report, run, run_config
@@ -212,7 +213,7 @@ def on_policy(
         return iteration(
             train,
             prompts=prompts,
-            reference=teacher,
+            frozen=FrozenModels(reference=teacher),
             reward=lambda said: jnp.zeros(said.index.shape, jnp.float32),
             key=key,
             recipe=algorithm,

@@ -75,6 +75,7 @@ def kl_of_responses(
     hidden = decoder.hidden_states(
         student, model=model, tokens=said.tokens, mask=said.mask
     )
+    assert states.hidden is not None  # of a teacher
     kl = policy.exact_kl(
         student,
         hidden,

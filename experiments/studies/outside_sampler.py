@@ -45,9 +45,18 @@ from rlhf_jax.functional.checks import StopError
 from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
 from rlhf_jax.samplers import served
 from rlhf_jax.samplers.server import ServerSampler
-from rlhf_jax.train import sft
-from rlhf_jax.train.grpo import trainer
-from rlhf_jax.train.grpo.options import Config as GRPOConfig
+from rlhf_jax.train import trainer
+from rlhf_jax.train.config.batch import Batch
+from rlhf_jax.train.config.optimizer import AdamW, Cosine, Optimizer
+from rlhf_jax.train.config.prompts import Prompts
+from rlhf_jax.train.config.reference import Reference
+from rlhf_jax.train.config.rewards import Rewards, Verifier
+from rlhf_jax.train.config.sampler import Here, Process, Sampler, Sampling, Server
+from rlhf_jax.train.config.start import Start
+from rlhf_jax.train.config.supervised import Rows
+from rlhf_jax.train.config.watch import Watch
+from rlhf_jax.train.methods import grpo
+from rlhf_jax.train.supervised import sft
 from studies.turns.preparation import characters, write
 from studies.vllm_server import serving
 
@@ -94,19 +103,25 @@ def prepare(options: Config) -> None:
     )
     write(
         data / "sums.jsonl",
-        [{"question": f"{a}+{b}=", "answer": f"{a + b}"} for a, b in SUMS],
+        [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a, b in SUMS],
     )
     for seed in range(options.seed, options.seed + options.num_seeds):
         sft.main(
             sft.Config(
-                tokenizer=str(options.out / "tokenizer"),
-                data=str(data / "demonstrations.jsonl"),
-                fresh_hidden_size=64,
-                fresh_num_layers=2,
-                fresh_num_heads=2,  # vLLM has no heads of 16 on a CPU
-                fresh_max_positions=CONTEXT,
-                learning_rate=1e-3,
-                batch_size=32,
+                start=sft.Start(
+                    tokenizer=str(options.out / "tokenizer"),
+                    fresh_hidden_size=64,
+                    fresh_num_layers=2,
+                    fresh_num_heads=2,  # vLLM has no heads of 16 on a CPU
+                    fresh_max_positions=CONTEXT,
+                ),
+                data=sft.Demonstrations(data=str(data / "demonstrations.jsonl")),
+                optimizer=Optimizer(
+                    learning_rate=1e-3,
+                    optimizer=AdamW(),
+                    schedule=Cosine(warmup=0.05),
+                ),
+                batch=Rows(batch_size=32),
                 num_steps=options.sft_steps,
                 seed=seed,
                 progress=False,
@@ -116,30 +131,26 @@ def prepare(options: Config) -> None:
 
 
 def train(
-    options: Config, *, seed: int, name: str, sampler: str, **further: Any
+    options: Config, *, seed: int, name: str, sampler: Sampler, behind: int
 ) -> Path:
     """A run of GRPO with a sampler; its folder."""
     out = options.out / "runs" / f"{name}-{seed}"
     sums = str(options.out / "data" / "sums.jsonl")
     trainer.main(
-        GRPOConfig(
-            model=str(options.out / "sft" / f"{seed}" / "model"),
-            data=sums,
-            held_out=sums,
-            verifier="exact",
-            reference="none",
+        grpo.Config(
+            start=Start(model=str(options.out / "sft" / f"{seed}" / "model")),
+            data=Prompts(prompts=sums),
+            rewards=Rewards(verifier=Verifier("exact"), num_workers=1),
+            reference=Reference(reference="none"),
+            batch=Batch(batch_size=options.batch_size, max_new_tokens=4),
+            sampler=Sampling(sampler=sampler, max_staleness=behind or None),
+            method=GroupRecipe(group_size=8, num_epochs=2, temperature=1.0),
+            optimizer=Optimizer(learning_rate=options.learning_rate),
+            watch=Watch(held_out=sums, held_out_rows=len(SUMS)),
             num_steps=options.num_steps,
-            batch_size=options.batch_size,
-            max_new_tokens=4,
-            learning_rate=options.learning_rate,
-            grpo=GroupRecipe(group_size=8, num_epochs=2, temperature=1.0),
-            num_workers=1,
-            eval_rows=len(SUMS),
             seed=seed,
             progress=False,
-            sampler=sampler,
             out=out,
-            **further,
         )
     )
     return out
@@ -151,8 +162,8 @@ def measured(out: Path) -> Row:
     waits = [row.get("waits") or {} for row in metrics.read(out / "timings.jsonl")]
     summary = json.loads((out / "summary.json").read_text())
     found: Row = {
-        "before": summary["accuracy_before"],
-        "right": summary["accuracy_after"],
+        "before": summary["held_out_score_before"],
+        "right": summary["held_out_score_after"],
         "score_first": rows[0]["objective/scores"],
         "score": float(np.mean([row["objective/scores"] for row in rows[-LAST:]])),
         "mismatch": max(row["policy/sampler_mismatch"] for row in rows),
@@ -208,21 +219,19 @@ def main(options: Config) -> None:
     of_heads: list[Row] = []
     with run.Run(options, num_steps={}) as job, contextlib.ExitStack() as stack:
         prepare(options)
-        ways = {"here": "here", "process": "process"}
+        ways: dict[str, Sampler] = {"here": Here(), "process": Process()}
         last = options.seed + options.num_seeds - 1
         model = options.out / "sft" / f"{last}" / "model"
         if options.vllm is not None:
             log = options.out / "server.log"
-            ways["server"] = stack.enter_context(
-                serving(options.vllm, model, context=CONTEXT, log=log)
-            )
+            serves = serving(options.vllm, model, context=CONTEXT, log=log)
+            ways["server"] = Server(stack.enter_context(serves))
         for seed in range(options.seed, last + 1):
             for behind in (0, 1):
-                further: Any = {} if not behind else {"max_staleness": behind}
                 for way, sampler in ways.items():
                     name = f"{way}-{behind}"
                     out = train(
-                        options, seed=seed, name=name, sampler=sampler, **further
+                        options, seed=seed, name=name, sampler=sampler, behind=behind
                     )
                     row = {"seed": seed, "sampler": way, "behind": behind}
                     row |= measured(out)
@@ -231,9 +240,9 @@ def main(options: Config) -> None:
                         row["equal_bits"] = bits(out) == bits(ours)
                     rows.append(row)
                     print(row, flush=True)
-        if options.vllm is not None:
+        if isinstance(server := ways.get("server"), Server):
             ended = options.out / "runs" / f"here-0-{last}" / "model"
-            of_heads = heads(ways["server"], model, ended)
+            of_heads = heads(server.address, model, ended)
     show(rows, of_heads)
     seconds = time.perf_counter() - started
     summary = {"rows": rows, "heads": of_heads, "seconds": seconds}

@@ -47,8 +47,8 @@ from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.algorithms.state import LossFunction, TrainState
 from rlhf_jax.data import batches
 from rlhf_jax.functional import checks
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
 from rlhf_jax.runs import command_line, report
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig
@@ -111,9 +111,7 @@ class MappedPPO(ppo.PPO):
         minibatch: Experience,
         *,
         kl_coef: Array,
-        base: Frozen | None,
-        reference: Frozen | None,
-        further: References | None = None,
+        frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Experience, LossFunction]:
         """`ppo_loss` of this device's rows, over the tokens of all devices."""
         mask = minibatch.response_mask
@@ -124,9 +122,7 @@ class MappedPPO(ppo.PPO):
             num_values=self.count(minibatch.value_mask.sum(dtype=jnp.float32)),
             num_responses=self.count(mask.any(axis=1).sum(dtype=jnp.float32)),
             recipe=self,
-            base=base,
-            reference=reference,
-            further=further,
+            frozen=frozen,
         )
 
         def loss(trained: Any, part: Experience) -> tuple[Array, masked.Stats]:

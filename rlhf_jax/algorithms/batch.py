@@ -32,7 +32,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 
 from rlhf_jax.functional import masked
 from rlhf_jax.models.packing import SizedPacking
@@ -91,6 +91,19 @@ class Rollout:
 
 
 @flax.struct.dataclass
+class ReferenceOutput:
+    """What the reference computes of a rollout, in one forward pass on its devices.
+
+    With its head, hidden states are its distribution at every token, in D' numbers and
+    not in V.
+    """
+
+    logprobs: Float32[Array, "B S"]  # nats, 0 outside the response
+    # After the final norm, in the compute dtype; None where nothing reads them.
+    hidden: Float[Array, "B S D"] | None = None
+
+
+@flax.struct.dataclass
 class Scored:
     """A rollout with what the frozen models and the critic say of it."""
 
@@ -103,6 +116,19 @@ class Scored:
     # Reward units, of the turns before the last, each at its turn's last sampled token;
     # part of `scores`. None where episodes have one turn.
     turn_rewards: Float32[Array, "B S"] | None = None
+    # Responses that have a score: the others have no token, and count nowhere. None is
+    # all.
+    kept: Bool[Array, " B"] | None = None
+
+
+@flax.struct.dataclass
+class Sampled:
+    """What the sampler says of the tokens it drew, for the ledger of trust."""
+
+    logprobs: Float32[Array, "B S"]  # nats, log μ
+    # Tokens that the policy drew, those that are not trained on among them.
+    mask: Bool[Array, "B S"]
+    age: Int32[Array, "B S"]  # iterations since their parameters; 0 outside the mask
 
 
 @flax.struct.dataclass
@@ -122,10 +148,16 @@ class PolicyExperience:
     )
     # Log-probs f32[B, S] and weights of the references beside the first one, by name.
     further: dict[str, Further] = flax.struct.field(default_factory=dict, kw_only=True)
+    # As in `ReferenceOutput`; None runs the reference in the update, if at all.
+    ref_hidden: Float[Array, "B S D"] | None = flax.struct.field(
+        default=None, kw_only=True
+    )
     # Nats, log μ of the tokens; None unless advantages are corrected for who drew them.
     sampler_logprobs: Float32[Array, "B S"] | None = flax.struct.field(
         default=None, kw_only=True
     )
+    # Of all tokens that were drawn; None keeps no ledger of them.
+    sampled: Sampled | None = flax.struct.field(default=None, kw_only=True)
 
     @property
     def behaviour_logprobs(self) -> Array:
@@ -133,6 +165,10 @@ class PolicyExperience:
         if self.sampler_logprobs is None:
             return self.old_logprobs
         return self.sampler_logprobs
+
+    def laid_out(self, x: Array) -> Array:
+        """An array [B, S] of the rollout, in the rows and columns of these."""
+        return x
 
 
 @flax.struct.dataclass
@@ -154,6 +190,11 @@ class PairExperience(PolicyExperience):
 
     pairs: Bool[Array, " B"]  # that are trained on
     rejected_better: Float32[Array, " B"]  # probability of the opposite preference
+    members: Int32[Array, "B 2"]  # rows of the rollout: the chosen one, the rejected
+
+    def laid_out(self, x: Array) -> Array:
+        """[B, 2S] of [N, S]: that of the chosen response, then of the rejected one."""
+        return x[self.members].reshape(len(self.members), -1)
 
 
 @flax.struct.dataclass

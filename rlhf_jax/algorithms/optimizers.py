@@ -1,17 +1,20 @@
-"""Adam as PPO is used to it: eps 1e-5, inside or outside of the bias correction."""
+"""Update rules beside optax's own: Adam as RLHF has it, and Muon of stacked layers."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from rlhf_jax.functional import checks
 
 Array = jax.Array
+Params = Any
 
 Style = Literal["standard", "tf"]
 """Where eps stands: sqrt(v̂) + eps as in the paper, or sqrt(v) + eps as in TF 1."""
@@ -28,6 +31,8 @@ def adam(
     eps: float = 1e-5,
     style: Style = "standard",
     mu_dtype: MomentDtype = "float32",
+    weight_decay: float | None = None,
+    decayed: Callable[[Params], Params] | None = None,
 ) -> optax.GradientTransformation:
     """Adam, its m and v the running means of the gradient and of its square.
 
@@ -50,6 +55,8 @@ def adam(
       eps: unit of the gradient.
       style: where eps stands. OAI: tf.
       mu_dtype: of m, as it is held.
+      weight_decay: λ of AdamW, -lr · λ · parameter beside Adam's step; None is Adam.
+      decayed: parameters -> tree of bool, which decay; None is all.
 
     Returns:
       To be chained after clipping by norm. The state of both styles has one structure.
@@ -85,7 +92,66 @@ def adam(
         )
     if mu_dtype == "bfloat16":
         scale = _holding_m_in_bfloat16(scale)
-    return optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
+    decay = []
+    if weight_decay is not None:
+        checks.non_negative(weight_decay=weight_decay)
+        decay = [optax.add_decayed_weights(weight_decay, decayed)]
+    return optax.chain(scale, *decay, optax.scale_by_learning_rate(learning_rate))
+
+
+def are_matrices(params: Params) -> Params:
+    """Which leaves are matrices, one or one per layer: a tree of bool.
+
+    Norms and biases are not, though those of stacked layers have two axes.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.ndim - _stacked(path) >= 2, params
+    )
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+    """Muon for the matrices of layers, AdamW for embeddings, heads, norms and biases.
+
+    `optax.contrib.muon`, told that the first axis of stacked layers is no part of a
+    matrix: each layer's is orthogonalised by itself.
+
+    Args:
+      learning_rate: lr, or update (from 0) -> lr, of both.
+      beta: decay of the momentum, 0 to below 1.
+      ns_steps: Newton-Schulz iterations.
+      weight_decay: of both.
+
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+    """
+
+    def dimensions(params: Params) -> Params:
+        def of(path: Any, leaf: Array) -> Any:
+            if not _stacked(path) or leaf.ndim < 3:
+                return None
+            last = leaf.ndim - 1
+            return optax.contrib.MuonDimensionNumbers(last - 1, last)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    return optax.contrib.muon(
+        learning_rate,
+        beta=beta,
+        ns_steps=ns_steps,
+        weight_decay=weight_decay,
+        adam_weight_decay=weight_decay,
+        muon_weight_dimension_numbers=dimensions,
+    )
+
+
+def _stacked(path: Any) -> bool:
+    """Whether the first axis of a leaf is that of layers."""
+    return any(getattr(key, "key", None) == "layers" for key in path)
 
 
 def _holding_m_in_bfloat16(

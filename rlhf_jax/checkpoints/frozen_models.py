@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -28,7 +28,9 @@ from rlhf_jax.roles.reference import frozen, storage
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
+Output = TypeVar("Output")  # arrays
 Params = Any
+Load = Callable[..., tuple[ModelConfig, Params]]  # a checkpoint's path -> shape, params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +89,15 @@ COPY = Storage()  # in float32
 
 
 def run_beside(
-    program: Callable[[Rollout], Array], model: Frozen, rollout: Rollout
-) -> Array:
+    program: Callable[[Rollout], Output], model: Frozen, rollout: Rollout
+) -> Output:
     """A frozen model's program on its own devices; asynchronous throughout.
 
     Args:
-      program: takes the rollout on those devices and returns an array [B, ...].
+      program: takes the rollout on those devices and returns arrays [B, ...].
 
     Returns:
-      That array, on the devices of the rollout.
+      These arrays, on the devices of the rollout.
     """
     output = program(frozen.beside(model, rollout))
     return jax.device_put(output, rollout.index.sharding)  # of rows, whatever the rank
@@ -116,6 +118,7 @@ def load_reference(
     place: Place = WITH_POLICY,
     mesh: Mesh | None = None,
     sharding: Any = None,
+    load: Load = hf.load,
 ) -> Frozen:
     """The policy as it starts (None), or a checkpoint that can score its tokens.
 
@@ -126,6 +129,7 @@ def load_reference(
       place: where the copy is to be.
       mesh: the policy's mesh; needed for a place apart from the policy's alone.
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
+      load: reads a checkpoint.
 
     Raises:
       InputError: there is no such checkpoint, it has other token ids, a smaller
@@ -133,7 +137,7 @@ def load_reference(
     """
     if path_or_repo_id is None:
         return storage.freeze(policy.params, place=place, policy=mesh)
-    model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
+    model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     shape = reference_shape(path_or_repo_id, model=model, policy=policy.model)
     _check_ids(path_or_repo_id, own=policy.tokenizer, role="reference")
     return storage.freeze(params, place=place, policy=mesh, model=shape)
@@ -195,7 +199,7 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
     reader = tokenization.load_tokenizer(student if tokenizer is None else tokenizer)
     _check_files(
         teacher,
-        option="--teacher",
+        option="--reference",
         shape=shape,
         whose="the student's",
         own=reader,
@@ -256,7 +260,11 @@ def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig
 
 
 def load_critic(
-    path_or_repo_id: str, *, policy: Pretrained, sharding: Any = None
+    path_or_repo_id: str,
+    *,
+    policy: Pretrained,
+    sharding: Any = None,
+    load: Load = hf.load,
 ) -> tuple[ModelConfig, Params]:
     """A critic on the trunk of a language model of any shape, whose values start at 0.
 
@@ -264,6 +272,7 @@ def load_critic(
       path_or_repo_id: folder or hub id.
       policy: whose tokens it reads.
       sharding: how the checkpoint is sharded when it is read, as for `hf.load`.
+      load: reads a checkpoint.
 
     Returns:
       Its shape, which runs as the policy does, and its parameters, to be trained.
@@ -271,7 +280,7 @@ def load_critic(
     Raises:
       InputError: the checkpoint cannot be read, or reads other tokens than the policy.
     """
-    model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
+    model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_sizes(f"critic {path_or_repo_id}", model=model, policy=policy.model)
     _check_ids(path_or_repo_id, own=policy.tokenizer, role="critic")
     shape = run_beside_policy(model, policy=policy.model)
@@ -286,6 +295,7 @@ def load_reward_model(
     place: Place = WITH_POLICY,
     mesh: Mesh | None = None,
     sharding: Any = None,
+    load: Load = hf.load_reward,
 ) -> RewardModel:
     """A reward model, which must read the policy's tokens as they are.
 
@@ -296,12 +306,13 @@ def load_reward_model(
       place: where the copy is to be.
       mesh: the policy's mesh; needed for a place apart from the policy's alone.
       sharding: how the checkpoint is sharded when it is read, as for `hf.load`.
+      load: reads a checkpoint of a reward model.
 
     Raises:
       InputError: there is no such checkpoint, its vocabulary is another, or the place
         cannot be had.
     """
-    model, params = hf.load_reward(path_or_repo_id, dtype="float32", sharding=sharding)
+    model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     if model.vocab_size < policy.model.vocab_size:
         raise InputError(
             f"reward model {path_or_repo_id}: expected the policy's vocabulary of "
@@ -319,8 +330,10 @@ def load_reward_model(
 def _check_ids(path_or_repo_id: str, *, own: Any, role: str) -> None:
     """Refuses a checkpoint whose tokenizer gives the policy's texts other ids.
 
-    One without a tokenizer is told, as its sizes must do then.
+    One without a tokenizer is told, as its sizes must do then. A plan reads none.
     """
+    if own is None:
+        return
     named = f"{role} {path_or_repo_id}"
     whose = own.name_or_path or "the policy"
     if not tokenization.has_files(path_or_repo_id):

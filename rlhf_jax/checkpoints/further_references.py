@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from jax.sharding import Mesh
 
-from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.checkpoints import frozen_models, hf
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices.placement import WITH_POLICY, Place
@@ -79,6 +79,16 @@ class FurtherReference:
         except InputError as error:
             raise InputError(f"--references {name}: {error}") from None
 
+    def __str__(self) -> str:
+        words = [f"{self.name}={self.path}", f"weight={self.weight}"]
+        if self.storage.dtype != "float32":
+            words.append(f"dtype={self.storage.dtype}")
+        if self.storage.embeddings is not None:
+            words.append(f"embeddings={self.storage.embeddings}")
+        if self.place != WITH_POLICY:
+            words.append(f"place={self.place}")
+        return ",".join(words)
+
     @property
     def option(self) -> str:
         """It on the command line, for messages."""
@@ -111,6 +121,7 @@ def load(
     policy: Pretrained,
     mesh: Mesh | None = None,
     sharding: Any = None,
+    load: frozen_models.Load = hf.load,
 ) -> dict[str, Frozen]:
     """Reads, checks and freezes them, by name.
 
@@ -119,6 +130,7 @@ def load(
       policy: whose tokens they score.
       mesh: the policy's mesh.
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
+      load: reads a checkpoint.
 
     Raises:
       InputError: a checkpoint cannot be read, or reads other tokens than the policy.
@@ -131,6 +143,7 @@ def load(
             place=each.place,
             mesh=mesh,
             sharding=sharding,
+            load=load,
         )
         for each in references
     }

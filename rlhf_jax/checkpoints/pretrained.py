@@ -124,36 +124,6 @@ class Pretrained(NamedTuple):
         return tokenization.spoken(self.tokenizer, tokens, stop_ids=self.stop_ids)
 
 
-@dataclasses.dataclass(frozen=True)
-class Adapters:
-    """What of a checkpoint is trained; an option group of a command line."""
-
-    rank: int | None = None
-    """Rank of LoRA's adapters over a frozen base; None trains every parameter."""
-    alpha: float = 32.0
-    """Scale α of the adapters: their output is multiplied by α / rank."""
-    modules: tuple[str, ...] = ("*",)
-    """Layers that get adapters, such as attention/query or mlp/*."""
-
-    def __post_init__(self) -> None:
-        if self.rank is None and (self.alpha, self.modules) != (32.0, ("*",)):
-            raise InputError(
-                f"--lora.rank: expected a number with --lora.alpha {self.alpha:g} and "
-                f"--lora.modules {' '.join(self.modules)}, got none, which trains "
-                f"every parameter; give a rank, or leave them out"
-            )
-
-    @property
-    def lora(self) -> LoRA | None:
-        """What the library takes."""
-        if self.rank is None:
-            return None
-        return LoRA(rank=self.rank, alpha=self.alpha, modules=self.modules)
-
-
-ALL_PARAMETERS = Adapters()
-
-
 def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrained:
     """A checkpoint by its small files: everything but its parameters, which are None.
 

@@ -26,6 +26,7 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import SupervisedState, supervised_state
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.functional import masked
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
@@ -52,6 +53,7 @@ class CriticDevices:
         recipe.refuse_critic_apart()
         self._ppo, self._mesh, self._home = recipe, mesh, home
         self.base = None if base is None else sharding.place(base, mesh=mesh)
+        self._frozen = FrozenModels(base=self.base)
         on = functools.partial(sharding.on, mesh)
         self._values = jax.jit(
             functools.partial(on(critic_apart.values), recipe=recipe)
@@ -81,7 +83,7 @@ class CriticDevices:
         """`critic_apart.values`, f32[B, S], on the mesh of the policy."""
         moved = row_sharding.put_rows(rollout, mesh=self._mesh)
         values = self._values(
-            critic.params, rollout=moved, base=self.base, packing=packing
+            critic.params, rollout=moved, frozen=self._frozen, packing=packing
         )
         return row_sharding.put_rows(values, mesh=self._home)
 
@@ -98,5 +100,5 @@ class CriticDevices:
         # `sharding.place` cannot be traced, as a rehearsal does.
         key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
         return self._update(
-            critic, experience=moved, key=key, base=self.base, packing=packing
+            critic, experience=moved, key=key, frozen=self._frozen, packing=packing
         )

@@ -278,16 +278,13 @@ class TeacherPlacement(SamplerPlacement):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement(ReferencePlacement):
-    """Where the policy, sampler, critic, reference and reward model are."""
+class RolloutPlacement(ReferencePlacement):
+    """Where the policy, sampler, reference and reward model are."""
 
     sampler: PlaceOption = WITH_POLICY
     """Place of sampling: policy; a mesh such as data=2,tensor=4 over the policy's
     devices, to which parameters are resharded once per iteration; or last:MESH, which
     samples the next responses while these are learned from, one step off-policy."""
-    critic: PlaceOption = WITH_POLICY
-    """Place of the critic and its optimizer: policy, or last:MESH for the last devices,
-    which train it at the same time as the policy."""
     reward: PlaceOption = WITH_POLICY
     """Place of the reward model, in the forms of --placement.reference."""
 
@@ -299,13 +296,6 @@ class Placement(ReferencePlacement):
                 f"frozen models"
             )
         _refuse_context(self.sampler)
-        if (
-            self.critic.apart and self.critic.devices != "last"
-        ) or self.critic.memory == PINNED:
-            raise InputError(
-                f"--placement.critic: expected policy or last:AXIS=SIZE,..., got "
-                f"{self.critic}; the other places are for frozen models"
-            )
 
     @property
     def samples_ahead(self) -> bool:
@@ -313,33 +303,20 @@ class Placement(ReferencePlacement):
         return self.sampler.devices == "last"
 
 
-def from_0_1(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that version 0.1 recorded, with its placement as options of today.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement(RolloutPlacement):
+    """The same with a critic."""
 
-    Args:
-      recorded: Fields as JSON values. Without a field `mesh` they are returned.
-    """
-    fields = dict(recorded)
-    if "mesh" not in fields or "placement" in fields:
-        return fields
-    placement: dict[str, Any] = {"policy": fields.pop("mesh")}
-    for role in ("sampler", "critic"):
-        name = "sampling_mesh" if role == "sampler" else "critic_mesh"
-        if name in fields:
-            mesh = fields.pop(name)
-            devices = "policy" if mesh is None else "last"
-            one = dataclasses.asdict(ONE_DEVICE)
-            if mesh is not None and {**one, **mesh} == one:  # as `Place` records it
-                mesh = None
-            placement[role] = {"devices": devices, "mesh": mesh, "memory": "device"}
-    for role in ("reference", "reward"):
-        match fields.get(f"{role}_storage"):
-            case {"memory": memory, "mesh": mesh, "own_devices": own, **dtypes}:
-                cpu = memory == "cpu"
-                placement[role] = {
-                    "devices": "cpu" if cpu else "last" if own else "policy",
-                    "mesh": mesh,
-                    "memory": "device" if cpu else memory,
-                }
-                fields[f"{role}_storage"] = dtypes
-    return {**fields, "placement": placement}
+    critic: PlaceOption = WITH_POLICY
+    """Place of the critic and its optimizer: policy, or last:MESH for the last devices,
+    which train it at the same time as the policy."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (
+            self.critic.apart and self.critic.devices != "last"
+        ) or self.critic.memory == PINNED:
+            raise InputError(
+                f"--placement.critic: expected policy or last:AXIS=SIZE,..., got "
+                f"{self.critic}; the other places are for frozen models"
+            )

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.devices import processes
@@ -89,7 +90,8 @@ def shardings(
 
     def of(path: Any, leaf: Any) -> NamedSharding:
         spec = _spec(_names(path), leaf.shape, mesh=mesh, rules=rules, small=small)
-        kind = leaf.sharding.memory_kind if isinstance(leaf, Array) else None
+        held = isinstance(leaf, Array) and not isinstance(leaf, core.Tracer)
+        kind = leaf.sharding.memory_kind if held else None
         return NamedSharding(mesh, spec, memory_kind=kind)
 
     return jax.tree_util.tree_map_with_path(of, tree)
@@ -232,6 +234,8 @@ def place(
 
 
 def _put(leaf: Array, where: NamedSharding) -> Array:
+    if isinstance(leaf, core.Tracer):
+        return leaf  # of shapes alone, as `jax.eval_shape` asks for
     if where.is_fully_addressable:
         return jax.device_put(leaf, where)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -37,15 +37,19 @@ class Answer(NamedTuple):
     timed_out: bool = False
     imported: bool = True
     """False where the environment itself could not be imported."""
+    where: str = ""
+    """Which turn it is of, for messages, where it failed."""
 
 
 class NoAnswer(Exception):
     """Why what an environment returned is not taken."""
 
 
-def failed(why: str, *, timed_out: bool = False, imported: bool = True) -> Answer:
+def failed(
+    why: str, *, timed_out: bool = False, imported: bool = True, where: str = ""
+) -> Answer:
     """An answer in place of the one that an environment did not give."""
-    return Answer("", 0.0, True, b"", why, timed_out, imported)
+    return Answer("", 0.0, True, b"", why, timed_out, imported, where)
 
 
 def begun(returned: Any, *, most: int) -> Begun:

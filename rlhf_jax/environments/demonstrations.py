@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rlhf_jax.environments.protocol import Environment, Row, Written
+from rlhf_jax.environments.worker import waited
 
 MAX_TURNS = 1_000
 Expert = Callable[[Row, list[Written]], str]
@@ -36,12 +37,12 @@ def play(environment: Environment, row: Row, *, expert: Expert) -> Played:
     Raises:
       ValueError: it does not end.
     """
-    prompt, state = environment.reset(row)
+    prompt, state = waited(environment.reset(row))
     turns: list[Written] = []
     reward = 0.0
     for _ in range(MAX_TURNS):
         response = expert(row, [*turns])
-        turn = environment.step(state, response)
+        turn = waited(environment.step(state, response))
         turns.append(response)
         reward += float(turn.reward)
         if turn.done:

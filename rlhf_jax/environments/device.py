@@ -51,6 +51,26 @@ class Device(Protocol):
         """
         ...
 
+    def take(self, *, place: HostArray) -> Episodes:
+        """Copies of A places on the host, with their caches.
+
+        Args:
+          place: i32[A], share by share; C is none.
+
+        Returns:
+          Episodes[A], of NumPy arrays; its keys are their data, u32[A, ...].
+        """
+        ...
+
+    def put(self, rows: Episodes, *, place: HostArray) -> None:
+        """Writes what was taken to A places, of the same share or another.
+
+        Args:
+          rows: Episodes[A], as `take` returns it, share by share.
+          place: i32[A], the places; C is none.
+        """
+        ...
+
     def advance(self, *, until: HostArray, steps: int) -> Episodes:
         """Draws on; returns the places on the host, without their caches.
 

@@ -4,8 +4,8 @@
     pool          step(b's turn) ....└ answer     step(a's turn) ...
 
 A finished turn goes to the pool at once, and the other places draw on while it is
-answered. An episode that ends leaves its place to the next one. The rollout is done
-when all of its episodes are.
+answered. An episode that ends leaves its place to the next one, and so does one whose
+answer takes long (`places`). The rollout is done when all of its episodes are.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.environments import finished
+from rlhf_jax.environments import answers, finished
 from rlhf_jax.environments.answers import Answer
 from rlhf_jax.environments.device import Device
-from rlhf_jax.environments.finished import Finished
+from rlhf_jax.environments.finished import Finished, Written
+from rlhf_jax.environments.places import NOWHERE, Episode, Places
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
+from rlhf_jax.verification.worker import shown
 
 HostArray = Any
 ENDED = 8  # the host looks when one turn in so many has ended
+REJECTED = "returned an observation that cannot be encoded"
 POLL = 0.05  # seconds between looks at the clock while nothing else is to be done
 
 
@@ -39,27 +42,6 @@ class Limits(NamedTuple):
     turn_tokens: int  # of a turn; one without a stop token by then is the last
     turns: int
     seconds: float | None = None  # of all episodes of a rollout; None waits for them
-
-
-@dataclasses.dataclass
-class _Episode:
-    """An episode under way."""
-
-    row: int
-    place: int
-    state: bytes
-    reading: list[int] | None  # tokens that are still to be read; None reads nothing
-    prompt: int  # tokens of its prompt
-    begins: bool = True  # nothing of it has been read
-    drawing: bool = False  # a turn is under way
-    stopped: bool = True  # the turn that ended last has a stop token
-    size: int = 0  # tokens behind the prompt, without those that are being drawn
-    kept: int = 0  # tokens behind it up to the end of the turn that ended last
-    rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    future: concurrent.futures.Future[Answer] | None = None
-    # An episode of the same prompt, which reads it first. What it has read is copied to
-    # this one, but for the last columns: to read those gives the bits of reading all.
-    first: _Episode | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -78,8 +60,8 @@ class Play:
 
     def __post_init__(self) -> None:
         self._finished = finished.none(self.prompts, size=self.limits.tokens)
-        self._free = list(range(self.device.places))[::-1]
-        self._live: list[_Episode] = []
+        self._places = Places(self.device)
+        self._live: list[Episode] = []
         self._failures: list[Answer] = []
         self._view: Episodes | None = None
 
@@ -95,7 +77,6 @@ class Play:
 
         Raises:
           StopError: the environment failed, and the pool is to stop then.
-          InputError: the chat template does not take an observation.
         """
         began, seconds = time.monotonic(), self.limits.seconds
         waiting = list(range(len(self.prompts.index)))[::-1]
@@ -104,9 +85,10 @@ class Play:
                 if seconds is not None and time.monotonic() - began > seconds:
                     self._end_late(waiting)
                     break
-                while self._free and waiting:
-                    self._begin(waiting.pop())
                 self._take_answers()
+                self._places.exchange(self._live, beginning=len(waiting))
+                while self._places.free and waiting:
+                    self._begin(waiting.pop())
                 # All of it first: a step draws as many tokens as there are places.
                 while self._read():
                     pass
@@ -128,8 +110,8 @@ class Play:
     def _begin(self, row: int) -> None:
         tokens = self.prompts.tokens[row][self.prompts.mask[row]].tolist()
         index = int(self.prompts.index[row])
-        episode = _Episode(
-            row, self._free.pop(), self.states[index], tokens, len(tokens)
+        episode = Episode(
+            row, self._places.free.pop(), self.states[index], tokens, len(tokens)
         )
         if len(tokens) > self.device.chunk:
             episode.first = next(
@@ -138,7 +120,7 @@ class Play:
                     for each in self._live
                     if each.begins
                     and each.first is None
-                    and self._share(each) == self._share(episode)
+                    and self._places.share(each) == self._places.share(episode)
                     and int(self.prompts.index[each.row]) == index
                 ),
                 None,
@@ -148,10 +130,10 @@ class Play:
     def _read(self) -> bool:
         """The next columns of what some episodes are to read; False if none are."""
         size, chunk = self.device.arriving, self.device.chunk
-        reading = self._slots(
+        reading = self._places.slots(
             each
             for each in self._live
-            if each.reading is not None and each.first is None
+            if each.reading is not None and each.first is None and each.place != NOWHERE
         )
         if not reading:
             return False
@@ -183,7 +165,7 @@ class Play:
     def _copy(self) -> None:
         """Copies what has been read of a prompt, but for its last columns."""
         size, chunk = self.device.arriving, self.device.chunk
-        while ready := self._slots(
+        while ready := self._places.slots(
             each
             for each in self._live
             if each.first is not None
@@ -199,31 +181,17 @@ class Play:
                 episode.reading, episode.first = episode.first.reading, None
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
 
-    def _share(self, episode: _Episode) -> int:
-        """Number of the replica that has its place."""
-        return episode.place * self.device.shares // self.device.places
-
-    def _slots(self, episodes: Iterable[_Episode]) -> list[tuple[int, _Episode]]:
-        """The first that one call takes, each with its number in the call's arrays."""
-        size = self.device.arriving // self.device.shares
-        taken = [0] * self.device.shares
-        slots = []
-        for episode in episodes:
-            share = self._share(episode)
-            if taken[share] < size:
-                slots.append((share * size + taken[share], episode))
-                taken[share] += 1
-        return slots
-
     def _check_none_is_forgotten(self) -> None:
         """RuntimeError if an episode would wait for ever: a mistake of this module."""
         rows = [
-            each.row for each in self._live if not each.drawing and each.future is None
+            each.row
+            for each in self._live
+            if not (each.drawing or each.future or each.returns)
         ]
         if rows:
             raise RuntimeError(
-                "expected every episode to draw or to wait for an answer once all have"
-                f" read, got rows {rows} that do neither; report this mistake"
+                "expected every episode to draw or to wait once all have read, got"
+                f" rows {rows} that do neither; report this mistake"
             )
 
     def _advance(self, steps: int) -> None:
@@ -231,7 +199,7 @@ class Play:
         drawing = [each for each in self._live if each.drawing]
         count = np.zeros(self.device.shares, np.int32)
         for episode in drawing:
-            count[self._share(episode)] += 1
+            count[self._places.share(episode)] += 1
         until = np.maximum(count - np.maximum(1, count // ENDED), 0)
         self._view = view = self.device.advance(until=until, steps=steps)
         for episode in drawing:
@@ -245,6 +213,7 @@ class Play:
             said = self.decode(tokens[:-1] if episode.stopped else tokens)
             where = f"row {int(self.prompts.index[episode.row])}"
             episode.future = self.pool.step(episode.state, said, where=where)
+            episode.asked = time.monotonic()
 
     def _take_answers(self) -> None:
         for episode in list(self._live):
@@ -253,8 +222,7 @@ class Play:
             answer, episode.future = episode.future.result(), None
             episode.rewards.append((episode.size - 1, answer.reward))
             if answer.why:
-                self._failures.append(answer)
-                self._end(episode, "timed_out" if answer.timed_out else "failed")
+                self._fail(episode, answer)
             elif answer.done:
                 self._end(episode, None if episode.stopped else "truncated")
             elif not episode.stopped:
@@ -264,13 +232,28 @@ class Play:
             else:
                 self._go_on(episode, answer)
 
-    def _go_on(self, episode: _Episode, answer: Answer) -> None:
+    def _go_on(self, episode: Episode, answer: Answer) -> None:
         where = f"an observation of row {int(self.prompts.index[episode.row])}"
-        observed = self.encoder.observation(answer.observation, where=where)
-        if episode.size + len(observed) >= self.limits.tokens:
+        room = self.limits.tokens - episode.size - 1  # a token at least is drawn
+        try:
+            observed = self.encoder.observation(
+                answer.observation, where=where, room=room
+            )
+        except Exception as error:  # the template's, or a bare one of `tokenizers`
+            why = f"{REJECTED}: {shown(error)}"
+            self._fail(episode, answers.failed(why, where=where))
+            return
+        if observed is None:
             self._end(episode, "out_of_room")
             return
         episode.state, episode.reading = answer.state, observed  # it may be of nothing
+
+    def _fail(self, episode: Episode, answer: Answer) -> None:
+        """Ends an episode whose environment failed; its last turn is worth nothing."""
+        self.pool.require(answer)
+        self._failures.append(answer)
+        episode.rewards[-1] = (episode.rewards[-1][0], 0.0)
+        self._end(episode, "timed_out" if answer.timed_out else "failed")
 
     def _end_late(self, waiting: list[int]) -> None:
         """Ends all episodes as they are; those that have not begun stay empty."""
@@ -283,14 +266,15 @@ class Play:
             self._end(episode, "late")
         self._finished.parts["late"][waiting] = 1.0
 
-    def _end(self, episode: _Episode, why: str | None) -> None:
+    def _end(self, episode: Episode, why: str | None) -> None:
         """Keeps what the episode has come to, and frees its place."""
         if self._view is not None and episode.kept:
             finished.keep(
                 self._finished,
-                self._view,
+                Written.of(self._view, episode.place)
+                if episode.parked is None
+                else Written.of(episode.parked),
                 row=episode.row,
-                place=episode.place,
                 start=episode.prompt,
                 size=episode.kept,
                 rewards=episode.rewards,
@@ -300,4 +284,4 @@ class Play:
         if episode.future is not None:
             episode.future.cancel()
         self._live.remove(episode)
-        self._free.append(episode.place)
+        self._places.leave(episode)

@@ -16,6 +16,25 @@ HostArray = Any
 EARLY = ("failed", "timed_out", "truncated", "out_of_turns", "out_of_room", "late")
 
 
+class Written(NamedTuple):
+    """The columns of one place, as `Episodes` has them."""
+
+    tokens: HostArray  # i32[W]
+    sampled: HostArray  # bool[W]
+    logprobs: HostArray  # f32[W], nats
+    entropy: HostArray  # f32[W], nats
+
+    @classmethod
+    def of(cls, episodes: Episodes, place: Any = ...) -> Written:
+        """Those of a place, or of an episode that was taken from one."""
+        return cls(
+            episodes.tokens[place],
+            episodes.sampled[place],
+            episodes.logprobs[place],
+            episodes.entropy[place],
+        )
+
+
 class Finished(NamedTuple):
     """B rows of NumPy arrays, filled as episodes end."""
 
@@ -25,9 +44,20 @@ class Finished(NamedTuple):
     turns: HostArray  # f32[B, S], as `Scores.turns`
     parts: dict[str, HostArray]  # f32[B], 1 where true: EARLY; and the turns of each
 
-    def scores(self) -> Scores:
-        """The rewards; parts are logged as `reward/NAME`."""
-        return Scores(total=self.total, parts=self.parts, turns=self.turns)
+    def scores(self, *, leave_out: bool) -> Scores:
+        """The rewards; parts are logged as `reward/NAME`.
+
+        Args:
+          leave_out: episodes whose environment failed, beside those that never began,
+            have no score; else they have what they had.
+        """
+        left_out: Any = ~np.asarray(self.rollout.response_mask).any(axis=1)
+        if leave_out:
+            failed = self.parts["failed"] + self.parts["timed_out"]
+            left_out = left_out | (failed > 0)
+        return Scores(
+            total=self.total, parts=self.parts, turns=self.turns, left_out=left_out
+        )
 
 
 def none(prompts: Prompts, *, size: int) -> Finished:
@@ -60,10 +90,9 @@ def none(prompts: Prompts, *, size: int) -> Finished:
 
 def keep(
     finished: Finished,
-    view: Episodes,
+    written: Written,
     *,
     row: int,
-    place: int,
     start: int,
     size: int,
     rewards: Sequence[tuple[int, float]],
@@ -71,7 +100,8 @@ def keep(
     """Writes an episode into its row.
 
     Args:
-      view: the places, with the episode in `place`.
+      written: of the episode.
+      row: of the rollout.
       start: tokens of its prompt.
       size: tokens behind it.
       rewards: of each turn, with the number of its last token behind the prompt.
@@ -79,12 +109,12 @@ def keep(
     rollout: Any = finished.rollout
     first = finished.first
     there, here = slice(start, start + size), slice(first, first + size)
-    sampled = view.sampled[place, there]
-    rollout.tokens[row, here] = view.tokens[place, there]
+    sampled = written.sampled[there]
+    rollout.tokens[row, here] = written.tokens[there]
     rollout.mask[row, here] = True
     rollout.response_mask[row, here] = sampled
-    rollout.old_logprobs[row, here] = np.where(sampled, view.logprobs[place, there], 0)
-    rollout.entropy[row, here] = np.where(sampled, view.entropy[place, there], 0)
+    rollout.old_logprobs[row, here] = np.where(sampled, written.logprobs[there], 0)
+    rollout.entropy[row, here] = np.where(sampled, written.entropy[there], 0)
     last = int(np.flatnonzero(sampled)[-1])
     for number, reward in rewards:
         if number < last:  # else it is the rest of the total

@@ -7,13 +7,14 @@
         answer = future.result()                     Answer(observation, reward, ...)
 
 An environment that raises, hangs, ends its process or returns what no run can use
-leaves the other episodes as they are. Its own ends with what it had, or the run stops,
-as configured. States pass through this process as bytes and are never unpickled here.
+leaves the other episodes as they are. Its own is left out, or ends with what it had, or
+the run stops, as configured. States pass through this process as bytes and are never
+unpickled here. Of an environment with `async def step` a process has many calls under
+way.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Self
@@ -24,11 +25,13 @@ from rlhf_jax.environments.answers import Answer, Begun
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.verification import processes
-from rlhf_jax.verification.processes import OnFailure
+from rlhf_jax.verification import failures, user_objects
+from rlhf_jax.verification.failures import Failure
+from rlhf_jax.verification.user_objects import OnFailure
 from rlhf_jax.verification.worker import Failed
+from rlhf_jax.verification.workers import Ended, Workers
 
-OF = "of the environment"  # whose processes they are, for messages
+IN_FLIGHT = 64  # calls of a process at a time, of an environment whose step is async
 SHOWN = 300  # characters of a response in a message
 IMPORTABLE = (
     "expected one that the processes of the pool can import, so set PYTHONPATH, or mend"
@@ -49,7 +52,7 @@ class EnvironmentPool:
         *,
         num_workers: int | None = None,
         timeout: float = 10.0,
-        on_failure: OnFailure = "zero",
+        on_failure: OnFailure = "leave_out",
         max_observation: int = 100_000,
     ) -> None:
         """A pool that is not started yet.
@@ -59,15 +62,15 @@ class EnvironmentPool:
             imported.
           num_workers: processes; None is one a processor.
           timeout: seconds a call, without what it takes to import the environment.
-          on_failure: an episode whose environment failed ends with what it had, and
-            that turn's reward is 0; or the run stops.
+          on_failure: an episode whose environment failed is left out; or ends with
+            what it had, and that turn's reward is 0 ("zero"); or the run stops.
           max_observation: characters of an observation, or of a prompt.
 
         Raises:
           InputError: the environment cannot be sent to another process, or a number is
             not one to choose.
         """
-        processes.check_options(timeout=timeout, on_failure=on_failure)
+        user_objects.check_options(timeout=timeout, on_failure=on_failure)
         checks.positive(max_observation=max_observation)
         if isinstance(environment, type) or not isinstance(environment, Environment):
             raise InputError(
@@ -76,25 +79,30 @@ class EnvironmentPool:
             )
         self.timeout, self.on_failure = timeout, on_failure
         self.max_observation = max_observation
-        self._pickled = processes.pickled(environment, kind="environment")
-        self._pool = processes.start(self._pickled, num_workers=num_workers)
+        several = worker.is_async(environment)
+        self._reset = worker.reset_async if several else worker.reset
+        self._step = worker.step_async if several else worker.step
+        self._workers = Workers(
+            user_objects.pickled(environment, kind="environment"),
+            of="of the environment",
+            num_workers=num_workers,
+            in_flight=IN_FLIGHT if several else 1,
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._pool.stop()
-        self._pool.join()
+        self._workers.close()
 
     def reset(self, rows: Sequence[dict[str, Any]]) -> list[Begun]:
         """The prompts and first states of rows.
 
         Raises:
           InputError: a row has no beginning; names its file and line.
-          StopError: the environment cannot be imported, or the processes were killed
-            between two calls.
+          StopError: the environment cannot be imported, or no process starts.
         """
-        futures = [self._schedule(worker.reset, row) for row in rows]
+        futures = [self._submit(self._reset, row) for row in rows]
         starts = []
         try:
             for place, future in enumerate(futures):
@@ -117,10 +125,10 @@ class EnvironmentPool:
           imported, which is no response's fault.
 
         Raises:
-          StopError: the processes were killed between two calls.
+          StopError: no process starts.
         """
         answered: Future[Answer] = Future()
-        inner = self._schedule(worker.step, state, response)
+        inner = self._submit(self._step, state, response)
 
         def cancelled(outer: Future[Answer]) -> None:
             if outer.cancelled():
@@ -139,41 +147,39 @@ class EnvironmentPool:
         inner.add_done_callback(done)
         return answered
 
-    def warn(self, failures: Sequence[Answer], *, num_episodes: int) -> None:
-        """Says on standard error, in one line, that episodes of a batch failed.
+    def warn(self, failed: Sequence[Answer], *, num_episodes: int) -> None:
+        """Says on standard error that episodes of a batch failed, one line per kind.
 
         Args:
-          failures: the answers with a `why`; none says nothing.
+          failed: the answers with a `why`; none says nothing.
         """
-        if failures:
-            print(
-                f"warning: {len(failures)} of {num_episodes} episodes were ended by a"
-                f" failure of their environment, with what they had; the environment"
-                f" {failures[0].why}",
-                file=sys.stderr,
-            )
+        become = "with what they had"
+        if self.on_failure == "leave_out":
+            become = "and are left out"
+        failures.warn(
+            [Failure(answer.why, answer.where) for answer in failed],
+            num_rows=num_episodes,
+            rows=f"episodes were ended by a failure of their environment, {become}",
+            of="environment",
+        )
 
-    def _schedule(self, function: Any, *args: Any) -> Future[Any]:
-        return processes.schedule(
-            self._pool,
-            function,
-            args=(self._pickled, *args, self.max_observation),
-            timeout=self.timeout,
-            of=OF,
+    def _submit(self, function: Any, *args: Any) -> Future[Any]:
+        return self._workers.submit(
+            function, *args, self.max_observation, timeout=self.timeout
         )
 
     def _begun(self, future: Future[Any], row: dict[str, Any], place: int) -> Begun:
         try:
-            found = future.result()
-        except Exception as error:
-            found = Failed(self._ended(error).why)
-        if isinstance(found, Begun):
-            return found
-        if not found.imported:
-            raise StopError(f"the environment {found.why}; {IMPORTABLE}")
+            begun = future.result()
+        except Ended as ended:
+            begun = Failed(ended.why)
+        if isinstance(begun, Begun):
+            return begun
+        if not begun.imported:
+            raise StopError(f"the environment {begun.why}; {IMPORTABLE}")
         raise InputError(
             f"{json_lines.place(row, place)}: expected a row that the environment can"
-            f" begin with, got {_cut(row)}, for which its reset {found.why}; correct"
+            f" begin with, got {_cut(row)}, for which its reset {begun.why}; correct"
             " the row, or mend the environment"
         )
 
@@ -182,27 +188,23 @@ class EnvironmentPool:
             return answers.failed("was not asked: the run is ending")
         try:
             answer = future.result()
-        except Exception as error:
-            ended = self._ended(error)
+        except Ended as ended:
             answer = answers.failed(ended.why, timed_out=ended.timed_out)
         if not answer.imported:
             raise StopError(f"the environment {answer.why}; {IMPORTABLE}")
         if answer.why:
             of = f"{where} and response" if where else "response"
-            answer = answer._replace(why=f"{answer.why} for {of} {_cut(response)}")
-            if self.on_failure == "stop":
-                raise StopError(
-                    f"the environment {answer.why}; mend it, or let such an episode end"
-                    f" with what it had (on_failure='zero')"
-                )
+            answer = answer._replace(where=f"{of} {_cut(response)}")
+            self.require(answer)
         return answer
 
-    def _ended(self, error: Exception) -> processes.Ended:
-        ended = processes.ended(error, timeout=self.timeout)
-        if ended is None:
-            # Not the environment's: the pool itself, or a row that cannot be sent.
-            raise processes.broken(error, of=OF) from error
-        return ended
+    def require(self, answer: Answer) -> None:
+        """StopError if an answer failed and the run is to stop then."""
+        if answer.why and self.on_failure == "stop":
+            raise StopError(
+                f"the environment {answer.why} for {answer.where}; mend it, or let such"
+                f" an episode be left out (on_failure='leave_out')"
+            )
 
 
 def _cut(value: Any) -> str:

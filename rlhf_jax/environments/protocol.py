@@ -9,7 +9,7 @@ Worker processes import this module: it loads no JAX.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 Row = Mapping[str, Any]  # one row of the user's data, every field of it
@@ -44,13 +44,14 @@ class Environment(Protocol):
 
     Both methods run in worker processes, one call in this and the next in that one. So
     what an environment remembers stands in its state alone; what it draws at random is
-    drawn from the row, or from its state.
+    drawn from the row, or from its state. Either may be a coroutine function: of an
+    environment with `async def step` a process has many calls under way.
     """
 
-    def reset(self, row: Row) -> Started:
+    def reset(self, row: Row) -> Started | Awaitable[Started]:
         """The prompt and the first state of a row; the same for an equal row."""
         ...
 
-    def step(self, state: Any, response: str) -> Turn:
+    def step(self, state: Any, response: str) -> Turn | Awaitable[Turn]:
         """The answer to a response; the same for an equal state and response."""
         ...

@@ -1,17 +1,28 @@
 """Calls of an environment in a worker process: without JAX.
 
-The processes are verification's (`verification/worker.py`).
+The processes are verification's (`verification/workers.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import pickle
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from rlhf_jax.environments import answers
 from rlhf_jax.environments.answers import Answer, Begun
-from rlhf_jax.environments.protocol import Environment, Row
+from rlhf_jax.environments.protocol import Row
 from rlhf_jax.verification import worker
 from rlhf_jax.verification.worker import Failed
+
+Result = TypeVar("Result")
+
+
+def is_async(environment: Any) -> bool:
+    """Whether its `step` is a coroutine function, of which many may be under way."""
+    return inspect.iscoroutinefunction(environment.step)
 
 
 def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
@@ -21,15 +32,9 @@ def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
       pickled: the environment.
       most: characters of a prompt.
     """
-
-    def use(environment: Environment) -> Begun | Failed:
-        returned = environment.reset(row)
-        try:
-            return answers.begun(returned, most=most)
-        except answers.NoAnswer as error:
-            return Failed(f"{error}")
-
-    return worker.call(pickled, use)
+    return worker.call(
+        pickled, lambda environment: _begun(waited(environment.reset(row)), most)
+    )
 
 
 def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
@@ -40,14 +45,55 @@ def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
       most: characters of an observation.
     """
 
-    def use(environment: Environment) -> Answer:
-        returned = environment.step(pickle.loads(state), response)
-        try:
-            return answers.answer(returned, most=most)
-        except answers.NoAnswer as error:
-            return answers.failed(f"{error}")
+    def use(environment: Any) -> Answer:
+        return _answer(waited(environment.step(pickle.loads(state), response)), most)
 
-    found = worker.call(pickled, use)
-    if isinstance(found, Failed):
-        return answers.failed(found.why, imported=found.imported)
-    return found
+    return _or_failed(worker.call(pickled, use))
+
+
+async def reset_async(pickled: bytes, row: Row, most: int) -> Begun | Failed:
+    """`reset` in a worker that has several calls under way."""
+
+    async def use(environment: Any) -> Begun | Failed:
+        returned = environment.reset(row)
+        return _begun(
+            await returned if inspect.isawaitable(returned) else returned, most
+        )
+
+    return await worker.call_several(pickled, use)
+
+
+async def step_async(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
+    """`step` in a worker that has several calls under way."""
+
+    async def use(environment: Any) -> Answer:
+        return _answer(await environment.step(pickle.loads(state), response), most)
+
+    return _or_failed(await worker.call_several(pickled, use))
+
+
+def _begun(returned: Any, most: int) -> Begun | Failed:
+    try:
+        return answers.begun(returned, most=most)
+    except answers.NoAnswer as error:
+        return Failed(f"{error}")
+
+
+def _answer(returned: Any, most: int) -> Answer:
+    try:
+        return answers.answer(returned, most=most)
+    except answers.NoAnswer as error:
+        return answers.failed(f"{error}")
+
+
+def _or_failed(answer: Answer | Failed) -> Answer:
+    if isinstance(answer, Failed):
+        return answers.failed(answer.why, imported=answer.imported)
+    return answer
+
+
+def waited(returned: Result | Awaitable[Result]) -> Result:
+    """What was returned, or what a coroutine returns."""
+    if inspect.iscoroutine(returned):
+        return asyncio.run(returned)
+    return returned  # type: ignore[return-value]

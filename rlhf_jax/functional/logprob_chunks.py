@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from rlhf_jax.functional import unused_ids
-from rlhf_jax.functional.custom_transpose import call, linear_call
 
 Array = jax.Array
 
@@ -110,28 +110,22 @@ def logprobs_and_entropy(
     return _logprobs_and_entropy(plan, hidden, head, tokens, scale)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs_and_entropy(
     plan: Plan, hidden: Array, head: Array, tokens: Array, temperature: Array
 ) -> tuple[Array, Array]:
     return _results(_pass(hidden, head, tokens, temperature, plan))[:2]
 
 
-@_logprobs_and_entropy.defjvp
-def _logprobs_and_entropy_jvp(
-    plan: Plan, primals: tuple[Array, ...], tangents: tuple[Any, ...]
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _forward(
+    plan: Plan, *primals: CustomVJPPrimal
+) -> tuple[tuple[Array, Array], _Saved]:
+    hidden, head, tokens, temperature = (primal.value for primal in primals)
     logprobs, entropy, log_sum = _results(
-        call(functools.partial(_pass, plan=plan), *primals)
+        _pass(hidden, head, tokens, temperature, plan)
     )
-    hidden, head, tokens, temperature = primals
-    of_hidden, of_head, _, of_temperature = tangents
-    return (logprobs, entropy), linear_call(
-        functools.partial(_tangent, plan),
-        functools.partial(_backward, plan),
-        _Saved(hidden, head, tokens, temperature, log_sum, entropy),
-        (of_hidden, of_head, of_temperature),
-    )
+    saved = _Saved(hidden, head, tokens, temperature, log_sum, entropy)
+    return (logprobs, entropy), saved
 
 
 def _results(sums: _Sums) -> tuple[Array, Array, Array]:
@@ -170,43 +164,16 @@ def _pass(
     return _scan(step, _Sums(zero - jnp.inf, zero, zero, absent), plan)
 
 
-def _tangent(
-    plan: Plan, saved: _Saved, tangents: tuple[Array, Array, Array]
-) -> tuple[Array, Array]:
-    """Forward mode: how log-probs and entropies move, in a second pass."""
-    hidden, head, tokens, temperature, log_sum, entropy = saved
-    hidden_dot, head_dot, temperature_dot = tangents
-
-    def step(carry: tuple[Array, Array], index: Array) -> tuple[Any, None]:
-        rows, fresh = _rows(head, index, plan, hidden.dtype)
-        rows = jnp.where(fresh[:, None], rows, jnp.zeros_like(rows))
-        rows_dot, _ = _rows(head_dot, index, plan, hidden.dtype)
-        rows_dot = jnp.where(fresh[:, None], rows_dot, jnp.zeros_like(rows_dot))
-        z = _logits(hidden, rows, temperature, plan)
-        z_dot = _product(hidden_dot, rows, 1, 1) + _product(hidden, rows_dot, 1, 1)
-        if plan.softcap is not None:
-            z_dot *= 1 - jnp.square(z * (temperature / plan.softcap))
-        z_dot = (z_dot - z * temperature_dot) / temperature
-        z_dot = jnp.where(fresh[None], z_dot, 0.0)
-        log_p = z - log_sum[:, None]
-        weighted = jnp.exp(log_p) * z_dot
-        here = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        drawn = here == _drawn(tokens, index, plan)[:, None]
-        logprobs_dot, entropy_dot = carry
-        logprobs_dot += jnp.sum(jnp.where(drawn, z_dot, 0.0) - weighted, axis=-1)
-        entropy_dot -= jnp.sum(weighted * (log_p + entropy[:, None]), axis=-1)
-        return (logprobs_dot, entropy_dot), None
-
-    zero = jnp.zeros_like(log_sum)
-    return _scan(step, (zero, zero), plan)
-
-
 def _backward(
-    plan: Plan, saved: _Saved, cotangents: tuple[Array | None, Array | None]
-) -> tuple[Array, Array, Array]:
-    """Reverse mode; None is a cotangent that is zero by structure."""
+    plan: Plan,
+    saved: _Saved,
+    cotangents: tuple[Array | SymbolicZero, Array | SymbolicZero],
+) -> tuple[Array, Array, None, Array]:
     hidden, head, tokens, temperature, log_sum, entropy = saved
-    for_logprobs, for_entropy = cotangents
+    # What no loss reads has a zero for a cotangent, whose work is left out.
+    for_logprobs, for_entropy = (
+        None if isinstance(x, SymbolicZero) else x for x in cotangents
+    )
     for_logprobs = jnp.zeros_like(log_sum) if for_logprobs is None else for_logprobs
     live = for_logprobs != 0
     if for_entropy is not None:
@@ -255,7 +222,10 @@ def _backward(
     for_hidden, for_head, inner = _scan(step, empty, plan)
     if plan.softcap is None:
         inner = jnp.sum(for_hidden * live_hidden.astype(jnp.float32)) / temperature
-    return for_hidden.astype(hidden.dtype), for_head.reshape(head.shape), -inner
+    return for_hidden.astype(hidden.dtype), for_head.reshape(head.shape), None, -inner
+
+
+_logprobs_and_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _start(index: Array, plan: Plan) -> Array:

@@ -100,9 +100,9 @@ def token_logprobs_from_hidden(
 
     The vocabulary is read in chunks, each for all positions at once. So a sharded batch
     stays sharded, and so does a head that is sharded over the vocabulary, on up to 16
-    devices that divide it. The backward pass and forward mode (`jax.jvp`) rematerialise
-    the logits of each chunk. Products are computed in hidden's dtype and accumulated in
-    float32.
+    devices that divide it. The backward pass rematerialises the logits of each chunk;
+    there is no forward mode (`jax.jvp`), but that of a gradient. Products are computed
+    in hidden's dtype and accumulated in float32.
 
     Args:
       hidden: floats[B, S, D], the last layer's output after its norm.

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from rlhf_jax.functional.custom_transpose import linear_call
 from rlhf_jax.models import engine_choice
 from rlhf_jax.models.config import ModelConfig
 
@@ -76,39 +75,31 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     return _product(x, w)
 
 
-@jax.custom_jvp
+@jax.custom_vjp
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-@_product.defjvp
-def _product_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    x, w = primals
-    return x @ w, linear_call(_product_tangent, _product_backward, (x, w), tangents)
-
-
-def _product_tangent(
-    factors: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> jax.Array:
-    x, w = factors
-    x_dot, w_dot = tangents
-    return x_dot @ w + x @ w_dot
+def _product_forward(
+    x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x @ w, (x, w)
 
 
 def _product_backward(
-    factors: tuple[jax.Array, jax.Array], gradient: jax.Array | None
+    factors: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     def laid_out(x: jax.Array, gradient: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(x.mT) @ gradient
 
-    assert gradient is not None
     x, w = factors
     of_w = jax.lax.platform_dependent(
         x, gradient, cpu=laid_out, default=lambda x, gradient: x.mT @ gradient
     )
     return gradient @ w.mT, of_w
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -40,11 +40,11 @@ class LoRA:
     """Which linear layers are adapted, and how; there is no dropout."""
 
     rank: int = 16
-    """Columns of A and rows of B."""
+    """Rank r of the adapters: columns of A and rows of B."""
     alpha: float = 32.0
-    """The product A B is scaled by alpha / rank."""
+    """Scale α of the adapters: their output is multiplied by α / rank."""
     modules: tuple[str, ...] = ("*",)
-    """Layers to adapt, as in "attention/query" or "mlp/*"; all of them by default."""
+    """Layers that get adapters, such as attention/query or mlp/*."""
 
     def __post_init__(self) -> None:
         checks.positive(rank=self.rank, alpha=self.alpha)
@@ -99,9 +99,9 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
             for path, (rows, columns) in sorted(narrow.items())
         )
         raise InputError(
-            f"--lora.rank: expected at most the smaller width of every adapted layer, "
-            f"{least}, got {lora.rank}, which is above that of {listed}; lower the "
-            f"rank, or leave these out of --lora.modules"
+            f"--lora: expected a rank of at most the smaller width of every adapted "
+            f"layer, {least}, got {lora.rank}, which is above that of {listed}; lower "
+            f"the rank, or leave these out of modules="
         )
     return adapted
 

@@ -28,7 +28,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional.custom_transpose import linear_call
 from rlhf_jax.models import axes, decoder
 from rlhf_jax.models.config import ModelConfig
 
@@ -80,8 +79,7 @@ class Packing:
         """
         groups = self.states.shape[0]
         of_groups = hidden.reshape(groups, -1, hidden.shape[-1])
-        indices = self.states, self.columns
-        return axes.rows_apart(linear_call(_read, _unread, indices, of_groups))
+        return axes.rows_apart(_read(of_groups, self.states, self.columns))
 
     def unpack(self, x: Array) -> Array:
         """Numbers that a head computed, at their padded columns.
@@ -92,8 +90,7 @@ class Packing:
         Returns:
           floats[B, S]; 0 where the head computed nothing.
         """
-        indices = self.places, self.about
-        return linear_call(_spread, _unspread, indices, x)
+        return _spread(x, self.places, self.about)
 
 
 @flax.struct.dataclass
@@ -237,19 +234,35 @@ def _rows_at(x: Array, indices: Array) -> Array:
     return jnp.where((indices >= 0)[..., None], rows, jnp.zeros_like(rows))
 
 
-def _read(indices: tuple[Array, Array], hidden: Array) -> Array:
-    return _rows_at(hidden, indices[0])
+@jax.custom_vjp
+def _read(hidden: Array, states: Array, columns: Array) -> Array:
+    del columns
+    return _rows_at(hidden, states)
 
 
-def _unread(indices: tuple[Array, Array], cotangent: Array | None) -> Array:
-    assert cotangent is not None
-    return _rows_at(cotangent, indices[1])
+def _read_forward(hidden: Array, states: Array, columns: Array) -> tuple[Array, Array]:
+    return _rows_at(hidden, states), columns
 
 
-def _spread(indices: tuple[Array, Array], x: Array) -> Array:
-    return _gather(x.reshape(-1), indices[0])
+def _read_backward(columns: Array, cotangent: Array) -> tuple[Array, None, None]:
+    return _rows_at(cotangent, columns), None, None
 
 
-def _unspread(indices: tuple[Array, Array], cotangent: Array | None) -> Array:
-    assert cotangent is not None
-    return _gather(cotangent.reshape(-1), indices[1])
+_read.defvjp(_read_forward, _read_backward)
+
+
+@jax.custom_vjp
+def _spread(x: Array, places: Array, about: Array) -> Array:
+    del about
+    return _gather(x.reshape(-1), places)
+
+
+def _spread_forward(x: Array, places: Array, about: Array) -> tuple[Array, Array]:
+    return _gather(x.reshape(-1), places), about
+
+
+def _spread_backward(about: Array, cotangent: Array) -> tuple[Array, None, None]:
+    return _gather(cotangent.reshape(-1), about), None, None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.reports.reading import Run
@@ -36,13 +36,7 @@ def grouped(runs: Sequence[Run]) -> Groups:
 
     Where a run is written, how often it saves and what it shows do not count.
     """
-    names = {
-        ".".join(parts[: k + 1])  # groups too
-        for run in runs
-        for parts in (name.split(".") for name in flatten(run.config))
-        for k in range(len(parts))
-    }
-    configs = [settings(run, names=names) for run in runs]
+    configs = [settings(run) for run in runs]
     members: dict[str, list[int]] = {}
     for number, config in enumerate(configs):
         key = json.dumps({k: v for k, v in config.items() if k != SEED}, sort_keys=True)
@@ -60,21 +54,20 @@ def grouped(runs: Sequence[Run]) -> Groups:
     return Groups(options, _distinct(groups, runs))
 
 
-def settings(run: Run, *, names: Collection[str]) -> dict[str, Any]:
-    """{option: value} of all that may change a result; versions too.
-
-    Args:
-      run: of any version.
-      names: of the options and groups of all runs. Where a record is older than one of
-        them it gets the value that such a run had.
-    """
-    flat = flatten(run_config.complete(run.config, names=names))
+def settings(run: Run) -> dict[str, Any]:
+    """{option: value} of all that may change a result; versions too."""
     kept = {
         name: value
-        for name, value in flat.items()
-        if not any(name == each or name.startswith(f"{each}.") for each in RECORDING)
+        for name, value in flatten(run.config).items()
+        if RECORDING.isdisjoint(_with_groups(name))
     }
     return kept | {f"version of {name}": value for name, value in run.versions.items()}
+
+
+def _with_groups(name: str) -> list[str]:
+    """An option, the groups that it is in, and its last part."""
+    parts = name.split(".")
+    return [".".join(parts[: k + 1]) for k in range(len(parts))] + parts[-1:]
 
 
 def flatten(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,6 @@ plots/          see `plots`
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import platform
@@ -30,8 +29,6 @@ from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.run_config import (
     MAY_DIFFER,
     RunConfig,
-    complete,
-    option_names,
     to_json,
 )
 from rlhf_jax.runs.snapshots import resume
@@ -113,19 +110,10 @@ def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
     path = config.out / CONFIG
     whole = resume.Recorded(str(path), read_config(path))
     recorded = resume.recorded_configs(config.out)
-    fields, names = to_json(config), option_names(type(config))
-    stages = [
-        dataclasses.replace(one, config=complete(one.config, names=names))
-        for one in (recorded if recorded else [whole])
-    ]
+    fields, but = to_json(config), frozenset(MAY_DIFFER)
     return [
-        (
-            one,
-            resume.check_config(
-                one, fields, but=frozenset(MAY_DIFFER), folder=config.out
-            ),
-        )
-        for one in stages
+        (one, resume.check_config(one, fields, but=but, folder=config.out))
+        for one in (recorded if recorded else [whole])
     ]
 
 

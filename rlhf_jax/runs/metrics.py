@@ -8,14 +8,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import jax
 
 from rlhf_jax.devices import compile_counts, processes
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import alarms, jsonl, write_errors
 from rlhf_jax.runs.alarms import Alarm
@@ -60,16 +60,18 @@ class Recorder:
         *,
         sinks: Sequence[Sink] = (),
         check: alarms.Check | None = None,
+        stops: Callable[[str], bool] | None = None,
         accept_lost_rows: bool = False,
     ) -> None:
         """Opens the files.
 
         Args:
           check: decides on alarms; None on none.
+          stops: whether the run stops where an alarm of a name begins; None never does.
           accept_lost_rows: whether `begin` warns of lost rows, or refuses them.
         """
         first = processes.is_first()
-        self._check = check if first else None
+        self._check, self._stops = check if first else None, stops
         self._watch: alarms.Watch | None = None
         self.alarms: dict[str, list[Alarm]] = {}  # of each stage, when they began
         names = FILES if first else ()
@@ -211,6 +213,7 @@ class Recorder:
 
         Raises:
           WriteError: a file cannot be written; so do `write` and `close`.
+          StopError: an alarm stops the run, after its row was written; as these do.
         """
         self._write_pending()
         for name, file in self._files.items():
@@ -283,6 +286,11 @@ class Recorder:
         self.latest = row
         for sink in self._sinks:
             sink.write(self._stage, step, row, active)
+        if self._stops is not None:
+            begun = alarms.begun(active, step=step)
+            messages = [f"{x.name}: {x.message}" for x in begun if self._stops(x.name)]
+            if message := processes.from_first("; ".join(messages)):
+                raise StopError(f"step {step}, {message} (--alarms.stop)")
 
     def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
         if name not in self._files:

@@ -15,7 +15,7 @@ last snapshot and has no steps left, so a pipeline goes on where it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self
 
 import jax
@@ -52,6 +52,7 @@ class Run:
         *,
         num_steps: Mapping[str, int],
         check: alarms.Check | None = None,
+        stops: Callable[[str], bool] | None = None,
         stop_timeout: float | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
@@ -61,6 +62,8 @@ class Run:
           num_steps: of each stage, in order; none of a program without steps.
           check: decides on alarms from a stage's rows, as `alarms.check` does with its
             limits bound; None raises none.
+          stops: whether the run stops where an alarm of a name begins, as
+            `alarms.Limits.stops`; None never does.
           stop_timeout: seconds after a signal; a step that is in `Stage.user_code`
             then, or comes to it later, is given up. None waits for it, and so do
             several processes, which save together.
@@ -114,6 +117,7 @@ class Run:
                 self.folder,
                 sinks=report.sinks(config, num_steps=num_steps),
                 check=check,
+                stops=stops,
                 accept_lost_rows=config.accept_lost_rows,
             )
             undone.pop_all()

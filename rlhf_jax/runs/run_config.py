@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import importlib.util
 import json
@@ -11,12 +10,12 @@ import math
 import os
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_jax.devices import placement
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import choices
 from rlhf_jax.runs.profile import window
 
 
@@ -88,113 +87,16 @@ class RunConfig:
 
 # Of RunConfig, and as experiments call what does not change the numbers either.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
-MAY_DIFFER |= {"judge_failure", "stop_timeout", "check_memory", "placement.policy"}
-MAY_DIFFER |= {"sampler_model", "sampler_weights", "sampler_timeout"}
-MAY_DIFFER |= {"sampler_check_tolerance", "save_dtype"}
+MAY_DIFFER |= {"stop_timeout", "check_memory", "placement.policy"}
+MAY_DIFFER |= {"start.save_dtype", "watch.judge_failure", "rewards.num_workers"}
+MAY_DIFFER |= {f"sampler.sampler.{name}" for name in ("model", "weights", "timeout")}
+MAY_DIFFER |= {"sampler.sampler.tolerance", "sampler.sampler.address"}
 MAY_DIFFER |= {
     f"placement.{role}.{field}"
     for role in ("reference", "reward")
     for field in ("devices", "mesh")
 }
-# Fields of option groups that were called something else in version 0.1.
-RENAMED = {"slots": "continuous_batching", "reprice": "recompute_logprobs"}
-# Options that older records do not have, with what those runs did; of a group
-# "placement.sampler".
-ADDED: dict[str, Any] = {
-    "trackio": False,
-    "profile": None,
-    "save_dtype": "float32",
-    "held_out_by": "row",
-    "assistant_turns": "last",
-    "verifier": "gsm8k",
-    "packing": "off",
-    "packing_width": None,
-    "max_tokens_per_device": None,
-    "sampler_cache": "same",
-    "sampler_cache_pages": None,
-    "sampler_page_size": 64,
-    "prefill_chunk": None,
-    "sampler_storage": {"dtype": "float32", "embeddings": None},
-    "max_redraws": 0,
-    "environment": None,
-    "max_turns": 8,
-    "max_turn_tokens": None,
-    "observation_chunk": 32,
-    "episodes_timeout": None,
-    "chat": False,
-    "num_workers": None,
-    "timeout": 10.0,
-    "on_failure": "zero",
-    "sampler": "here",
-    "sampler_model": None,
-    "sampler_weights": None,
-    "sampler_timeout": 600.0,
-    "sampler_check_tolerance": None,
-    "max_staleness": None,
-    "staleness": 0,
-    "correction": "truncate",
-    "staleness_weight_cap": 2.0,
-    "references": [],
-    "reference_storage": {"dtype": "float32", "embeddings": None},
-    "reward_combine": "mean",
-    "reward_std_coef": None,
-    "sample_reference": False,
-    "num_alternatives": 0,
-    "dpo.target_margin": 0.0,
-    "dpo.desirable_weight": 1.0,
-    "dpo.undesirable_weight": 1.0,
-    **{
-        f"{name}.{option}": value
-        for name in ("ppo", "grpo", "reinforce")
-        for option, value in {
-            "sampler_weight_cap": None,
-            "sampler_correction": "token_truncate",
-            "sampler_weight_floor": None,
-            "ratio_level": "token",
-            "surrogate": "clip",
-            "sapo_temperature_pos": 1.0,
-            "sapo_temperature_neg": 1.05,
-            "scores.overlong_penalty": 0.0,
-            "scores.overlong_after": 0,
-            "scores.overlong_buffer": 0,
-        }.items()
-    },
-    "grpo.overlong_mask": None,
-    "grpo.equal_groups": "keep",
-    "placement.sampler": dataclasses.asdict(placement.WITH_POLICY),
-    "placement.reference": dataclasses.asdict(placement.WITH_POLICY),
-    "placement.policy.context": 1,
-    **{
-        f"placement.{role}.mesh.context": 1
-        for role in ("sampler", "critic", "reference", "reward")
-    },
-}
 Config = TypeVar("Config", bound=RunConfig)
-
-
-def complete(recorded: Mapping[str, Any], *, names: Collection[str]) -> dict[str, Any]:
-    """A recorded config as the options of today: renamed and added ones included.
-
-    Args:
-      recorded: Fields as JSON values.
-      names: The options of today, those of `option_names`.
-    """
-    if "placement" in names:
-        recorded = placement.from_0_1(recorded)
-    recorded = {
-        name: {RENAMED.get(field, field): one for field, one in value.items()}
-        if isinstance(value, dict)
-        else value
-        for name, value in copy.deepcopy(dict(recorded)).items()
-    }
-    for name in sorted(ADDED.keys() & set(names)):  # a group before its fields
-        *groups, field = name.split(".")
-        group: Any = recorded
-        for part in groups:
-            group = group.get(part) if isinstance(group, dict) else None
-        if isinstance(group, dict):
-            group.setdefault(field, ADDED[name])
-    return recorded
 
 
 def option_names(config_class: type[Any], *, prefix: str = "") -> set[str]:
@@ -210,12 +112,14 @@ def option_names(config_class: type[Any], *, prefix: str = "") -> set[str]:
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:
-    """Fields as JSON values: paths become strings and tuples lists.
+    """Fields as JSON values: paths become strings, tuples lists, records objects.
+
+    A record of a union has its kind: {"kind": "adaptive", "target": 6.0}.
 
     Raises:
       InputError: a number is NaN or infinite, which JSON cannot hold.
     """
-    fields = dataclasses.asdict(config)
+    fields = _plain(config)
     try:
         return json.loads(json.dumps(fields, default=os.fspath, allow_nan=False))
     except ValueError as error:
@@ -224,6 +128,27 @@ def to_json(config: RunConfig) -> dict[str, Any]:
             f"config fields: expected finite numbers (None is off), got {wrong:.200}; "
             "choose others"
         ) from error
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass, the records in it as dicts."""
+    hints = typing.get_type_hints(type(record))
+    return {
+        field.name: _plain_value(getattr(record, field.name), hints[field.name])
+        for field in dataclasses.fields(record)
+    }
+
+
+def _plain_value(value: Any, kind: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        of_kind = {}
+        if len(choices.kinds_of(kind)) > 1:
+            of_kind = {"kind": choices.name_of(type(value))}
+        return of_kind | _plain(value)
+    if isinstance(value, tuple):
+        inner = next(iter(typing.get_args(kind)), Any)
+        return [_plain_value(one, inner) for one in value]
+    return value
 
 
 def _not_finite(fields: dict[str, Any], *, prefix: str = "") -> list[tuple[str, Any]]:
@@ -240,46 +165,132 @@ def _not_finite(fields: dict[str, Any], *, prefix: str = "") -> list[tuple[str, 
 
 
 def from_json(
-    config_class: type[Config], fields: dict[str, Any], *, source: Path
+    config_class: type[Config], fields: Mapping[str, Any], *, source: Path
 ) -> Config:
     """The config whose `to_json` is `fields`: every field there and of its type.
 
     Raises:
       InputError: fields are unknown, missing or mistyped; names them all.
     """
-    values, wrong = _decode_fields(fields, config_class, prefix="")
+    values, wrong = _decode_fields(
+        fields, config_class, prefix="", whole=True, made=True
+    )
     if wrong:
-        raise InputError(
-            f"{source} does not fit the options of this experiment:\n"
-            + "\n".join(sorted(wrong))
-            + "\ncorrect the file, or give the options without it"
-        )
+        raise _misfit(source, wrong)
     return config_class(**values)
 
 
+def arguments(
+    config_class: type[Any], fields: Mapping[str, Any], *, source: Path
+) -> list[str]:
+    """The command line that stands for some fields: what a --config FILE asks for.
+
+    Args:
+      config_class: the dataclass whose fields are the options.
+      fields: any part of its tree, as JSON or TOML values.
+      source: the file, for messages.
+
+    Raises:
+      InputError: fields are unknown or mistyped; names them all.
+    """
+    values, wrong = _decode_fields(
+        fields, config_class, prefix="", whole=False, made=False
+    )
+    if wrong:
+        raise _misfit(source, wrong)
+    return _arguments(config_class, values, prefix="--")
+
+
+def _arguments(kind: Any, values: Mapping[str, Any], *, prefix: str) -> list[str]:
+    words: list[str] = []
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for name, value in values.items():
+        hint = hints[name]
+        extras = getattr(hint, "__metadata__", ())
+        option = (prefix + name).replace("_", "-")
+        spec = _spec(hint)
+        if spec is not None:
+            words += [option, *spec.str_from_instance(value)]
+        elif isinstance(value, dict):  # a group, of which these fields are there
+            unnamed = any(getattr(one, "name", None) == "" for one in extras)
+            inner = prefix if unnamed else f"{option}."
+            words += _arguments(_group(_bare(hint)), value, prefix=inner)
+        elif isinstance(value, bool):
+            start, _, last = option.rpartition(".")
+            off = f"{start}.no-{last}" if start else f"--no-{option[2:]}"
+            words += [option if value else off]
+        elif isinstance(value, tuple):
+            words += [option, *map(str, value)]
+        else:
+            words += [option, str(value)]
+    return words
+
+
+def _misfit(source: Path, wrong: list[str]) -> InputError:
+    return InputError(
+        f"{source} does not fit the options of this command:\n"
+        + "\n".join(sorted(wrong))
+        + "\ncorrect the file, or give the options without it"
+    )
+
+
 def _decode_fields(
-    fields: dict[str, Any], kind: Any, *, prefix: str
+    fields: Mapping[str, Any], kind: Any, *, prefix: str, whole: bool, made: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a dataclass by name, and what is wrong with them; groups too."""
-    hints = typing.get_type_hints(kind)
+    """The fields of a dataclass by name, and what is wrong with them; groups too.
+
+    Args:
+      whole: every field must be there.
+      made: groups become records; else they stay dicts of the fields that are there.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     wrong = [f"  {prefix}{name}: unknown" for name in fields.keys() - kinds.keys()]
-    wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
-    for name in kinds.keys() & fields.keys():
-        field, value = kinds[name], fields[name]
-        group = _group(field)
-        if dataclasses.is_dataclass(group) and isinstance(value, dict):
-            inner, amiss = _decode_fields(value, group, prefix=f"{prefix}{name}.")
+    if whole:
+        wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
+    for name in (name for name in kinds if name in fields):
+        bare, value = _bare(kinds[name]), fields[name]
+        group = _group(bare)
+        one_option = _spec(kinds[name]) is not None
+        if dataclasses.is_dataclass(group) and isinstance(value, Mapping):
+            inner, amiss = _decode_fields(
+                value,
+                group,
+                prefix=f"{prefix}{name}.",
+                whole=whole,
+                made=made or one_option,
+            )
             wrong += amiss
             if not amiss:
-                values[name] = typing.cast(Any, group)(**inner)
+                record = made or one_option
+                values[name] = _made(group, inner, wrong) if record else inner
             continue
         try:
-            values[name] = _decode(value, field)
+            values[name] = _decode(value, bare)
         except TypeError as error:
             wrong.append(f"  {prefix}{name}: {error}")
     return values, wrong
+
+
+def _made(kind: Any, values: dict[str, Any], wrong: list[str]) -> Any:
+    try:
+        return kind(**values)
+    except TypeError as error:  # a required field of a choice that is not there
+        wrong.append(f"  {error}")
+        return None
+
+
+def _spec(annotation: Any) -> Any:
+    """What reads a field as one option; None of a plain type, or of a group."""
+    extras = getattr(annotation, "__metadata__", ())
+    own = (one for one in extras if hasattr(one, "str_from_instance"))
+    return next(own, choices.spec(_bare(annotation)))
+
+
+def _bare(annotation: Any) -> Any:
+    """The annotation without its extras."""
+    return annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
 
 
 def _group(kind: Any) -> Any:
@@ -290,9 +301,28 @@ def _group(kind: Any) -> Any:
 
 def _decode(value: Any, kind: Any) -> Any:
     """A JSON value as the Python type `kind`; TypeError if it is not one."""
+    kind = _bare(kind)
     inner = typing.get_args(kind)
     origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
+    kinds = choices.kinds_of(kind) if choices.is_union(kind) else {}
+    if len(kinds) > 1 and isinstance(value, Mapping):
+        named = kinds.get(str(value.get("kind")))
+        if named is None:
+            raise TypeError(
+                f"expected a kind of {', '.join(kinds)}, got {value.get('kind')!r}"
+            )
+        rest = {name: one for name, one in value.items() if name != "kind"}
+        return _record(rest, named)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if isinstance(value, Mapping):
+            return _record(value, kind)
+        parse = getattr(kind, "parse", None)
+        if isinstance(value, str) and parse is not None:
+            return parse(value)
+    elif origin in (typing.Union, types.UnionType):
+        if kinds and isinstance(value, str):  # as a command line has it
+            with contextlib.suppress(InputError):
+                return choices.parse(value, kind)
         for alternative in inner:
             with contextlib.suppress(TypeError):
                 return _decode(value, alternative)
@@ -312,4 +342,16 @@ def _decode(value: Any, kind: Any) -> Any:
     elif type(value) is kind:
         return value
     name = kind.__name__ if isinstance(kind, type) else str(kind)
+    if origin is typing.Literal:
+        name = f"one of {', '.join(map(str, inner))}"
     raise TypeError(f"expected {name}, got {json.dumps(value):.80}")
+
+
+def _record(fields: Mapping[str, Any], kind: Any) -> Any:
+    values, wrong = _decode_fields(fields, kind, prefix="", whole=False, made=True)
+    nested: list[str] = []
+    if not wrong:
+        made = _made(kind, values, nested)
+        if not nested:
+            return made
+    raise TypeError("; ".join(each.strip() for each in [*wrong, *nested]))

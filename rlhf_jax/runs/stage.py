@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from rlhf_jax.devices import processes, program_cache
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runs import command_line, divergence
+from rlhf_jax.runs import command_line
 from rlhf_jax.runs.profile.profiler import Masks
 from rlhf_jax.runs.profile.trace import HOST_SCOPE
 from rlhf_jax.runs.run_config import to_json
@@ -22,6 +23,45 @@ if TYPE_CHECKING:
     from rlhf_jax.runs.run import Run
 
 PyTree = Any
+MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
+# The metrics that count skipped updates, and what a message adds about each; the second
+# one belongs to the critic.
+SKIPPED = {
+    "update/skipped_in_a_row": (
+        "and nothing was updated meanwhile. The snapshots hold what was before"
+    ),
+    "critic/skipped_in_a_row": (
+        "of the critic's, which was not updated meanwhile, though the policy was. "
+        "Snapshots of before the first critic/skipped in metrics.jsonl have both whole"
+    ),
+}
+
+
+class DivergedError(StopError):
+    """Several updates in a row had no finite gradient."""
+
+
+def check_divergence(
+    row: Mapping[str, float | None], *, step: int, newest: int | None
+) -> None:
+    """Stops a run whose last updates were all skipped.
+
+    Args:
+      row: a row of metrics.jsonl.
+      step: of the run, for the message.
+      newest: the number of the newest snapshot, None without one.
+
+    Raises:
+      DivergedError: at least `MAX_SKIPPED` updates in a row had no finite gradient.
+    """
+    for name, reason in SKIPPED.items():
+        skipped = row.get(name)
+        if skipped is not None and skipped >= MAX_SKIPPED:
+            raise DivergedError(
+                f"by step {step} the gradient was not finite {skipped:.0f} times "
+                f"in a row, {reason} (newest: {newest}); look for "
+                f"NaN in the rewards, or start again with a smaller learning rate"
+            )
 
 
 class Stage:
@@ -130,7 +170,7 @@ class Stage:
         due = stop or done == self._num_steps or done % config.snapshot_every == 0
         if due:
             record.flush()
-        divergence.check(record.latest, step=step, newest=self._snapshots.latest())
+        check_divergence(record.latest, step=step, newest=self._snapshots.latest())
         if due:
             with self.user_code():  # rollouts that are still to come may hang, too
                 state = pending.settled(self.state)

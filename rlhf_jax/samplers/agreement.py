@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.policy import logprobs
@@ -30,28 +32,30 @@ ADVICE = (
     "serves this model in --dtype and reports processed log-probs (vLLM: "
     "--logprobs-mode processed_logprobs). Where the policy's output head is tied, "
     "serve a checkpoint of `python -m rlhf_jax.samplers.served MODEL FOLDER`, whose "
-    "head is reloaded too. Or raise --sampler-check-tolerance"
+    "head is reloaded too. Or raise check_tolerance= of --sampler"
 )
 
 
 class Agreement:
     """The fixed prompts, and the trainer's program for responses to them."""
 
-    def __init__(self, recipe: PolicyGradient, *, tolerance: float) -> None:
+    def __init__(self, recipe: PolicyGradient, *, tolerance: float, mesh: Mesh) -> None:
         """Compiles nothing yet.
 
         Args:
           recipe: static, without adapters.
           tolerance: of the mean distance of a response, nats per token.
+          mesh: of the policy, whose devices compute the trainer's log-probs.
         """
         model = recipe.model
         self.max_new_tokens = min(RESPONSE_COLUMNS, recipe.max_new_tokens)
         width = min(PROMPT_COLUMNS, model.max_positions - self.max_new_tokens)
-        self.prompts = _prompts(width, model=model)
-        self._tolerance = tolerance
+        blocks = row_sharding.row_share(mesh).count
+        self.prompts = _prompts(-(-ROWS // blocks) * blocks, width, model=model)
+        self._tolerance, self._mesh = tolerance, mesh
         self._logprobs = jax.jit(
             functools.partial(
-                logprobs,
+                sharding.on(mesh, logprobs),
                 model=model,
                 temperature=recipe.temperature,
                 first_column=width,
@@ -62,14 +66,15 @@ class Agreement:
         """The largest mean distance of a response, nats per token.
 
         Args:
-          params: of the policy.
+          params: of the policy, on its mesh.
           drawn: the server's responses to `prompts`.
 
         Raises:
           SelfCheckError: it is beyond the tolerance.
         """
         rollout = rollout_of(self.prompts, drawn, version=None)
-        trainers = self._logprobs(params, tokens=rollout.tokens, mask=rollout.mask)
+        rows = row_sharding.put_rows((rollout.tokens, rollout.mask), mesh=self._mesh)
+        trainers = self._logprobs(params, tokens=rows[0], mask=rows[1])
         return self_check.compare(
             jax.device_get(trainers),
             rollout.old_logprobs,
@@ -80,19 +85,19 @@ class Agreement:
         )
 
 
-def _prompts(width: int, *, model: ModelConfig) -> Prompts:
-    """Prompts[ROWS, width] of random tokens, of 1 to `width` of them."""
+def _prompts(rows: int, width: int, *, model: ModelConfig) -> Prompts:
+    """Prompts[rows, width] of random tokens, of 1 to `width` of them."""
     random = np.random.default_rng(0)
-    lengths = np.linspace(1, width, ROWS).round().astype(np.int32)
+    lengths = np.linspace(1, width, rows).round().astype(np.int32)
     mask = np.arange(width) >= width - lengths[:, None]
     ids = np.delete(  # a server may refuse a prompt of ids that no token has
         np.arange(model.vocab_size, dtype=np.int32),
         unused_ids.listed(model.unused_ids),
     )
-    tokens = ids[random.integers(len(ids), size=(ROWS, width), dtype=np.int32)]
+    tokens = ids[random.integers(len(ids), size=(rows, width), dtype=np.int32)]
     return Prompts(
         tokens=np.where(mask, tokens, 0),  # type: ignore[arg-type]
         mask=mask,  # type: ignore[arg-type]
-        index=np.arange(ROWS, dtype=np.int32),  # type: ignore[arg-type]
-        sample=np.zeros(ROWS, np.int32),  # type: ignore[arg-type]
+        index=np.arange(rows, dtype=np.int32),  # type: ignore[arg-type]
+        sample=np.zeros(rows, np.int32),  # type: ignore[arg-type]
     )

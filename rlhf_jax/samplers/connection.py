@@ -1,4 +1,4 @@
-"""JSON to and from a server over HTTP, and what is told where there is none."""
+"""JSON to and from a server over HTTP, and the errors where there is none."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import urllib.request
 from typing import Any
 
 from rlhf_jax.functional.checks import StopError
+from rlhf_jax.samplers.retries import TransientError
 
 SHOWN = 300  # characters of an answer in a message
 HEADERS = {"Content-Type": "application/json"}
+OVERLOADED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 
 
 class ServerError(StopError):
     """A server did not do what it was asked for."""
 
 
-class Unreachable(ServerError):
+class Overloaded(ServerError, TransientError):
+    """It could not answer now; other requests of the same moment may be answered."""
+
+
+class Unreachable(ServerError, TransientError):
     """Nothing answers at the address, or it went away before it had answered."""
 
 
@@ -71,7 +77,8 @@ class Connection:
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")
-            raise ServerError(
+            kind = Overloaded if error.code in OVERLOADED else ServerError
+            raise kind(
                 f"{self.url}{path}: expected an answer, got status {error.code}: "
                 f"{text[:SHOWN]}"
             ) from error
@@ -102,5 +109,5 @@ class Connection:
     def _too_long(self, path: str) -> Unreachable:
         return Unreachable(
             f"{self.url}{path}: expected an answer within {self.timeout:g} s, got "
-            f"none; see whether the server hangs, or raise --sampler-timeout"
+            f"none; see whether the server hangs, or raise timeout= of --sampler"
         )

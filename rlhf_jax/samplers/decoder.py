@@ -1,10 +1,11 @@
-"""Our decoder as a sampler: the program of `iteration.sample`, on one device."""
+"""Our decoder as a process of `process` holds it: the program of `iteration.sample`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,18 +15,19 @@ from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
-from rlhf_jax.functional.checks import StopError
+from rlhf_jax.roles.reference import fingerprint
+from rlhf_jax.samplers import weight_files
 from rlhf_jax.samplers.protocol import Drawn
+from rlhf_jax.verification import worker
+from rlhf_jax.verification.worker import Failed
 
 Array = jax.Array
 Params = Any
+OTHER_VERSION = Failed("has another version of the policy")
 
 
-class DecoderSampler:
-    """Draws with our decoder in this process.
-
-    It can be pickled, without parameters: `process` sends it to another process.
-    """
+class Decoder:
+    """Draws on one device; it can be pickled, without parameters."""
 
     def __init__(self, recipe: PolicyGradient) -> None:
         """Compiles nothing yet.
@@ -33,13 +35,13 @@ class DecoderSampler:
         Args:
           recipe: static, without adapters; its optimizer is not kept.
         """
-        without: Any = {"policy_optimizer": cast(Any, None)}
+        optimizers = ("policy_optimizer", "critic_optimizer")
+        without: Any = {name: None for name in optimizers if hasattr(recipe, name)}
         self.recipe = dataclasses.replace(recipe, **without)
-        self._params: Params = None
-        self._version: int | None = None
+        self.version: int | None = None  # of the parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "_params": None, "_version": None}
+        return {"recipe": self.recipe, "version": None}
 
     @functools.cached_property
     def _sample(self) -> Any:
@@ -50,33 +52,24 @@ class DecoderSampler:
             )
         )
 
-    def hand_over(self, params: Params, *, version: int) -> float:
+    def load(self, params: Params, *, version: int) -> None:
         """Has the next draws made with these parameters, of which it takes a copy."""
         copied = jax.tree.map(np.array, params)
         self._params = sharding.place(copied, mesh=ONE_DEVICE.make())
-        self._version = version
-        return 0.0
+        self.version = version
 
-    def draw(self, prompts: Prompts, *, key: Array, version: int) -> Drawn:
+    def draw(self, prompts: Prompts, *, key: Array) -> Drawn:
         """A response to every prompt; equal arguments give equal bits.
 
         Raises:
-          StopError: another version was handed over.
           InputError: sizes of the batch do not divide.
         """
-        if version != self._version:
-            raise StopError(
-                f"expected a draw of version {self._version} of the policy, which was "
-                f"handed over last, got one of version {version}; hand that over first"
-            )
         mesh = ONE_DEVICE.make()
         rollout = jax.device_get(
             self._sample(
                 self._params,
                 prompts=row_sharding.put_rows(prompts, mesh=mesh),
                 key=sharding.place(key, mesh=mesh),
-                version=sharding.place(np.int32(version), mesh=mesh),
-                base=None,
             )
         )
         before = prompts.tokens.shape[1]
@@ -87,6 +80,37 @@ class DecoderSampler:
             entropy=rollout.entropy[:, before:],
         )
 
-    def close(self) -> None:
-        """Lets the parameters go."""
-        self._params, self._version = None, None
+
+def load(pickled: bytes, file: str, version: int) -> str | Failed:
+    """Takes the parameters in a file; the root of their fingerprint. In a worker.
+
+    Args:
+      pickled: the `Decoder`, which stays in this process between calls.
+    """
+
+    def use(decoder: Decoder) -> str:
+        params = weight_files.read(Path(file))
+        decoder.load(params, version=version)
+        return fingerprint.fingerprint(params).root
+
+    return worker.call(pickled, use)
+
+
+def draw(
+    pickled: bytes, prompts: Prompts, key_data: Any, impl: str, version: int
+) -> Drawn | Failed:
+    """A draw with the parameters of the last `load`. In a worker.
+
+    Args:
+      prompts: in NumPy arrays.
+      key_data, impl: of the key of the step, as typed keys cannot be pickled.
+      version: of the parameters; OTHER_VERSION where they are of another one.
+    """
+
+    def use(decoder: Decoder) -> Drawn | Failed:
+        if decoder.version != version:
+            return OTHER_VERSION
+        key = jax.random.wrap_key_data(key_data, impl=impl)
+        return decoder.draw(prompts, key=key)
+
+    return worker.call(pickled, use)

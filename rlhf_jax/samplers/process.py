@@ -11,10 +11,12 @@ It draws what our decoder here draws, to the bit, on a machine of the same kind.
 from __future__ import annotations
 
 import signal
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
@@ -23,16 +25,16 @@ from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.reference import fingerprint
-from rlhf_jax.samplers import weight_files, worker
-from rlhf_jax.samplers.decoder import DecoderSampler
+from rlhf_jax.samplers import decoder, weight_files
+from rlhf_jax.samplers.decoder import Decoder
 from rlhf_jax.samplers.protocol import Drawn
-from rlhf_jax.verification import processes
+from rlhf_jax.samplers.retries import TIMEOUT, TransientError
+from rlhf_jax.verification import user_objects
 from rlhf_jax.verification.worker import Failed
+from rlhf_jax.verification.workers import Ended, Workers
 
 Array = jax.Array
 Params = Any
-TIMEOUT = 600.0
-OF = "that sample"  # whose processes they are, for messages
 STARTED = 60.0  # seconds for the process to start, beside the timeout
 
 
@@ -62,9 +64,9 @@ class ProcessSampler:
         """
         checks.positive(timeout=timeout)
         self.timeout = timeout
-        self._pickled = processes.pickled(DecoderSampler(recipe), kind="sampler")
+        pickled = user_objects.pickled(Decoder(recipe), kind="sampler")
         self._folder = weight_files.HandOverFolder(weights)
-        self._pool = processes.start(self._pickled, num_workers=1)
+        self._workers = Workers(pickled, of="that sample", num_workers=1)
 
     def __enter__(self) -> Self:
         return self
@@ -76,30 +78,34 @@ class ProcessSampler:
         """Has the next draws made with these parameters, whose file is removed then.
 
         Raises:
-          StopError: the process failed.
+          TransientError: the process ended, or took too long.
+          StopError: it failed otherwise.
           SelfCheckError: it read other parameters than were written.
           WriteError: the file cannot be written.
         """
+        params = jax.device_get(params)  # shard by shard, on no device together
         with self._folder.version(version) as path:
             weight_files.write(path, params)
-            root = self._call(worker.load, str(path), version)
-        expected = fingerprint.fingerprint(params).root
+            root = self._call(decoder.load, str(path), version)
+        expected = _root(params)
         if root != expected:
             raise SelfCheckError(
                 f"the sampler's process: expected parameters with the fingerprint "
                 f"{expected}, as version {version} was written to {path}, got {root}; "
-                f"see to that disk, or choose another --sampler-weights"
+                f"see to that disk, or choose another weights= of --sampler"
             )
         return 0.0
 
     def draw(self, prompts: Prompts, *, key: Array, version: int) -> Drawn:
-        """A response to every prompt, as `DecoderSampler.draw`.
+        """A response to every prompt, as `Decoder.draw`.
 
         Raises:
-          StopError: the process failed, took too long, or has another version.
+          TransientError: the process ended, took too long, or has not this version, as
+            one that was started in place of another.
+          StopError: it failed otherwise.
         """
         return self._call(
-            worker.draw,
+            decoder.draw,
             jax.tree.map(np.asarray, prompts),
             np.asarray(jax.random.key_data(key)),
             str(jax.random.key_impl(key)),
@@ -108,40 +114,48 @@ class ProcessSampler:
 
     def close(self) -> None:
         """Ends the process and removes its files."""
-        self._pool.stop()
-        self._pool.join()
+        self._workers.close()
         self._folder.close()
 
     def _call(self, function: Any, *args: Any) -> Any:
-        what = "hand-over" if function is worker.load else "draw"
-        future = processes.schedule(
-            self._pool,
-            function,
-            args=(self._pickled, *args),
-            timeout=self.timeout,
-            of=OF,
-        )
+        what = "hand-over" if function is decoder.load else "draw"
+        kind, remedy = TransientError, "raise timeout= of --sampler"
+        future = self._workers.submit(function, *args, timeout=self.timeout)
         try:
-            # The pool counts from when the process takes the call.
+            # A process counts from when it begins the call.
             returned = future.result(timeout=self.timeout + STARTED)
-        except Exception as error:
-            ended = processes.ended(error, timeout=self.timeout)
-            if ended is None:
-                raise processes.broken(error, of=OF) from error
-            why, remedy = ended.why, "raise --sampler-timeout"
+        except FutureTimeoutError:
+            future.cancel()
+            why = "did not start"
+        except Ended as ended:
+            why = ended.why
             if not ended.timed_out:
-                remedy = _remedy(error)
+                remedy = _remedy(ended.status)
         else:
             if not isinstance(returned, Failed):
                 return returned
+            kind = StopError
             why, remedy = returned.why, "mend that"
-        raise StopError(
+            if returned == decoder.OTHER_VERSION:
+                kind, remedy = TransientError, "hand that version over first"
+        raise kind(
             f"the sampler's process: expected a {what} to return, got a process that "
             f"{why}; {remedy}, or leave out --sampler process"
         )
 
 
-def _remedy(error: Any) -> str:
-    if getattr(error, "exitcode", None) == -signal.SIGKILL:
+def _root(params: Params) -> str:
+    """Of the fingerprint of arrays on the host, one leaf on the device at a time."""
+    pairs = [
+        jax.device_get(fingerprint.digest(jnp.asarray(leaf), path=path))
+        for path, leaf in zip(
+            fingerprint.paths(params), jax.tree.leaves(params), strict=True
+        )
+    ]
+    return fingerprint.named(params, jnp.asarray(np.stack(pairs))).root
+
+
+def _remedy(status: int | None) -> str:
+    if status == -signal.SIGKILL:
         return "it may be out of memory: lower --batch-size"
     return "read what it printed"

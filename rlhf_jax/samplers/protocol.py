@@ -4,8 +4,8 @@
     drawn = sampler.draw(prompts, key=key, version=3)
     rollout = protocol.rollout_of(prompts, drawn, version=3)
 
-Everything is on the host: a sampler may be another process, or another program. It
-keeps the parameters of one version, the last that was handed over.
+Prompts and responses are on the host: a sampler may be another process, or another
+program. It keeps the parameters of one version, the last that was handed over.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sampler(Protocol):
         """Has the next draws made with these parameters, and checks that they are.
 
         Args:
-          params: of the policy, on the host.
+          params: of the policy, on its devices or the host.
           version: of the policy, iterations done.
 
         Returns:

@@ -20,21 +20,28 @@ from typing import Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode
 from rlhf_jax.samplers import completions, served, weight_files
 from rlhf_jax.samplers.agreement import Agreement
-from rlhf_jax.samplers.connection import Connection, ServerError, Unreachable
+from rlhf_jax.samplers.connection import (
+    Connection,
+    Overloaded,
+    ServerError,
+    Unreachable,
+)
 from rlhf_jax.samplers.protocol import Drawn
+from rlhf_jax.samplers.retries import TIMEOUT, Retries
 
 Array = jax.Array
 Params = Any
 Result = TypeVar("Result")
-TIMEOUT = 600.0
 CONNECTIONS = 64  # requests at a time
 HOW = "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs"
 
@@ -48,9 +55,11 @@ class ServerSampler:
         recipe: PolicyGradient,
         *,
         tolerance: float,
+        mesh: Mesh | None = None,
         model: str | None = None,
         weights: Path | None = None,
         timeout: float = TIMEOUT,
+        retries: Retries | None = None,
         save: Callable[..., None] = served.save,
     ) -> None:
         """Asks the server what it serves.
@@ -60,10 +69,13 @@ class ServerSampler:
           recipe: static, without adapters; responses end at its stop ids.
           tolerance: of the distance of log-probs after a hand-over, mean of a response,
             nats per token.
+          mesh: of the policy; None is one device.
           model: its name at the server; None is the only one there.
           weights: folder that the server reads too; None is the system's temporary
             folder.
           timeout: seconds for an answer.
+          retries: of the requests that an overloaded server did not answer; None is
+            the default.
           save: writes the checkpoint of a hand-over.
 
         Raises:
@@ -72,7 +84,9 @@ class ServerSampler:
         """
         checks.positive(timeout=timeout, tolerance=tolerance)
         self._recipe, self._save = recipe, save
-        self._agreement = Agreement(recipe, tolerance=tolerance)
+        self._retries = Retries() if retries is None else retries
+        mesh = ONE_DEVICE.make() if mesh is None else mesh
+        self._agreement = Agreement(recipe, tolerance=tolerance, mesh=mesh)
         self._server = Connection(url, timeout=timeout)
         self._model = self._served(model)
         self._folder = weight_files.HandOverFolder(weights)
@@ -102,10 +116,10 @@ class ServerSampler:
             except Unreachable:
                 raise
             except ServerError as error:
-                raise ServerError(
+                raise type(error)(
                     f"{error}. It was to reload the weights in {path}: serve this "
                     f"model with {HOW}, where that folder can be read "
-                    f"(--sampler-weights), and see what it printed"
+                    f"(weights= of --sampler), and see what it printed"
                 ) from error
         emptied = self._server.post("/reset_prefix_cache", {})
         if emptied.get("success") is False:
@@ -165,15 +179,48 @@ class ServerSampler:
                 np.asarray(prompts.tokens), np.asarray(prompts.mask), seeds, strict=True
             )
         ]
-        responses = self._every(self._respond, asked)
-        rows = len(responses)
+        responses: dict[int, completions.Response] = {}
+        self._retries(lambda: self._respond_to_rest(asked, responses), after=Overloaded)
+        rows = len(asked)
         tokens = np.zeros((rows, max_new_tokens), np.int32)
         logprobs = np.zeros((rows, max_new_tokens), np.float32)
-        for row, each in enumerate(responses):
-            tokens[row, : len(each.tokens)] = each.tokens
-            logprobs[row, : len(each.tokens)] = each.logprobs
-        counts = np.array([len(each.tokens) for each in responses], np.int32)
-        return Drawn(tokens=tokens, sampler_logprobs=logprobs, lengths=counts)
+        lengths = np.zeros(rows, np.int32)
+        for row, response in responses.items():
+            lengths[row] = size = len(response.tokens)
+            tokens[row, :size] = response.tokens
+            logprobs[row, :size] = response.logprobs
+        return Drawn(tokens=tokens, sampler_logprobs=logprobs, lengths=lengths)
+
+    def _respond_to_rest(
+        self,
+        asked: list[dict[str, Any]],
+        responses: dict[int, completions.Response],
+    ) -> None:
+        """Adds the responses that are missing.
+
+        Raises:
+          Overloaded: some requests were not answered; all of them were made.
+          ServerError: another failure, after which no further request is begun. Where
+            it is unreachable the next answer may be a new server's, with old weights.
+        """
+        futures = {
+            row: self._threads.submit(self._respond, request)
+            for row, request in enumerate(asked)
+            if row not in responses
+        }
+        failures: list[Overloaded] = []
+        try:
+            for row, future in futures.items():
+                try:
+                    responses[row] = future.result()
+                except Overloaded as error:
+                    failures.append(error)
+        finally:
+            for future in futures.values():
+                future.cancel()
+        if failures:
+            count = f" ({len(failures)} of {len(futures)} requests)"
+            raise Overloaded(f"{failures[0]}{count}") from failures[0]
 
     def _respond(self, asked: dict[str, Any]) -> completions.Response:
         answer = self._server.post(completions.PATH, asked)
@@ -184,17 +231,6 @@ class ServerSampler:
             url=self._server.url,
             unused=self._recipe.model.unused_ids,
         )
-
-    def _every(
-        self, function: Callable[[dict[str, Any]], Result], asked: list[dict[str, Any]]
-    ) -> list[Result]:
-        """The results in order; after a failure no further request is begun."""
-        futures = [self._threads.submit(function, each) for each in asked]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
 
     def _served(self, name: str | None) -> str:
         """The model's name at the server, whose context must hold a response."""
@@ -218,8 +254,8 @@ class ServerSampler:
         if name is None or name not in models:
             wanted = "one model" if name is None else f"the model {name}"
             raise InputError(
-                f"--sampler-model: expected {wanted} at {self._server.url}, got "
-                f"{', '.join(models) or 'none'}; name one of them"
+                f"--sampler: expected {wanted} at {self._server.url}, got "
+                f"{', '.join(models) or 'none'}; name one of them as model="
             )
         context, needed = models[name].get("max_model_len"), self._recipe.max_new_tokens
         if isinstance(context, int) and context <= needed:

@@ -48,8 +48,8 @@ class HandOverFolder:
             os.chmod(self.path, 0o755)  # a server may be another user's
         except OSError as error:
             raise InputError(
-                f"--sampler-weights: expected a folder that weights can be handed over "
-                f"in, got {parent}: {error.strerror}; choose another"
+                f"--sampler: expected a folder weights= in which files can be written, "
+                f"got {parent}: {error.strerror}; choose another"
             ) from error
 
     @contextlib.contextmanager

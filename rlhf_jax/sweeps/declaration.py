@@ -26,6 +26,11 @@ value of the grid may set several options:
         { label = "none", kl_coef = 0.0 },
         { label = "k1 in the reward", kl_coef = 0.1, "penalty.placement" = "reward" },
     ]
+
+Several trainers are an axis of the grid, each with options of its own where it needs
+some:
+
+    trainer = ["ppo", { label = "grpo", trainer = "grpo", group_size = 8 }]
 """
 
 from __future__ import annotations
@@ -50,6 +55,7 @@ FIELDS = (
     *("options", "grid", "measures", "claims", "slurm"),
 )
 OF_A_RUN = ("out", "seed", "resume", "resume_from", "config")  # the sweep gives these
+TRAINER = "trainer"
 LABEL = "label"  # of a value of the grid that sets several options
 LONGEST_NAME = 200  # bytes of a cell's folder
 
@@ -69,6 +75,7 @@ class Cell:
 
     values: tuple[tuple[str, Value], ...]  # (name in the grid, value or its label)
     options: tuple[tuple[str, Value], ...]  # (field, value), of this cell alone
+    trainer: str | None = None  # its own, of a sweep over several
 
     @property
     def name(self) -> str:
@@ -88,7 +95,7 @@ class Sweep:
     """A question, and the runs that answer it."""
 
     question: str
-    trainer: str | None  # of `rlhf-jax`
+    trainer: str | None  # of `rlhf-jax`; None where each cell has its own
     program: tuple[str, ...]  # a Python file and its arguments, in place of a trainer
     seeds: tuple[int, ...]
     options: Mapping[str, Value]
@@ -183,7 +190,10 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
         )
     options = _table(fields, "options", source=source)
     grid = _table(fields, "grid", source=source)
-    cells = _cells(grid, source=source)
+    several = not (trainer is None or isinstance(trainer, str))
+    cells = _cells({TRAINER: trainer} | grid if several else grid, source=source)
+    if several:
+        cells, trainer = tuple(_with_trainer(c, source=source) for c in cells), None
     of_cells = {name for cell in cells for name, _ in cell.options}
     for name in sorted({*options, *grid, *of_cells}):
         if name in OF_A_RUN:
@@ -286,6 +296,19 @@ def _cells(grid: Mapping[str, Any], *, source: str) -> tuple[Cell, ...]:
                 f"or give values that set several options a {LABEL}"
             )
     return tuple(cells)
+
+
+def _with_trainer(cell: Cell, *, source: str) -> Cell:
+    """The cell of an axis of trainers."""
+    options = dict(cell.options)
+    trainer = options.pop(TRAINER, None)
+    if not isinstance(trainer, str):
+        raise InputError(
+            f'{source}: expected each trainer as a name, or as {{ {LABEL} = "grpo", '
+            f'{TRAINER} = "grpo", group_size = 8 }}, got {trainer!r:.80} of the cell '
+            f"{cell.name}; name one"
+        )
+    return Cell(cell.values, tuple(options.items()), trainer)
 
 
 def _measure(name: str, value: Any, *, source: str) -> Measure:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
-from rlhf_jax.sweeps.declaration import Cell, Sweep, words
+from rlhf_jax.sweeps.declaration import TRAINER, Cell, Sweep, words
 
 BEGUN = "sweep.json"
 SEED = "{seed}"  # in an option: the seed of the run stands there
@@ -70,15 +70,14 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
     Args:
       out: the sweep's folder.
     """
-    if sweep.trainer is not None:
-        module, program = "rlhf_jax.train.main", (sweep.trainer,)
-        shown = ("rlhf-jax", sweep.trainer)
-    else:
-        module, program = None, sweep.program
-        shown = ("python", *sweep.program)
     planned = []
     for seed in sweep.seeds:
         for cell in sweep.cells:
+            module, program = None, sweep.program
+            shown = ("python", *program)
+            if (trainer := cell.trainer or sweep.trainer) is not None:
+                module, program = "rlhf_jax.train.main", (trainer,)
+                shown = ("rlhf-jax", trainer)
             place = Path(cell.name) / f"seed_{seed}"
             own = [*sweep.options.items(), *cell.options]
             options = [
@@ -121,7 +120,11 @@ def begin(sweep: Sweep, *, out: Path) -> None:
             "trainer": sweep.trainer,
             "program": sweep.program,
             "options": dict(sweep.options),
-            "cells": {cell.name: dict(cell.options) for cell in sweep.cells},
+            "cells": {
+                cell.name: dict(cell.options)
+                | ({} if cell.trainer is None else {TRAINER: cell.trainer})
+                for cell in sweep.cells
+            },
         }
     )
     if path.exists():

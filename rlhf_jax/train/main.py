@@ -6,17 +6,18 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.train.trainers import TRAINERS, trainer
+from rlhf_jax.train.trainers import TRAINERS, outside, trainer
 
 EVALUATE = {
     "evaluate": "A policy and its reference on held-out prompts, with intervals."
+}
+PLAN = {
+    "plan": "Whether a run fits TPUs or GPUs that are not there, and how fast it is."
 }
 SWEEP = {"sweep": "Many runs as one question: a grid, seeds, and claims answered."}
 REPORT = {"report": "Runs on one page: curves, tokens by KL, and hacked rewards."}
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
-    "memory": "What PPO on a model takes of a device's memory.",
-    "plan": "Whether a job fits TPUs or GPUs that are not there, and how fast it is.",
     "kl": "The KL of a text between two models, token by token.",
 }
 
@@ -35,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             from rlhf_jax.train import queries
 
             queries.command(argv)
+        elif name in PLAN:
+            from rlhf_jax.train.plan.command import command
+
+            command(options)
         elif name in EVALUATE:
             from rlhf_jax.train import evaluate
 
@@ -47,8 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             from rlhf_jax.train import report
 
             report.command(options)
+        elif name in (others := outside()):
+            others[name].load()(options)
         else:
-            known = ", ".join((*TRAINERS, *EVALUATE, *SWEEP, *REPORT, *QUERIES))
+            own = (*TRAINERS, *EVALUATE, *SWEEP, *REPORT, *PLAN, *QUERIES)
+            known = ", ".join((*own, *others))
             raise InputError(f"expected one of the commands {known}, got {name!r}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -61,8 +69,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def usage() -> str:
     """All commands, on one screen."""
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
-    titled = {"Train": TRAINERS, "Compare": EVALUATE | SWEEP | REPORT, "Ask": QUERIES}
+    titled = {
+        "Train": {name: each.says for name, each in TRAINERS.items()},
+        "Compare": EVALUATE | SWEEP | REPORT,
+        "Ask": PLAN | QUERIES,
+        "Of other packages": {name: each.value for name, each in outside().items()},
+    }
     for title, commands in titled.items():
+        if not commands:
+            continue
         lines += ["", f"{title}:", *(f"  {k:13} {v}" for k, v in commands.items())]
     return "\n".join(lines)
 

@@ -8,10 +8,9 @@ host work begins: two integers per response, and the order.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -23,68 +22,11 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.data.layouts.sizes import WIDTHS, best_form
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice
 from rlhf_jax.models.packing import SizedPacking
-from rlhf_jax.train.start import StartConfig
+from rlhf_jax.train.config.batch import Packing
 
 Array = jax.Array
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedConfig(StartConfig):
-    """Options of rows and micro-batches by tokens."""
-
-    packing: Literal["off", "auto"] = "off"
-    """Whether models read several responses in one row; auto packs each batch whose
-    lengths make that less work."""
-    packing_width: int | None = None
-    """Tokens of a packed row, at least those of the longest prompt and response; None
-    is 1 to 2 padded rows, whichever packs the first responses into fewest tokens."""
-    max_tokens_per_device: int | None = None
-    """Tokens of packed rows in one forward and backward pass on each device; None is
-    --micro-batch-size rows, or a whole minibatch."""
-
-    def check_packing(self, *, max_new_tokens: int, mesh: MeshShape) -> None:
-        """Raises InputError for options that do not fit together, or not the mesh."""
-        if self.packing != "off" and mesh.context > 1:
-            raise InputError(
-                f"--packing {self.packing}: expected --packing off on a mesh with a "
-                f"context axis, got {mesh}, as a head reads packed states from any "
-                f"column; leave one of the two out"
-            )
-        for option, value in (
-            ("--packing-width", self.packing_width),
-            ("--max-tokens-per-device", self.max_tokens_per_device),
-        ):
-            if value is None:
-                continue
-            if self.packing == "off":
-                raise InputError(
-                    f"{option}: expected --packing auto with it, got {value} with "
-                    f"padded rows; pack them, or leave it out"
-                )
-            least = max_new_tokens + 1
-            if option == "--max-tokens-per-device" and self.packing_width is not None:
-                least = max(least, self.packing_width)
-            if value < least:
-                raise InputError(
-                    f"{option}: expected at least {least} tokens, which the longest "
-                    f"packed row has (--max-new-tokens is {max_new_tokens}), got "
-                    f"{value}; raise it, or lower --max-new-tokens"
-                )
-
-    def room(self, room: int, *, max_new_tokens: int) -> tuple[int, str]:
-        """Tokens that a prompt may have, and for errors how it may have more.
-
-        Args:
-          room: tokens that the model has for it.
-        """
-        if self.packing_width is None or self.packing_width - max_new_tokens >= room:
-            return room, "lower --max-new-tokens"
-        more = "raise --packing-width or lower --max-new-tokens"
-        return self.packing_width - max_new_tokens, more
 
 
 class _Lengths:
@@ -92,7 +34,7 @@ class _Lengths:
 
     def __init__(
         self,
-        options: PackedConfig,
+        options: Packing,
         *,
         recipe: PolicyGradient,
         rows: int,
@@ -121,8 +63,9 @@ class _Lengths:
           columns: S, of the padded rows.
           max_tokens: that a wider row than padded ones may not exceed.
         """
-        if self._options.packing_width is not None:
-            return [self._options.packing_width]
+        assert self._options is not None  # of a run that packs
+        if self._options.width is not None:
+            return [self._options.width]
         widths = [int(share * columns) for share in WIDTHS]
         return widths[:1] + [
             width for width in widths[1:] if max_tokens is None or width <= max_tokens
@@ -143,7 +86,7 @@ class RolloutPacker(_Lengths):
           InputError: a text is longer than a packed row, or a packed row than the
             tokens that a device may hold.
         """
-        if self._options.packing == "off":
+        if self._options is None:
             return None
         lengths, order = processes.whole((self._spans(rollout), self._order(key)))
         columns = rollout.tokens.shape[1]
@@ -168,10 +111,11 @@ class RolloutPacker(_Lengths):
     def _forms(self, columns: int) -> list[Form]:
         """By the widths to choose from, in a run whose first rollout has S columns."""
         recipe, options = self._recipe, self._options
+        assert options is not None  # of a run that packs
         columns = columns if self._columns is None else self._columns
         max_tokens = options.max_tokens_per_device
         if max_tokens is None and recipe.micro_batch_size is not None:
-            row = columns if options.packing_width is None else options.packing_width
+            row = columns if options.width is None else options.width
             max_tokens = row * max(1, recipe.micro_batch_size // self._devices)
         return [
             Form(
@@ -181,7 +125,7 @@ class RolloutPacker(_Lengths):
                 width=width,
                 columns=columns,
                 devices=self._devices,
-                after_stop=recipe.values_the_end,
+                after_stop=recipe.critic is not None and recipe.critic.after_stop,
                 max_tokens=max_tokens,
                 may_pad=options.max_tokens_per_device is None,
                 group_size=recipe.rows_per_prompt if self._shares(width) else 1,
@@ -208,7 +152,7 @@ class EndPacker(_Lengths):
         Raises:
           InputError: a text is longer than a packed row.
         """
-        if self._options.packing == "off":
+        if self._options is None:
             return None
         lengths = processes.whole(self._spans(rollout))
         columns = rollout.tokens.shape[1]

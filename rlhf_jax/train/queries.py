@@ -1,4 +1,4 @@
-"""What `rlhf-jax` answers without training: verify, memory, plan and kl."""
+"""What `rlhf-jax` answers without training: verify and kl."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Annotated
 
 import tyro
 
-import rlhf_jax.planning.memory
-import rlhf_jax.planning.plan
-import rlhf_jax.planning.plan_options
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.inspection import token_kl
-from rlhf_jax.planning import run_shape
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 from rlhf_jax.runs import report
 from rlhf_jax.runs.snapshots import files, proof
@@ -67,22 +63,6 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
         print(f"{len(rows)} verified, none moved")
 
 
-def memory(options: Annotated[run_shape.Options, tyro.conf.arg(name="")]) -> None:
-    """What PPO on a model will take of a device's memory, before anything is run."""
-    if options.topology is None:
-        processes.check_platform()
-    rlhf_jax.planning.memory.run(options)
-
-
-def plan(
-    options: Annotated[rlhf_jax.planning.plan_options.Options, tyro.conf.arg(name="")],
-) -> None:
-    """Whether a job fits TPUs or GPUs that are not there, and how fast it can be."""
-    if options.topology is None:
-        processes.check_platform()
-    rlhf_jax.planning.plan.run(options)
-
-
 def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
     """KL of a text between two models, token by token, on the terminal or as HTML."""
     processes.check_platform()
@@ -90,9 +70,9 @@ def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
 
 
 def command(argv: Sequence[str]) -> None:
-    """Answers one of them: "verify", "memory", "plan" or "kl", with its options."""
+    """Answers one of them: "verify" or "kl", with its options."""
     tyro.extras.subcommand_cli_from_dict(
-        {"verify": verify, "memory": memory, "plan": plan, "kl": kl},
+        {"verify": verify, "kl": kl},
         prog="rlhf-jax",
         description=__doc__,
         args=argv,

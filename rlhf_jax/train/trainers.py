@@ -1,59 +1,62 @@
-"""The trainers by the names of their commands."""
+"""The trainers by the names of their commands: one row each."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from importlib import metadata
+from typing import Any, NamedTuple
+
+ENTRY_POINTS = "rlhf_jax.commands"
+
+
+class Trainer(NamedTuple):
+    """A command that trains."""
+
+    module: str  # with `command`, of a command line
+    says: str  # on one line
+
 
 TRAINERS = {
-    "sft": "Supervised fine-tuning on your own texts.",
-    "reward-model": "A reward model from your own preference pairs.",
-    "ppo": "PPO on your own model, prompts and reward.",
-    "grpo": "GRPO or RLOO on your own model, with a verifier.",
-    "reinforce": "REINFORCE++ on your own model, with a verifier.",
-    "dpo": "DPO from your own preference pairs, without a reward model.",
-    "distill": "A student learns a teacher's distributions on its own samples.",
-    "online-dpo": "DPO on pairs of the model's own samples, with a verifier.",
-    "nash-md": "Nash-MD against a mixture with the reference, with a verifier.",
+    "sft": Trainer(
+        "rlhf_jax.train.supervised.sft", "Supervised fine-tuning on your own texts."
+    ),
+    "reward-model": Trainer(
+        "rlhf_jax.train.supervised.reward_model",
+        "A reward model from your own preference pairs.",
+    ),
+    "ppo": Trainer("rlhf_jax.train.methods.ppo", "PPO: a critic, and a clipped loss."),
+    "grpo": Trainer(
+        "rlhf_jax.train.methods.grpo", "GRPO and RLOO: groups, and no critic."
+    ),
+    "reinforce": Trainer(
+        "rlhf_jax.train.methods.reinforce", "REINFORCE++: rewards to go, whitened."
+    ),
+    "dpo": Trainer(
+        "rlhf_jax.train.supervised.dpo",
+        "DPO from preference pairs, without a reward model.",
+    ),
+    "distill": Trainer(
+        "rlhf_jax.train.methods.distill",
+        "A student learns a teacher on its own samples.",
+    ),
+    "online-dpo": Trainer(
+        "rlhf_jax.train.methods.online_dpo", "DPO on pairs of the policy's own samples."
+    ),
+    "nash-md": Trainer(
+        "rlhf_jax.train.methods.nash_md",
+        "Nash-MD against a mixture with the reference.",
+    ),
 }
 
 
+def outside() -> dict[str, metadata.EntryPoint]:
+    """Commands of other packages: entry points of the group `rlhf_jax.commands`.
+
+    Each names a function of a command line, as `my_package.my_method:command`.
+    """
+    return {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
+
+
 def trainer(name: str) -> Any:
-    """The module of a trainer, with its `Config` and `command`; no other is loaded."""
-    match name:
-        case "sft":
-            from rlhf_jax.train import sft
-
-            return sft
-        case "reward-model":
-            from rlhf_jax.train import reward_model
-
-            return reward_model
-        case "ppo":
-            from rlhf_jax.train import ppo
-
-            return ppo
-        case "grpo":
-            from rlhf_jax.train import grpo
-
-            return grpo
-        case "reinforce":
-            from rlhf_jax.train import reinforce
-
-            return reinforce
-        case "dpo":
-            from rlhf_jax.train import dpo
-
-            return dpo
-        case "distill":
-            from rlhf_jax.train import distill
-
-            return distill
-        case "online-dpo":
-            from rlhf_jax.train import online_dpo
-
-            return online_dpo
-        case "nash-md":
-            from rlhf_jax.train import nash_md
-
-            return nash_md
-    raise AssertionError(name)  # of TRAINERS
+    """The module of a trainer, with its `command`; no other is loaded."""
+    return importlib.import_module(TRAINERS[name].module)

@@ -14,11 +14,11 @@ leaves the others as they are. Its own score is 0, or the run stops, as configur
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.functional.checks import StopError
@@ -27,11 +27,11 @@ from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import Row, Texts
 from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
 from rlhf_jax.roles.rewards.verifiers import Verifier
-from rlhf_jax.verification import processes, worker
-from rlhf_jax.verification.processes import OnFailure
+from rlhf_jax.verification import failures, user_objects, worker
+from rlhf_jax.verification.failures import Failure
+from rlhf_jax.verification.user_objects import OnFailure
 from rlhf_jax.verification.worker import Answer
-
-OF = "that verify"  # whose processes they are, for messages
+from rlhf_jax.verification.workers import Ended, Workers
 
 
 class VerifierPool:
@@ -47,7 +47,7 @@ class VerifierPool:
         *,
         num_workers: int | None = None,
         timeout: float = 10.0,
-        on_failure: OnFailure = "zero",
+        on_failure: OnFailure = "leave_out",
     ) -> None:
         """A pool that is not started yet.
 
@@ -56,24 +56,28 @@ class VerifierPool:
             class at the top of a module that can be imported.
           num_workers: processes; None is one a processor.
           timeout: seconds a response, without what it takes to import the verifier.
-          on_failure: a response that could not be verified scores 0, with a warning
-            that names the first such prompt of a batch; or stops the run.
+          on_failure: a response that could not be verified is left out of all that
+            is learned ("leave_out", `Scores.left_out`) or scores 0 ("zero"), with a
+            warning per kind of failure that names the first such prompt of a batch; or
+            stops the run.
 
         Raises:
           InputError: the verifier cannot be sent to another process, or a number is
             not one to choose.
         """
-        processes.check_options(timeout=timeout, on_failure=on_failure)
+        user_objects.check_options(timeout=timeout, on_failure=on_failure)
         self.timeout, self.on_failure = timeout, on_failure
-        self._pickled = processes.pickled(verifier, kind="verifier")
-        self._pool = processes.start(self._pickled, num_workers=num_workers)
+        self._workers = Workers(
+            user_objects.pickled(verifier, kind="verifier"),
+            of="that verify",
+            num_workers=num_workers,
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._pool.stop()
-        self._pool.join()
+        self._workers.close()
 
     def reward(
         self,
@@ -96,16 +100,10 @@ class VerifierPool:
         """Starts on a batch of texts and returns at once.
 
         Raises:
-          StopError: the processes were killed between two batches.
+          StopError: a row cannot be sent to a process, or none starts.
         """
         futures = [
-            processes.schedule(
-                self._pool,
-                worker.verify,
-                args=(self._pickled, *one),
-                timeout=self.timeout,
-                of=OF,
-            )
+            self._workers.submit(worker.verify, *one, timeout=self.timeout)
             for one in zip(*texts.lists, strict=True)
         ]
         return Pending(self, texts, futures)
@@ -148,7 +146,8 @@ class Pending:
 
         Returns:
           total f32[B]; parts f32[B], 1 where true: `failed`, the response could not be
-          verified, and `timed_out`, for it took too long.
+          verified, and `timed_out`, for it took too long; left_out bool[B], those
+          that failed, where they are to be left out.
 
         Raises:
           StopError: one could not be verified, and the pool is to stop then; names the
@@ -167,33 +166,37 @@ class Pending:
                     waiting.cancel()
                 raise StopError(
                     f"the verifier {answer.why} for {self._show(place)}; mend it, or "
-                    f"let such a response score 0 (on_failure='zero')"
+                    f"let such a response be left out (on_failure='leave_out')"
                 )
             answers.append(answer)
-        failed = [place for place, answer in enumerate(answers) if answer.why]
-        if failed:
-            print(
-                f"warning: {len(failed)} of {len(answers)} responses could not be "
-                f"verified and score 0; the verifier {answers[failed[0]].why} for "
-                f"{self._show(failed[0])}",
-                file=sys.stderr,
-            )
+        become = "score 0"
+        if self.pool.on_failure == "leave_out":
+            become = "are left out"
+        failures.warn(
+            [
+                Failure(answer.why, self._show(place))
+                for place, answer in enumerate(answers)
+                if answer.why
+            ],
+            num_rows=len(answers),
+            rows=f"responses could not be verified and {become}",
+            of="verifier",
+        )
         return Scores(
             total=_floats(answer.score for answer in answers),
             parts={
                 "failed": _floats(bool(answer.why) for answer in answers),
                 "timed_out": _floats(answer.timed_out for answer in answers),
             },
+            left_out=jnp.asarray([bool(answer.why) for answer in answers])
+            if self.pool.on_failure == "leave_out"
+            else None,
         )
 
     def _answer(self, future: Future[Answer]) -> Answer:
         try:
             return future.result()
-        except Exception as error:
-            ended = processes.ended(error, timeout=self.pool.timeout)
-            if ended is None:
-                # Not the verifier's: the pool itself, or a row that cannot be sent.
-                raise processes.broken(error, of=OF) from error
+        except Ended as ended:
             return Answer(0.0, ended.why, timed_out=ended.timed_out)
 
     def _show(self, place: int) -> str:

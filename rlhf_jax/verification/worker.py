@@ -1,15 +1,14 @@
-"""What a process that verifies runs, and how it is started: without JAX.
+"""What a worker process runs: calls of one object, one at a time or several.
 
-`processes` makes pools of them, for verifiers (`pool`) and for environments. They are
-spawned, never forked: this process has the threads of JAX, and a copy of it could wait
-for ever for a lock that one of them held. And they import the module of what they call
-alone, not the script that was started: that would load JAX, and its models' libraries,
-once a worker.
+`workers` starts them, for verifiers (`pool`), environments and samplers. This module
+loads no JAX.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import enum
 import functools
 import math
 import multiprocessing
@@ -17,19 +16,25 @@ import os
 import pickle
 import signal
 import struct
-import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.context import SpawnContext, SpawnProcess
+from collections.abc import Awaitable, Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
-QUIETLY = (
-    256  # in place of status 0, which `pebble` takes for an end that was asked for
-)
 GRACE_SECONDS = 2.0  # for a worker to end by itself
 Result = TypeVar("Result")
+
+
+class Kind(enum.Enum):
+    """What a worker says, with the number of a call and a value."""
+
+    READY = enum.auto()  # for calls; what is called has been imported
+    BEGUN = enum.auto()
+    RESULT = enum.auto()
+    TIMED_OUT = enum.auto()
+    ERROR = enum.auto()  # the call could not be read, or its result not be sent
 
 
 class Answer(NamedTuple):
@@ -55,14 +60,78 @@ class Failed(NamedTuple):
 _working = False
 
 
-def prepare(pickled: bytes) -> None:
+def serve(pickled: bytes, link: Connection, several: bool) -> None:
+    """Answers the calls of this worker until it is ended.
+
+    Args:
+      pickled: what is called; functions get it before their own arguments.
+      link: brings (number, pickled function and arguments, seconds).
+      several: functions are coroutine functions, and calls run beside each other.
+    """
+    _prepare(pickled)
+    try:
+        link.send((Kind.READY, 0, None))
+        if several:
+            asyncio.run(_serve_several(pickled, link))
+        while not several:
+            number, data, _ = link.recv()  # `workers` ends a call that takes too long
+            link.send((Kind.BEGUN, number, None))
+            try:
+                function, args = pickle.loads(data)
+                result = Kind.RESULT, function(pickled, *args)
+            except Exception as error:
+                result = Kind.ERROR, shown(error)
+            link.send((result[0], number, result[1]))
+    except (EOFError, OSError):
+        pass  # the parent has no use for it any more
+    os._exit(1)
+
+
+async def _serve_several(pickled: bytes, link: Connection) -> None:
+    """Until SIGTERM; coroutines that are under way then are cancelled."""
+    loop, tasks = asyncio.get_running_loop(), dict[int, asyncio.Task[None]]()
+
+    async def answer(number: int, data: bytes, seconds: float) -> None:
+        link.send((Kind.BEGUN, number, None))
+        try:
+            function, args = pickle.loads(data)
+            async with asyncio.timeout(seconds):
+                result = Kind.RESULT, await function(pickled, *args)
+        except TimeoutError:
+            result = Kind.TIMED_OUT, None
+        except Exception as error:
+            result = Kind.ERROR, shown(error)
+        with contextlib.suppress(OSError):  # the parent has ended the link
+            link.send((result[0], number, result[1]))
+
+    def begin(number: int, data: bytes | None, seconds: float) -> None:
+        if data is None:  # cancelled
+            if number in tasks:
+                tasks[number].cancel()
+            return
+        tasks[number] = loop.create_task(answer(number, data, seconds))
+        tasks[number].add_done_callback(lambda _: tasks.pop(number))
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                loop.call_soon_threadsafe(begin, *link.recv())
+
+    ends = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, ends.set)
+    threading.Thread(target=receive, daemon=True).start()
+    await ends.wait()
+
+
+def _prepare(pickled: bytes) -> None:
     """Before a worker's first call: imports what is called, outside its time limit.
 
     From here on the worker ends with its parent, however that ends.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGTERM, _terminate)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(BaseException):  # told with the first call
+    with contextlib.suppress(BaseException):  # reported by the first call
         _loaded(pickled)
 
 
@@ -86,6 +155,23 @@ def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
         return Failed(f"raised {shown(error)}")
     finally:
         _working = False
+
+
+async def call_several(
+    pickled: bytes, use: Callable[[Any], Awaitable[Result]]
+) -> Result | Failed:
+    """`call` of a coroutine function, beside others."""
+    try:
+        loaded = _loaded(pickled)
+    except (Exception, SystemExit) as error:
+        return Failed(f"could not be imported: {shown(error)}", imported=False)
+    try:
+        return await use(loaded)
+    except BaseException as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # it is too late, or the caller has no use for it
+        return Failed(f"raised {shown(error)}")
 
 
 def verify(
@@ -145,39 +231,3 @@ def _end_with_parent() -> None:
 @functools.lru_cache(maxsize=1)
 def _loaded(pickled: bytes) -> Any:
     return pickle.loads(pickled)
-
-
-class Worker(SpawnProcess):
-    """A spawned process that does not import the script that was started."""
-
-    def start(self) -> None:
-        """As ever, but for that."""
-        with _without_a_script():
-            super().start()
-
-    @property
-    def exitcode(self) -> int | None:
-        """As ever, but `QUIETLY` for 0: no worker is asked to end by itself."""
-        code = super().exitcode
-        return QUIETLY if code == 0 else code
-
-
-class Context(SpawnContext):
-    """How `pebble` is to start processes."""
-
-    Process = Worker
-
-
-_STARTING = threading.Lock()
-
-
-@contextlib.contextmanager
-def _without_a_script() -> Iterator[None]:
-    # `multiprocessing` tells a process what to import by looking here.
-    with _STARTING:
-        script = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = script

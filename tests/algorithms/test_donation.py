@@ -32,6 +32,7 @@ from rlhf_jax import (
 from rlhf_jax.algorithms import optimizers, reward_model
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
 
 MODEL, ROWS, SIZE = toys.GPT2, 16, 9
@@ -88,7 +89,9 @@ def with_critic(policy=PARAMS, *, value=critic.from_policy):
             critic=value(trunk, model=MODEL),
             policy_optimizer=OPTIMIZER,
             critic_optimizer=OPTIMIZER,
-            kl=kl_control.adaptive(0.1, target=6.0, unit="response", horizon=100),
+            kl=kl_control.Adaptive(target=6.0, unit="response", horizon=100).controller(
+                0.1
+            ),
         ),
         *(policy, PARAMS),
     )
@@ -137,7 +140,7 @@ def ppo_iteration():
         return ppo.iteration(
             state,
             prompts=prompts,
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
             key=key,
             reward=lambda answered: answered.response_mask.sum(1).astype(jnp.float32),
             recipe=ppo.PPO(**PPO),

@@ -11,6 +11,7 @@ import pytest
 import toys
 
 from rlhf_jax import kl_control, masked, ppo, state
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 POLICY = toys.params()
@@ -30,9 +31,9 @@ SCORES = jnp.asarray([1.0, -1.0, 0.5, 2.0])
 traced = []  # (whether of THIRD, whether with a reference)
 
 
-def counted(*args, recipe, reference, **options):
-    traced.append((recipe is THIRD, reference is not None))
-    return ppo.learn(*args, recipe=recipe, reference=reference, **options)
+def counted(*args, recipe, frozen, **options):
+    traced.append((recipe is THIRD, frozen.reference is not None))
+    return ppo.learn(*args, recipe=recipe, frozen=frozen, **options)
 
 
 learn = toys.jit(counted, static_argnames=("recipe",))
@@ -60,7 +61,7 @@ def step():
             begin(controller),
             rollout=rollout,
             scores=SCORES,
-            reference=reference if with_reference else None,
+            frozen=FrozenModels(reference=reference if with_reference else None),
             key=jax.random.key(9),
             recipe=settings,
         )
@@ -99,7 +100,9 @@ def test_a_step_between_is_one_without_a_penalty(step):
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_adaptive_coefficient_moves_where_a_kl_was_seen(step):
-    controller = kl_control.adaptive(0.3, target=0.8, unit="response", horizon=40)
+    controller = kl_control.Adaptive(
+        target=0.8, unit="response", horizon=40
+    ).controller(0.3)
     settings = dataclasses.replace(THIRD)  # traced beside those that are counted
     after, stats, _ = step(controller, settings, with_reference=True)
     seen = float(masked.mean_stats(stats)["objective/kl"])
@@ -134,7 +137,7 @@ def test_two_programs_serve_every_step():
             current,
             rollout=rollout,
             scores=SCORES,
-            reference=reference if takes_kl else None,
+            frozen=FrozenModels(reference=reference if takes_kl else None),
             key=jax.random.fold_in(jax.random.key(9), number),
             recipe=THIRD,
         )

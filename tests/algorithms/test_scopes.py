@@ -14,6 +14,7 @@ from rlhf_jax.algorithms import dpo, ppo, state
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional.kl import control
 from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.runs.profile import trace
 
 ROWS = 4
@@ -71,7 +72,7 @@ def test_an_iteration_has_every_scope():
         return ppo.iteration(
             train,
             prompts=prompts,
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
             reward=rewards.from_model(scorer, model=toys.GPT2),
             key=key,
             recipe=algorithm(),
@@ -99,7 +100,7 @@ def test_exact_kl_is_of_the_reference(placement):
             train,
             rollout=rollout,
             scores=scores,
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
             key=key,
             recipe=algorithm(penalty=penalty),
         )

@@ -14,7 +14,7 @@ import toy_files
 import transformers
 from test_trainers import TOY_PPO, play
 
-import rlhf_jax.train.sft
+import rlhf_jax.train.supervised.sft
 from rlhf_jax import config, sft
 from rlhf_jax.data import batches, encoding, files, packing, tokenization
 from rlhf_jax.data.examples import Example, Pair
@@ -23,7 +23,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards import transcripts
 from rlhf_jax.roles.rewards.text import read
 from rlhf_jax.runs import metrics
-from rlhf_jax.train import ppo
+from rlhf_jax.train.methods import ppo
 
 CHATML = (  # as Qwen's
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind."
@@ -468,7 +468,13 @@ def tuned(tmp_path_factory):
     )
     turns = [{"messages": [user(q), assistant(a)]} for q, a in TURNS.items()]
     summary = play(
-        *(rlhf_jax.train.sft, folder / "run", "--model", model, "--row-width=24"),
+        *(
+            rlhf_jax.train.supervised.sft,
+            folder / "run",
+            "--model",
+            model,
+            "--row-width=24",
+        ),
         *("--data", toy_files.jsonl(folder / "data.jsonl", *turns * 8)),
         *("--batch-size=4", "--micro-batch-size=2", "--num-steps=100"),
         "--held-out-by=row",  # there are two prompts

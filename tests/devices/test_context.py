@@ -1,7 +1,6 @@
 """Rows whose columns are shared by devices give the numbers of one device."""
 
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,9 @@ from rlhf_jax.devices import placement, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import context, engine_choice
-from rlhf_jax.planning import plan_options, run_shape
 from rlhf_jax.roles import critic, policy, rewards
-from rlhf_jax.train import grpo as grpo_trainer
+from rlhf_jax.runs import command_line
+from rlhf_jax.train.methods import grpo
 
 LLAMA = config.llama(
     vocab_size=50,
@@ -162,33 +161,24 @@ def test_columns_are_balanced():
     assert (np.diff(columns, axis=1) > 0).all()
 
 
-def test_what_cannot_share_columns_is_refused():
+def test_what_cannot_share_columns_is_refused(capsys):
     assert str(MeshShape.parse("fsdp=2,context=4")).endswith("context=4")
     sampler = placement.Place.parse("data=2,context=4")
     for make in (placement.SamplerPlacement, placement.Placement):
         with pytest.raises(InputError, match="no columns to share"):
             make(sampler=sampler)
-    for asked, told in (
-        ({"sampler_mesh": MeshShape(context=4)}, "no columns to share"),
-        (
-            {"attention": "cudnn", "dtype": "bfloat16"},
-            "expected attention xla, blockwise or splash",
-        ),
-    ):
-        with pytest.raises(InputError, match=told):
-            run_shape.model_of(plan_options.Options(mesh=MeshShape(context=4), **asked))
     with pytest.raises(InputError, match="expected attention xla, blockwise or splash"):
         engine_choice.refuse_context("cudnn")
     engine_choice.refuse_context("auto")
-    with pytest.raises(InputError, match="--packing off on a mesh with a context axis"):
-        grpo_trainer.Config(
-            data="d",
-            held_out="h",
-            model="m",
-            out=pathlib.Path("o"),
-            packing="auto",
-            placement=placement.SamplerPlacement(policy=MeshShape(context=4)),
+    words = ("--out=o", "--model=m", "--prompts=p", "--verifier=exact")
+    with pytest.raises(SystemExit):
+        command_line.parse(
+            grpo.Config,
+            description="",
+            argv=[*words, "--packing=auto", "--placement.policy=context=4"],
         )
+    message = "--packing: expected none with --placement.policy context=N"
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def test_auto_leaves_an_engine_that_has_no_context_axis():

@@ -13,7 +13,6 @@ import places
 import pytest
 
 from rlhf_jax import decoder
-from rlhf_jax.planning import run_shape
 from rlhf_jax.roles.reference import storage
 
 pytestmark = [
@@ -56,7 +55,7 @@ def peak(memory):
 
 @pytest.mark.parametrize("way", ["host", "host-int8"])
 def test_a_reference_on_the_host_is_a_host_argument(found, params, way):
-    freeze = functools.partial(storage.store, **run_shape.WAYS[way])
+    freeze = functools.partial(storage.store, **storage.WAYS[way])
     size = storage.nbytes(jax.eval_shape(freeze, params))
     assert size <= found[way]["host_argument"] <= 1.02 * size  # rows of a tile
     assert found[way]["argument"] <= found["none"]["argument"] + 2**14

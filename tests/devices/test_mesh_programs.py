@@ -29,6 +29,7 @@ from rlhf_jax.data import packing
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 MODEL = config.llama(
@@ -89,7 +90,7 @@ def run_dpo(place, rows):
     return toys.jit(functools.partial(dpo.update, dpo=algorithm))(
         supervised(place),
         batch=rows(packed),
-        reference=place(toys.freeze(REFERENCE)),
+        frozen=FrozenModels(reference=place(toys.freeze(REFERENCE))),
     )
 
 
@@ -111,7 +112,7 @@ def run_grpo(place, rows):
     after, stats, _ = toys.jit(functools.partial(grpo.iteration, recipe=algorithm))(
         place(train),
         prompts=rows(grouped),
-        reference=place(toys.freeze(REFERENCE)),
+        frozen=FrozenModels(reference=place(toys.freeze(REFERENCE))),
         reward=rewards.from_model(place(toys.freeze(scorer)), model=MODEL),
         key=KEY,
     )
@@ -183,7 +184,7 @@ def iterate(train, *, prompts, reference, reference_mesh=None):
         train,
         rollout=answered,
         scores=scores,
-        reference=None,
+        frozen=NO_MODELS,
         ref_logprobs=ref_logprobs,
         key=KEY,
     )
@@ -193,7 +194,9 @@ def iterate(train, *, prompts, reference, reference_mesh=None):
 @pytest.fixture(scope="module")
 def plain():
     return iterate(
-        fresh(), prompts=toys.prompts(LENGTHS), reference=toys.freeze(REFERENCE)
+        fresh(),
+        prompts=toys.prompts(LENGTHS),
+        frozen=FrozenModels(reference=toys.freeze(REFERENCE)),
     )
 
 
@@ -213,7 +216,7 @@ def test_a_reference_by_rules_of_its_own(plain):
         found = iterate(
             sharding.place(fresh()),
             prompts=row_sharding.put_rows(toys.prompts(LENGTHS)),
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
         )
     check_equal(found, plain)
 
@@ -227,7 +230,7 @@ def test_a_reference_on_devices_of_its_own(plain):
         found = iterate(
             sharding.place(fresh()),
             prompts=row_sharding.put_rows(toys.prompts(LENGTHS)),
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
             reference_mesh=own,
         )
     held = {d for leaf in jax.tree.leaves(reference) for d in leaf.devices()}

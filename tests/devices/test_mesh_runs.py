@@ -14,13 +14,15 @@ import pytest
 import toy_files
 from safetensors.numpy import load_file
 
-import rlhf_jax.train.ppo
+import rlhf_jax.train.methods.ppo
 from rlhf_jax import hf, masked, ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.files import read_prompts
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import dpo, grpo, reward_model, sft
+from rlhf_jax.train.methods import grpo
+from rlhf_jax.train.supervised import dpo, reward_model, sft
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 3
@@ -42,7 +44,7 @@ MESH = "--placement.policy=data=2,fsdp=2,tensor=2"
 PPO = (
     *("--batch-size=8", "--max-new-tokens=4", "--num-minibatches=2", "--num-epochs=1"),
     *(f"--num-steps={STEPS}", "--sample-every=1", "--kl-coef=0.1"),
-    *("--policy-learning-rate=1e-2", "--critic-learning-rate=1e-2"),
+    *("--learning-rate=1e-2", "--critic.learning-rate=1e-2"),
 )
 
 
@@ -71,13 +73,13 @@ def play(experiment, out, files, *argv):
     sys.modules.pop("mesh_rewards", None)  # it counts its calls
     words = ("--out", out, "--no-progress", *argv)
     words = [str(word).replace("FILES", str(files)) for word in words]
-    command_line.main(experiment.main, experiment.Config, description="", argv=words)
+    experiment.command(words)
     return out
 
 
 def run_ppo(out, files, *argv, reward=("--reward=mesh_rewards:score",)):
     source = ("--model=FILES/model", "--prompts=FILES/prompts.jsonl")
-    return play(rlhf_jax.train.ppo, out, files, *source, *reward, *PPO, *argv)
+    return play(rlhf_jax.train.methods.ppo, out, files, *source, *reward, *PPO, *argv)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,9 @@ def assert_same(found, expected, *, extra=frozenset(), close=1e-4):
     for got, wanted in zip(a, b, strict=True):
         for name, value in wanted.items():
             if isinstance(value, float):
-                assert got[name] == pytest.approx(value, rel=close, abs=close / 5), name
+                # Scores in standard deviations are of rounding alone.
+                near = 1e-2 if name.endswith("_z") else close / 5
+                assert got[name] == pytest.approx(value, rel=close, abs=near), name
     for file in sorted(expected.glob("model/*.safetensors")):
         model = load_file(found / "model" / file.name)
         for name, tensor in load_file(file).items():
@@ -160,11 +164,11 @@ def test_ppo_with_a_critic_elsewhere(files, alone, tmp_path):
 def test_a_critic_elsewhere_in_other_ways(files, way, tmp_path):
     argv = {
         "a reward model starts the critic": (
-            *("--reward-model=FILES/scorer", "--critic-from=reward_model"),
+            *("--reward-model=FILES/scorer", "--critic.start=reward_model"),
             "--placement.reward=last",
         ),
         "adapters": (
-            *("--reward=mesh_rewards:score", "--lora.rank=2"),
+            *("--reward=mesh_rewards:score", "--lora=2"),
             "--reference-storage.dtype=int8",
         ),
     }[way]
@@ -175,7 +179,7 @@ def test_a_critic_elsewhere_in_other_ways(files, way, tmp_path):
     assert_same(found, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra)
 
 
-PACKED = ("--packing=auto", "--max-tokens-per-device=8")
+PACKED = ("--packing=auto,max_tokens_per_device=8",)
 
 
 def test_packed_rows_on_a_mesh(files, alone, tmp_path):
@@ -201,14 +205,14 @@ def one_step_behind(files):
     """Every rollout drawn by the policy before the update, on one device, by hand."""
     argv = ["--out=none", f"--model={files}/model", f"--prompts={files}/prompts.jsonl"]
     options = command_line.parse(
-        rlhf_jax.train.ppo.Config,
+        rlhf_jax.train.methods.ppo.Config,
         description="",
         argv=[*argv, "--reward=mesh_rewards:score", *PPO],
     )
     policy = pretrained.load(options.model)
-    models = rlhf_jax.train.ppo.models.make_models(options, policy)
+    models = rlhf_jax.train.methods.ppo.models.make_models(options, policy)
     rows = read_prompts(options.prompts)
-    rows, tokens = rlhf_jax.train.ppo.prompts.encode_prompts(
+    rows, tokens = rlhf_jax.train.methods.ppo.prompts.encode_prompts(
         options, rows, policy=policy, context=policy.model.max_positions
     )
     prompts = batches.prompt_batches(tokens, batch_size=8, seed=0, pad_id=policy.pad_id)
@@ -231,7 +235,7 @@ def one_step_behind(files):
             state,
             rollout=rollout,
             scores=reward(rollout),
-            reference=models.reference,
+            frozen=FrozenModels(reference=models.reference),
             key=step_key,
         )
         found.append(masked.mean_stats(stats))
@@ -288,14 +292,13 @@ WAYS = {
     "a reward model of its own devices": (
         *("--reward-model=FILES/scorer", "--placement.reward=last:data=4"),
     ),
-    "adapters": ("--reward=mesh_rewards:score", "--lora.rank=2"),
+    "adapters": ("--reward=mesh_rewards:score", "--lora=2"),
     "exact KL": (
         *("--reward=mesh_rewards:score", "--penalty.value-estimator=exact"),
         "--penalty.placement=both",
     ),
     "a reference that moves": (
-        *("--reward=mesh_rewards:score", "--lifecycle.mix-every=2"),
-        "--lifecycle.mix-rate=0.5",
+        *("--reward=mesh_rewards:score", "--lifecycle.move=mix,every=2,rate=0.5"),
     ),
 }
 
@@ -325,7 +328,7 @@ OTHERS = {
     ),
     "reward model": (
         *(reward_model, "--model=FILES/model", "--data=FILES/pairs.jsonl", *TRAINED),
-        *("--max-new-tokens=4", "--num-samples=8"),
+        "--normalise=samples,num_samples=8,max_new_tokens=4",
     ),
     "dpo": (
         *(dpo, "--model=FILES/model", "--data=FILES/pairs.jsonl", *TRAINED),
@@ -377,12 +380,12 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
                 "--placement.sampler=last:data=4",
                 "--recompute-logprobs",
             ),
-            "--recompute-logprobs: expected --sampler-weight-cap with it where",
+            "expected none with --recompute-logprobs without --sampler-weight-cap, as",
         ),
         (
             ("--placement.critic=last:data=4", "--max-ratio-mean=10"),
-            "--placement.critic: max_ratio_mean: expected none where the critic is "
-            "trained",
+            "--placement.critic: expected none with --max-ratio-mean, as a guard "
+            "leaves out a step of both",
         ),
         (
             ("--placement.policy=data=8", "--placement.critic=last:data=4"),
@@ -397,7 +400,8 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
                 *("--placement.policy=data=8", "--placement.reference=data=8"),
                 "--penalty.value-estimator=exact",
             ),
-            "--placement.reference: expected policy for exact KL",
+            "exact --penalty: expected none with --placement.reference, as exact KL "
+            "needs the hidden states of both",
         ),
     ],
 )

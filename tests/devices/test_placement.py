@@ -9,7 +9,7 @@ import toys
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
-from rlhf_jax.devices import placement, sharding, table_cells
+from rlhf_jax.devices import sharding, table_cells
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.devices.placement import (
     Place,
@@ -57,9 +57,6 @@ def test_one_place_has_one_record():
     assert str(Place("last", ONE_DEVICE)) == "last"
     # On the policy's devices a mesh of one is another place than the policy's.
     assert Place.parse("data=1") != Place()
-    one = {"data": 1, "fsdp": 1, "tensor": 1}
-    old = placement.from_0_1({"mesh": one, "critic_mesh": one})["placement"]
-    assert old["critic"] == dataclasses.asdict(Place("last"))
 
 
 @pytest.mark.parametrize(
@@ -211,50 +208,3 @@ def test_the_table_shows_devices_that_are_not_neighbours():
         "none",
         "none",
     )
-
-
-OLD = {
-    "mesh": {"data": 2, "fsdp": 2, "tensor": 1},
-    "sampling_mesh": {"data": 1, "fsdp": 4, "tensor": 1},
-    "critic_mesh": None,
-    "reference_storage": {
-        "dtype": "int8",
-        "embeddings": "bfloat16",
-        "memory": "pinned_host",
-        "mesh": {"data": 1, "fsdp": 1, "tensor": 4},
-        "own_devices": True,
-    },
-    "reward_storage": {
-        "dtype": "float32",
-        "embeddings": None,
-        "memory": "cpu",
-        "mesh": None,
-        "own_devices": False,
-    },
-    "seed": 3,
-}
-
-
-def test_a_config_of_version_0_1_has_its_placement():
-    device = {"memory": "device"}
-    assert placement.from_0_1(OLD) == {
-        "reference_storage": {"dtype": "int8", "embeddings": "bfloat16"},
-        "reward_storage": {"dtype": "float32", "embeddings": None},
-        "seed": 3,
-        "placement": {
-            "policy": {"data": 2, "fsdp": 2, "tensor": 1},
-            "sampler": {"devices": "last", "mesh": OLD["sampling_mesh"], **device},
-            "critic": {"devices": "policy", "mesh": None, **device},
-            "reference": {
-                "devices": "last",
-                "memory": "pinned_host",
-                "mesh": {"data": 1, "fsdp": 1, "tensor": 4},
-            },
-            "reward": {"devices": "cpu", "mesh": None, **device},
-        },
-    }
-    assert placement.from_0_1({"mesh": OLD["mesh"]}) == {
-        "placement": {"policy": OLD["mesh"]}
-    }
-    for fields in ({"seed": 3}, {"mesh": 1, "placement": 2}):
-        assert placement.from_0_1(fields) == fields

@@ -62,7 +62,7 @@ PPO = (
     *("--model=model", "--prompts=prompts.jsonl", "--batch-size=8"),
     *("--max-new-tokens=4", "--num-minibatches=2", "--num-epochs=1", "--num-steps=6"),
     *("--sample-every=1", "--snapshot-every=2", "--kl-coef=0.1"),
-    *("--policy-learning-rate=1e-2", "--critic-learning-rate=1e-2"),
+    *("--learning-rate=1e-2", "--critic.learning-rate=1e-2"),
     "--reward=their_rewards:score",
 )
 
@@ -172,14 +172,16 @@ def test_two_processes_share_their_compiled_programs(files, tmp_path):
 OTHERS = {
     "reward-model": (
         *("--model=model", "--data=pairs.jsonl", "--batch-size=8", "--num-steps=3"),
-        *("--held-out=0.25", "--max-new-tokens=4", "--num-samples=8"),
+        "--held-out=0.25",
+        "--normalise=samples,num_samples=8,max_new_tokens=4",
     ),
     "dpo": (
         *("--model=model", "--data=pairs.jsonl", "--batch-size=8", "--num-steps=3"),
-        *("--held-out=0.25", "--learning-rate=1e-2", "--lora.rank=2"),
+        *("--held-out=0.25", "--learning-rate=1e-2", "--lora=2"),
     ),
     "grpo": (
-        *("--model=model", "--data=questions.jsonl", "--held-out=questions.jsonl"),
+        *("--model=model", "--prompts=questions.jsonl", "--held-out=questions.jsonl"),
+        *("--prompt-field=question", "--verifier=gsm8k,unmarked=last_number"),
         *("--batch-size=8", "--num-steps=3", "--num-workers=1", "--group-size=4"),
         "--max-new-tokens=4",
     ),
@@ -205,20 +207,20 @@ def test_the_other_experiments(files, trainer, tmp_path):
 
 
 EPISODES = (
-    *("--model=model", "--environment=their_hall:Hall", "--batch-size=8"),
-    *("--max-new-tokens=12", "--max-turn-tokens=3", "--max-turns=3"),
+    *("--model=model", "--batch-size=8", "--max-new-tokens=12"),
+    "--environment=their_hall:Hall,max_turns=3,max_turn_tokens=3",
     *("--num-steps=3", "--num-workers=1", "--snapshot-every=1"),
 )
 PLAYED = {
     "grpo": (
-        *("--data=prompts.jsonl", "--held-out=prompts.jsonl", "--group-size=4"),
+        *("--prompts=prompts.jsonl", "--held-out=prompts.jsonl", "--group-size=4"),
         *(*EPISODES, "--learning-rate=1e-3"),
     ),
     "ppo": ("--prompts=prompts.jsonl", "--sample-every=1", *EPISODES),
 }
 # Adam makes steps of the rounding of gradients that are nearly 0.
 LORA = (
-    *("--lora.rank=2", "--policy-learning-rate=1e-4"),
+    *("--lora=2", "--learning-rate=1e-4"),
     "--reference-storage.dtype=int8",
 )
 SPLIT = "--placement.sampler=data=2,tensor=2"

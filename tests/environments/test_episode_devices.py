@@ -87,7 +87,6 @@ def test_a_device_reads_a_prompt_that_its_rows_share_once():
         found = sampler(
             params,
             prompts=shared,
-            states=[bytes([row, 0]) for row in range(ROWS)],
             key=jax.random.key(7),
             version=np.int32(0),
         )

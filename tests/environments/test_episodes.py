@@ -25,6 +25,7 @@ from toy_episodes import (
 )
 
 from rlhf_jax.environments import episodes
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.generation import decode
 from rlhf_jax.roles import policy
 
@@ -154,6 +155,36 @@ def test_what_ends_an_episode_is_counted():
     assert failing.warned == [(1, ROWS)]
 
 
+@pytest.mark.parametrize("on_failure", ["leave_out", "zero"])
+def test_an_observation_that_cannot_be_encoded_ends_its_episode_alone(on_failure):
+    params = params_of(tiny.GPT2)
+    script = Script(on_failure=on_failure)
+    whole = drawn(tiny.GPT2, params, Script())
+    rollout, scores = drawn(tiny.GPT2, params, script, rejects="99")
+    failed = np.array(scores.parts["failed"]) > 0
+    assert 0 < failed.sum() < ROWS
+    assert scores.left_out.tolist() == (failed & (on_failure == "leave_out")).tolist()
+    # One turn more than was good, of which the reward is 0.
+    turns = scores.parts["turns"]
+    np.testing.assert_allclose(
+        scores.total,
+        [(n - bad) * (n - bad + 1) / 8 for n, bad in zip(turns, failed, strict=True)],
+    )
+    assert (scores.total[failed] < whole.scores.total[failed]).all()
+    np.testing.assert_array_equal(
+        rollout.tokens[~failed], whole.rollout.tokens[~failed]
+    )
+    assert script.warned == [(failed.sum(), ROWS)]
+
+
+def test_an_observation_that_cannot_be_encoded_may_stop_the_run():
+    why = (
+        "returned an observation that cannot be encoded: InputError: an observation of"
+    )
+    with pytest.raises(StopError, match=why):
+        drawn(tiny.GPT2, params_of(tiny.GPT2), Script(on_failure="stop"), rejects="99")
+
+
 def test_a_slow_answer_ends_its_episode_alone():
     model = tiny.GPT2
     params = params_of(model)
@@ -188,7 +219,6 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
         found = sampler(
             params,
             prompts=shared,
-            states=[bytes([row, 0]) for row in range(ROWS)],
             key=jax.random.key(7),
         )
         return found, sum(int(np.sum(each.count[each.prompt])) for each in read)
@@ -223,7 +253,6 @@ def test_an_episode_that_nothing_moves_on_raises(monkeypatch):
         sampler(
             params_of(tiny.GPT2),
             prompts=shared,
-            states=[bytes([0, 0])],
             key=jax.random.key(7),
         )
 

@@ -9,12 +9,13 @@ from places import RECORDED
 
 from rlhf_jax.functional import checks
 from rlhf_jax.models.families import registry
+from rlhf_jax.train.plan import command
 
 # In the place of an interpreter: the recorded plan, or what a refusal prints.
 FAKE = """\
 #!{python}
 import pathlib, sys
-options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
+options = dict(zip(sys.argv[5::2], sys.argv[6::2]))
 pathlib.Path({log!r}).open("a").write(options["--chip"] + " ")
 if options["--chip"] == "v5p":
     sys.exit("error: the mesh is refused\\n")
@@ -63,15 +64,16 @@ def test_rows_are_written_as_plans_are_made_and_not_made_twice(
 
 @pytest.mark.parametrize("cell", plans.CELLS, ids=lambda cell: cell.name)
 def test_a_cell_has_rows_for_both_of_its_meshes(cell):
-    options = cell.options()
-    assert options.prompt_length + options.max_new_tokens == plans.LENGTHS[cell.length]
-    assert options.mesh.size == options.sampler_mesh.size == cell.chips
-    update = options.batch_size // options.num_minibatches
-    assert update * options.num_minibatches == options.batch_size
-    assert update == options.mesh.fsdp
-    assert options.batch_size % options.sampler_mesh.data == 0
-    heads = registry.KNOWN[options.model].num_heads
-    assert heads % options.sampler_mesh.tensor == 0
+    config, options = command.parse(cell.command()[1:])
+    tokens = options.prompt_length + config.batch.max_new_tokens
+    assert tokens == plans.LENGTHS[cell.length]
+    mesh, sampling = config.placement.policy, config.placement.sampler.mesh
+    assert mesh.size == sampling.size == cell.chips
+    rows, minibatches = config.batch.batch_size, config.method.num_minibatches
+    assert rows == mesh.fsdp * minibatches
+    assert rows % sampling.data == 0
+    heads = registry.KNOWN[config.start.model].num_heads
+    assert heads % sampling.tensor == 0
 
 
 def test_unknown_cells_and_folders_are_told(tmp_path):

@@ -42,7 +42,9 @@ def fresh(settings):
         critic=critic.from_policy(toys.params(seed=1), model=toys.GPT2),
         policy_optimizer=settings.policy_optimizer,
         critic_optimizer=settings.critic_optimizer,
-        kl=kl_control.adaptive(0.1, target=6.0, unit="response", horizon=100),
+        kl=kl_control.Adaptive(target=6.0, unit="response", horizon=100).controller(
+            0.1
+        ),
     )
 
 

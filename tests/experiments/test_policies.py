@@ -23,7 +23,7 @@ from worlds import reviews
 from rlhf_jax import rewards
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.functional import best_of_n, checks
-from rlhf_jax.functional.kl.control import Control
+from rlhf_jax.functional.kl.control import Adaptive, Linear
 from rlhf_jax.functional.kl.penalty import IN_LOSS
 from rlhf_jax.runs import command_line, metrics
 
@@ -197,7 +197,7 @@ def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
     ):
         assert first != programs(**other)
     # A controller has bounds around β.
-    control = Control(kind="adaptive", target=3.0, unit="response", max_kl_coef=0.5)
+    control = Adaptive(target=3.0, unit="response", max_kl_coef=0.5)
     assert programs(kl_control=control, kl_coef=0.1).kl_coef == 0.1
     # What measures responses knows nothing of how they are learned from.
     measuring = options_in(tmp_path).of_measuring()
@@ -459,7 +459,7 @@ def test_the_reward_of_a_seed_is_its_members_combined(tmp_path, prepared):
         ({"responses_per_prompt": 5}, "--num-evaluated: expected a multiple of the 5"),
         ({"responses_per_prompt": 0}, "responses_per_prompt: expected"),
         (
-            {"algorithm": "dpo", "kl_control": Control(kind="linear", end=1.0)},
+            {"algorithm": "dpo", "kl_control": Linear(end=1.0)},
             "--kl-control: expected none with --algorithm dpo",
         ),
         ({"dpo_learning_rate": 0.0}, "dpo_learning_rate: expected"),

@@ -30,6 +30,7 @@ from rlhf_jax.algorithms import reward_model, self_check
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
 
 ALL = LoRA(rank=2, alpha=6.0)
@@ -118,8 +119,8 @@ def test_a_rank_above_a_layer_s_smaller_width_is_refused():
     assert lora.targets(model=wide, lora=LoRA(rank=narrow))
     with pytest.raises(
         InputError,
-        match=rf"--lora.rank: expected at most .*, {narrow}, got {narrow + 1}, which is"
-        rf" above that of attention/key \({wide.hidden_size} x {narrow}\), attention/v",
+        match=rf"--lora: expected a rank of at most .*, {narrow}, got {narrow + 1}, "
+        rf"which is above that of attention/key \({wide.hidden_size} x {narrow}\), att",
     ):
         lora.targets(model=wide, lora=LoRA(rank=narrow + 1))
     few = LoRA(rank=narrow + 1, modules=("mlp/up",))
@@ -435,10 +436,9 @@ def run():
         current, stats, _ = step(
             current,
             prompts=prompts,
-            reference=base,
+            frozen=FrozenModels(reference=base, base=base),
             reward=reward,
             key=jax.random.fold_in(KEY, number),
-            base=base,
         )
         rows.append(jax.device_get(masked.mean_stats(stats)))
     del stats, _
@@ -515,7 +515,7 @@ def test_policy_adapters_run_as_the_merged_model_does(run):
         prompts=run["prompts"],
         key=KEY,
         recipe=SETTINGS,
-        base=run["base"],
+        frozen=FrozenModels(base=run["base"]),
     )
     whole = sample(merged, prompts=run["prompts"], key=KEY, recipe=plain)
     np.testing.assert_array_equal(over.tokens, whole.tokens)
@@ -536,10 +536,9 @@ def test_adapters_are_trained_over_a_base_in_int8(memory):
     after, stats, _ = step(
         start_state(),
         prompts=toys.prompts(),
-        reference=base,
+        frozen=FrozenModels(reference=base, base=base),
         reward=reward,
         key=KEY,
-        base=base,
     )
     found = masked.mean_stats(stats)
     assert found["objective/kl_k3"] == 0.0
@@ -606,7 +605,13 @@ def test_base_and_lora_come_together():
     with pytest.raises(InputError, match="expected base and lora together, got no ba"):
         ppo.sample(adapters, prompts=prompts, key=KEY, recipe=SETTINGS)
     with pytest.raises(InputError, match="expected base and lora together, got no lo"):
-        ppo.sample(adapters, prompts=prompts, key=KEY, recipe=plain, base=held)
+        ppo.sample(
+            adapters,
+            prompts=prompts,
+            key=KEY,
+            recipe=plain,
+            frozen=FrozenModels(base=held),
+        )
 
 
 def test_adapters_of_another_model_or_rank_are_named():

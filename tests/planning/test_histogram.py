@@ -1,16 +1,15 @@
 """Lengths from files, and the batch that stands for them."""
 
+import functools
+
 import jax
 import numpy as np
+import planned
 import pytest
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import histogram, workload
-from rlhf_jax.planning.jobs import job
-from rlhf_jax.planning.plan_options import Options
-
-SIZES = {"vocab_size": 128, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
-SIZES |= {"prompt_length": 6, "max_new_tokens": 200, "batch_size": 4}
+from rlhf_jax.train.plan import job
 
 
 def test_integers_and_objects_a_line(tmp_path):
@@ -50,9 +49,11 @@ def test_the_batch_has_the_quantiles_of_the_file():
 @pytest.mark.slow
 def test_what_a_histogram_changes_of_a_plan():
     """Tokens, model FLOPs and the sampler's turns: no shape, as rows are padded."""
-    options = Options(**SIZES)
-    full = job.workload_of(options, lengths=None)
-    short = job.workload_of(options, lengths=(10, 20, 130, 130))
+    config, options = planned.asked("ppo", "--batch-size=4", "--max-new-tokens=200")
+    of = functools.partial(
+        job.workload_of, config, options, target=planned.target_of(config, options)
+    )
+    full, short = of(), of(lengths=(10, 20, 130, 130))
     assert full.tokens == 4 * 206
     assert short.tokens == 4 * 6 + 290
     for one, other in zip(full.programs, short.programs, strict=True):
@@ -64,8 +65,8 @@ def test_what_a_histogram_changes_of_a_plan():
     assert full.programs[0].trips == (122, 77)
     assert short.programs[0].trips == (122, 7)
     assert workload.decoding_turns(6, 200, longest=20) == (19, 0)
-    with pytest.raises(InputError, match=r"at most 200 tokens .* got one of 201"):
-        job.workload_of(options, lengths=(1, 201))
+    with pytest.raises(InputError, match=r"at most 200 tokens.* got one of 201"):
+        of(lengths=(1, 201))
 
 
 def _leaves(program):

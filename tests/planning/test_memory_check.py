@@ -4,17 +4,19 @@ import gc
 
 import jax
 import jax.numpy as jnp
+import planned
 import pytest
 import toy_files
 
-import rlhf_jax.train.ppo
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import compiled, memory_check, run_shape
-from rlhf_jax.planning.jobs import policy_gradient
+from rlhf_jax.planning import compiled, memory_check
 from rlhf_jax.planning.memory_check import Part, Passing
-from rlhf_jax.planning.run_shape import Options
 from rlhf_jax.runs import command_line
+from rlhf_jax.train import memory, trainer
+from rlhf_jax.train.build import Meshes
+from rlhf_jax.train.methods import ppo
+from rlhf_jax.train.plan import job
 
 # GPT-2 of width 16, one layer, 16 positions; 23 words are padded to 128.
 MATRICES = 16 * 48 + 16 * 16 + 2 * 16 * 64
@@ -69,13 +71,10 @@ def command(files, out, *options):
 
 
 def ask(files, out, *options):
-    rlhf_jax.train.ppo.memory.check_memory(
-        command_line.parse(
-            rlhf_jax.train.ppo.Config,
-            description="",
-            argv=command(files, out, *options),
-        )
+    config = command_line.parse(
+        ppo.Config, description="", argv=command(files, out, *options)
     )
+    memory.check(config, meshes=Meshes.of(config))
 
 
 def has(monkeypatch, size):
@@ -90,7 +89,7 @@ def has(monkeypatch, size):
             (PYTHON,), BOTH + floats(NUMBERS) + GRADIENTS, marks=pytest.mark.slow
         ),
         pytest.param(
-            (PYTHON, "--no-measure-kl", "--kl-coef=0"),
+            (PYTHON, "--reference=none"),
             BOTH + GRADIENTS,
             marks=pytest.mark.slow,
         ),
@@ -100,7 +99,7 @@ def has(monkeypatch, size):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ("--reward-model=SCORER", "--critic-from=reward_model"),
+            ("--reward-model=SCORER", "--critic.start=reward_model"),
             BOTH + floats(2 * NUMBERS + HEAD) + GRADIENTS,
             marks=pytest.mark.slow,
         ),
@@ -113,7 +112,7 @@ def has(monkeypatch, size):
         (
             (
                 *(PYTHON, "--references", "b=SCORER,weight=0", "c=SCORER,dtype=int8"),
-                "--critic-from=SCORER",
+                "--critic.start=SCORER",
             ),
             BOTH + floats(2 * NUMBERS) + INT8 + GRADIENTS,
         ),
@@ -123,7 +122,11 @@ def has(monkeypatch, size):
             marks=pytest.mark.slow,
         ),
         (
-            (PYTHON, "--adam-mu-dtype=bfloat16"),
+            (
+                PYTHON,
+                *("--optimizer=adam,mu_dtype=bfloat16",),
+                *("--critic.optimizer=adam,mu_dtype=bfloat16",),
+            ),
             BOTH - 2 * (2 * NUMBERS + HEAD) + floats(NUMBERS) + GRADIENTS,
         ),
         (
@@ -135,23 +138,23 @@ def has(monkeypatch, size):
             trained(NUMBERS) + trained(HEAD) + floats(2 * NUMBERS),
         ),
         pytest.param(
-            (PYTHON, "--lora.rank=2"),
+            (PYTHON, "--lora=2"),
             floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD),
             marks=pytest.mark.slow,
         ),
         (
-            (PYTHON, "--lora.rank=2", "--lifecycle.reset-every=1"),
+            (PYTHON, "--lora=2", "--lifecycle.move=reset,every=1"),
             floats(NUMBERS) + LORA + floats(2 * ADAPTERS + HEAD),
         ),
         pytest.param(
-            (PYTHON, "--lora.rank=2", "--batch-size=64", "--max-new-tokens=12"),
+            (PYTHON, "--lora=2", "--batch-size=64", "--max-new-tokens=12"),
             floats(NUMBERS) + LORA + CACHE * 16 * 3,
             marks=pytest.mark.slow,
         ),
         pytest.param(
             (
-                *(PYTHON, "--lora.rank=2", "--batch-size=64", "--max-new-tokens=12"),
-                *("--sampler-cache=int8", "--prefill-chunk=2"),
+                *(PYTHON, "--lora=2", "--batch-size=64", "--max-new-tokens=12"),
+                "--sampler=here,cache=int8,prefill_chunk=2",
             ),
             # Keys and values of 2 heads, each of 8 bytes and a scale.
             floats(NUMBERS) + LORA + 2 * 64 * 12 * 2 * (8 + 4),
@@ -159,16 +162,16 @@ def has(monkeypatch, size):
         ),
         pytest.param(
             (
-                *(PYTHON, "--lora.rank=2", "--batch-size=64", "--max-new-tokens=12"),
-                *("--continuous-batching=64", "--sampler-cache-pages=96"),
-                "--sampler-page-size=2",
+                *(PYTHON, "--lora=2", "--batch-size=64", "--max-new-tokens=12"),
+                "--continuous-batching=64",
+                "--sampler=here,cache_pages=96,page_size=2",
             ),
             # 192 columns of pages, not 64 times 12 of rows.
             floats(NUMBERS) + LORA + CACHE * 192 // 16,
             marks=pytest.mark.slow,
         ),
         (
-            (PYTHON, "--lora.rank=2", "--batch-size=64", "--continuous-batching=4"),
+            (PYTHON, "--lora=2", "--batch-size=64", "--continuous-batching=4"),
             floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD),
         ),
     ],
@@ -194,13 +197,13 @@ def test_nothing_is_read_or_left_and_the_option_goes_on(
     def read(*args, **kwargs):
         raise InputError("weights are read")
 
-    monkeypatch.setattr(rlhf_jax.train.ppo.trainer.pretrained, "load", read)
+    monkeypatch.setattr(trainer.pretrained, "load", read)
 
     def told(*options):
         with pytest.raises(SystemExit) as stopped:
             command_line.main(
-                rlhf_jax.train.ppo.main,
-                rlhf_jax.train.ppo.Config,
+                trainer.main,
+                ppo.Config,
                 description="",
                 argv=command(files, tmp_path / "run", PYTHON, *options),
             )
@@ -329,19 +332,13 @@ def test_what_a_device_has():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compiler_asks_for_no_less(dtype):
     """Of the programs that make the KV cache and the gradients."""
-    options = Options(
-        vocab_size=13,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        max_positions=64,
-        batch_size=2,
-        prompt_length=1,
-        max_new_tokens=40,
-        dtype=dtype,
+    config, options = planned.asked(
+        *("ppo", "--batch-size=2", "--prompt-length=1", "--max-new-tokens=40"),
+        f"--dtype={dtype}",
+        path=planned.model(vocab=13, width=32, heads=4, positions=64),
     )
-    ppo = run_shape.ppo(options)
-    resident = policy_gradient.resident(options, recipe=ppo)
+    target = planned.target_of(config, options)
+    work = job.workload_of(config, options, target=target)
     takes = {
         program.name: compiled.memory(
             program.function,
@@ -349,15 +346,15 @@ def test_the_compiler_asks_for_no_less(dtype):
             device=compiled.target(None),
             donate=program.donate,
         ).temp_size_in_bytes
-        for program in policy_gradient.programs(options, resident, recipe=ppo)
+        for program in work.programs
         if program.name in ("sampling", "scoring and learning")
     }
     mesh = ONE_DEVICE.make()
-    cache = memory_check.cache(ppo.model, rows=2, max_new_tokens=40, mesh=mesh)
+    cache = memory_check.cache(work.model, rows=2, max_new_tokens=40, mesh=mesh)
     width = jnp.dtype(dtype).itemsize
     assert cache.size == 2 * 2 * 2 * 40 * 32 * width
     assert cache.size < takes["sampling"]
     learned = memory_check.gradients(
-        "gradients", resident.state.critic, model=ppo.model, mesh=mesh
+        "gradients", work.parts["critic"], model=work.model, mesh=mesh
     )
     assert learned.size < takes["scoring and learning"]

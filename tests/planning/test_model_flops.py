@@ -6,8 +6,9 @@ import pytest
 import tiny
 
 from rlhf_jax.models.families import registry
-from rlhf_jax.planning import chips, measured, model_flops, plan
+from rlhf_jax.planning import chips, measured, model_flops
 from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.train.plan import plan
 
 TEXTS = Texts(3, (4, 1, 9, 4))
 LOCAL = dataclasses.replace(

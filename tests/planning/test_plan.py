@@ -7,48 +7,28 @@ import os
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import places
+import planned
 import pytest
-import tyro
+import tiny
 from tiers import one_in
 
 from rlhf_jax import batch, decoder
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import caches
 from rlhf_jax.models.families import registry
-from rlhf_jax.planning import (
-    advice,
-    chips,
-    compiled,
-    gpu_targets,
-    measured,
-    plan,
-    plan_options,
-    run_shape,
-    workload,
-)
+from rlhf_jax.planning import chips, compiled, gpu_targets, measured, workload
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.hlo.exchanges import Collective
-from rlhf_jax.planning.jobs import job, policy_gradient
 from rlhf_jax.planning.measured import Alive, Measured
-from rlhf_jax.planning.plan_options import Options
+from rlhf_jax.train.plan import advice, command, job, plan, policy_gradient
+from rlhf_jax.train.plan.options import Options
 
 RECORDED = places.RECORDED / "plans"
 GIB = 2**30
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_layers": 2,
-    "num_heads": 8,
-    "prompt_length": 6,
-    "max_new_tokens": 4,
-    "batch_size": 16,
-    "chip": "v5e",
-}
 
 
 def recorded(name):
@@ -192,21 +172,23 @@ def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
     monkeypatch.setattr(measured, "resident", lambda *_: {"policy": 1000, **none})
     small = dataclasses.replace(chips.CHIPS["v5e"], memory=10_000)
     monkeypatch.setitem(chips.CHIPS, "v5e", small)
-    options = Options(**TINY, mesh=MeshShape(fsdp=8), find_batch=True)
-    found = plan.plan(options)
+    words = ("--placement.policy=fsdp=8", "--find-batch")
+    found = plan.plan(*planned.asked("ppo", *words))
     assert found["largest_batch"] == {"rows": 88, "multiple_of": 8, "exact": True}
     assert found["fits"]
     assert not found["advice"]
-    parts = dataclasses.replace(options, num_minibatches=2, micro_batch_size=3)
-    most = plan.plan(dataclasses.replace(parts, batch_size=48))["largest_batch"]
+    words += ("--num-minibatches=2", "--micro-batch-size=24", "--batch-size=48")
+    most = plan.plan(*planned.asked("ppo", *words))["largest_batch"]
     assert most == {"rows": 48, "multiple_of": 2 * 24, "exact": True}
-    over = plan.plan(dataclasses.replace(options, batch_size=160, find_batch=False))
+    over = plan.plan(
+        *planned.asked("ppo", "--placement.policy=fsdp=8", "--batch-size=160")
+    )
     assert not over["fits"]
     assert any("--batch-size 80" in line for line in over["advice"])
 
 
 def test_advice_names_what_saves_most():
-    options = Options(**TINY, mesh=MeshShape(fsdp=2))
+    config, _ = planned.asked("ppo", "--placement.policy=fsdp=2")
     resident = {
         "policy": 4 * GIB,
         "policy's optimizer": 8 * GIB,
@@ -219,34 +201,38 @@ def test_advice_names_what_saves_most():
         "scoring and learning", 6 * GIB, 24 * GIB, 40 * GIB, 0, 0, 70 * GIB
     )
     sampling = Alive("sampling", 26 * GIB, 4 * GIB, 1 * GIB, 0, 0, 31 * GIB)
-    found = advice.advice(options, resident=resident, alive=[sampling, learning])
+    found = advice.advice(config, resident=resident, alive=[sampling, learning])
     assert found[:2] == [
-        "--policy lora --reference base: about 24.00 GiB a chip less",
+        "--lora 16: about 24.00 GiB a chip less",
         "--remat full: about 20.00 GiB a chip less",
     ]
-    assert "--reference int8: about 3.00 GiB a chip less" in found
+    assert "--reference-storage.dtype int8: about 3.00 GiB a chip less" in found
     assert "--micro-batch-size 8: about 20.00 GiB a chip less" in found
-    lighter = dataclasses.replace(options, remat="full", reference="int8")
+    lighter, _ = planned.asked("ppo", "--remat=full", "--reference-storage.dtype=int8")
     again = advice.advice(lighter, resident=resident, alive=[sampling, learning])
-    assert not any("remat" in line or "--reference int8" in line for line in again)
+    assert not any("remat" in line or "--reference" in line for line in again)
 
 
 @pytest.mark.slow
 def test_what_is_known_of_the_temporaries():
     """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
-    options = Options(**TINY, mesh=MeshShape(fsdp=4))
-    found = job.workload_of(options, lengths=None).within
+    found = planned.work_of("ppo", "--placement.policy=fsdp=8").within
     rows, columns = 16, 6 + 4
     assert found["KV cache"] == 2 * 2 * rows * columns * 64 * 4
     fields = {field.name for field in dataclasses.fields(batch.Experience)}
-    of_options = {"prompt_scale", "sampler_logprobs", "further"}  # none by default
+    of_options = {
+        "prompt_scale",
+        "sampler_logprobs",
+        "further",
+        "sampled",
+        "ref_hidden",
+    }  # none by default
     assert fields - of_options == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
         *("advantages", "value_mask", "old_values", "returns", "token_rewards"),
     }
     assert found["experience"] == rows * columns * (4 + 3 * 1 + 6 * 4)
-    groups = dataclasses.replace(options, algorithm="grpo")
-    found = job.workload_of(groups, lengths=None).within
+    found = planned.work_of("grpo", "--placement.policy=fsdp=8").within
     fields = {field.name for field in dataclasses.fields(batch.PolicyExperience)}
     assert fields - of_options == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
@@ -255,54 +241,61 @@ def test_what_is_known_of_the_temporaries():
     assert found["experience"] == rows * columns * (4 + 2 * 1 + 4 * 4)
 
 
-def test_the_command_of_a_plan_makes_it_again():
-    options = Options(
-        model="llama-2-7b",
-        topology="v5e:8x8",
-        mesh=MeshShape(data=2, fsdp=32),
-        reference="bf16",
-        num_epochs=2,
-        lengths=Path("lengths.jsonl"),
-        find_batch=True,
-        json=Path("somewhere.json"),
-    )
-    words = shlex.split(plan_options.command(options))
-    assert words[:2] == ["rlhf-jax", "plan"]
-    assert "--json" not in words
-    again = tyro.cli(Options, args=words[2:])
-    assert again == dataclasses.replace(options, json=None)
-
-
-def test_the_command_of_the_issue_is_one():
-    line = "--model llama-2-7b --topology v5e:8x8 --mesh fsdp=64 --reference bf16"
-    options = tyro.cli(Options, args=line.split())
-    assert options.mesh == MeshShape(fsdp=64)
-    assert run_shape.model_of(options).num_layers == 32
-    assert run_shape.WAYS[options.reference] == {"dtype": "bfloat16"}
+def test_a_plan_takes_the_command_of_its_run(tmp_path):
+    """Options of the run and of the plan in any order; neither prompts nor a folder."""
+    line = "ppo --topology v5e:8x8 --model llama-2-7b --placement.policy fsdp=64"
+    line += " --find-batch --reward-model gpt2 --reference-storage.dtype bfloat16"
+    config, options = command.parse(line.split())
+    assert (config.name, config.start.model) == ("ppo", "llama-2-7b")
+    assert config.placement.policy == MeshShape(fsdp=64)
+    assert config.reference.reference_storage.dtype == "bfloat16"
+    assert (options.topology, options.find_batch) == ("v5e:8x8", True)
+    file = tmp_path / "run.toml"
+    file.write_text('[start]\nmodel = "gpt2"\n[rewards]\nverifier = "gsm8k"\n')
+    config, options = command.parse(["grpo", "--config", str(file), "--chip", "v5e"])
+    assert (config.start.model, options.chip) == ("gpt2", "v5e")
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("words", "message"),
     [
-        ({"chip": None}, r"expected --topology, as v5e:8x8 or .* got neither on cpu"),
-        ({"chip": "abacus"}, r"chip: expected one of v5e, .*, got 'abacus'"),
-        ({"mesh": MeshShape(fsdp=3)}, r"multiply to the 8 devices, got .* = 3"),
+        ([], r"expected a command to plan, one of sft, .*, got None"),
+        (["forget"], r"expected a command to plan, .* got forget"),
+    ],
+)
+def test_commands_that_cannot_be_planned(words, message):
+    with pytest.raises(InputError, match=message):
+        command.parse(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--chip=abacus"], r"chip: expected one of v5e, .*, got 'abacus'"),
+        (["--placement.policy=fsdp=3"], r"multiply to the 8 devices, got .* = 3"),
+        (["--num-minibatches=3"], r"num_minibatches to divide the 16 rows"),
+        (["--placement.critic=last"], r"--placement.critic: expected a plan of one"),
+        (["--sampler=process"], r"--sampler: expected our decoder"),
         (
-            {"mesh": MeshShape(tensor=8), "num_heads": 4, "hidden_size": 60},
-            r"critic/trunk/layers/attention/key/bias: expected mesh axis 'tensor' to "
-            r"divide its 'kv_heads' dimension, got 8 devices and 60",
+            ["--placement.policy=context=4,fsdp=2", "--attention=cudnn"],
+            "expected attention xla, blockwise or splash",
         ),
         pytest.param(
-            {"mesh": MeshShape(data=8), "batch_size": 12},
+            ["--placement.policy=data=8", "--batch-size=12"],
             r"expected rows that the 8 devices of axes data and fsdp divide, got 12",
             marks=pytest.mark.slow,
         ),
-        ({"num_minibatches": 3}, r"num_minibatches to divide the 16 rows"),
     ],
 )
-def test_what_a_user_gets_wrong(changed, message):
+def test_what_a_user_gets_wrong(words, message):
     with pytest.raises(InputError, match=message):
-        plan.plan(Options(**{**TINY, **changed}))
+        plan.plan(*planned.asked("ppo", *words))
+
+
+def test_no_chip():
+    message = r"expected --topology, as v5e:8x8 or .* got neither on cpu"
+    with pytest.raises(InputError, match=message):
+        plan.plan(*planned.asked("ppo", chip=None))
 
 
 def test_a_topology_names_its_chip():
@@ -311,22 +304,9 @@ def test_a_topology_names_its_chip():
 
 
 def test_a_topology_takes_the_chip_that_is_named_beside_it():
-    options = Options(chip="h100", topology="8x8", model="gpt2", dtype="bfloat16")
-    assert options.slice == "h100:8x8"
+    assert Options(chip="h100", topology="8x8").slice == "h100:8x8"
     assert Options(topology="v5e:2x2").slice == "v5e:2x2"
     assert Options(chip="v5e").slice is None
-    # The engine that the run takes there, by the length of its rows.
-    assert run_shape.model_of(options).attention == "xla"
-    options = dataclasses.replace(options, prompt_length=1024)
-    assert run_shape.model_of(options).attention == "cudnn"
-    for changed, engine in (
-        ({"dtype": "float32"}, "blockwise"),
-        ({"chip": "v5e"}, "splash"),
-        ({"attention": "xla"}, "xla"),
-        ({"model": "gemma-2-2b"}, "blockwise"),  # whose softcap cuDNN does not have
-    ):
-        other = dataclasses.replace(options, **changed)
-        assert run_shape.model_of(other).attention == engine, changed
 
 
 @pytest.mark.parametrize(
@@ -340,7 +320,7 @@ def test_a_topology_takes_the_chip_that_is_named_beside_it():
 )
 def test_a_topology_of_another_form(topology, message):
     with pytest.raises(InputError, match=message):
-        plan.plan(Options(topology=topology, mesh=MeshShape(fsdp=64)))
+        measured.target(topology, chip=None, mesh=MeshShape(fsdp=64))
 
 
 def test_no_plug_in_for_gpus_is_one_error_with_its_install_line(monkeypatch):
@@ -353,7 +333,7 @@ def test_no_plug_in_for_gpus_is_one_error_with_its_install_line(monkeypatch):
         r"install the extra 'plan-cuda' \(pip install .*\[plan-cuda\]'\)"
     )
     with pytest.raises(InputError, match=message):
-        plan.plan(Options(chip="h100", topology="1x8", mesh=MeshShape(fsdp=8)))
+        measured.target("h100:1x8", chip=None, mesh=MeshShape(fsdp=8))
 
 
 def test_a_plug_in_that_has_failed_says_how_to_start(monkeypatch):
@@ -406,18 +386,18 @@ def test_the_turns_of_continuous_batching():
     assert workload.batching_turns((4,) * 16, places=8, arriving=4) == (2, 0)
 
 
+CONTINUOUS = ("--group-size=4", "--continuous-batching=8")
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_of_continuous_batching_in_pages():
-    options = Options(
-        **TINY, algorithm="grpo", group_size=4, continuous_batching=8, reference="bf16"
-    )
-    pages = dataclasses.replace(options, cache_pages=12, page_size=4)
-    paged = plan.plan(pages)["programs"][0]
+    words = (*CONTINUOUS, "--sampler=here,cache_pages=12,page_size=4")
+    paged = plan.plan(*planned.asked("grpo", *words))["programs"][0]
     # 16 of 4 tokens, four at a time in eight places: 3 turns twice, in 4 arrivals.
     assert paged["turns"] == 4 * 2
     assert paged["seconds_of_turn"]["bound"] > 0
-    work = [job.workload_of(one, lengths=None) for one in (options, pages)]
+    work = [planned.work_of("grpo", *one) for one in (CONTINUOUS, words)]
     columns = 2 * 2 * 64 * 4  # bytes of a column
     assert [one.within["KV cache"] for one in work] == [80 * columns, 48 * columns]
 
@@ -428,51 +408,47 @@ def test_shares_of_the_rows_have_turns_of_their_own():
 
     Of pages in one pool 16 come in four at a time.
     """
-    options = Options(
-        **TINY, algorithm="grpo", group_size=4, continuous_batching=8, reference="bf16"
-    )
-    for mesh, expected in (
-        (ONE_DEVICE, ((2, 0), 4)),
-        (MeshShape(data=2), ((3, 0), 2)),
-    ):
-        paged = dataclasses.replace(options, cache_pages=24, page_size=4, mesh=mesh)
-        sampling = job.workload_of(paged, lengths=None).programs[0]
+    words = (*CONTINUOUS, "--sampler=here,cache_pages=24,page_size=4")
+    for mesh, expected in (("fsdp=8", ((2, 0), 4)), ("data=2,fsdp=4", ((3, 0), 2))):
+        sampling, *_ = planned.work_of(
+            "grpo", *words, f"--placement.policy={mesh}"
+        ).programs
         assert (sampling.trips, sampling.repeats) == expected
-    few = dataclasses.replace(paged, continuous_batching=6)
     with pytest.raises(InputError, match=r"expected at least 8 places, as a prompt ha"):
-        job.workload_of(few, lengths=None)
+        planned.work_of(
+            *("grpo", *words, "--continuous-batching=6"),
+            "--placement.policy=data=2,fsdp=4",
+        )
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"cache_pages": 4}, "--cache-pages: expected --continuous-batching with it"),
-        (
-            {"continuous_batching": 4, "page_size": 4},
-            "--page-size: expected --cache-pages with it, got 4 without",
-        ),
-        ({"continuous_batching": 0}, "continuous_batching: expected a finite number"),
-    ],
-)
-def test_pages_of_nothing(given, message):
-    with pytest.raises(InputError, match=message):
-        Options(**TINY, **given)
+def test_the_cache_by_hand():
+    """Keys and values, L layers, B rows, S columns, K heads of head_dim."""
+    found = workload.cache_bytes(tiny.LLAMA, rows=3, columns=10)
+    assert found == 2 * 2 * 3 * 10 * 2 * 8 * 4
+    model = dataclasses.replace(tiny.LLAMA, cache_pages=6, page_size=4)
+    assert workload.cache_bytes(model, rows=3, columns=10) == 2 * 2 * 24 * 2 * 8 * 4
+    assert workload.cache_bytes(model, rows=2, columns=10) == 2 * 2 * 20 * 2 * 8 * 4
+    # Of MIXED two layers keep a window of 4 for each row, one has pages.
+    mixed = dataclasses.replace(tiny.MIXED, cache_pages=6, page_size=4)
+    found = workload.cache_bytes(mixed, rows=3, columns=10)
+    assert found == 2 * (2 * 3 * 4 + 24) * 12 * 4
+    half = workload.cache_bytes(tiny.bfloat16(tiny.GPT2), rows=3, columns=10)
+    assert half == 2 * 2 * 3 * 10 * 16 * 2
 
 
 def test_no_libtpu_and_no_such_topology(monkeypatch):
     def unknown(**_):
         raise RuntimeError("no such slice")
 
-    options = Options(topology="v5e:2x2", mesh=MeshShape(fsdp=4))
     monkeypatch.setattr(compiled.topologies, "get_topology_desc", unknown)
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
     message = r"got 'v5e:2x2' \(no such slice\); choose another, or leave it out"
     with pytest.raises(InputError, match=message):
-        plan.plan(options)
+        compiled.slice_of("v5e:2x2")
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
     message = r"'v5e:2x2', got no such package; install the extra 'plan'"
     with pytest.raises(InputError, match=message):
-        plan.plan(options)
+        compiled.slice_of("v5e:2x2")
 
 
 @pytest.mark.long
@@ -509,21 +485,24 @@ def test_two_plans_at_once():
 @pytest.mark.long
 def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
     """Parameters, optimizer states and activations alike: no device holds all rows."""
-    options = Options(**{**TINY, "batch_size": 64, "num_layers": 1}, num_epochs=1)
     every = policy_gradient.programs
     monkeypatch.setattr(
         policy_gradient, "programs", lambda *a, **k: every(*a, **k)[-1:]
     )
+    words = ("--batch-size=64", "--num-epochs=1", "--micro-batch-size=32")
     shares = {}
     for devices in (2, 8):
-        mesh = MeshShape(fsdp=devices)
-        there = measured.Target(
+        config, options = planned.asked(
+            *("ppo", *words, f"--placement.policy=fsdp={devices}"),
+            path=planned.model(layers=1),
+        )
+        mesh = config.placement.policy
+        where = measured.Target(
             mesh.make(jax.devices()[:devices]), "v5e", chips.CHIPS["v5e"], "this"
         )
-        one = dataclasses.replace(options, mesh=mesh, micro_batch_size=32)
-        work = job.workload_of(one, lengths=None)
-        resident = measured.resident(work.parts, there)
-        (learn,) = measured.measure(work.programs, there, rows=64, waiting=plan.silent)
+        work = job.workload_of(config, options, target=where)
+        resident = measured.resident(work.parts, where)
+        (learn,) = measured.measure(work.programs, where, rows=64, waiting=plan.silent)
         shares[devices] = sum(resident.values()), learn.sizes["temporary"]
     assert shares[8][0] == pytest.approx(shares[2][0] / 4, rel=0.15)
     assert shares[8][1] < shares[2][1] / 2
@@ -533,9 +512,11 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
 def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
     every = policy_gradient.programs
     monkeypatch.setattr(policy_gradient, "programs", lambda *a, **k: every(*a, **k)[:2])
-    options = Options(**TINY, mesh=MeshShape(fsdp=8), json=tmp_path / "plan.json")
-    plan.run(options)
-    result = json.loads(options.json.read_text(encoding="utf-8"))
+    file = tmp_path / "plan.json"
+    words = ("--placement.policy=fsdp=8", f"--json={file}")
+    plan.run(*planned.asked("ppo", *words), command="this one")
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert result["command"] == "this one"
     assert result["fits"]
     assert result["compiler"].endswith("whose layouts and fusions are not the chip's")
     names = [one["name"] for one in result["programs"]]
@@ -571,25 +552,26 @@ def check(result):
     assert result["chips"] == MeshShape(**result["mesh"]).size
 
 
+def config_of(result):
+    """The run of a recorded plan."""
+    return command.parse(shlex.split(result["command_today"])[2:])
+
+
 def of_issue(result):
     """512 prompts x (512 + 512) tokens, as the command says."""
-    words = shlex.split(result["command"])
-    options = tyro.cli(Options, args=words[2:])
-    assert (options.batch_size, options.prompt_length) == (512, 512)
-    assert options.max_new_tokens == 512
-    return options
+    config, options = config_of(result)
+    assert (config.batch.batch_size, options.prompt_length) == (512, 512)
+    assert config.batch.max_new_tokens == 512
+    return config, options
 
 
 def test_llama_2_7b_fits_64_chips_of_16_gb():
     result = recorded("llama-2-7b-v5e-8x8")
     check(result)
-    options = of_issue(result)
-    assert (options.model, options.topology) == ("llama-2-7b", "v5e:8x8")
-    assert (options.policy, options.reference, options.reward) == (
-        "full",
-        "bf16",
-        "bf16",
-    )
+    config, options = of_issue(result)
+    assert (config.start.model, options.topology) == ("llama-2-7b", "v5e:8x8")
+    assert config.start.lora is None
+    assert config.reference.reference_storage.dtype == "bfloat16"
     assert result["fits"]
     assert result["compiler"].startswith("that of libtpu")
     most = result["largest_batch"]
@@ -610,12 +592,6 @@ def test_llama_2_70b_with_adapters_fits_the_smallest_slice_of_v5p():
     check(result)
     assert (result["chips"], result["topology"]) == (4, "v5p:2x2x1")
     assert result["fits"]
-    options = tyro.cli(Options, args=shlex.split(result["command"])[2:])
-    assert (options.policy, options.reference, options.reward) == (
-        "lora",
-        "base",
-        "base",
-    )
     assert "reference" not in result["held"]
     base = 2 * 68_976_648_192 / 4
     assert result["held"]["base of the adapters"] == pytest.approx(base, rel=0.01)
@@ -699,7 +675,7 @@ def test_a_recorded_plan_is_made_again(tmp_path):
     before = recorded("gpt2-v5e-2x2")
     environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     environment.pop("XLA_FLAGS", None)
-    words = shlex.split(before["command"])[1:]
+    words = shlex.split(before["command_today"])[1:]
     code = "from rlhf_jax.train.main import main; main()"
     out = tmp_path / "plan.json"
     done = subprocess.run(
@@ -720,18 +696,15 @@ def test_a_recorded_plan_is_made_again(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_sampling_has_a_mesh_and_a_storage_of_its_own(tmp_path):
+def test_sampling_has_a_mesh_and_a_storage_of_its_own():
     """On eight CPU devices: a copy in int8, whose heads and cache four pairs share."""
-    options = Options(
-        **TINY,
-        algorithm="grpo",
-        mesh=MeshShape(fsdp=8),
-        sampler_mesh=MeshShape(data=4, tensor=2),
-        sampler="int8",
-        cache="int8",
+    words = ("--placement.policy=fsdp=8",)
+    apart = (
+        "--placement.sampler=data=4,tensor=2",
+        "--sampler=here,dtype=int8,cache=int8",
     )
-    other = dataclasses.replace(options, sampler_mesh=None, sampler="copy")
-    result, plain = plan.plan(options), plan.plan(other)
+    result = plan.plan(*planned.asked("grpo", *words, *apart))
+    plain = plan.plan(*planned.asked("grpo", *words))
     resharding, one, *_ = result["programs"]
     assert resharding["name"] == "resharding for sampling"
     assert resharding["sent_bytes"] > 0
@@ -750,9 +723,3 @@ def test_sampling_has_a_mesh_and_a_storage_of_its_own(tmp_path):
         assert 0 < once < each["seconds"]["memory"]
     # 16 rows of 10 columns, 2 layers and 8 heads of 8 numbers and a scale.
     assert result["within"]["KV cache"] == 2 * 2 * 16 * 10 * 8 * (8 + 4) // 8
-    assert plan_options.command(options).count("--sampler-mesh data=4,tensor=2") == 1
-
-
-def test_a_sampler_mesh_of_other_chips():
-    with pytest.raises(InputError, match=r"--sampler-mesh: expected axes .* the 8 ch"):
-        Options(**TINY, mesh=MeshShape(fsdp=8), sampler_mesh=MeshShape(tensor=4))

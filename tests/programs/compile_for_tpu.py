@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from rlhf_jax import batch, config, critic, decoder, frozen
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.planning import compiled, run_shape
+from rlhf_jax.planning import compiled
+from rlhf_jax.roles.reference import storage
 
 MODEL = config.gpt2(
     vocab_size=50257, hidden_size=768, num_layers=12, num_heads=12, max_positions=1024
@@ -49,7 +50,7 @@ def main():
     for way in ("none", "copy", "int8", "host", "host-int8"):
         reference = None
         if way != "none":
-            freeze = functools.partial(frozen.freeze, **run_shape.WAYS[way])
+            freeze = functools.partial(frozen.freeze, **storage.WAYS[way])
             reference = jax.eval_shape(freeze, params)
         memory = compiled.memory(
             program, rollout, per_row * 1.0, reference, valued, device=device

@@ -50,27 +50,31 @@ STEPS = ("--num-steps=60", "--snapshot-every=2")
 ON_PPO = (
     *("--model=model", "--prompts=prompts.jsonl", "--batch-size=4", "--num-epochs=1"),
     *("--max-new-tokens=4", "--num-minibatches=1", "--sample-every=1"),
-    *("--policy-learning-rate=1e-3", "--critic-learning-rate=1e-3", *STEPS),
+    *("--learning-rate=1e-3", "--critic.learning-rate=1e-3", *STEPS),
 )
 ON_GRPO = (
-    *("--model=model", "--data=questions.jsonl", "--held-out=held_out.jsonl"),
+    *("--model=model", "--prompts=questions.jsonl", "--held-out=held_out.jsonl"),
     *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
-    *("--num-workers=1", "--unmarked=last_number", *STEPS),
+    *(
+        "--prompt-field=question",
+        "--num-workers=1",
+        "--verifier=gsm8k,unmarked=last_number",
+        *STEPS,
+    ),
 )
 MOVED = (
-    *(option for option in ON_GRPO if not option.startswith("--unmarked")),
+    *(option for option in ON_GRPO if not option.startswith("--verifier")),
     *("--verifier=their_verifiers:check", "--learning-rate=1e-3"),
 )  # scores differ, so that versions do
+HALL = "their_environments:Hall,max_turn_tokens=4,max_turns=3,observation_chunk=2"
 EPISODES = (
-    *("--environment=their_environments:Hall", "--model=model", "--data=starts.jsonl"),
+    *(f"--environment={HALL}", "--model=model", "--prompts=starts.jsonl"),
     *("--held-out=starts.jsonl", "--batch-size=8", "--group-size=4"),
-    *("--max-new-tokens=14", "--max-turn-tokens=4", "--max-turns=3"),
-    *("--observation-chunk=2", "--learning-rate=1e-3", "--num-workers=2", *STEPS),
+    *("--max-new-tokens=14", "--learning-rate=1e-3", "--num-workers=2", *STEPS),
 )
 EPISODES_OF_PPO = (
-    *("--environment=their_environments:Hall", "--prompts=starts.jsonl"),
-    *("--max-new-tokens=14", "--max-turn-tokens=4", "--max-turns=3"),
-    *("--observation-chunk=2", "--num-workers=2", "--kl-coef=0.1"),
+    *(f"--environment={HALL}", "--prompts=starts.jsonl", "--max-new-tokens=14"),
+    *("--num-workers=2", "--kl-coef=0.1"),
 )
 REWARDED = "--reward=their_rewards:score"
 KINDS = {
@@ -78,12 +82,12 @@ KINDS = {
     "ppo with a reward model and adaptive KL": Kind(
         "ppo",
         (
-            *(*ON_PPO, "--reward-model=scorer", "--kl-control.kind=adaptive"),
-            *("--kl-control.target=1", "--kl-control.unit=response"),
-            *("--lifecycle.reset-every=7", "--scores.normalise"),
+            *(*ON_PPO, "--reward-model=scorer", "--kl-coef=0.05"),
+            "--kl-control=adaptive,target=1,unit=response",
+            *("--lifecycle.move=reset,every=7", "--scores.normalise"),
         ),
     ),
-    "ppo with adapters": Kind("ppo", (*ON_PPO, REWARDED, "--lora.rank=2")),
+    "ppo with adapters": Kind("ppo", (*ON_PPO, REWARDED, "--lora=2")),
     "ppo with devices of their own": Kind(
         "ppo",
         (
@@ -134,11 +138,19 @@ KINDS = {
         "sft",
         ("--model=model", "--data=answers.jsonl", "--batch-size=4", *STEPS),
     ),
+    "sft with adapters": Kind(
+        "sft",
+        (
+            *("--model=model", "--data=answers.jsonl", "--batch-size=4", *STEPS),
+            *("--lora=2", "--optimizer=muon", "--schedule=wsd,warmup=0.1"),
+            "--held-out-every=5",
+        ),
+    ),
     "reward model": Kind(
         "reward-model",
         (
             *("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
-            *("--max-new-tokens=4", "--num-samples=8"),
+            "--normalise=samples,num_samples=8,max_new_tokens=4",
         ),
     ),
 }

@@ -51,7 +51,6 @@ def main() -> None:
             sampler(
                 params,
                 prompts=prompts(),
-                states=[bytes([row, 0]) for row in range(ROWS)],
                 key=jax.random.key(7),
                 version=jnp.int32(3),
             )

@@ -10,14 +10,10 @@ import re
 import sys
 
 import jax
+import planned
 
-from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.planning import cost, plan
-from rlhf_jax.planning.plan_options import Options
-
-# Heads that cuDNN has kernels for, and sizes that every axis divides.
-SHAPE = {"vocab_size": 512, "hidden_size": 256, "num_layers": 2, "num_heads": 4}
-SHAPE |= {"prompt_length": 64, "max_new_tokens": 64, "batch_size": 16}
+from rlhf_jax.planning import cost
+from rlhf_jax.train.plan import plan
 
 
 def main():
@@ -33,18 +29,14 @@ def main():
     found = {}
     for algorithm in ("ppo", "grpo"):
         targets.clear()
-        options = Options(
-            **SHAPE,
-            algorithm=algorithm,
-            topology=topology,
-            mesh=MeshShape.parse(mesh),
-            dtype="bfloat16",
-            remat="full",
-            num_epochs=1,
-            # `auto` takes cuDNN from 1,024 tokens on.
-            attention="cudnn" if topology.startswith("h100") else None,
-        )
-        result = plan.plan(options)
+        # Heads that cuDNN has kernels for, and sizes that every axis divides.
+        words = [f"--topology={topology}", f"--placement.policy={mesh}"]
+        words += ["--dtype=bfloat16", "--remat=full", "--num-epochs=1"]
+        words += ["--prompt-length=64", "--max-new-tokens=64"]
+        # `auto` takes cuDNN from 1,024 tokens on.
+        words += ["--attention=cudnn"] if topology.startswith("h100") else []
+        path = planned.model(vocab=512, width=256, heads=4)
+        result = plan.plan(*planned.asked(algorithm, *words, path=path, chip=None))
         found[algorithm] = {**result, "custom_calls": dict(targets)}
     print(json.dumps(found))
 

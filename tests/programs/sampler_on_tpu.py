@@ -7,17 +7,15 @@ import json
 import re
 
 import jax
+import planned
 
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.planning import cost, measured, plan
+from rlhf_jax.planning import cost, measured
 from rlhf_jax.planning.hlo import instructions, parsing
-from rlhf_jax.planning.jobs import job
-from rlhf_jax.planning.plan_options import Options
+from rlhf_jax.train.plan import job, plan
 
 # A cache that does not fit on the chip, and heads that four devices share.
-SHAPE = {"vocab_size": 4096, "hidden_size": 2048, "num_layers": 2, "num_heads": 16}
-SHAPE |= {"prompt_length": 896, "max_new_tokens": 128, "batch_size": 64}
-SHAPE |= {"max_positions": 1024}
+VOCAB, WIDTH, LAYERS, ROWS = 4096, 2048, 2, 64
 MESH = MeshShape(data=2, tensor=4)
 
 
@@ -39,20 +37,17 @@ def main():
         return count(text, **settings)
 
     cost.cost = counted
-    options = Options(
-        **SHAPE,
-        algorithm="grpo",
-        topology="v5e:2x4",
-        mesh=MeshShape(fsdp=8),
-        sampler_mesh=MESH,
-        sampler="bf16",
-        dtype="bfloat16",
+    config, options = planned.asked(
+        *("grpo", "--topology=v5e:2x4", "--placement.policy=fsdp=8"),
+        *(f"--placement.sampler={MESH}", "--sampler=here,dtype=bfloat16"),
+        *("--prompt-length=896", "--max-new-tokens=128", f"--batch-size={ROWS}"),
+        "--dtype=bfloat16",
+        path=planned.model(VOCAB, WIDTH, LAYERS, heads=16, positions=1024),
+        chip=None,
     )
-    target = measured.target(options.slice, chip=options.chip, mesh=options.mesh)
-    work = job.workload_of(options, lengths=None)
-    [one] = measured.measure(
-        work.programs[:1], target, rows=options.batch_size, waiting=plan.silent
-    )
+    target = planned.target_of(config, options)
+    work = job.workload_of(config, options, target=target)
+    [one] = measured.measure(work.programs[:1], target, rows=ROWS, waiting=plan.silent)
     described = measured.described(one, target.chip, num_chips=8)
     lines = [line for body in loops(texts[0]) for line in body.values()]
     layers = one.program.args[0]["layers"]
@@ -64,14 +59,14 @@ def main():
                 "loops": len(list(loops(texts[0]))),
                 "turns": described["turns"],
                 "bytes": described["seconds_of_turn"]["memory"] * target.chip.bandwidth,
-                "weights": of_layers + 4096 * 2048 * 2 / MESH.tensor,
+                "weights": of_layers + VOCAB * WIDTH * 2 / MESH.tensor,
                 "cache": cached,
                 "copied": [
                     list(leaf.shape)
                     for line in lines
                     for leaf in line.result
                     if line.opcode in ("copy", "transpose")
-                    and leaf.size >= cached / 2 / SHAPE["num_layers"]
+                    and leaf.size >= cached / 2 / LAYERS
                 ],
                 "collectives": sorted(
                     {

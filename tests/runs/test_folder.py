@@ -12,7 +12,7 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place, PlaceOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.folder import check_run, open_run, read_config, write_summary
-from rlhf_jax.runs.run_config import RunConfig, complete, from_json, to_json
+from rlhf_jax.runs.run_config import RunConfig, from_json, to_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +50,6 @@ def refused(config: Config, folder: Path) -> str:
     assert tree(folder) == before
     assert str(early.value) == str(error.value)
     return str(error.value)
-
-
-def test_options_of_0_1_have_their_new_names():
-    recorded = {"seed": 3, "ppo": {"slots": 8, "reprice": True, "lam": 0.9}}
-    assert complete(recorded, names=("seed", "ppo")) == {
-        "seed": 3,
-        "ppo": {"continuous_batching": 8, "recompute_logprobs": True, "lam": 0.9},
-    }
-    assert "slots" in recorded["ppo"]
 
 
 def test_a_new_run_records_its_config_and_versions(tmp_path):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import loggers, metrics
 
 
@@ -348,3 +348,21 @@ def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
         ("ppo step 2: mean", "mean is 2.5"),
         "finished",
     ]
+
+
+def test_an_alarm_stops_the_run_once_its_row_is_written(tmp_path):
+    with metrics.Recorder(tmp_path, check=large, stops="high".__eq__) as record:
+        record.begin("ppo")
+        for step, value in enumerate([1, 3]):
+            record.write(step, stats(value))
+        told = r"step 1, high: x is 3\.0 \(--alarms\.stop\)"
+        with pytest.raises(StopError, match=told):
+            record.write(2, stats(1))
+    assert lines(tmp_path, "metrics") == [
+        '{"stage": "ppo", "step": 0, "x": 1.0}',
+        '{"stage": "ppo", "step": 1, "x": 3.0, "alarms": ["high", "mean"]}',
+    ]
+    with metrics.Recorder(tmp_path, check=large, stops="other".__eq__) as record:
+        record.begin("ppo", step=1)
+        record.write(1, stats(3))
+    assert len(lines(tmp_path, "metrics")) == 2

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import deadline, divergence, metrics, run, run_config
+from rlhf_jax.runs import deadline, metrics, run, run_config, stage
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 
@@ -139,7 +139,7 @@ def test_skips_in_a_row_stop_the_run_and_leave_the_last_good_snapshot(
 ):
     config = Config(out=tmp_path / "run")
     message = f"not finite 5 times in a row, {told}"
-    with pytest.raises(divergence.DivergedError, match=message):
+    with pytest.raises(stage.DivergedError, match=message):
         play(config, meta={}, skipped=lambda step: max(0, step - 2), of=of)
     # The fifth skip, of step 7, is read when step 7 is about to be saved.
     with Snapshots(tmp_path / "run" / "snapshots" / "only") as snapshots:

@@ -1,5 +1,6 @@
 """Our decoder behind the protocol, here and in a process: the same bits."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -17,9 +18,11 @@ from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
-from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.samplers import process, protocol, weight_files
-from rlhf_jax.samplers.decoder import DecoderSampler
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.samplers import process, protocol, retries, weight_files
+from rlhf_jax.samplers.decoder import Decoder
+from rlhf_jax.samplers.retries import TransientError
+from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.sampling.sampler import Sampler
 
 RECIPE = GRPO(
@@ -54,7 +57,7 @@ def params(seed):
 
 def test_both_draw_what_the_program_of_an_iteration_does(outside):
     sampler, folder = outside
-    here = DecoderSampler(RECIPE)
+    here = Decoder(RECIPE)
     mesh = ONE_DEVICE.make()
     sample = Sampler(RECIPE, mesh=mesh, home=mesh)
     seen = []
@@ -66,9 +69,12 @@ def test_both_draw_what_the_program_of_an_iteration_does(outside):
         expected = jax.device_get(
             sample(policy_there, prompts=asked, key=key, version=stamp)
         )
-        for each in (here, sampler):
-            assert each.hand_over(policy, version=version) == 0
-            drawn = each.draw(PROMPTS, key=KEY, version=version)
+        here.load(policy, version=version)
+        assert sampler.hand_over(policy, version=version) == 0
+        for drawn in (
+            here.draw(PROMPTS, key=KEY),
+            sampler.draw(PROMPTS, key=KEY, version=version),
+        ):
             found = protocol.rollout_of(PROMPTS, drawn, version=version)
             jax.tree.map(np.testing.assert_array_equal, found, expected)
             for left, right in zip(*map(jax.tree.leaves, (found, expected)), strict=1):
@@ -83,7 +89,7 @@ def test_both_draw_what_the_program_of_an_iteration_does(outside):
 def test_a_draw_of_another_version_is_refused(outside):
     sampler, _ = outside
     sampler.hand_over(params(0), version=2)
-    with pytest.raises(StopError, match=r"(?s)draw of version 2.* one of version 3"):
+    with pytest.raises(TransientError, match="has another version of the policy; hand"):
         sampler.draw(PROMPTS, key=KEY, version=3)
 
 
@@ -97,37 +103,58 @@ def test_other_parameters_than_were_written_are_told(outside, monkeypatch):
         sampler.hand_over(params(0), version=5)
 
 
-def test_a_process_that_dies_or_hangs_is_told():
+def pid_of(sampler):
+    (process,) = sampler._workers._processes
+    return process._worker.pid
+
+
+def test_a_process_that_dies_or_hangs_may_be_tried_again():
     with process.ProcessSampler(RECIPE) as sampler:
         sampler.hand_over(params(0), version=0)
         sampler.timeout = 0.02  # too short to compile
-        with pytest.raises(StopError, match=r"took longer than 0.02 s; raise --samp"):
+        with pytest.raises(
+            TransientError, match=r"took longer than 0.02 s; raise timeout= of"
+        ):
             sampler.draw(PROMPTS, key=KEY, version=0)
         sampler.timeout = 60.0
         # Another process took its place, without parameters.
-        with pytest.raises(StopError, match="draw of version None"):
+        with pytest.raises(TransientError, match="has another version of the policy"):
             sampler.draw(PROMPTS, key=KEY, version=0)
-        (pid,) = list(sampler._pool._pool_manager.worker_manager.workers)
-        draws = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
-        draws.start()
+        kill = threading.Timer(0.3, os.kill, (pid_of(sampler), signal.SIGKILL))
+        kill.start()
 
         def until_it_dies():
             for version in range(1000):
                 sampler.hand_over(params(0), version=version)
 
-        with pytest.raises(StopError, match=r"ended its process .*out of memory"):
+        with pytest.raises(TransientError, match=r"ended its process .*out of memory"):
             until_it_dies()
 
 
-@pytest.mark.parametrize("pause", [0.0, 1.0])
-def test_a_process_that_is_killed_between_two_calls_is_told(pause):
-    with process.ProcessSampler(RECIPE, timeout=60.0) as sampler:
-        sampler.hand_over(params(0), version=0)
-        (pid,) = list(sampler._pool._pool_manager.worker_manager.workers)
-        os.kill(pid, signal.SIGKILL)
-        time.sleep(pause)  # before or after the pool has seen it
-        with pytest.raises(StopError, match=r"memory"):
-            sampler.draw(PROMPTS, key=KEY, version=0)
+@pytest.mark.parametrize("pause", [0.0, 0.5])
+def test_a_process_that_is_killed_while_idle_gets_its_weights_again(
+    pause, capsys, monkeypatch
+):
+    monkeypatch.setattr(retries, "SECONDS", 0.01)
+    mesh = ONE_DEVICE.make()
+    version = np.int32(3)
+    inner = process.ProcessSampler(RECIPE, timeout=60.0)
+    with OutsideSampler(inner, home=mesh) as sampler:
+        policy = jax.tree.map(jax.numpy.asarray, params(0))
+        draw = functools.partial(
+            sampler, policy, prompts=PROMPTS, key=KEY, version=version
+        )
+        before = draw()
+        os.kill(pid_of(inner), signal.SIGKILL)
+        time.sleep(pause)  # before or after it is known
+        after = draw()
+        assert sampler.retries.count == 1
+        draw()
+        assert sampler.retries.count == 1
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert before.response_mask.any()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sampler: try 2 of 5 in 0.01 s, as the one before failed: ")
 
 
 def test_parameters_as_a_file(tmp_path):
@@ -155,7 +182,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path):
 
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="--sampler-weights: expected a folder"):
+    with pytest.raises(InputError, match="--sampler: expected a folder weights="):
         weight_files.HandOverFolder(tmp_path / "file" / "below")
 
 

@@ -18,11 +18,13 @@ from rlhf_jax import hf
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.algorithms.self_check import SelfCheckError
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles import policy
-from rlhf_jax.samplers import completions, served
-from rlhf_jax.samplers.connection import ServerError
+from rlhf_jax.samplers import completions, retries, served
+from rlhf_jax.samplers.connection import ServerError, Unreachable
 from rlhf_jax.samplers.server import ServerSampler
+from rlhf_jax.train.outside.sampler import OutsideSampler
 
 RECIPE = GRPO(
     model=toy_files.MODEL,
@@ -167,7 +169,7 @@ def spoilt(key, value, *, inside="choices"):
             "expected one choice",
         ),
         (spoilt("", b"<html>", inside=completions.PATH), "expected a JSON object, got"),
-        (spoilt("", (500, {"error": "no"}), inside=completions.PATH), "got status 500"),
+        (spoilt("", (400, {"error": "no"}), inside=completions.PATH), "got status 400"),
         (spoilt("", None, inside=completions.PATH), "expected a server there, got"),
         (
             spoilt("", (404, {}), inside="/collective_rpc"),
@@ -192,7 +194,7 @@ def test_a_server_that_dies_halfway_is_told(toy, url):
     with sampler(url) as server:
         server.hand_over(PARAMS, version=0)
         toy.change = lambda path, answer: None
-        with pytest.raises(StopError, match=r"(?s)expected a server there.*--resume"):
+        with pytest.raises(Unreachable, match=r"(?s)expected a server there.*--resume"):
             server.draw(PROMPTS, key=KEY, version=0)
 
 
@@ -202,9 +204,123 @@ def test_a_server_that_hangs_is_told(toy, url):
         server.hand_over(PARAMS, version=0)
         server._server.timeout = 0.2
         toy.change = lambda path, answer: let_go.wait(5) and answer
-        with pytest.raises(StopError, match=r"within 0.2 s.*raise --sampler-timeout"):
+        with pytest.raises(Unreachable, match=r"within 0.2 s.*raise timeout= of --s"):
             server.draw(PROMPTS, key=KEY, version=0)
         let_go.set()
+
+
+class Failing:
+    """Spoils the first answers to a path."""
+
+    def __init__(self, answer, *, times, path=completions.PATH):
+        self.answer, self.left, self.path = answer, times, path
+        self.lock = threading.Lock()  # a request is answered in a thread of its own
+
+    def __call__(self, path, answer):
+        with self.lock:
+            spoilt = path == self.path and self.left > 0
+            self.left -= spoilt
+        return self.answer if spoilt else answer
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Seconds that were waited for the next try, none of which passes."""
+    waited = []
+    monkeypatch.setattr(retries.time, "sleep", waited.append)
+    return waited
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_what_an_overloaded_server_did_not_answer_is_asked_again(
+    toy, url, status, pauses, capsys
+):
+    """And no other row; the weights stay, and equal requests have equal answers."""
+    with sampler(url) as server:
+        server.hand_over(PARAMS, version=0)
+        expected = server.draw(PROMPTS, key=KEY, version=0)
+        toy.asked = []
+        toy.change = Failing((status, {"error": "busy"}), times=1)
+        drawn = server.draw(PROMPTS, key=KEY, version=0)
+    np.testing.assert_array_equal(drawn.tokens, expected.tokens)
+    np.testing.assert_array_equal(drawn.sampler_logprobs, expected.sampler_logprobs)
+    assert len(toy.asked) == 3  # two rows, and one of them again
+    assert len({json.dumps(each) for each in toy.asked}) == 2
+    assert len(toy.loads) == 1
+    assert pauses == [1.0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "sampler: try 2 of 5 in 1 s, as the one before failed: "
+        f"{url.removesuffix('/v1')}/v1/completions: expected an answer, got status "
+        f'{status}: {{"error": "busy"}} (1 of 2 requests)'
+    )
+
+
+def outside(url, **options):
+    tries = retries.Retries(**options)
+    inner = sampler(url, retries=tries)
+    return OutsideSampler(inner, home=ONE_DEVICE.make(), retries=tries)
+
+
+def draw(sampler, *, version=0):
+    policy = jax.tree.map(jax.numpy.asarray, PARAMS)
+    return sampler(policy, prompts=PROMPTS, key=KEY, version=np.int32(version))
+
+
+@pytest.mark.parametrize(
+    ("version", "failing", "loads", "count"),
+    [
+        # The server is another one, perhaps: in a draw, and in the check before it.
+        (0, Failing(None, times=1), 1, 1),
+        (1, Failing(None, times=1), 2, 1),
+        (1, Failing((503, {}), times=1, path="/collective_rpc"), 2, 1),
+        (1, Failing(None, times=1, path="/collective_rpc"), 2, 1),
+        (1, Failing((503, {}), times=3, path="/reset_prefix_cache"), 4, 3),
+    ],
+)
+def test_a_lost_connection_hands_the_weights_over_again(
+    toy, url, version, failing, loads, count, pauses
+):
+    with outside(url) as sampler:
+        expected = draw(sampler)
+        toy.loads, toy.change = [], failing
+        rollout = draw(sampler, version=version)
+        assert sampler.retries.count == count
+    assert [name for name, _ in toy.loads] == [f"version-{version}"] * loads
+    assert pauses == [1.0, 2.0, 4.0][:count]
+    np.testing.assert_array_equal(rollout.tokens, expected.tokens)
+    np.testing.assert_array_equal(rollout.old_logprobs, expected.old_logprobs)
+
+
+@pytest.mark.parametrize("answer", [None, (503, {})])
+def test_tries_have_an_end(toy, url, answer, pauses):
+    with outside(url, tries=3) as sampler:
+        draw(sampler)
+        toy.change = Failing(answer, times=99)
+        with pytest.raises(StopError, match=r"\(tried 3 times\)$"):
+            draw(sampler)
+        assert sampler.retries.count == 2
+    assert pauses == [1.0, 2.0]
+
+
+def test_pauses_have_an_end(pauses):
+    def fails():
+        raise Unreachable("gone")
+
+    with pytest.raises(StopError, match=r"gone \(tried 9 times\)"):
+        retries.Retries(9)(fails)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_what_is_the_requests_fault_is_not_asked_again(toy, url, status, pauses):
+    with outside(url) as sampler:
+        draw(sampler)
+        toy.change = Failing((status, {}), times=99)
+        with pytest.raises(ServerError, match=f"got status {status}: {{}}$"):
+            draw(sampler)
+        assert sampler.retries.count == 0
+    assert pauses == []
 
 
 def test_what_is_refused_at_the_start(toy, url):
@@ -214,7 +330,7 @@ def test_what_is_refused_at_the_start(toy, url):
         (lambda *_: {"data": []}, "expected one model at .*, got none"),
         (
             lambda *_: {"data": [{"id": "a"}, {"id": "b"}]},
-            "--sampler-model: expected one model at .*, got a, b",
+            "--sampler: expected one model at .*, got a, b",
         ),
         (
             lambda *_: {"data": [{"id": "a", "max_model_len": 3}]},
@@ -226,7 +342,7 @@ def test_what_is_refused_at_the_start(toy, url):
         with pytest.raises(InputError, match=message):
             sampler(url)
     toy.change = lambda _, answer: answer
-    with pytest.raises(InputError, match="--sampler-model: expected the model other"):
+    with pytest.raises(InputError, match="--sampler: expected the model other"):
         sampler(url, model="other")
     empty = dataclasses.replace(PROMPTS, mask=np.array([[False, False], [True, True]]))
     with (

@@ -126,10 +126,41 @@ def test_a_sweep_without_a_grid_is_one_cell():
     assert [cell.name for cell in sweep.cells] == ["run"]
 
 
+def test_trainers_are_an_axis_with_options_of_their_own(tmp_path):
+    axis = ["ppo", {"label": "groups", "trainer": "grpo", "group_size": 8}]
+    fields = {"trainer": axis, "grid": {"kl_coef": [0.1]}, "options": {"model": "m"}}
+    sweep = declaration.declared(fields, source="file")
+    assert sweep.trainer is None
+    lines = {run.cell.name: run.line() for run in planned.runs_of(sweep, out=tmp_path)}
+    assert [line.partition(" --seed")[0] for line in lines.values()] == [
+        "rlhf-jax ppo --model=m --kl-coef=0.1",
+        "rlhf-jax grpo --model=m --group-size=8 --kl-coef=0.1",
+    ]
+    assert list(lines) == ["trainer=ppo,kl_coef=0.1", "trainer=groups,kl_coef=0.1"]
+
+
+def test_a_cell_whose_trainer_changes_is_another_sweep(tmp_path):
+    def declared(trainer):
+        axis = ["ppo", {"label": "other", "trainer": trainer}]
+        return declaration.declared({"trainer": axis}, source="file")
+
+    planned.begin(declared("grpo"), out=tmp_path)
+    planned.begin(declared("grpo"), out=tmp_path)
+    with pytest.raises(InputError, match=r"other\.trainer was grpo, got rein"):
+        planned.begin(declared("reinforce"), out=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"trainr": "ppo"}, "got trainr; did you mean trainer?"),
+        ({"trainer": []}, "expected a list of values for trainer of the grid"),
+        ({"trainer": ["ppo", 3]}, "expected each trainer as a name"),
+        ({"trainer": ["ppo", "ppo"]}, "expected cells with different names"),
+        (
+            {"trainer": [{"label": "a", "lam": 1}]},
+            "got None of the cell trainer=a,kl_coef=0; name one",
+        ),
         ({"trainer": None}, "expected either trainer"),
         ({"program": ["a.py"]}, "got both"),
         ({"seeds": []}, "expected seeds as a list of different integers, got []"),

@@ -313,7 +313,9 @@ def test_a_mapped_trainer_is_the_trainer(tmp_path):
     """Its options come to the trainer, which refuses them in the worker."""
     empty = tmp_path / "empty"
     empty.mkdir()
-    fields = {"trainer": "sft", "options": {"model": str(empty), "data": "no.jsonl"}}
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a", "response": "b"}\n')
+    fields = {"trainer": "sft", "options": {"model": str(empty), "data": str(data)}}
     runs = planned.runs_of(declaration.declared(fields, source="file"), out=tmp_path)
     [ended] = execution.run_all(
         runs, launcher=launchers.Workers(), jobs=1, tell=lambda ended: None
@@ -360,6 +362,15 @@ def test_a_job_of_submitit_is_a_run(tmp_path):
             "run: expected options of rlhf-jax sft, got",
         ),
         ('trainer = "sftt"', "trainer: expected one of sft, reward-model, ppo"),
+        (
+            'trainer = ["sft", "sftt"]',
+            "trainer: expected one of sft, reward-model, ppo",
+        ),
+        (
+            'trainer = ["ppo"]\n[options]\nmodel = "m"\nadam = "tf"\nprompts = "d"',
+            "trainer=ppo: --adam: expected an option of this command, got the name of "
+            "another; write --optimizer adam or tf_adam",
+        ),
         (TOML.replace("end(slope=2)", "start(slope=2)"), "got start; correct it"),
         (TOML.replace("end(slope=2)", "end(slope=7)"), "got slope=7; cells are slope"),
         (TOML.replace("slope = [1.0, 2.0]", "slope = []"), "a list of values for slop"),

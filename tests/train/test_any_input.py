@@ -13,7 +13,8 @@ from rlhf_jax.data import files, json_lines
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.folder import read_config
 from rlhf_jax.runs.run_config import from_json, to_json
-from rlhf_jax.train import sft
+from rlhf_jax.train.supervised import sft
+from rlhf_jax.train.supervised.demonstrations import Demonstrations
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,13 @@ def test_any_rows(folder, rows):
 def test_any_recorded_config(folder, data):
     """A run's config.json with other values, or of any bytes."""
     path = folder / "config.json"
-    fields = to_json(sft.Config(out=folder, data="x", model="y"))
+    fields = to_json(
+        sft.Config(
+            out=folder,
+            data=Demonstrations(data="x"),
+            start=sft.Start(model="y"),
+        )
+    )
     names = st.sampled_from([*fields, "mesh", *fields["placement"]]) | texts
     changed = data.draw(st.dictionaries(names, values, max_size=3))
     recorded = {"config": {**fields, **changed}, "versions": {}}

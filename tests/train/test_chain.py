@@ -24,7 +24,8 @@ from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, encoding, files
 from rlhf_jax.runs import metrics
-from rlhf_jax.train import ppo, reward_model, sft
+from rlhf_jax.train.methods import ppo
+from rlhf_jax.train.supervised import reward_model, sft
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_compilation")]
 
@@ -70,7 +71,11 @@ def scorer(tuned, shared_data, tmp_path_factory):
     summary = play(
         *(reward_model, out, "--model", tuned[0] / "model", "--overlong=drop"),
         *("--data", shared_data / "hh-rlhf-harmless" / "pairs.jsonl"),
-        *("--batch-size=8", "--learning-rate=3e-3", "--num-samples=128"),
+        *(
+            "--batch-size=8",
+            "--learning-rate=3e-3",
+            "--normalise=samples,num_samples=128",
+        ),
         *("--max-new-tokens=8",),
     )
     return out, summary
@@ -131,9 +136,9 @@ def finished(tuned, scorer, prompts, tmp_path_factory):
     summary = play(
         *(ppo, out, "--model", tuned[0] / "model"),
         *("--prompts", prompts, "--reward-model", scorer[0] / "model"),
-        *("--critic-from=reward_model", *ADAPTIVE, "--buckets", 4, 8),
+        *("--critic.start=reward_model", *ADAPTIVE, "--buckets", 4, 8),
         *("--max-new-tokens=6", "--batch-size=8", "--num-minibatches=2"),
-        *("--micro-batch-size=2", "--num-steps=3", "--policy-learning-rate=1e-3"),
+        *("--micro-batch-size=2", "--num-steps=3", "--learning-rate=1e-3"),
         *("--scores.missing-stop-score=-1", "--scores.normalise", "--num-epochs=2"),
     )
     return out, summary
@@ -156,7 +161,7 @@ def test_ppo_with_a_python_reward(tuned, prompts, rewards_folder, tmp_path):
         *(ppo, out, "--model", tuned[0] / "model"),
         *("--prompts", prompts, "--reward=lengths:shortness", "--num-steps=2"),
         *("--max-new-tokens=6", "--batch-size=8", "--num-minibatches=1"),
-        *("--policy-learning-rate=1e-3", "--recompute-logprobs", "--dtype=bfloat16"),
+        *("--learning-rate=1e-3", "--recompute-logprobs", "--dtype=bfloat16"),
         *("--reference-storage.dtype=bfloat16", "--num-epochs=1"),
     )
     for row in metrics.read(out / "samples.jsonl"):
@@ -183,7 +188,7 @@ def theirs(request, prompts, rewards_folder, tmp_path_factory):
         *(ppo, folder / "run", "--model", FIXTURES / request.param),
         *("--tokenizer", folder / "tokenizer", "--prompts", prompts, *reward),
         *("--max-new-tokens=6", "--batch-size=4", "--num-minibatches=1"),
-        *("--num-steps=2", "--policy-learning-rate=1e-3", "--num-epochs=1"),
+        *("--num-steps=2", "--learning-rate=1e-3", "--num-epochs=1"),
     )
     return folder / "run"
 
@@ -246,7 +251,7 @@ def killable(tmp_path_factory, rewards_folder):
         *("--model", str(folder / "model"), "--reward=lengths:shortness"),
         *("--prompts", str(folder / "prompts.jsonl"), "--batch-size=4"),
         *("--max-new-tokens=4", "--num-minibatches=2", "--num-steps=8"),
-        *("--snapshot-every=2", "--sample-every=1", "--policy-learning-rate=1e-2"),
+        *("--snapshot-every=2", "--sample-every=1", "--learning-rate=1e-2"),
         *("--scores.normalise", *ADAPTIVE),
     ]
 
@@ -313,7 +318,7 @@ def test_a_run_that_lost_its_end_makes_it_again(experiment, tmp_path):
     if experiment is not new_algorithm:
         argv += ["--model", model, "--data", data]
     if experiment is reward_model:
-        argv += ["--max-new-tokens=4", "--num-samples=8"]
+        argv += ["--normalise=samples,num_samples=8,max_new_tokens=4"]
     out = tmp_path / "run"
     summary = play(experiment, out, *argv)
     before = contents(out)

@@ -7,7 +7,9 @@ import toy_files
 
 from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.runs.receipt import printed
-from rlhf_jax.train import distill, dpo, evaluate, grpo, ppo, reward_model, sft
+from rlhf_jax.train import evaluate
+from rlhf_jax.train.methods import distill, grpo, ppo
+from rlhf_jax.train.supervised import dpo, reward_model, sft
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 slow = pytest.mark.slow
@@ -164,7 +166,7 @@ def test_kto(begin, files):
 def test_a_reward_model_on_demonstrations(begin, files):
     sources, *_ = begin(
         *(reward_model, "--data={}/pairs.jsonl", "--overlong=drop", "--batch-size=2"),
-        *("--normalise=demonstrations", "--demonstrations={}/demos.jsonl"),
+        "--normalise=demonstrations,source={}/demos.jsonl",
     )
     check(
         *(sources["--data"], files / "pairs.jsonl"),
@@ -174,7 +176,7 @@ def test_a_reward_model_on_demonstrations(begin, files):
         read_fields=("prompt", "chosen", "rejected"),
     )
     check(
-        *(sources["--demonstrations"], files / "demos.jsonl"),
+        *(sources["--normalise demonstrations"], files / "demos.jsonl"),
         read=11,
         left_out={"longer than 16 tokens": (1, 11)},
         uses={"normalised on": 10},
@@ -189,7 +191,7 @@ def test_a_reward_model_on_samples(begin, files, tmp_path):
     toy_files.jsonl(tmp_path / "pairs.jsonl", *rows)
     sources, *_ = begin(
         *(reward_model, f"--data={tmp_path}/pairs.jsonl", "--batch-size=2"),
-        *("--max-new-tokens=12", "--held-out=0"),
+        *("--normalise=samples,max_new_tokens=12", "--held-out=0"),
     )
     assert sources["--data"]["uses"]["training"]["rows"] == 3
     check(
@@ -257,7 +259,7 @@ def test_evaluate_in_an_environment(begin):
 def test_ppo(begin, files):
     sources, data, _ = begin(
         *(ppo, "--prompts={}/questions.jsonl", "--overlong=drop"),
-        *("--reward=shortness:score", "--held-out={}/demos.jsonl", "--eval-rows=3"),
+        *("--reward=shortness:score", "--texts=own={}/demos.jsonl", "--text-rows=3"),
         *("--ptx={}/demos.jsonl", "--ptx-coef=0.1", "--ptx-batch-size=2"),
         *("--batch-size=4", "--max-new-tokens=4", "--num-minibatches=1"),
     )
@@ -269,29 +271,31 @@ def test_ppo(begin, files):
         read_fields=("prompt",),
         unread=(),
     )
-    assert sources["--held-out"]["uses"]["watched"]["rows"] == 3
+    assert sources["--texts own"]["uses"]["watched"]["rows"] == 3
     assert sources["--ptx"]["uses"]["training"]["rows"] == 10
     assert data["prompts_shared_with_training"] == {
-        "--held-out, watched": {"shared": 3, "rows": 3}
+        "--texts own, watched": {"shared": 3, "rows": 3}
     }
 
 
 @slow
 @pytest.mark.parametrize("environment", [None, "test_data_receipts:OneTurn"])
 def test_grpo(begin, files, environment):
-    task = ("--held-out={}/questions.jsonl", "--eval-rows=4", "--num-workers=1")
-    if environment is not None:
-        task = (*task, f"--environment={environment}", "--max-turns=1")
+    task = ("--held-out={}/questions.jsonl", "--held-out-rows=4", "--num-workers=1")
+    if environment is None:
+        task = (*task, "--prompt-field=question", "--verifier=gsm8k")
+    else:
+        task = (*task, f"--environment={environment},max_turns=1")
     sources, data, _ = begin(
-        *(grpo, "--data={}/questions.jsonl", "--batch-size=4", "--group-size=2"),
-        *("--max-new-tokens=4", "--num-steps=1", *task),
+        *(grpo, "--prompts={}/questions.jsonl", "--batch-size=4", "--group-size=2"),
+        *("--max-new-tokens=4", "--num-steps=1", "--overlong=drop", *task),
     )
     too_long = {"longer than 12 tokens": (3, 11)}
     told = {"read_fields": (), "unread": ()}
     if environment is None:
         told = {"read_fields": ("question", "answer"), "unread": ("prompt", "by")}
     check(
-        *(sources["--data"], files / "questions.jsonl"),
+        *(sources["--prompts"], files / "questions.jsonl"),
         read=13,
         left_out=too_long,
         uses={"training": 10},
@@ -300,7 +304,7 @@ def test_grpo(begin, files, environment):
     check(
         *(sources["--held-out"], files / "questions.jsonl"),
         read=13,
-        left_out=too_long | {"after the first 4 (--eval-rows)": (6, 5)},
+        left_out=too_long | {"after the first 4 (--held-out-rows)": (6, 5)},
         uses={"held out": 4},
         **told,
     )
@@ -312,7 +316,7 @@ def test_grpo(begin, files, environment):
 @slow
 def test_distill(begin, files):
     sources, *_ = begin(
-        *(distill, "--teacher={}/model", "--prompts={}/questions.jsonl"),
+        *(distill, "--reference={}/model", "--prompts={}/questions.jsonl"),
         *("--overlong=drop", "--batch-size=4", "--max-new-tokens=4", "--num-steps=1"),
     )
     check(

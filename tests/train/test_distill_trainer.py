@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from rlhf_jax import config
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import distill, main
-from rlhf_jax.train.distill import trainer
+from rlhf_jax.runs import metrics
+from rlhf_jax.train import main, trainer
+from rlhf_jax.train.methods import distill
 
 STEPS = 5
 # Twice as wide as the student, deeper and of another family.
@@ -61,12 +61,10 @@ def files(tmp_path_factory):
 
 def play(files, out, *argv):
     words = [
-        *("--out", out, "--model", files / "student", "--teacher", files / "teacher"),
+        *("--out", out, "--model", files / "student", "--reference", files / "teacher"),
         *("--prompts", files / "prompts.jsonl", *BASICS, *argv),
     ]
-    command_line.main(
-        distill.main, distill.Config, description="", argv=list(map(str, words))
-    )
+    distill.command(list(map(str, words)))
     return json.loads((out / "summary.json").read_text())
 
 
@@ -95,7 +93,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, capsys):
     play(files, parts, *options, "--resume")
     summary = play(files, whole, *options)
     assert result(parts) == result(whole)
-    assert summary["teacher_verified"]
+    assert summary["reference_verified"]
     capsys.readouterr()
     main.main(["verify", str(parts)])
     assert "none moved" in capsys.readouterr().out
@@ -116,13 +114,16 @@ def test_a_teacher_anywhere_gives_the_same_numbers(files, tmp_path):
     """On devices of its own, on the host, beside a student over four devices."""
     places = {
         "with the student": (),
-        "on two devices of its own": ("--placement.teacher=last:data=2",),
-        "on the CPU": ("--placement.teacher=cpu",),
-        "in pinned memory": ("--placement.teacher=pinned_host",),
+        "on two devices of its own": ("--placement.reference=last:data=2",),
+        "on the CPU": ("--placement.reference=cpu",),
+        "in pinned memory": ("--placement.reference=pinned_host",),
         "beside four devices": (
-            *("--placement.policy=data=2,fsdp=2", "--placement.teacher=last:tensor=4"),
+            *(
+                "--placement.policy=data=2,fsdp=2",
+                "--placement.reference=last:tensor=4",
+            ),
         ),
-        "in int8": ("--teacher-storage.dtype=int8",),
+        "in int8": ("--reference-storage.dtype=int8",),
     }
     runs = {}
     for name, options in places.items():
@@ -171,11 +172,11 @@ def test_a_teacher_of_other_tokens_is_refused_by_its_small_files(tmp_path):
     for teacher, message in {
         folder("ids", words=toy_files.WORDS[::-1]): "teacher .*: expected the policy's",
         folder("small", vocab_size=23, words=toy_files.WORDS[:-1]): (
-            "--teacher .*: expected a vocabulary of at least the student's 24 tokens, "
-            "got 23"
+            "--reference .*: expected a vocabulary of at least the student's 24 "
+            "tokens, got 23"
         ),
         folder("short", positions=8): (
-            "--teacher .*: expected a context of at least the student's 16 tokens"
+            "--reference .*: expected a context of at least the student's 16 tokens"
         ),
     }.items():
         with pytest.raises(InputError, match=message) as error:
@@ -195,7 +196,7 @@ def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkey
     )
     monkeypatch.setattr(trainer, "load_start", None)
     with pytest.raises(SystemExit) as exit_:
-        play(files, tmp_path / "run", "--teacher", other)
+        play(files, tmp_path / "run", "--reference", other)
     assert exit_.value.code == 2
     assert "expected the policy's tokenizer" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -205,20 +206,22 @@ def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkey
     ("argv", "message"),
     [
         ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
-        ("--ptx-coef=1", "--ptx-coef: expected 0, as there are no texts"),
+        (
+            "--ptx-coef=1",
+            "expected --ptx and --ptx-coef together, got None and 1; give both",
+        ),
         ("--num-shown=-1", "num_shown: expected a finite number, 0 or more"),
         ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),
-        ("--recompute-logprobs --sampler-storage.dtype=int8", "--recompute-logprobs:"),
+        (
+            "--recompute-logprobs --sampler=here,dtype=int8",
+            "a --sampler that rounds: expected none with --recompute-logprobs without "
+            "--sampler-weight-cap, as nothing corrects for the distance",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(argv, message, tmp_path, capsys):
-    words = ["--out", tmp_path / "run", "--model=a", "--teacher=b", "--prompts=c"]
+    words = ["--out", tmp_path / "run", "--model=a", "--reference=b", "--prompts=c"]
     with pytest.raises(SystemExit) as exit_:
-        command_line.main(
-            distill.main,
-            distill.Config,
-            description="",
-            argv=[*map(str, words), *argv.split()],
-        )
+        distill.command([*map(str, words), *argv.split()])
     assert exit_.value.code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())

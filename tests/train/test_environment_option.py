@@ -1,5 +1,6 @@
 """--environment: runs of episodes, killed, resumed, ahead; and what is refused."""
 
+import asyncio
 import json
 import shutil
 
@@ -8,13 +9,13 @@ import pytest
 import toy_episodes
 import toy_files
 
-import rlhf_jax.train.grpo
-import rlhf_jax.train.reinforce
+import rlhf_jax.train.methods.grpo
+import rlhf_jax.train.methods.reinforce
+from rlhf_jax.environments import places
 from rlhf_jax.environments.protocol import Started, Turn
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics
 from rlhf_jax.train.environment import opened
-from rlhf_jax.train.environment.options import make_environment
+from rlhf_jax.train.environment.named import make_environment
 from rlhf_jax.train.environment.programs import EpisodePrograms
 
 WORDS = ["go", "left", "right", "key", "door", "hall"]
@@ -48,6 +49,23 @@ class Talk(Hall):
         return Turn("door hall", reward, turn == 2, (start, turn + 1))
 
 
+class Slow(Hall):
+    """Answers late, and some rows later than others."""
+
+    async def step(self, state, response):
+        await asyncio.sleep(0.3 * (state[0] in ("left", "go")))
+        return super().step(state, response)
+
+
+class Flaky(Hall):
+    """One row is never answered: the tool that it needs is gone."""
+
+    def step(self, state, response):
+        if state[0] == "go":
+            raise ConnectionError(f"no tool for {len(response)} letters")
+        return super().step(state, response)
+
+
 class Dark:
     """No environment."""
 
@@ -61,12 +79,19 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def train(files, out, *options, command=rlhf_jax.train.grpo.command):
+def environment(name, *more):
+    """The option, with the limits of all runs here."""
+    limits = ("max_turn_tokens=4", "max_turns=3", "observation_chunk=3")
+    words = (f"test_environment_option:{name}", *limits, *more)
+    return f"--environment={','.join(words)}"
+
+
+def train(files, out, *options, command=rlhf_jax.train.methods.grpo.command):
     command(
         [
-            *("--environment=test_environment_option:Hall", f"--model={files}/model"),
-            *(f"--data={files}/rows.jsonl", f"--held-out={files}/rows.jsonl"),
-            *("--max-new-tokens=14", "--max-turn-tokens=4", "--max-turns=3"),
+            *(environment("Hall"), f"--model={files}/model"),
+            *(f"--prompts={files}/rows.jsonl", f"--held-out={files}/rows.jsonl"),
+            "--max-new-tokens=14",
             *("--batch-size=8", "--num-steps=4", "--learning-rate=1e-3"),
             *("--snapshot-every=1", "--num-workers=2", f"--out={files / out}"),
             *options,
@@ -79,7 +104,7 @@ def rows_of(run):
     return metrics.read(run / "metrics.jsonl")
 
 
-GROUPS = ("--group-size=4", "--observation-chunk=3")
+GROUPS = ("--group-size=4",)
 
 
 def test_a_run_of_episodes_and_its_resume(files):
@@ -100,6 +125,42 @@ def test_a_run_of_episodes_and_its_resume(files):
     shutil.rmtree(run / "snapshots" / "grpo" / "4")
     train(files, "run", *GROUPS, "--keep-snapshots=4", "--resume")
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_an_async_environment_in_few_places_is_the_same_run(files, monkeypatch):
+    monkeypatch.setattr(places, "PATIENCE", 0.1)
+    few = "--continuous-batching=2"
+    run = train(files, "run", *GROUPS, few)
+    parked, inner = [], places.Places._park
+    monkeypatch.setattr(
+        places.Places, "_park", lambda *a, **b: parked.append(b) or inner(*a, **b)
+    )
+    slow = train(files, "slow", *GROUPS, few, environment("Slow"))
+    assert (slow / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert parked
+
+
+@pytest.mark.slow
+def test_a_tool_that_fails_is_left_out_by_default(files, capsys):
+    """Of four rows one; a line for each batch, and none for each response."""
+    run = train(files, "run", *GROUPS, environment("Flaky"), "--num-steps=2")
+    rows = rows_of(run)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["reward/failed"] == row["reward/left_out"]
+    failed = [8 * row["reward/failed"] for row in rows]
+    assert sorted({0, 4} | {*failed}) == [0, 4]  # whole groups, of one prompt
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "raised ConnectionError: no tool for" in line
+    ]
+    counts = [line.removeprefix("warning: ").partition(" epi")[0] for line in lines]
+    # Of the rehearsal and two steps, as far as they have that prompt; and held out.
+    assert counts.count("4 of 8") >= failed.count(4)
+    assert {*counts} == {"4 of 8", "1 of 4"}, lines
+    assert len(lines) <= 5
 
 
 EIGHT = (
@@ -159,15 +220,17 @@ def test_a_queue_of_episodes_repeats_to_the_bit(files):
 
 @pytest.mark.slow
 def test_reinforce_has_rewards_of_turns(files):
-    run = train(files, "run", command=rlhf_jax.train.reinforce.command)
+    run = train(files, "run", command=rlhf_jax.train.methods.reinforce.command)
     assert all(np.isfinite(row["policy/grad_norm"]) for row in rows_of(run))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--verifier=exact"], "--verifier: expected none with --environment"),
-        (["--sampler-cache=int8"], "--sampler-cache: expected none with --environment"),
+        (
+            ["--sampler=here,cache=int8"],
+            "--environment: expected none with options of --sampler here, as episodes",
+        ),
         (
             ["--environment=maze"],
             "expected calculator, guessing, programming, rooms or",
@@ -183,22 +246,22 @@ def test_what_is_refused(files, capsys, options, message):
     with pytest.raises(SystemExit) as stop:
         train(files, "run", *GROUPS, *options)
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert not (files / "run").exists()
 
 
 def test_an_environment_that_answers_nothing_stops_the_run(files, capsys):
     with pytest.raises(SystemExit):
-        train(files, "run", *GROUPS, "--environment=test_environment_option:Broken")
+        train(files, "run", *GROUPS, environment("Broken"))
     told = " ".join(capsys.readouterr().err.split())
-    assert "--environment test_environment_option:Broken: expected an answer to" in told
+    assert "reward environment=environment: expected a number for some response" in told
     assert "raised KeyError" in told
     assert not (files / "run").exists()
 
 
 def test_the_clock_ends_episodes_and_not_those_that_are_measured(files):
-    options = ("--environment=test_environment_option:Talk", "--num-steps=1")
-    run = train(files, "run", *GROUPS, *options, "--episodes-timeout=1e-9")
+    options = (environment("Talk", "seconds=1e-9"), "--num-steps=1")
+    run = train(files, "run", *GROUPS, *options)
     (row,) = rows_of(run)
     assert row["reward/late"] == 1
     assert row["objective/scores"] is row["group/std"] is None
@@ -206,15 +269,6 @@ def test_the_clock_ends_episodes_and_not_those_that_are_measured(files):
     assert [sample["version"] for sample in samples] == [None] * 4
     summary = json.loads((run / "summary.json").read_text())
     assert summary["held_out_score_before"] > 0
-
-
-def test_turn_options_need_an_environment():
-    with pytest.raises(
-        InputError, match=r"--max-turns: expected --environment with it"
-    ):
-        rlhf_jax.train.grpo.Config(
-            model="m", data="d", held_out="h", out="o", max_turns=3
-        )
 
 
 def test_environments_by_name():

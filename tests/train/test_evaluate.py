@@ -14,7 +14,7 @@ import toy_files
 from rlhf_jax.evaluation import comparison, success
 from rlhf_jax.functional import best_of_n
 from rlhf_jax.functional.checks import StopError
-from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.runs import metrics
 from rlhf_jax.train import evaluate
 from rlhf_jax.train.evaluate import trainer
 from rlhf_jax.train.evaluate.responses import Evaluation
@@ -106,9 +106,7 @@ def play(files, out, *argv, reference="reference"):
     words += ["--prompts", files / "prompts.jsonl", *argv]
     if reference is not None:
         words += ["--reference", files / reference]
-    command_line.main(
-        evaluate.main, evaluate.Config, description="", argv=list(map(str, words))
-    )
+    evaluate.command(list(map(str, words)))
     return json.loads((out / "results.json").read_text())
 
 
@@ -435,8 +433,8 @@ def refused(capsys, files, out, *argv, reference=None):
     [
         (
             "--reward=measures:length --verifier=exact",
-            "expected one of --reward, --verifier and --reward-model, or none, got "
-            "--reward measures:length and --verifier exact",
+            "expected one of --reward, --verifier, --reward-model and --environment, "
+            "or none, got --reward measures:length and --verifier exact",
         ),
         ("--ks 1 5", "--ks: expected 1 to the 4 samples of --num-samples, got 5"),
         ("--ks 0", "--ks: expected 1 to the 4 samples of --num-samples, got 0"),
@@ -451,8 +449,15 @@ def refused(capsys, files, out, *argv, reference=None):
             "--num-texts=7",
             "--num-texts: expected --texts with it, which it belongs to, got 7 without",
         ),
-        ("--answer-field=right", "--answer-field: expected --verifier with it"),
-        ("--unmarked=last_number", "--unmarked: expected --verifier gsm8k with it"),
+        (
+            "--answer-field=right",
+            "--answer-field: expected an option of this command, got the name of "
+            "another; write --verifier NAME,answer_field=FIELD",
+        ),
+        (
+            "--verifier=exact,unmarked=last_number",
+            "--verifier exact: expected unmarked with gsm8k alone, got last_number",
+        ),
         (
             "--placement.policy=data=4",
             "--batch-size: expected a multiple of 4, the devices that share the",
@@ -467,7 +472,7 @@ def refused(capsys, files, out, *argv, reference=None):
         ("--texts=/nowhere.txt", "/nowhere.txt: expected a readable file"),
         ("--reference=/nowhere", "'/nowhere'; that looks like a path"),
         ("--reward-model=/nowhere", "'/nowhere'; that looks like a path"),
-        ("--template=x", "--template: expected {question} where the prompt"),
+        ("--template=x", "--template: expected {prompt} where the prompt"),
     ],
 )
 def test_it_is_refused_before_a_model_is_loaded(

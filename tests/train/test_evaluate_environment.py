@@ -76,11 +76,8 @@ def play(files, out, *options):
     return json.loads((out / "results.json").read_text())
 
 
-HALL = (
-    *("--environment=test_evaluate_environment:Hall", "--max-turn-tokens=3"),
-    *("--max-turns=2", "--observation-chunk=2", "--overlong=drop"),
-    "--num-samples=16",
-)
+NAMED = "--environment=test_evaluate_environment:Hall,max_turns=2,observation_chunk=2"
+HALL = (f"{NAMED},max_turn_tokens=3", "--overlong=drop", "--num-samples=16")
 
 
 @pytest.fixture(scope="module")
@@ -182,11 +179,15 @@ def test_one_turn_is_a_verifier(files, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--verifier=exact"], "--verifier exact: expected none with --environment"),
-        (["--reward=m:f"], "--reward m:f: expected none with --environment"),
-        (["--template=a {question}"], "--template: expected none with --environment"),
-        (["--episodes-timeout=3"], "figures would depend on the clock, got 3"),
-        (["--max-turn-tokens=99"], "expected at most the 11 tokens of"),
+        (["--verifier=exact"], "got --verifier exact and --environment test_evaluate"),
+        (["--reward=m:f"], "got --reward m:f and --environment test_evaluate_environ"),
+        (["--template=a {prompt}"], "--template: expected none with --environment"),
+        (["--prompt-field=q"], "--prompt-field: expected none with --environment"),
+        ([f"{NAMED},seconds=3"], "figures would depend on the clock, got 3"),
+        (
+            [f"{NAMED},max_turn_tokens=99"],
+            "of at most the 11 tokens of --max-new-tokens",
+        ),
     ],
 )
 def test_what_an_evaluation_of_episodes_refuses(
@@ -194,5 +195,5 @@ def test_what_an_evaluation_of_episodes_refuses(
 ):
     with pytest.raises(SystemExit):
         play(files, tmp_path / "run", *HALL, *options)
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert not (tmp_path / "run").exists()

@@ -3,23 +3,25 @@
 import dataclasses
 import functools
 import shutil
-from pathlib import Path
 
+import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import toy_files
 from test_trainers import contents, play, refused
 from tiers import one_in
 
-import rlhf_jax.train.grpo
+import rlhf_jax.train.methods.grpo
 from rlhf_jax import config, grpo, hf
+from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.self_check import TOLERANCE
-from rlhf_jax.checkpoints.frozen_models import Storage
+from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import tokenization
-from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import nash_md, online_dpo, reinforce
+from rlhf_jax.train import build, responses
+from rlhf_jax.train.config.prompts import AskedPrompts
+from rlhf_jax.train.methods import nash_md, online_dpo, reinforce
+from rlhf_jax.train.outside.samplers import make_sampler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]
@@ -34,7 +36,11 @@ ROWS = [
     {"question": "what is one and one ?", "answer": "1 + 1 = 2\n#### 2"},
     {"question": "what is two ?", "answer": "#### 2.00"},
 ]
-TOY = ("--batch-size=8", "--group-size=4", "--max-new-tokens=3", "--num-workers=1")
+TOY = (
+    *("--batch-size=8", "--group-size=4", "--max-new-tokens=3", "--num-workers=1"),
+    *("--prompt-field=question", "--verifier=gsm8k", "--learning-rate=1e-6"),
+    *("--kl-coef=0.01", "--overlong=drop"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +57,11 @@ def files(tmp_path_factory):
 def gsm8k(out, files, *argv):
     return play(
         *(
-            rlhf_jax.train.grpo,
+            rlhf_jax.train.methods.grpo,
             out,
             "--model",
             files / "model",
-            "--data",
+            "--prompts",
             files / "train.jsonl",
         ),
         *("--held-out", files / "test.jsonl", *TOY, *argv),
@@ -66,13 +72,14 @@ def gsm8k(out, files, *argv):
 def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
     summary = play(
         *(reinforce, tmp_path / "run", "--model", files / "model"),
-        *("--data", files / "many.jsonl", "--held-out", files / "test.jsonl"),
-        *("--unmarked=last_number", "--learning-rate=3e-2", "--batch-size=64"),
+        *("--prompts", files / "many.jsonl", "--held-out", files / "test.jsonl"),
+        *("--verifier=gsm8k,unmarked=last_number", "--learning-rate=3e-2"),
+        *("--batch-size=64", "--prompt-field=question", "--kl-coef=0.01"),
         *("--max-new-tokens=3", "--num-workers=1", "--clip-range=10"),
         "--num-steps=20",
     )
-    assert summary["accuracy_before"] < 1
-    assert summary["accuracy_after"] == 1
+    assert summary["held_out_score_before"] < 1
+    assert summary["held_out_score_after"] == 1
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert not any(name.startswith("group/") for name in rows[0])
 
@@ -84,7 +91,11 @@ def test_the_references_are_other_checkpoints(files, tmp_path):
     wide = dataclasses.replace(MODEL, hidden_size=32, num_heads=4, num_kv_heads=4)
     other = toy_files.checkpoint(tmp_path / "wide", model=wide, words=WORDS)
     options = (
-        *("--unmarked=last_number", "--num-steps=2", "--learning-rate=1e-2"),
+        *(
+            "--verifier=gsm8k,unmarked=last_number",
+            "--num-steps=2",
+            "--learning-rate=1e-2",
+        ),
         *("--reference", other, "--reference-storage.dtype=int8"),
         *("--placement.reference=cpu", "--references", f"start={files / 'model'}"),
     )
@@ -101,13 +112,14 @@ def test_the_references_are_other_checkpoints(files, tmp_path):
 def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
     summary = play(
         *(online_dpo, tmp_path / "run", "--model", files / "model"),
-        *("--data", files / "many.jsonl", "--held-out", files / "test.jsonl"),
-        *("--unmarked=last_number", "--learning-rate=1e-2", "--batch-size=64"),
+        *("--prompts", files / "many.jsonl", "--held-out", files / "test.jsonl"),
+        *("--verifier=gsm8k,unmarked=last_number", "--learning-rate=1e-2"),
+        *("--batch-size=64", "--prompt-field=question"),
         *("--max-new-tokens=3", "--num-workers=1", "--group-size=8"),
         "--num-steps=20",
     )
-    assert summary["accuracy_before"] < 1
-    assert summary["accuracy_after"] == 1
+    assert summary["held_out_score_before"] < 1
+    assert summary["held_out_score_after"] == 1
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["loss/dpo"] == pytest.approx(0.6931, abs=1e-4)
     assert rows[0]["objective/kl_coef"] == pytest.approx(0.1)
@@ -115,50 +127,50 @@ def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
     assert rows[-1]["objective/scores"] > rows[0]["objective/scores"] + 0.3
 
 
-def test_the_mixture_is_sampled_with_the_run_s_reference(monkeypatch):
+def test_the_mixture_is_sampled_with_the_run_s_reference(files, monkeypatch):
     """What the sampler of a run is asked for; nothing is sampled."""
-    told = {}
+    asked = {}
 
-    def sample(policy, reference, **options):
-        told.update(options, policy=policy, reference=reference)
+    def sample(policy, **options):
+        asked.update(options, policy=policy)
         return options["key"]
 
-    monkeypatch.setattr(nash_md.nash_md, "sample", sample)
-    files = {"model": "x", "data": "x", "held_out": "x", "out": Path("x")}
-    options = nash_md.Config(**files, sampler_cache="int8", prefill_chunk=2)
-    algorithm = options.algorithm(
-        model=MODEL,
-        policy_optimizer=optax.sgd(0.1),
-        max_new_tokens=3,
-        stop_ids=(1,),
+    monkeypatch.setattr(iteration, "sample", sample)
+    words = ("--model", str(files / "model"), "--prompts=x", "--verifier=exact")
+    parse = functools.partial(command_line.parse, nash_md.Config, description="")
+    config = parse(
+        argv=[*words, "--out=x", "--sampler=here,cache=int8,prefill_chunk=2"]
     )
-    mesh = MeshShape().make()
-    sampler = options.make_sampler(algorithm, mesh=mesh, reference=jnp.float32(2))
+    meshes = build.Meshes.of(config)
+    models = build.build(config, pretrained.load(config.start.model), meshes=meshes)
+    sampler = make_sampler(config, models, meshes=meshes)
     found = sampler(jnp.float32(1), prompts=jnp.float32(3), key=jnp.float32(4))
     assert found == 4
-    numbers = [told[name].aval.dtype for name in ("policy", "reference", "prompts")]
-    assert numbers == [jnp.float32] * 3
-    assert told["version"] is None
-    model = dataclasses.replace(MODEL, cache="int8", prefill_chunk=2)
-    assert told["recipe"] == dataclasses.replace(algorithm, model=model)
+    stored = jax.tree.leaves(asked["frozen"].reference.stored)
+    expected = jax.tree.leaves(models.reference.stored)
+    assert [leaf.shape for leaf in stored] == [leaf.shape for leaf in expected]
+    model = dataclasses.replace(models.recipe.model, cache="int8", prefill_chunk=2)
+    assert asked["recipe"] == dataclasses.replace(models.recipe, model=model)
     # In int8 the reference of the mixture is as far from the policy as int8 is.
-    stored = dataclasses.replace(options, reference_storage=Storage(dtype="int8"))
-    assert stored.sampler_tolerance == options.sampler_tolerance + TOLERANCE["int8"]
+    plain = parse(argv=[*words, "--out=x"])
+    stored = parse(argv=[*words, "--out=x", "--reference-storage.dtype=int8"])
+    assert stored.sampler_tolerance == plain.sampler_tolerance + TOLERANCE["int8"]
 
 
 @pytest.mark.slow
 def test_nash_md_is_the_same_trainer_with_another_recipe(files, tmp_path):
     out = tmp_path / "run"
     argv = (
-        *("--model", files / "model", "--data", files / "many.jsonl"),
-        *("--held-out", files / "test.jsonl", "--unmarked=last_number"),
+        *("--model", files / "model", "--prompts", files / "many.jsonl"),
+        *("--held-out", files / "test.jsonl", "--verifier=gsm8k,unmarked=last_number"),
         *("--learning-rate=3e-2", "--batch-size=64", "--max-new-tokens=3"),
         *("--num-workers=1", "--num-steps=20", "--mixture=0.25"),
-        "--reference-storage.dtype=int8",
+        *("--reference-storage.dtype=int8", "--prompt-field=question"),
+        "--kl-coef=0.01",
     )
     summary = play(nash_md, out, *argv)
-    assert summary["accuracy_before"] < 1
-    assert summary["accuracy_after"] == 1
+    assert summary["held_out_score_before"] < 1
+    assert summary["held_out_score_after"] == 1
     rows = metrics.read(out / "metrics.jsonl")
     assert rows[0]["pair/win"] == pytest.approx(0.5, abs=0.1)
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=0.01)
@@ -169,7 +181,7 @@ def test_nash_md_is_the_same_trainer_with_another_recipe(files, tmp_path):
     assert [row["version"] for row in shown] == [row["step"] for row in shown]
     assert len(shown) == 2 * 4
     for row in shown:  # of the policy and not of the mixture
-        assert "".join(row["tokens"]) == row["answer"]
+        assert "".join(row["tokens"]) == row["response"]
         assert len(row["logprobs"]) == len(row["ref_logprobs"]) == len(row["tokens"])
     for row in shown[:4]:
         assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-3)
@@ -181,19 +193,17 @@ def test_nash_md_is_the_same_trainer_with_another_recipe(files, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--reference=none", "--reference: expected start, as the mixture is of the"),
+        ("--reference=none", "--reference none: expected none with rlhf-jax nash-md"),
         ("--batch-size=7", "--batch-size: expected an even number, for a response of"),
         ("--mixture=1", "mixture: expected a share between 0 and 1, got 1.0"),
-        ("--sampler-storage.dtype=float16", "--sampler-storage.dtype: expected none f"),
-        ("--sampler-cache-pages=4", "--sampler-cache-pages: expected none for Nash"),
-        ("--placement.reference=last", "--placement.reference: expected policy for"),
-        ("--placement.sampler=data=1", "--placement.sampler: expected policy for"),
+        ("--placement.reference=last", "as its mixture runs policy and reference in"),
+        ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
         ("--truncate-after=3", "truncate_after: expected none for Nash-MD"),
         ("--continuous-batching=4", "continuous_batching: expected none for Nash-MD"),
     ],
 )
 def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
-    words = ("--model", "x", "--data", "x", "--held-out", "x", "--batch-size=8")
+    words = ("--model=x", "--prompts=x", "--verifier=exact", "--batch-size=8")
     with pytest.raises(SystemExit):
         play(nash_md, tmp_path / "run", *words, argv)
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -203,37 +213,47 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--reference=none", "--reference none: expected start"),
+        (
+            "--reference=none",
+            "--reference none: expected none with rlhf-jax online-dpo",
+        ),
         ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
-        ("--packing=auto", "--packing auto: expected off"),
+        ("--packing=auto", "with rlhf-jax online-dpo, as its loss reads rows padded"),
         ("--group-size=3", "3"),
         ("--micro-batch-size=8", "micro_batch_size: expected to divide the 4 pairs"),
-        ("--references=other=x,weight=1", "--references: expected none, as DPO's loss"),
+        (
+            "--references=other=x,weight=1",
+            "with rlhf-jax online-dpo, as its loss has one",
+        ),
         ("--clip-range=0.1", "clip_range: expected none for online DPO"),
     ],
 )
 def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message):
-    words = ("--model", "x", "--data", "x", "--held-out", "x", "--batch-size=8")
+    words = ("--model=x", "--prompts=x", "--verifier=exact", "--batch-size=8")
     with pytest.raises(SystemExit):
         play(online_dpo, tmp_path / "run", *words, argv)
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 @pytest.mark.long  # test_packed_learning.py has the losses
-@pytest.mark.parametrize("packing", ["off", "auto"])
+@pytest.mark.parametrize("packing", [(), ("--packing=auto",)])
 @pytest.mark.parametrize(
     "preset",
     ["rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo", "reinforce++-baseline"],
 )
 def test_each_preset_runs(files, tmp_path, preset, packing):
-    small = ("--unmarked=last_number", "--num-steps=2", "--num-minibatches=2")
-    small += ("--batch-size=32", "--learning-rate=1e-3", f"--packing={packing}")
+    small = (
+        "--verifier=gsm8k,unmarked=last_number",
+        "--num-steps=2",
+        "--num-minibatches=2",
+    )
+    small += ("--batch-size=32", "--learning-rate=1e-3", *packing)
     if preset == "dapo":
         small += ("--scores.overlong-after=2", "--scores.overlong-buffer=1")
-    rlhf_jax.train.grpo.command(
+    rlhf_jax.train.methods.grpo.command(
         [
             *(f"--preset={preset}", f"--out={tmp_path / 'run'}", "--no-progress"),
-            *(f"--model={files / 'model'}", f"--data={files / 'train.jsonl'}"),
+            *(f"--model={files / 'model'}", f"--prompts={files / 'train.jsonl'}"),
             *(f"--held-out={files / 'test.jsonl'}", *TOY, *small),
         ]
     )
@@ -249,7 +269,11 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
 @pytest.mark.slow
 def test_groups_of_equal_scores_are_drawn_again_up_to_a_limit(files, tmp_path):
     """A policy of one token more or less knows the answer now and then."""
-    argv = ("--unmarked=last_number", "--num-steps=4", "--learning-rate=1e-3")
+    argv = (
+        "--verifier=gsm8k,unmarked=last_number",
+        "--num-steps=4",
+        "--learning-rate=1e-3",
+    )
     argv += ("--equal-groups=leave_out", "--batch-size=32")
     gsm8k(tmp_path / "plain", files, *argv)
     gsm8k(tmp_path / "run", files, *argv, "--max-redraws=3", "--snapshot-every=2")
@@ -280,7 +304,11 @@ def test_groups_of_equal_scores_are_drawn_again_up_to_a_limit(files, tmp_path):
 @pytest.mark.long
 @pytest.mark.slow
 def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
-    argv = ("--unmarked=last_number", "--num-steps=2", "--sampler-storage.dtype=int8")
+    argv = (
+        "--verifier=gsm8k,unmarked=last_number",
+        "--num-steps=2",
+        "--sampler=here,dtype=int8",
+    )
     gsm8k(tmp_path / "ratio", files, *argv)
     weighted = ("--recompute-logprobs", "--sampler-weight-cap=2")
     gsm8k(tmp_path / "weights", files, *argv, *weighted)
@@ -305,7 +333,11 @@ def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
 @pytest.mark.slow
 def test_pages_change_no_run_and_resume(files, tmp_path):
     """Packed rows too."""
-    argv = ("--unmarked=last_number", "--num-steps=2", "--continuous-batching=4")
+    argv = (
+        "--verifier=gsm8k,unmarked=last_number",
+        "--num-steps=2",
+        "--continuous-batching=4",
+    )
     argv += ("--batch-size=16", "--packing=auto", "--snapshot-every=1")
     in_pages = (*argv, "--sampler-cache-pages=13", "--sampler-page-size=2")
     gsm8k(tmp_path / "plain", files, *argv)
@@ -328,7 +360,11 @@ def test_pages_change_no_run_and_resume(files, tmp_path):
 @pytest.mark.long
 @pytest.mark.slow
 def test_packed_rows_learn_what_padded_ones_do(files, tmp_path, capsys):
-    argv = ("--unmarked=last_number", "--num-steps=4", "--learning-rate=1e-3")
+    argv = (
+        "--verifier=gsm8k,unmarked=last_number",
+        "--num-steps=4",
+        "--learning-rate=1e-3",
+    )
     padded = gsm8k(tmp_path / "padded", files, *argv)
     assert "packing" not in padded
     packed = gsm8k(
@@ -351,28 +387,32 @@ def test_packed_rows_learn_what_padded_ones_do(files, tmp_path, capsys):
         )
     told = " ".join(capsys.readouterr().err.split())
     assert "train.jsonl:1: expected at most 5 tokens" in told
-    assert "raise --packing-width or lower --max-new-tokens" in told
+    assert "raise the width of --packing or lower --max-new-tokens" in told
 
 
 @pytest.mark.slow
 def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path, monkeypatch):
-    traced, learn = [], grpo.learn
+    traced, learn = [], iteration.learn
 
     @functools.wraps(learn)
     def counted(*args, **kwargs):
         traced.append(learn)
         return learn(*args, **kwargs)
 
-    monkeypatch.setattr(grpo, "learn", counted)
+    monkeypatch.setattr(iteration, "learn", counted)
     argv = (
-        *("--unmarked=last_number", "--learning-rate=3e-2", "--batch-size=64"),
+        *(
+            "--verifier=gsm8k,unmarked=last_number",
+            "--learning-rate=3e-2",
+            "--batch-size=64",
+        ),
         *("--snapshot-every=10", "--keep-snapshots=9", "--clip-range=10"),
         "--num-steps=20",
     )
     whole = gsm8k(tmp_path / "whole", files, *argv)
     assert len(traced) == 1  # the rehearsal's program is the run's
-    assert whole["accuracy_before"] < 1
-    assert whole["accuracy_after"] == 1
+    assert whole["held_out_score_before"] < 1
+    assert whole["held_out_score_after"] == 1
     assert whole["score_last"] > whole["score_first"] + 0.5
     assert whole["kl_last"] > 0.1
     rows = metrics.read(tmp_path / "whole" / "metrics.jsonl")
@@ -380,7 +420,7 @@ def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path, monkeypat
     assert rows[0]["objective/kl_coef"] == pytest.approx(0.01)
     assert all(row["reward/failed"] == row["reward/timed_out"] == 0 for row in rows)
     for row in metrics.read(tmp_path / "whole" / "samples.jsonl"):
-        last = row["answer"].split()[-1:]
+        last = row["response"].split()[-1:]
         assert row["score"] == float(last == ["2"])
     # As a kill after step 10 leaves it, but for rows that a resume cuts off.
     again = tmp_path / "again"
@@ -404,13 +444,19 @@ def test_the_real_files_without_a_reference(shared_data, tmp_path):
     hf.save(tmp_path / "model", model, toy_files.params(model), tokenizer=tokenizer)
     file = shared_data / "gsm8k"
     summary = play(
-        *(rlhf_jax.train.grpo, tmp_path / "run", "--model", tmp_path / "model"),
-        *("--data", file / "train.jsonl", "--held-out", file / "test.jsonl"),
-        *("--reference=none", "--num-steps=2", "--max-new-tokens=8", "--eval-rows=20"),
+        *(rlhf_jax.train.methods.grpo, tmp_path / "run", "--model", tmp_path / "model"),
+        *("--prompts", file / "train.jsonl", "--held-out", file / "test.jsonl"),
+        *(
+            "--reference=none",
+            "--num-steps=2",
+            "--max-new-tokens=8",
+            "--held-out-rows=20",
+        ),
         *("--batch-size=8", "--group-size=4", "--num-workers=1"),
-        "--template=Question: {question}\nAnswer:",
+        *("--prompt-field=question", "--verifier=gsm8k", "--overlong=drop"),
+        "--template=Question: {prompt}\nAnswer:",
     )
-    assert summary["accuracy_before"] == summary["accuracy_after"] == 0
+    assert summary["held_out_score_before"] == summary["held_out_score_after"] == 0
     assert summary["kl_last"] is None
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [row["group/equal_fraction"] for row in rows] == [1, 1]
@@ -418,28 +464,21 @@ def test_the_real_files_without_a_reference(shared_data, tmp_path):
     samples = metrics.read(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 4
     for row in samples:
-        assert row["question"].startswith("Question: ")
-        assert row["question"].endswith("\nAnswer:")
+        assert row["prompt"].startswith("Question: ")
+        assert row["prompt"].endswith("\nAnswer:")
     assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
 
 
-def test_a_question_is_put_as_text_or_as_a_message(tmp_path):
-    options = rlhf_jax.train.grpo.Config(
-        **dict.fromkeys(("model", "data", "held_out"), ""),
-        out=tmp_path,
-        template="Q: {question}",
-    )
-    assert rlhf_jax.train.grpo.questions.put("Why?", options=options) == "Q: Why?"
+def test_a_question_is_put_as_text_or_as_a_message():
+    options = AskedPrompts(prompts="", template="Q: {prompt}")
+    assert responses.put("Why?", options=options) == "Q: Why?"
     asked = [{"role": "user", "content": "Q: Why?"}]
     chat = dataclasses.replace(options, chat=True)
-    assert rlhf_jax.train.grpo.questions.put("Why?", options=chat) == asked
-    system = {"role": "system", "content": "{question}"}
+    assert responses.put("Why?", options=chat) == asked
+    system = {"role": "system", "content": "{prompt}"}
     question = [system, {"role": "user", "content": "Why?"}]
     for each in (options, chat):  # a row's own messages stay, but for the last
-        assert rlhf_jax.train.grpo.questions.put(question, options=each) == [
-            system,
-            *asked,
-        ]
+        assert responses.put(question, options=each) == [system, *asked]
 
 
 UNMARKED = {"question": "what is one ?", "answer": "one"}
@@ -452,11 +491,11 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
         [
             (
                 ("--reference=none", "--kl-coef=0.1"),
-                "expected no --kl-coef, as there is",
+                "--reference none: expected none with --kl-coef 0.1, as there",
             ),
             (
                 ("--template=question",),
-                "--template: expected {question} where the quest",
+                "--template: expected {prompt} where the prom",
             ),
             (("--chat",), ".jsonl:1: expected a tokenizer with a chat template"),
             (
@@ -465,14 +504,20 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             ),
             (("--group-size=1",), "group_size: expected at least 2, got 1"),
             (("--kl-coef=-1",), "kl_coef: expected a finite number, 0 or more, got -1"),
-            (("--eval-rows=0",), "eval_rows: expected a finite number above 0, got 0"),
+            (
+                ("--held-out-rows=0",),
+                "held_out_rows: expected a finite number above 0, got 0",
+            ),
             (("--num-minibatches=3",), "expected num_minibatches to divide the 8 rows"),
             (("--timeout=0",), "timeout: expected a finite number above 0, got 0"),
             (
-                ("--question-field=q",),
+                ("--prompt-field=q",),
                 "train.jsonl:1: expected a field 'q', got",
             ),
-            (("--answer-field=a",), "train.jsonl:1: expected a field 'a', got"),
+            (
+                ("--verifier=gsm8k,answer_field=a",),
+                "train.jsonl:1: expected a field 'a', got",
+            ),
             (
                 ("--max-new-tokens=12", "--overlong=error"),
                 "train.jsonl:1: expected at most 4 tokens, got 6 of 'what",
@@ -482,41 +527,40 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
                 "--max-new-tokens: expected less than the cont",
             ),
             (
-                ("--sampler-storage.dtype=int8", "--recompute-logprobs"),
-                "--recompute-logprobs: expected --sampler-weight-cap with it where --s",
+                ("--sampler=here,dtype=int8", "--recompute-logprobs"),
+                "a --sampler that rounds: expected none with --recompute-logprobs "
+                "without --sampler-weight-cap, as nothing corrects for the distance",
             ),
             (
-                ("--sampler-cache-pages=4",),
-                "--sampler-cache-pages: expected --continuous-batching with it, whose",
+                ("--sampler=here,cache_pages=4",),
+                "--sampler: expected --continuous-batching with cache_pages, whose",
             ),
             (
                 (
-                    *("--sampler-cache-pages=4", "--continuous-batching=4"),
-                    "--placement.policy=fsdp=2",
+                    *("--sampler=here,cache_pages=4", "--continuous-batching=4"),
+                    "--placement.policy=fsdp=8",
                 ),
-                "--sampler-cache-pages: expected a mesh for sampling without fsdp and",
+                "--sampler: expected cache_pages on a mesh without fsdp and context",
             ),
             (
                 (
-                    *("--sampler-cache-pages=5", "--continuous-batching=4"),
-                    "--placement.policy=data=2",
+                    *("--sampler=here,cache_pages=5", "--continuous-batching=4"),
+                    "--placement.policy=data=8",
                 ),
-                "--sampler-cache-pages: expected a multiple of 2, as each share of th",
-            ),
-            (
-                ("--sampler-page-size=4", "--continuous-batching=4"),
-                "--sampler-page-size: expected --sampler-cache-pages with it, got 4",
+                "cache_pages of --sampler: expected a multiple of 8, as each share of "
+                "th",
             ),
             (
                 (
-                    *("--sampler-page-size=2", "--sampler-cache-pages=2"),
+                    "--sampler=here,page_size=2,cache_pages=2",
                     *("--continuous-batching=4", "--max-new-tokens=5"),
                 ),
-                "--sampler-cache-pages: expected at least 3 pages of 2 columns, of whi",
+                "--sampler: expected cache_pages of at least 3 pages of 2 columns, of "
+                "whi",
             ),
             (
-                ("--sampler-storage.dtype=float16",),
-                "expected float32, bfloat16 or int8",
+                ("--sampler=here,dtype=float16",),
+                "expected dtype to be float32 or bfloat16 or int8, got 'float16'",
             ),
             (
                 ("--max-new-tokens=15",),
@@ -530,7 +574,7 @@ def test_options_that_are_refused(files, tmp_path, capsys, argv, message):
     assert message in refused(capsys, tmp_path, run)
 
 
-@pytest.mark.parametrize("option", ["--data", "--held-out"])
+@pytest.mark.parametrize("option", ["--prompts", "--held-out"])
 def test_an_answer_without_a_number_is_named_by_file_and_line(
     files, tmp_path, capsys, option
 ):
@@ -556,20 +600,20 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
     ],
 )
 def test_presets_are_those_of_the_library(preset, recipe):
-    needed = ("--out=x", "--model=x", "--data=x", "--held-out=x")
+    needed = ("--out=x", "--model=x", "--prompts=x", "--verifier=exact")
     parse = functools.partial(
         command_line.parse,
-        rlhf_jax.train.grpo.Config,
+        rlhf_jax.train.methods.grpo.Config,
         description="",
-        presets=rlhf_jax.train.grpo.PRESETS,
+        presets=rlhf_jax.train.methods.grpo.PRESETS,
     )
     recipe = dataclasses.replace(recipe, temperature=1.0)  # as without a preset
     parsed = parse(argv=[*needed, "--preset", preset])
-    assert parsed.grpo == recipe
+    assert parsed.method == recipe
     without = {"gspo", "cispo", "sapo", "dapo", "dr-grpo"}
-    assert (parsed.reference == "none") == (preset in without)
-    default = 0.0 if preset in without else rlhf_jax.train.grpo.options.KL_COEF
-    assert parsed.beta == (0.04 if preset == "deepseekmath" else default)
-    assert (parsed.redraws > 0) == (preset == "dapo")
+    assert (parsed.reference.reference == "none") == (preset in without)
+    default = 0.0 if preset in without else 0.05
+    assert parsed.kl_coef == (0.04 if preset == "deepseekmath" else default)
+    assert (parsed.sampler.max_redraws > 0) == (preset == "dapo")
     changed = parse(argv=[*needed, "--preset", preset, "--entropy-coef=0.1"])
-    assert changed.grpo == dataclasses.replace(recipe, entropy_coef=0.1)
+    assert changed.method == dataclasses.replace(recipe, entropy_coef=0.1)

@@ -11,10 +11,15 @@ import toy_files
 from rlhf_jax.algorithms.dpo import PreferenceKind
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import splits
-from rlhf_jax.train import reward_model, sft
-from rlhf_jax.train.dpo import options as dpo_options
-from rlhf_jax.train.dpo import pairs
-from rlhf_jax.train.dpo import trainer as dpo
+from rlhf_jax.train.config.start import Start
+from rlhf_jax.train.config.supervised import Rows
+from rlhf_jax.train.supervised import (
+    demonstrations,
+    dpo,
+    preferences,
+    reward_model,
+    sft,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 START = Pretrained(
@@ -45,10 +50,18 @@ def files(tmp_path_factory):
     return folder
 
 
-def in_folder(config_class, files, tmp_path, *, data, **options):
-    return config_class(
-        model=str(files / "model"),
-        data=str(files / f"{data}.jsonl"),
+READS = {
+    sft: demonstrations.Demonstrations,
+    reward_model: reward_model.Pairs,
+    dpo: preferences.Preferences,
+}
+
+
+def in_folder(command, files, tmp_path, *, data, **options):
+    start = sft.Start if command is sft else Start
+    return command.Config(
+        start=start(model=str(files / "model")),
+        data=READS[command](data=str(files / f"{data}.jsonl")),
         out=tmp_path / "run",
         progress=False,
         **options,
@@ -56,16 +69,26 @@ def in_folder(config_class, files, tmp_path, *, data, **options):
 
 
 def of_kind(kind, files, tmp_path, *, data):
-    config = in_folder(dpo_options.Config, files, tmp_path, data=data)
+    config = in_folder(dpo, files, tmp_path, data=data)
     loss = {"kind": kind} | ({"label_smoothing": 0.1} if kind == "robust" else {})
-    return dataclasses.replace(config, dpo=dataclasses.replace(config.dpo, **loss))
+    return dataclasses.replace(
+        config, method=dataclasses.replace(config.method, **loss)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_prompt_of_dpo_is_on_both_sides(kind, files, tmp_path):
     config = of_kind(kind, files, tmp_path, data="many")
-    rows = pairs.read(config)
-    trained, held_out = pairs.encode(rows, options=config, start=START)
+    labelled = kind == "kto"
+    rows = preferences.read(config.data, labelled=labelled)
+    trained, held_out = preferences.encode(
+        rows,
+        options=config.data,
+        labelled=labelled,
+        held_out=config.watch.held_out,
+        seed=config.seed,
+        start=START,
+    )
     sides = (trained.digested, held_out.digested)
     each = 8 if kind == "kto" else 4
     assert [len(side) for side in sides] == [18 * each, 2 * each]
@@ -73,10 +96,15 @@ def test_no_prompt_of_dpo_is_on_both_sides(kind, files, tmp_path):
     assert len({*splits.numbered(row.prompt for row in held_out.digested)}) == 2
 
 
+def examples_of(config, start):
+    rows = demonstrations.read(config.data)
+    return demonstrations.encode(rows, options=config.data, start=start)
+
+
 def test_no_prompt_of_sft_is_on_both_sides(files, tmp_path):
-    config = in_folder(sft.Config, files, tmp_path, data="many")
-    examples = sft.read_examples(config, START)
-    sides = sft.split(config, START)
+    config = in_folder(sft, files, tmp_path, data="many")
+    examples = examples_of(config, START)
+    sides = sft.split(examples, config, START)
     assert sorted([*sides[0], *sides[1]]) == sorted(examples)
     assert [len(side) for side in sides] == [76, 4]
     assert splits.shared_prompts(*sides) == 0
@@ -87,18 +115,20 @@ def test_rows_of_one_prompt_are_all_trained_on_and_the_receipt_says_so(
     trainer, files, tmp_path, capsys
 ):
     run, config = {
-        "sft": (sft.main, in_folder(sft.Config, files, tmp_path, data="one")),
+        "sft": (sft.main, in_folder(sft, files, tmp_path, data="one")),
         "reward_model": (
             reward_model.main,
             in_folder(
-                *(reward_model.Config, files, tmp_path),
+                *(reward_model, files, tmp_path),
                 data="one",
-                max_new_tokens=4,
+                method=reward_model.Method(
+                    normalise=reward_model.Samples(max_new_tokens=4)
+                ),
             ),
         ),
         "dpo": (dpo.main, of_kind("sigmoid", files, tmp_path, data="one")),
     }[trainer]
-    run(dataclasses.replace(config, batch_size=2, num_steps=1))
+    run(dataclasses.replace(config, batch=Rows(batch_size=2), num_steps=1))
     data = json.loads((config.out / "data.json").read_text())["sources"][0]
     assert {use: of["rows"] for use, of in data["uses"].items()} == {
         "training": 4,
@@ -128,7 +158,9 @@ def test_rows_without_a_prompt_do_not_share_one(files, tmp_path):
     assert sft.no_prompt(start) == [bos]
     rows = [{"prompt": "", "response": word} for word in toy_files.WORDS]
     data = toy_files.jsonl(tmp_path / "rows.jsonl", *rows)
-    config = in_folder(sft.Config, files, tmp_path, data="many", held_out=0.5)
-    config = dataclasses.replace(config, data=str(data))
-    sides = sft.split(config, start)
+    watch = sft.Watch(held_out=0.5)
+    config = in_folder(sft, files, tmp_path, data="many", watch=watch)
+    data = demonstrations.Demonstrations(data=str(data))
+    config = dataclasses.replace(config, data=data)
+    sides = sft.split(examples_of(config, start), config, start)
     assert [len(side) for side in sides] == [11, 11]

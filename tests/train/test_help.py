@@ -1,23 +1,14 @@
 """--help of each trainer is one screen, and --help-all has every option."""
 
 import dataclasses
+import typing
 
 import pytest
 
 from rlhf_jax.runs.command_line import help_screen
-from rlhf_jax.train import (
-    distill,
-    dpo,
-    evaluate,
-    grpo,
-    main,
-    nash_md,
-    online_dpo,
-    ppo,
-    reinforce,
-    reward_model,
-    sft,
-)
+from rlhf_jax.train import evaluate, main
+from rlhf_jax.train.methods import distill, grpo, nash_md, online_dpo, ppo, reinforce
+from rlhf_jax.train.supervised import dpo, reward_model, sft
 
 TRAINERS = {
     "sft": sft,
@@ -41,6 +32,17 @@ def told(name, asked, *, capsys, monkeypatch, columns=90):
     return capsys.readouterr().out
 
 
+def fields(config):
+    """The fields of a config, and in the place of groups that it must have, theirs."""
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(hints[field.name]):
+            if field.default is dataclasses.MISSING:
+                yield from fields(hints[field.name])
+        else:
+            yield field
+
+
 def test_every_trainer_is_here():
     assert set(main.TRAINERS) == set(TRAINERS)
 
@@ -53,7 +55,7 @@ def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch)
     assert f"usage: rlhf-jax {name} " in shown
     assert f"\n    rlhf-jax {name} --" in shown  # how it is called
     usage = shown.partition("\n\n")[0]
-    for field in dataclasses.fields(COMMANDS[name].Config):
+    for field in fields(COMMANDS[name].Config):
         defaults = (field.default, field.default_factory)
         required = defaults == (dataclasses.MISSING, dataclasses.MISSING)
         option = f"--{field.name.replace('_', '-')} "
@@ -64,10 +66,11 @@ def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_all_has_every_option(name, capsys, monkeypatch):
     shown = told(name, "--help-all", capsys=capsys, monkeypatch=monkeypatch)
-    texts = help_screen.documented(COMMANDS[name].Config)
-    for field in dataclasses.fields(COMMANDS[name].Config):
+    config = COMMANDS[name].Config
+    texts, hints = help_screen.documented(config), typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
         assert texts[field.name]
-        if not dataclasses.is_dataclass(field.default):
+        if not dataclasses.is_dataclass(hints[field.name]):  # a group has no option
             assert f"--{field.name.replace('_', '-')}" in shown
 
 

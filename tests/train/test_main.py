@@ -8,15 +8,12 @@ from places import ROOT
 
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.inspection import token_kl
-from rlhf_jax.planning import memory, plan
 from rlhf_jax.train import main
 
 
 @pytest.mark.parametrize(
     ("module", "argv", "field", "value"),
     [
-        (memory, ["memory", "--num-layers", "3"], "num_layers", 3),
-        (plan, ["plan", "--topology", "v5e:8x8"], "topology", "v5e:8x8"),
         (
             token_kl,
             ["kl", "--policy", "p", "--reference", "r", "--prompt", "the text"],
@@ -53,9 +50,9 @@ def test_a_bad_result_ends_with_status_1(capsys, monkeypatch):
     def stop(options):
         raise StopError("it must not go on")
 
-    monkeypatch.setattr(memory, "run", stop)
+    monkeypatch.setattr(token_kl, "run", stop)
     with pytest.raises(SystemExit) as exit_:
-        main.main(["memory"])
+        main.main(["kl", "--policy=p", "--reference=r", "--prompt=t"])
     assert exit_.value.code == 1
     assert capsys.readouterr().err == "stopped: it must not go on\n"
 

@@ -1,18 +1,21 @@
 """--sampler process: runs as with our decoder here, to the bit; and what is refused."""
 
+import itertools
 import json
 import shutil
 
 import pytest
+import toy_episodes
 import toy_files
 import toy_server
 
-import rlhf_jax.train.grpo
-import rlhf_jax.train.nash_md
-import rlhf_jax.train.online_dpo
-import rlhf_jax.train.ppo
-import rlhf_jax.train.reinforce
+import rlhf_jax.train.methods.grpo
+import rlhf_jax.train.methods.nash_md
+import rlhf_jax.train.methods.online_dpo
+import rlhf_jax.train.methods.ppo
+import rlhf_jax.train.methods.reinforce
 from rlhf_jax.runs import metrics
+from rlhf_jax.samplers import retries
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -32,12 +35,13 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def train(files, out, *options, command=rlhf_jax.train.grpo.command):
+def train(files, out, *options, command=rlhf_jax.train.methods.grpo.command):
     command(
         [
             *(f"--model={files}/model", "--verifier=goodness:check"),
-            *(f"--data={files}/rows.jsonl", f"--held-out={files}/rows.jsonl"),
+            *(f"--prompts={files}/rows.jsonl", f"--held-out={files}/rows.jsonl"),
             *("--max-new-tokens=6", "--batch-size=8", "--num-steps=4"),
+            *("--prompt-field=question", "--kl-coef=0.01"),
             *("--learning-rate=1e-2", "--snapshot-every=1", "--keep-snapshots=4"),
             *("--num-workers=1", "--no-progress", f"--out={files / out}", *options),
         ]
@@ -59,8 +63,7 @@ GROUPS = "--group-size=4"
 @pytest.mark.slow
 def test_a_process_is_our_decoder_to_the_bit_and_resumes(files):
     here = train(files, "here", GROUPS)
-    weights = f"--sampler-weights={files / 'weights'}"
-    outside = ("--sampler=process", weights, GROUPS)
+    outside = (f"--sampler=process,weights={files / 'weights'}", GROUPS)
     run = train(files, "run", *outside)
     assert bits(run) == bits(here)
     checks = [
@@ -96,7 +99,7 @@ def test_a_process_is_asked_ahead(files):
 
 @pytest.mark.slow
 def test_reinforce_and_redraws_take_a_process(files):
-    command = rlhf_jax.train.reinforce.command
+    command = rlhf_jax.train.methods.reinforce.command
     runs = [
         train(files, out, *options, command=command)
         for out, options in {"a": (), "b": ("--sampler=process",)}.items()
@@ -108,13 +111,56 @@ def test_reinforce_and_redraws_take_a_process(files):
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_stops_the_run_which_then_goes_on(files, capsys):
+@pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
+def test_a_trainer_on_a_mesh_asks_a_process(files, more):
+    """The same responses as with one device; only its own numbers round otherwise."""
+    one = train(files, "one", GROUPS, "--sampler=process", *more)
+    mesh = ("--sampler=process", "--placement.policy=data=4,fsdp=2")
+    toy_episodes.assert_same_run(train(files, "mesh", GROUPS, *mesh, *more), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
+def test_a_trainer_on_a_mesh_asks_a_server(files, more):
+    toy, options = toy_server.Toy(), (GROUPS, "--max-new-tokens=3", *more)
+    with toy_server.serving(toy) as url:
+        one = train(files, "one", f"--sampler={url}", *options)
+        mesh = (f"--sampler={url}", "--placement.policy=data=4,fsdp=2")
+        toy_episodes.assert_same_run(train(files, "mesh", *mesh, *options), one)
+
+
+@pytest.mark.slow
+def test_failures_that_pass_leave_no_trace_but_a_count(files, capsys, monkeypatch):
+    monkeypatch.setattr(retries, "SECONDS", 0.01)
+    toy, options = toy_server.Toy(), (GROUPS, "--max-new-tokens=3")
+    with toy_server.serving(toy) as url:
+        run = train(files, "run", f"--sampler={url}", *options)
+        count = itertools.count()
+
+        def fail(path, answer):
+            """One of 25: no answer, or that of a server which has too much to do."""
+            number = next(count) if path.endswith("/completions") else 1
+            return {0: None, 13: (503, {})}.get(number % 25, answer)
+
+        toy.change = fail
+        other = train(files, "other", f"--sampler={url},tries=9", *options)
+    assert bits(other) == bits(run)
+    retried = json.loads((other / "summary.json").read_text())["sampler_retries"]
+    lines = capsys.readouterr().err.count("sampler: try ")
+    assert retried == lines >= 3
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_stops_the_run_which_then_goes_on(
+    files, capsys, monkeypatch
+):
+    monkeypatch.setattr(retries, "SECONDS", 0.01)
     toy = toy_server.Toy()
     options = (GROUPS, "--max-new-tokens=3")
     with toy_server.serving(toy) as url:
 
         def die(path, answer):
-            gone = path.endswith("/completions") and len(toy.loads) == 3
+            gone = path.endswith("/completions") and len(toy.loads) >= 3
             return None if gone else answer
 
         toy.change = die
@@ -131,9 +177,9 @@ def test_a_server_that_dies_stops_the_run_which_then_goes_on(files, capsys):
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(0 <= row["policy/sampler_check"] < 1e-5 for row in rows)
     assert all(row["response/length"] == 3 for row in rows)
-    # Of the rehearsal and every step; the one that resumes rehearses again.
+    # Of the rehearsal and every step, and of each try; who resumes rehearses again.
     names = [name for name, _ in toy.loads]
-    assert names == [f"version-{n}" for n in (0, 1, 2, 0, 2, 3)]
+    assert names == [f"version-{n}" for n in (0, 1, 2, 2, 2, 2, 2, 0, 2, 3)]
 
 
 URL = "--sampler=http://localhost:9"
@@ -142,33 +188,32 @@ URL = "--sampler=http://localhost:9"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sampler=elsewhere"], "--sampler: expected here, process or http://HOST"),
+        (["--sampler=elsewhere"], "expected one of here, process, server, got"),
         (["--sampler=http://[::1"], "--sampler: expected here, process or http://HOST"),
         (["--sampler=http://h:x"], "--sampler: expected here, process or http://HOST"),
         (["--sampler=http://"], "--sampler: expected here, process or http://HOST"),
-        (["--sampler-model=m"], "--sampler-model: expected --sampler with process or"),
         (
-            ["--sampler=process", "--sampler-check-tolerance=1"],
-            "--sampler-check-tolerance: expected --sampler with a server",
+            ["--sampler=process,model=m"],
+            "expected weights, timeout, tries, each with = and a",
         ),
-        ([URL, "--sampler-timeout=0"], "sampler_timeout: expected"),
+        (["--sampler=process,cache=int8"], "got 'cache=int8'; choose one"),
+        ([f"{URL},timeout=0"], "timeout: expected"),
+        (["--sampler=process,tries=0"], "tries: expected"),
         (
-            ["--sampler=process", "--sampler-cache=int8"],
-            "--sampler-cache: expected",
+            [URL, "--environment=rooms"],
+            "--sampler: expected none with --environment, as our decoder",
         ),
-        ([URL, "--environment=rooms"], "--environment: expected none with --sampler"),
         (
             [URL, "--placement.policy=fsdp=2", "--placement.sampler=data=2"],
-            "--placement.sampler: expected none with --sampler http",
+            "--sampler: expected none with --placement.sampler, as our decoder",
         ),
         (
-            ["--sampler=process", "--placement.policy=data=8"],
-            "--sampler process: expected a trainer of one process and one device",
+            [URL, "--fixed-length"],
+            "--sampler http://...: expected none with --fixed-length, as a server",
         ),
-        ([URL, "--fixed-length"], "--fixed-length: expected none with --sampler http"),
         (
             [URL, "--recompute-logprobs"],
-            "--recompute-logprobs: expected --sampler-weight-cap with it",
+            "with --recompute-logprobs without --sampler-weight-cap, as nothing",
         ),
     ],
 )
@@ -176,26 +221,29 @@ def test_what_is_refused(files, capsys, options, message):
     with pytest.raises(SystemExit) as stop:
         train(files, "run", GROUPS, *options)
     assert stop.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert not (files / "run").exists()
 
 
-@pytest.mark.parametrize("option", ["--sampler=process", "--sampler-timeout"])
-def test_ppo_says_who_takes_another_sampler(capsys, option):
-    with pytest.raises(SystemExit) as stop:
-        rlhf_jax.train.ppo.command([option, "9"])
-    assert stop.value.code == 2
-    name = option.partition("=")[0]
-    assert (
-        f"{name}: expected an option of this command, got one of rlhf-jax grpo and "
-        f"rlhf-jax reinforce"
-    ) in capsys.readouterr().err
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [rlhf_jax.train.nash_md.command, rlhf_jax.train.online_dpo.command]
+    ("command", "options"),
+    [
+        (rlhf_jax.train.methods.ppo.command, ("--num-minibatches=1",)),
+        (rlhf_jax.train.methods.online_dpo.command, ("--group-size=2",)),
+    ],
 )
-def test_others_refuse_another_sampler(files, capsys, command):
+def test_every_method_but_the_mixture_takes_a_process(files, command, options):
+    runs = [
+        train(files, out, *options, *more, "--num-steps=2", command=command)
+        for out, more in {"a": (), "b": ("--sampler=process",)}.items()
+    ]
+    assert bits(runs[0]) == bits(runs[1])
+
+
+def test_the_mixture_of_nash_md_is_drawn_beside_the_policy(files, capsys):
+    command = rlhf_jax.train.methods.nash_md.command
     with pytest.raises(SystemExit):
         train(files, "run", "--sampler=process", command=command)
-    assert "--sampler: expected here for" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "nash-md: expected none with --sampler, as its mixture draws beside" in told

@@ -8,8 +8,8 @@ import pytest
 import toy_files
 from test_trainers import play
 
-import rlhf_jax.train.grpo
-import rlhf_jax.train.ppo
+import rlhf_jax.train.methods.grpo
+import rlhf_jax.train.methods.ppo
 from rlhf_jax import config, hf, rewards
 from rlhf_jax.devices import compile_counts
 from rlhf_jax.runs import metrics
@@ -90,10 +90,10 @@ def test_200_uneven_steps_compile_few_shapes(trainer, files, tmp_path):
         held_out = ("--held-out", files / "train.jsonl", "--num-workers=1")
         rate = "--learning-rate=1e-3"
         data = (rate, "--data", files / "train.jsonl", *held_out, "--group-size=4")
-        summary = play(rlhf_jax.train.grpo, out, *argv, *data)
+        summary = play(rlhf_jax.train.methods.grpo, out, *argv, *data)
     else:
         data = ("--prompts", files / "prompts.jsonl", "--num-epochs=1")
-        rates = ("--policy-learning-rate=1e-4", "--num-minibatches=2")
+        rates = ("--learning-rate=1e-4", "--num-minibatches=2")
         scorer = ("--reward-model", files / "scorer")
-        summary = play(rlhf_jax.train.ppo, out, *argv, *data, *rates, *scorer)
+        summary = play(rlhf_jax.train.methods.ppo, out, *argv, *data, *rates, *scorer)
     check(out, summary)

@@ -11,7 +11,7 @@ import pytest
 import toy_files
 from test_trainers import play
 
-import rlhf_jax.train.ppo
+import rlhf_jax.train.methods.ppo
 from rlhf_jax import hf
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import metrics
@@ -51,11 +51,11 @@ def files(tmp_path_factory):
 
 def ppo(out, files, model, *argv):
     return play(
-        *(rlhf_jax.train.ppo, out, "--model", files / model),
+        *(rlhf_jax.train.methods.ppo, out, "--model", files / model),
         *("--prompts", files / "prompts.jsonl", "--reward=distinct_of_padded:score"),
         *("--batch-size=8", "--max-new-tokens=6", "--num-minibatches=2"),
         *("--snapshot-every=2", "--sample-every=1", "--num-shown=8"),
-        *("--policy-learning-rate=1e-2", "--num-alternatives=99", *argv),
+        *("--learning-rate=1e-2", "--num-alternatives=99", *argv),
     )
 
 
@@ -74,7 +74,9 @@ def test_a_padded_embedding_changes_nothing(files, tmp_path):
         assert row.keys() == expected.keys()
         for name, value in expected.items():
             if isinstance(value, float) and not name.startswith("drift/"):
-                assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+                # Scores in standard deviations are of rounding alone where none is.
+                near = 1e-2 if name.endswith("_z") else 1e-4
+                assert row[name] == pytest.approx(value, rel=1e-3, abs=near), name
     text = (tmp_path / "padded" / "samples.jsonl").read_text()
     assert "Infinity" not in text  # among 99 alternatives there are 24 tokens
     of_plain = metrics.read(tmp_path / "plain" / "samples.jsonl")

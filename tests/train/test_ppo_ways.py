@@ -18,9 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_jax import fingerprint, frozen, hf, lora
 from rlhf_jax.checkpoints import peft
-from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.runs import metrics
 from rlhf_jax.runs.snapshots import proof
-from rlhf_jax.train import main, ppo
+from rlhf_jax.train import main
+from rlhf_jax.train.methods import ppo
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 6
@@ -57,9 +58,9 @@ def flaky(prompts, responses, rows):
 BASICS = (
     *("--batch-size=4", "--max-new-tokens=4", "--num-minibatches=1", "--num-epochs=1"),
     *(f"--num-steps={STEPS}", "--snapshot-every=4", "--sample-every=2"),
-    *("--policy-learning-rate=1e-2", "--critic-learning-rate=1e-2", "--kl-coef=0.1"),
+    *("--learning-rate=1e-2", "--critic.learning-rate=1e-2", "--kl-coef=0.1"),
 )
-LORA = ("--lora.rank=2", "--lora.modules", "attention/query", "mlp/*")
+LORA = ("--lora=2", "--lora.modules", "attention/query", "mlp/*")
 WAYS = {
     "on the CPU, a schedule": (
         *("--placement.reference=cpu", "--drift-every=3"),
@@ -68,18 +69,18 @@ WAYS = {
     "int8 on the host, mixed, every third KL": (
         *("--reference-storage.dtype=int8", "--reference-storage.embeddings=bfloat16"),
         "--placement.reference=pinned_host",
-        *("--lifecycle.mix-every=2", "--lifecycle.mix-rate=0.5"),
+        "--lifecycle.move=mix,every=2,rate=0.5",
         *("--lifecycle.kl-every=3", "--lifecycle.scale-kl-coef"),
     ),
     "adapters": LORA,
     "adapters over int8": (*LORA, "--reference-storage.dtype=int8"),
-    "adapters, reset": (*LORA, "--lifecycle.reset-every=2"),
-    "none": ("--no-measure-kl", "--kl-coef=0"),
+    "adapters, reset": (*LORA, "--lifecycle.move=reset,every=2"),
+    "none": ("--reference=none", "--kl-coef=0"),
     "packed, cut by tokens": ("--packing=auto", "--max-tokens-per-device=8"),
     "three references": (
         *("--reference=FOLDER/other", "--references", "wide=FOLDER/wide,weight=0.5"),
         "watched=FOLDER/model,weight=0,dtype=int8,place=cpu",
-        "--critic-from=FOLDER/wide",
+        "--critic.start=FOLDER/wide",
     ),
     "exact KL held by PI": (
         *("--penalty.value-estimator=exact", "--penalty.placement=both"),
@@ -130,12 +131,7 @@ def play(files, out, *argv, reward="score"):
     ]
     words = [str(word).replace("TEXTS", str(files / "held_out.txt")) for word in words]
     words = [word.replace("FOLDER", str(files)) for word in words]
-    command_line.main(
-        ppo.main,
-        ppo.Config,
-        description="",
-        argv=list(map(str, words)),
-    )
+    ppo.command(list(map(str, words)))
     return json.loads((out / "summary.json").read_text())
 
 

@@ -16,10 +16,11 @@ from rlhf_jax import hf, kl_control, rewards
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.kl.control import Control
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import ppo, reward_model
+from rlhf_jax.train.config.optimizer import Adam, Linear, TFAdam
+from rlhf_jax.train.methods import ppo
+from rlhf_jax.train.supervised import reward_model
 
 PRESETS = ppo.PRESETS
 NEEDED = ("--model=m", "--prompts=p", "--out=never")
@@ -92,26 +93,27 @@ def parse(*argv, presets=PRESETS):
 )
 def test_a_recipe_holds_what_was_published(name, recipe):
     assert vars(recipe) == PUBLISHED[name]
-    assert PRESETS[name]["ppo"] is recipe
+    assert PRESETS[name]["method"] is recipe
 
 
 def test_around_the_recipes_too():
     openai, n_plus = PRESETS["openai-2019"], PRESETS["n-plus"]
-    assert (openai["kl_coef"], n_plus["kl_coef"]) == (0.15, 0.05)
-    controller = openai["kl_control"].controller(0.15, num_steps=1)
-    assert controller == kl_control.adaptive(
-        0.15, target=6.0, unit="response", horizon=10_000
+    assert (openai["kl"].kl_coef, n_plus["kl"].kl_coef) == (0.15, 0.05)
+    assert openai["kl"].kl_control == kl_control.Adaptive(
+        target=6.0, unit="response", horizon=10_000
     )
-    assert "kl_control" not in n_plus  # which is fixed by default
-    assert (openai["adam"], n_plus.get("adam")) == ("tf", None)
-    assert openai["batch_size"] == n_plus["batch_size"] == 512
+    assert n_plus["kl"].kl_control == kl_control.Fixed()
     assert (openai["num_steps"], n_plus["num_steps"]) == (1954, 1953)  # 10⁶ episodes
-    assert (openai["max_new_tokens"], n_plus["max_new_tokens"]) == (24, 53)
-    assert openai["max_grad_norm"] is n_plus["max_grad_norm"] is None
-    rates = ("policy_learning_rate", "critic_learning_rate")
-    assert [openai[rate] for rate in rates] == [1e-5, 1e-5]
-    assert [n_plus[rate] for rate in rates] == [3e-6, 3e-6]
-    assert n_plus["critic_from"] == "reward_model"
+    batches = openai["batch"], n_plus["batch"]
+    assert [batch.batch_size for batch in batches] == [512, 512]
+    assert [batch.max_new_tokens for batch in batches] == [24, 53]
+    for preset, kind, rate in ((openai, TFAdam, 1e-5), (n_plus, Adam, 3e-6)):
+        for role in (preset["optimizer"], preset["critic"]):
+            assert role.optimizer == kind(eps=1e-5)
+            assert role.max_grad_norm is None
+            assert role.learning_rate == rate
+            assert role.schedule == Linear()
+    assert n_plus["critic"].start == "reward_model"
 
 
 def test_the_defaults_are_those_of_both():
@@ -137,10 +139,10 @@ def test_a_preset_is_other_defaults(name, argv):
 
 
 def test_what_the_user_asks_for_wins():
-    found = parse(
+    config = parse(
         *("--kl-coef=0.3", "--preset", "n-plus", *NEEDED, "--reward=m:f"),
-        *("--critic-from=policy", "--lam=0.9", "--no-value-after-stop"),
-        *("--scores.missing-stop-score=-3", "--policy-learning-rate=1e-4"),
+        *("--critic.start=policy", "--lam=0.9", "--no-value-after-stop"),
+        *("--scores.missing-stop-score=-3", "--learning-rate=1e-4"),
     )
     expected = dataclasses.replace(
         N_PLUS,
@@ -148,36 +150,36 @@ def test_what_the_user_asks_for_wins():
         value_after_stop=False,
         scores=ScoreShaping(missing_stop_score=-3.0),
     )
-    assert found.ppo == expected
-    assert (found.kl_coef, found.critic_from) == (0.3, "policy")
-    assert (found.policy_learning_rate, found.critic_learning_rate) == (1e-4, 3e-6)
-    # And a whole group of a preset may be taken back.
-    found = parse(
-        *("--preset=openai-2019", *NEEDED, "--reward=m:f", "--kl-control.kind=fixed"),
-        *("--kl-control.target=None", "--kl-control.unit=None"),
+    assert config.method == expected
+    assert (config.kl_coef, config.critic.start) == (0.3, "policy")
+    rates = config.optimizer.learning_rate, config.critic.learning_rate
+    assert rates == (1e-4, 3e-6)
+    # A whole choice of a preset may be taken back.
+    config = parse(
+        *("--preset=openai-2019", *NEEDED, "--reward=m:f", "--kl-control=fixed"),
     )
-    assert found.kl_control == Control()
+    assert config.kl.kl_control == kl_control.Fixed()
+    assert config.kl_coef == 0.15
 
 
 @pytest.mark.parametrize(
-    ("argv", "got"),
+    ("argv", "message"),
     [
-        (("--preset=openai-2017",), "got openai-2017"),
-        (("--preset=n-plus", "--config=run/config.json"), "got --config too"),
+        (
+            ("--preset=openai-2017",),
+            "--preset: expected one of openai-2019, n-plus, got openai-2017",
+        ),
+        (
+            ("--preset=n-plus", "--config=run/config.json"),
+            "--preset: expected none with the --config of a recorded run",
+        ),
     ],
 )
-def test_a_preset_that_cannot_be(argv, got, capsys):
-    message = f"--preset: expected one of openai-2019, n-plus, without --config, {got}"
+def test_a_preset_that_cannot_be(argv, message, capsys):
     with pytest.raises(checks.InputError, match=message):
         parse(*argv, *NEEDED)
     with pytest.raises(SystemExit) as exit_:
-        command_line.main(
-            pytest.fail,
-            ppo.Config,
-            description="",
-            presets=PRESETS,
-            argv=[*argv, *NEEDED],
-        )
+        ppo.command([*argv, *NEEDED])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -191,19 +193,19 @@ def test_without_presets_there_is_no_such_option(capsys):
 
 def test_help_shows_the_presets_and_their_values(capsys):
     with pytest.raises(SystemExit) as exit_:
-        parse("--preset", "openai-2019", "--help")
+        parse("--preset", "openai-2019", "--help-all")
     assert exit_.value.code == 0
     text = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert "--preset openai-2019|n-plus starts from the options of a published" in text
     for option, value in {
-        "--kl-coef FLOAT": "0.15",
+        "--kl-coef {None}|FLOAT": "0.15",
         "--batch-size INT": "512",
-        "--adam {standard,tf}": "tf",
         "--truncate-after INT": "16",
-        "--kl-control.target {None}|FLOAT": "6.0",
+        " --optimizer adam|": "tf_adam, eps=1e-05",
+        " --kl-control fixed|": "adaptive,target=6.0,unit=response",
     }.items():
         start = text.index(option)
-        assert re.search(r"\(default: (\S+)\)", text[start:])[1] == value
+        assert re.search(r"\(default: (.+?)\)", text[start:])[1] == value
 
 
 def test_a_critic_of_the_reward_model_needs_one(capsys):
@@ -211,19 +213,19 @@ def test_a_critic_of_the_reward_model_needs_one(capsys):
         parse("--preset=n-plus", *NEEDED, "--reward=m:f")
     assert exit_.value.code == 2
     said = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
-    assert "--critic-from reward_model: expected a --reward-model" in said
+    assert (
+        "--critic.start reward_model: expected none with no reward model, as the "
+        "critic starts from exactly one" in said
+    )
 
 
 # --- learning rates and Adam --------------------------------------------------
 
 
-def optimizers(**options):
-    """(policy's, critic's) of a run, as the command line makes them."""
-    config = parse(*NEEDED, "--reward=m:f")
-    config = dataclasses.replace(config, num_steps=3, **options)
-    model = toy_files.MODEL
-    made = ppo.models.make_ppo(config, model=model, critic_model=model, stop_ids=(1,))
-    return made.policy_optimizer, made.critic_optimizer
+def optimizers(*argv):
+    """(policy's, critic's) of a run of 3 iterations, as the command line makes them."""
+    made = parse(*NEEDED, "--reward=m:f", "--num-steps=3", *argv).optimizers()
+    return made["policy_optimizer"], made["critic_optimizer"]
 
 
 def steps_of(optimizer, gradient: float, *, count: int, size: int = 1) -> list[float]:
@@ -241,9 +243,9 @@ def steps_of(optimizer, gradient: float, *, count: int, size: int = 1) -> list[f
 def test_the_learning_rate_falls_to_0_over_all_updates(role):
     """3 iterations of 2 epochs of 2 minibatches; Adam's step is then lr·g/(g + eps)."""
     made = optimizers(
-        ppo=Recipe(num_epochs=2, num_minibatches=2),
-        policy_learning_rate=0.1,
-        critic_learning_rate=0.3,
+        *("--num-epochs=2", "--num-minibatches=2"),
+        *("--learning-rate=0.1", "--critic.learning-rate=0.3"),
+        *("--optimizer=adam,eps=1e-5", "--critic.optimizer=adam,eps=1e-5"),
     )[role]
     expected = (0.1, 0.3)[role] * (1 - np.arange(12) / 12) * 0.5 / (0.5 + 1e-5)
     found = steps_of(made, 0.5, count=14)
@@ -251,11 +253,11 @@ def test_the_learning_rate_falls_to_0_over_all_updates(role):
     assert found[12:] == pytest.approx([0.0, 0.0], abs=1e-7)
 
 
-@pytest.mark.parametrize("style", ["standard", "tf"])
+@pytest.mark.parametrize("style", ["adam", "tf_adam"])
 def test_the_place_of_eps_is_an_option(style):
     """A gradient of the size of eps: half a step, or 1/32.6 of one at first."""
-    made, _ = optimizers(adam=style, policy_learning_rate=1.0)
-    share = {"standard": 1 / 2, "tf": 1 / (1 + 1 / np.sqrt(1 - 0.999))}[style]
+    made, _ = optimizers(f"--optimizer={style},eps=1e-5", "--learning-rate=1")
+    share = {"adam": 1 / 2, "tf_adam": 1 / (1 + 1 / np.sqrt(1 - 0.999))}[style]
     assert steps_of(made, 1e-5, count=1) == pytest.approx([share], rel=1e-3)
 
 
@@ -263,7 +265,9 @@ def test_the_place_of_eps_is_an_option(style):
 def test_gradients_are_scaled_down_to_a_norm(role):
     """Four entries of 4, a norm of 8, become half of eps each, as Adam's step shows."""
     scaled = optimizers(
-        max_grad_norm=1e-5, policy_learning_rate=1.0, critic_learning_rate=1.0
+        *("--max-grad-norm=1e-5", "--critic.max-grad-norm=1e-5"),
+        *("--learning-rate=1", "--critic.learning-rate=1"),
+        *("--optimizer=adam,eps=1e-5", "--critic.optimizer=adam,eps=1e-5"),
     )[role]
     found = steps_of(scaled, 4.0, count=1, size=4)
     assert found == pytest.approx([0.5 / 1.5], rel=1e-3)
@@ -287,7 +291,7 @@ def test_the_reward_model_s_falls_to_0_too(tmp_path, monkeypatch):
             *("--model", str(toy_files.checkpoint(tmp_path / "model"))),
             *("--data", str(toy_files.jsonl(tmp_path / "pairs", *[pair] * 10))),
             *("--out", str(tmp_path / "run"), "--held-out=0", "--batch-size=2"),
-            "--learning-rate=0.25",
+            *("--learning-rate=0.25", "--no-check-memory", "--normalise=None"),
         ],
     )
     with pytest.raises(Seen) as seen:
@@ -326,25 +330,20 @@ def test_each_preset_runs(name, tmp_path, monkeypatch):
     }[name]
 
     def play(*argv):
-        command_line.main(
-            ppo.main,
-            ppo.Config,
-            description="",
-            presets=PRESETS,
-            argv=[*argv],
-        )
+        ppo.command([*argv])
 
     play(
         *(f"--preset={name}", "--model=model", "--prompts=prompts.jsonl"),
         *("--out=run", *SMALL, *own),
     )
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
-    assert recorded["ppo"]["lam"] == 0.95
-    assert recorded["kl_coef"] == PRESETS[name]["kl_coef"]
+    kl_coef = PRESETS[name]["kl"].kl_coef
+    assert recorded["method"]["lam"] == 0.95
+    assert recorded["kl"]["kl_coef"] == kl_coef
     first, second = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert first["objective/kl"] == pytest.approx(0, abs=1e-4)
-    assert first["objective/kl_coef"] == pytest.approx(PRESETS[name]["kl_coef"])
-    expected = PRESETS[name]["kl_coef"]
+    assert first["objective/kl_coef"] == pytest.approx(kl_coef)
+    expected = kl_coef
     if name == "openai-2019":
         expected = oracles.adaptive_kl_coef(
             0.15, first["objective/kl"], 8, target=6.0, horizon=10_000
@@ -360,8 +359,8 @@ def test_each_preset_runs(name, tmp_path, monkeypatch):
         assert row["score"] == len(set(row["response"].split()))
     # The options of a recorded run hold those of its preset.
     again = parse("--config=run/config.json")
-    assert vars(again)["ppo"] == dataclasses.replace(
-        PRESETS[name]["ppo"], truncate_after=2 if name == "openai-2019" else 0
+    assert again.method == dataclasses.replace(
+        PRESETS[name]["method"], truncate_after=2 if name == "openai-2019" else 0
     )
     play("--config=run/config.json", "--resume")
     play("--config=run/config.json", "--out=repeated")

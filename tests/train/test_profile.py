@@ -5,8 +5,9 @@ import json
 import pytest
 import toy_files
 
-from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import dpo, grpo, ppo, reward_model, sft
+from rlhf_jax.runs import metrics
+from rlhf_jax.train.methods import grpo, ppo
+from rlhf_jax.train.supervised import dpo, reward_model, sft
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
@@ -29,9 +30,7 @@ def files(tmp_path_factory):
 
 def profile(experiment, files, out, *argv):
     words = ["--out", str(out), "--model", str(files / "model"), *map(str, argv)]
-    command_line.main(
-        experiment.main, experiment.Config, description="", argv=[*words, *COMMON]
-    )
+    experiment.command([*words, *COMMON])
     return json.loads((out / "summary.json").read_text())["profile"]
 
 
@@ -54,7 +53,8 @@ def test_sft(files, tmp_path):
 def test_a_reward_model_and_dpo_read_both_texts_of_a_pair(files, tmp_path):
     data = ("--data", files / "pairs.jsonl", "--held-out=0.2")
     for experiment, name in ((reward_model, "reward"), (dpo, "dpo")):
-        more = ("--num-samples=4", "--max-new-tokens=4") if name == "reward" else ()
+        sampled = ("--normalise=samples,num_samples=4,max_new_tokens=4",)
+        more = sampled if name == "reward" else ()
         found = profile(experiment, files, tmp_path / name, *data, *more)
         assert found["source"] == "trace"
         assert (found["reference_share"] is None) == (name == "reward")
@@ -81,7 +81,7 @@ def test_ppo_has_every_scope_and_counts_its_responses(files, tmp_path):
     plain = tmp_path / "plain"
     words = ["--out", str(plain), "--model", str(files / "model"), *map(str, argv)]
     rest = [each for each in COMMON if not each.startswith("--profile")]
-    command_line.main(ppo.main, ppo.Config, description="", argv=[*words, *rest])
+    ppo.command([*words, *rest])
     assert (plain / "metrics.jsonl").read_bytes() == (
         out / "metrics.jsonl"
     ).read_bytes()
@@ -91,8 +91,8 @@ def test_ppo_has_every_scope_and_counts_its_responses(files, tmp_path):
 def test_grpo_counts_its_verifier_s_wait(files, tmp_path):
     out = tmp_path / "run"
     argv = (
-        *("--data", files / "questions.jsonl"),
-        *("--held-out", files / "questions.jsonl"),
+        *("--prompts", files / "questions.jsonl", "--prompt-field=question"),
+        *("--held-out", files / "questions.jsonl", "--verifier=gsm8k"),
         *("--group-size=2", "--max-new-tokens=4", "--num-workers=1"),
     )
     found = profile(grpo, files, out, *argv)
@@ -105,7 +105,7 @@ def test_steps_beyond_the_run_stop_it_before_a_file_is_read(tmp_path, capsys):
     words = ["--out", str(tmp_path / "run"), "--model=/nowhere", "--prompts=/nowhere"]
     words += ["--reward=no:such", "--num-steps=3", "--profile=2:5"]
     with pytest.raises(SystemExit) as stopped:
-        command_line.main(ppo.main, ppo.Config, description="", argv=words)
+        ppo.command(words)
     assert stopped.value.code == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1

@@ -7,8 +7,10 @@ import toy_files
 
 from rlhf_jax import hf
 from rlhf_jax.runs import run
-from rlhf_jax.train import distill, dpo, evaluate, grpo, ppo, reward_model, sft
+from rlhf_jax.train import evaluate
+from rlhf_jax.train.methods import distill, grpo, ppo
 from rlhf_jax.train.start import prompts_given
+from rlhf_jax.train.supervised import dpo, reward_model, sft
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 slow = pytest.mark.slow
@@ -17,13 +19,16 @@ SMALL = ("--max-new-tokens=4", "--batch-size=4")
 COMMANDS = {
     "sft": (sft, "--data=rows.jsonl", "--batch-size=2"),
     "dpo": (dpo, "--data=rows.jsonl", "--batch-size=2"),
-    "reward_model": (reward_model, "--data=rows.jsonl", *SMALL),
+    "reward_model": (
+        *(reward_model, "--data=rows.jsonl", "--batch-size=4"),
+        "--normalise=samples,max_new_tokens=4",
+    ),
     "ppo": (ppo, "--prompts=rows.jsonl", "--reward=lengths_of:score", *SMALL),
-    "distill": (distill, "--prompts=rows.jsonl", "--teacher=model", *SMALL),
+    "distill": (distill, "--prompts=rows.jsonl", "--reference=model", *SMALL),
     "evaluate": (evaluate, "--prompts=rows.jsonl", "--max-new-tokens=4"),
     "grpo": (
-        *(grpo, "--data=rows.jsonl", "--held-out=rows.jsonl", "--num-workers=1"),
-        *("--question-field=prompt", "--verifier=exact", "--group-size=2", *SMALL),
+        *(grpo, "--prompts=rows.jsonl", "--held-out=rows.jsonl", "--num-workers=1"),
+        *("--prompt-field=prompt", "--verifier=exact", "--group-size=2", *SMALL),
     ),
 }
 

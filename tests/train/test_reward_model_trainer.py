@@ -10,7 +10,7 @@ import toy_files
 from rlhf_jax import hf, rewards
 from rlhf_jax.data import batches, encoding, tokenization
 from rlhf_jax.runs import command_line
-from rlhf_jax.train import reward_model
+from rlhf_jax.train.supervised import reward_model
 
 PAIR = {"prompt": "the cat", "chosen": "is very good .", "rejected": "was bad"}
 WRITTEN = [
@@ -59,7 +59,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow
 def test_samples_are_normalised_before_and_after(files, tmp_path):
     """Where training moves nothing, what it finds and what it leaves is standard."""
-    argv = ("--max-new-tokens=4", "--num-samples=8", "--learning-rate=1e-12")
+    argv = (
+        "--normalise=samples,num_samples=8,max_new_tokens=4",
+        "--learning-rate=1e-12",
+    )
     found = play(tmp_path / "run", files, *argv)
     assert found["untrained_std"] != pytest.approx(1, abs=0.1)
     assert found["trained_mean"] == pytest.approx(0, abs=1e-5)
@@ -68,10 +71,8 @@ def test_samples_are_normalised_before_and_after(files, tmp_path):
 
 @pytest.mark.slow
 def test_demonstrations_get_mean_0_by_a_bias_alone(files, tmp_path):
-    argv = ("--learning-rate=1e-2", "--normalise", "demonstrations")
-    found = play(
-        tmp_path / "run", files, *argv, "--demonstrations", files / "written.jsonl"
-    )
+    how = f"--normalise=demonstrations,source={files / 'written.jsonl'}"
+    found = play(tmp_path / "run", files, "--learning-rate=1e-2", how)
     scores = scores_of_written(tmp_path / "run" / "model")
     assert scores.mean() == pytest.approx(0, abs=1e-5)
     assert scores.std() == pytest.approx(found["trained_std"], rel=1e-4)
@@ -88,20 +89,12 @@ def test_demonstrations_get_mean_0_by_a_bias_alone(files, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (("--normalise=demonstrations",), "source"),
+        (("--normalise=demonstrations,temperature=1",), "temperature"),
         (
-            ("--normalise=demonstrations",),
-            "expected --normalise demonstrations and --de",
+            ("--normalise=samples,num_samples=0",),
+            "num_samples: expected a finite number above 0, got 0",
         ),
-        (
-            ("--demonstrations=x.jsonl",),
-            "got samples and x.jsonl; give both, or neither",
-        ),
-        (
-            ("--normalise=None", "--num-samples=8"),
-            "num_samples: expected none with --no",
-        ),
-        (("--normalise=None", "--temperature=1"), "nothing is sampled, got 1.0; leave"),
-        (("--num-samples=0",), "num_samples: expected a finite number above 0, got 0"),
     ],
 )
 def test_options_that_cannot_be(files, tmp_path, capsys, argv, message):

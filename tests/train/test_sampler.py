@@ -14,10 +14,10 @@ import toys
 
 from rlhf_jax import grpo
 from rlhf_jax.algorithms.flow import rollout as rollouts
-from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.roles.frozen_models import NO_MODELS
+from rlhf_jax.train.config.sampler import Here
 from rlhf_jax.train.sampling.sampler import Sampler
 
 MODEL = dataclasses.replace(toys.LLAMA, num_heads=4, num_kv_heads=2, vocab_multiple=8)
@@ -42,7 +42,7 @@ def sampled(home, mesh):
         sharding.place(params, mesh=mesh),
         prompts=row_sharding.put_rows(prompts, mesh=mesh),
         key=sharding.place(KEY, mesh=mesh),
-        base=None,
+        frozen=NO_MODELS,
     ).compile()
     return rollout, compiled.as_text()
 
@@ -78,15 +78,14 @@ def pairs(rows=64):
     return jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=0), of_groups)
 
 
-def drawn(
-    storage=frozen_models.COPY, *, cache="same", model=MODEL, home=None, mesh=None
-):
+def drawn(dtype="float32", *, cache="same", model=MODEL, home=None, mesh=None):
     """A rollout sampled in a storage, and its parameters."""
     home = MeshShape(fsdp=1).make(jax.devices()[:1]) if home is None else home
     mesh = home if mesh is None else mesh
     recipe = dataclasses.replace(RECIPE, model=model)
     params = sharding.place(toys.params(model), mesh=home)
-    sampler = Sampler(recipe, mesh=mesh, home=home, storage=storage, cache=cache)
+    options = Here(dtype=dtype, cache=cache)
+    sampler = Sampler(recipe, mesh=mesh, home=home, options=options)
     rollout = sampler(
         params,
         prompts=row_sharding.put_rows(pairs(), mesh=home),
@@ -125,7 +124,7 @@ def rounded(params, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_tokens_are_those_of_parameters_rounded_by_hand(dtype):
     meshes = MeshShape(fsdp=4, tensor=2).make(), MeshShape(data=4, tensor=2).make()
-    rollout, params = drawn(Storage(dtype), home=meshes[0], mesh=meshes[1])
+    rollout, params = drawn(dtype, home=meshes[0], mesh=meshes[1])
     by_hand = rounded(params, dtype)
     sample = jax.jit(functools.partial(grpo.sample, recipe=RECIPE))
     expected = sample(by_hand, prompts=pairs(), key=KEY)
@@ -139,7 +138,7 @@ def test_tokens_are_those_of_parameters_rounded_by_hand(dtype):
 def test_bfloat16_weights_change_no_sample_where_activations_are_in_bfloat16():
     model = dataclasses.replace(MODEL, dtype="bfloat16")
     expected, _ = drawn(model=model)
-    rollout, _ = drawn(Storage("bfloat16"), model=model)
+    rollout, _ = drawn("bfloat16", model=model)
     np.testing.assert_array_equal(rollout.tokens, expected.tokens)
     np.testing.assert_array_equal(rollout.old_logprobs, expected.old_logprobs)
 
@@ -149,7 +148,7 @@ def test_the_mismatch_of_a_storage_is_what_its_rounding_makes():
     distances = []
     ways = (("float32", "same"), ("bfloat16", "same"), ("int8", "same"))
     for dtype, cache in (*ways, ("float32", "int8")):
-        rollout, params = drawn(Storage(dtype), cache=cache)
+        rollout, params = drawn(dtype, cache=cache)
         distance = np.abs(recomputed(rollout, params) - rollout.old_logprobs)
         distances.append(distance[rollout.response_mask].mean())
     assert distances[0] < 1e-6

@@ -14,15 +14,20 @@ import toy_files
 import toys
 from tiers import one_in
 
-import rlhf_jax.train.ppo
-from rlhf_jax import algorithms, config, fingerprint, hf, rewards
+import rlhf_jax.train.methods.ppo
+from rlhf_jax import config, fingerprint, hf, rewards
+from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.files import hold_out
 from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.runs import command_line, metrics, plots
-from rlhf_jax.train import reward_model, sft
-from rlhf_jax.train.ppo import trainer
+from rlhf_jax.train import build, trainer
+from rlhf_jax.train.config.critic import Critic
+from rlhf_jax.train.config.prompts import Prompts
+from rlhf_jax.train.config.rewards import Model, Rewards
+from rlhf_jax.train.config.start import Start
+from rlhf_jax.train.supervised import reward_model, sft
 
 PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
 OTHER = {"prompt": "a dog"}
@@ -34,7 +39,11 @@ PROMPTS = ("the cat", "a dog was")
 MANY = 60  # rows; the shuffle of a few rows takes long for each
 FIGURES = {name: plots.PLOTS[name] for name in ("kl", "dpo")}
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-TOY_PPO = ("--batch-size=4", "--max-new-tokens=4", "--num-minibatches=1")
+TOY_PPO = (
+    *("--batch-size=4", "--max-new-tokens=4", "--num-minibatches=1"),
+    *("--temperature=0.7", "--optimizer=adam,eps=1e-5"),
+    "--critic.optimizer=adam,eps=1e-5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +69,14 @@ def play(experiment, out, *argv):
     words = ["--out", str(out), "--no-progress", *map(str, argv)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "PLOTS", FIGURES)
-        command_line.main(
-            experiment.main, experiment.Config, description="", argv=words
-        )
+        experiment.command(words)
     summary = out / "summary.json"
     return json.loads(summary.read_text()) if summary.exists() else None
 
 
 def ppo(out, files, *argv):
     return play(
-        rlhf_jax.train.ppo,
+        rlhf_jax.train.methods.ppo,
         out,
         *("--model", files / "model", "--prompts", files / "prompts.jsonl"),
         *(*TOY_PPO, *argv),
@@ -94,7 +101,7 @@ def test_ppo_samples_in_bfloat16(files, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     body = "def score(prompts, responses, rows):\n    return [1.0] * len(prompts)\n"
     (tmp_path / "equal_rewards.py").write_text(body)
-    argv = ("--num-steps=2", "--sampler-storage.dtype=bfloat16", "--sample-every=1")
+    argv = ("--num-steps=2", "--sampler=here,dtype=bfloat16", "--sample-every=1")
     ppo(tmp_path / "run", files, "--reward=equal_rewards:score", *argv)
     for row in metrics.read(tmp_path / "run" / "metrics.jsonl"):
         assert 1e-6 < row["policy/sampler_mismatch"] < 0.05
@@ -102,7 +109,15 @@ def test_ppo_samples_in_bfloat16(files, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_new_algorithm_learns(tmp_path):
-    play(new_algorithm, tmp_path / "run", "--num-steps=20", "--batch-size=32")
+    words = ["--out", str(tmp_path / "run"), "--no-progress", "--num-steps=20"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "PLOTS", FIGURES)
+        command_line.main(
+            new_algorithm.main,
+            new_algorithm.Config,
+            description="",
+            argv=[*words, "--batch-size=32"],
+        )
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert rows[0]["objective/scores"] < 1
@@ -151,8 +166,9 @@ def test_a_reward_model_learns_the_pairs(files, tmp_path):
     out = tmp_path / "run"
     argv = ("--model", files / "model", "--data", files / "pairs.jsonl")
     summary = play(
-        *(reward_model, out, *argv, "--batch-size=4", "--max-new-tokens=4"),
-        *("--num-samples=8", "--num-steps=6", "--learning-rate=1e-2"),
+        *(reward_model, out, *argv, "--batch-size=4", "--num-steps=6"),
+        "--learning-rate=1e-2",
+        "--normalise=samples,num_samples=8,max_new_tokens=4",
     )
     assert summary["held_out_accuracy"] == 1
     rows = metrics.read(out / "metrics.jsonl")
@@ -189,7 +205,7 @@ def traces():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, traces):
     """A PPO run with a Python reward: its folder and its options."""
-    learn = algorithms.ppo.learn
+    learn = iteration.learn
 
     @functools.wraps(learn)
     def traced(*args, **kwargs):
@@ -203,15 +219,15 @@ def finished(tmp_path_factory, traces):
         *("--model", toy_files.checkpoint(folder / "model")),
         *("--prompts", toy_files.jsonl(folder / "prompts.jsonl", *rows)),
         *("--reward=wanted_words:count", "--num-steps=10", "--batch-size=16"),
-        *("--policy-learning-rate=3e-2", "--kl-coef=0", "--sample-every=3"),
+        *("--learning-rate=3e-2", "--kl-coef=0", "--sample-every=3"),
         *("--num-shown=2", "--num-epochs=2", "--sample-reference"),
         "--num-alternatives=3",
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path])
-        patch.setattr(algorithms.ppo, "learn", traced)
-        play(rlhf_jax.train.ppo, folder / "run", *TOY_PPO, *argv)
+        patch.setattr(iteration, "learn", traced)
+        play(rlhf_jax.train.methods.ppo, folder / "run", *TOY_PPO, *argv)
     return folder, argv
 
 
@@ -281,11 +297,11 @@ def test_ppo_with_a_reference_of_another_shape(finished, here, capsys):
     reference = toy_files.checkpoint(here / "reference", model=model, seed=3)
     sys.path.append(str(folder))
     argv = (*argv, "--num-steps=2", "--reference", reference)
-    moves = "--lifecycle.reset-every=2"
+    moves = "--lifecycle.move=reset,every=2"
     with pytest.raises(SystemExit):
-        play(rlhf_jax.train.ppo, here / "refused", *TOY_PPO, *argv, moves)
+        play(rlhf_jax.train.methods.ppo, here / "refused", *TOY_PPO, *argv, moves)
     assert "such a reference cannot become the policy" in capsys.readouterr().err
-    summary = play(rlhf_jax.train.ppo, here / "run", *TOY_PPO, *argv)
+    summary = play(rlhf_jax.train.methods.ppo, here / "run", *TOY_PPO, *argv)
     expected = fingerprint.fingerprint(hf.load(reference)[1])
     assert summary["reference_fingerprint"] == expected.root
     assert summary["kl_first"] != pytest.approx(0, abs=1e-3)
@@ -304,7 +320,7 @@ def refused(capsys, tmp_path, run):
     return " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
+NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
 
 
 @pytest.mark.cases(quick=6)
@@ -313,9 +329,15 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
     one_in(
         3,
         [
-            ((), "expected one of --reward and --reward-model, got neither"),
-            (("--reward=m:f", "--reward-model=x"), "--reward-model, got both"),
-            (("--reward=m:f", "--critic-from=reward_model"), "got a Python reward"),
+            ((), "expected a reward, got none; give one of --reward-model, --reward"),
+            (
+                ("--reward=m:f", "--reward-model=x"),
+                "got --reward-model and --reward; put several rewards into --rewards",
+            ),
+            (
+                ("--reward=m:f", "--critic.start=reward_model"),
+                "expected none with no reward model, as the critic starts",
+            ),
             (
                 ("--reward=m:f", "--batch-size=0"),
                 "batch_size: expected a finite number",
@@ -362,22 +384,21 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
                 "temperature: expected a finite",
             ),
             (
-                (
-                    *("--reward=m:f", "--kl-control.kind=adaptive"),
-                    *("--kl-control.target=-1", "--kl-control.unit=response"),
-                ),
+                ("--reward=m:f", "--kl-control=adaptive,target=-1,unit=response"),
                 "target: expected a finite number",
             ),
             (("--reward=json:dumps", "--num-steps=0"), "num_steps: expected a finite"),
-            (("--reward=m:f", "--no-measure-kl"), "expected --kl-coef 0 and neither"),
-            (NO_KL, "expected --kl-coef 0 and neither --kl-control, --reference"),
             (
-                (*NO_KL[:3], "--reference-storage.dtype=int8"),
-                "--reference-storage: expected none in a run without such a model, got",
+                ("--reward=m:f", "--reference=none", "--kl-coef=0.1"),
+                "--reference none: expected none with --kl-coef 0.1, as there is none",
             ),
             (
-                ("--reward=m:f", "--sampler-storage.dtype=int8", "--lora.rank=2"),
-                "--sampler-storage: expected none with --lora.rank, whose base is",
+                (*NO_KL, "--reference-storage.dtype=int8"),
+                "--reference none: expected none with --reference-storage, as there",
+            ),
+            (
+                ("--reward=m:f", "--sampler=here,dtype=int8", "--lora=2"),
+                "--lora: expected none with a --sampler dtype, as its base is sampled",
             ),
             (
                 (
@@ -388,37 +409,38 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
             ),
             (
                 ("--reward=m:f", "--placement.reward=cpu"),
-                "--placement.reward: expected none in a run without such a model, got",
+                "--placement.reward: expected none with no reward model, as there is",
             ),
             (
-                ("--reward=m:f", "--lora.modules", "mlp/*"),
-                "--lora.rank: expected a number with --lora.alpha 32 and --lora.module",
-            ),
-            (
-                ("--reward=json:dumps", "--lora.rank=2", "--lora.modules", "mlp/gate"),
+                ("--reward=json:dumps", "--lora=2,modules=mlp/gate"),
                 "got 'mlp/gate', which matches none",
             ),
             (
-                ("--reward=m:f", "--lora.rank=2", "--placement.reference=cpu"),
-                "--placement.reference: expected policy with --lora.rank",
+                ("--reward=m:f", "--lora=2", "--placement.reference=cpu"),
+                "--lora: expected none with --placement.reference, as the reference is",
             ),
             (
                 (
-                    *("--reward=m:f", "--lora.rank=2", "--lifecycle.mix-every=2"),
-                    "--lifecycle.mix-rate=0.5",
+                    *("--reward=m:f", "--lora=2"),
+                    "--lifecycle.move=mix,every=2,rate=0.5",
                 ),
                 "mixing adapters does not mix the weights",
             ),
             (
                 (
-                    *("--reward=m:f", "--lora.rank=2", "--lifecycle.reset-every=2"),
+                    *("--reward=m:f", "--lora=2", "--lifecycle.move=reset,every=2"),
                     "--reference=x",
                 ),
-                "--reference: expected none with --lora.rank and a lifecycle",
+                "--lora and --lifecycle: expected none with --reference x, as a reset",
             ),
             (
-                ("--reward-model=x", "--lora.rank=2", "--critic-from=reward_model"),
-                "--critic-from: expected policy with --lora.rank, got reward_model",
+                ("--reward-model=x", "--lora=2", "--critic.start=reward_model"),
+                "--lora: expected none with --critic.start reward_model, as the "
+                "critic's",
+            ),
+            (
+                ("--reward=m:f", "--timeout=3"),
+                "--timeout: expected --verifier or --environment with it, which",
             ),
             (
                 ("--reward=m:f", "--judge-failure=warn"),
@@ -426,7 +448,7 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
             ),
             (
                 ("--reward=m:f", "--lifecycle.kl-every=0"),
-                "kl_every: expected a number of",
+                "kl_every: expected a whole number, 1 or more, got 0",
             ),
         ],
     ),
@@ -544,7 +566,7 @@ def test_checkpoints_that_every_stage_refuses(tmp_path, files, capsys, spoil, me
         (sft, ("--data", files / "answers.jsonl")),
         (reward_model, ("--data", files / "pairs.jsonl")),
         (
-            rlhf_jax.train.ppo,
+            rlhf_jax.train.methods.ppo,
             ("--prompts", files / "prompts.jsonl", "--reward=json:dumps"),
         ),
     ):
@@ -586,8 +608,8 @@ def test_ppo_on_an_ensemble_of_reward_models(files, tmp_path):
     hf.save_reward(
         tmp_path / "other", toy_files.MODEL, scorer, tokenizer=toy_files.tokenizer()
     )
-    models = f"{files / 'scorer'},{tmp_path / 'other'}"
-    argv = ("--num-steps=2", "--snapshot-every=1", "--reward-combine=minimum")
+    models = f"{files / 'scorer'}+{tmp_path / 'other'},combine=minimum"
+    argv = ("--num-steps=2", "--snapshot-every=1")
     ppo(tmp_path / "run", files, "--reward-model", models, *argv)
     [*rows] = metrics.read(tmp_path / "run" / "metrics.jsonl")
     for row in rows:
@@ -605,18 +627,19 @@ def test_ppo_on_an_ensemble_of_reward_models(files, tmp_path):
 def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_path):
     """Neither rounded nor on the host, as the frozen one is."""
     folder = other_scorer(tmp_path, words=toy_files.WORDS)
-    options = rlhf_jax.train.ppo.Config(
+    config = rlhf_jax.train.methods.ppo.Config(
         out=tmp_path / "run",
-        model=str(files / "model"),
-        prompts="",
-        reward_model=str(folder),
-        critic_from="reward_model",
-        reward_storage=frozen_models.Storage(dtype="int8"),
+        start=Start(model=str(files / "model")),
+        data=Prompts(prompts=""),
+        rewards=Rewards(
+            reward_model=Model((str(folder),)),
+            reward_storage=frozen_models.Storage(dtype="int8"),
+        ),
+        critic=Critic(start="reward_model"),
         placement=Placement(reward=Place.parse("pinned_host")),
     )
-    made = rlhf_jax.train.ppo.models.make_models(
-        options, pretrained.load(options.model)
-    )
+    meshes = build.Meshes.of(config)
+    made = build.build(config, pretrained.load(str(files / "model")), meshes=meshes)
     _, expected = hf.load_reward(folder)
     assert toys.leaves_equal(made.train.critic, expected)
     for leaf in jax.tree.leaves(made.train):
@@ -657,7 +680,7 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
         (PAIR, ("--buckets", "4", "6"), "pairs.jsonl:1: expected at most 6 tokens"),
         (
             PAIR,
-            ("--max-new-tokens=1000000000",),
+            ("--normalise=samples,max_new_tokens=1000000000",),
             "--max-new-tokens: expected less than the context of the model, 16 tok",
         ),
         (PAIR, ("--max-length=5",), "expected at most 5 tokens, got 7"),
@@ -667,12 +690,12 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
         (PAIR, ("--held-out=0.9",), "expected rows to train on beside 2 held out"),
         (
             PAIR,
-            ("--max-new-tokens=15",),
+            ("--normalise=samples,max_new_tokens=15",),
             "expected a prompt of at most 1 tokens to sam",
         ),
         (
             PAIR,
-            ("--temperature=0",),
+            ("--normalise=samples,temperature=0",),
             "temperature: expected a finite number above 0, got 0",
         ),
     ],
@@ -681,7 +704,8 @@ def test_pairs_that_the_reward_model_refuses(
     files, tmp_path, capsys, row, argv, message
 ):
     pairs = toy_files.jsonl(tmp_path / "pairs.jsonl", row, row | OTHER)
-    argv = ("--data", pairs, "--batch-size=4", "--max-new-tokens=4", *argv)
+    sampled = "--normalise=samples,max_new_tokens=4"
+    argv = ("--data", pairs, "--batch-size=4", sampled, *argv)
     argv = ("--model", files / "model", *argv)
     run = lambda out: play(reward_model, out, *argv)  # noqa: E731
     assert message in refused(capsys, tmp_path, run)
@@ -690,14 +714,17 @@ def test_pairs_that_the_reward_model_refuses(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "expected --model, or --tokenizer for a fresh model, got neither"),
+        ((), "expected --model, or --tokenizer for a fresh model, which"),
         (("--tokenizer=MODEL", "--fresh-num-heads=3"), "num_heads to divide hidden_si"),
         (("--model=MODEL", "--max-length=5"), "expected at most 5 tokens, got 12"),
         (
             ("--model=MODEL", "--row-width=8"),
             "answers.jsonl:1: expected at most 8 tokens, the largest bucket or the wid",
         ),
-        (("--model=MODEL", "--warmup=1"), "warmup: expected a share in [0, 1)"),
+        (
+            ("--model=MODEL", "--schedule=cosine,warmup=1"),
+            "warmup to be a share in [0, 1)",
+        ),
         (("--model=MODEL", "--micro-batch-size=3"), "micro_batch_size to divide the 4"),
         (
             ("--model=MODEL", "--prompt-field=question"),
@@ -726,13 +753,13 @@ def test_a_run_folder_that_may_not_be_continued(finished, capsys, monkeypatch):
 
     def refusal(*more):
         with pytest.raises(SystemExit) as exit_:
-            play(rlhf_jax.train.ppo, out, *TOY_PPO, *argv, *more)
+            play(rlhf_jax.train.methods.ppo, out, *TOY_PPO, *argv, *more)
         assert exit_.value.code == 2
         assert contents(out) == before
         return capsys.readouterr().err
 
     assert "continue that run with --resume" in refusal()
-    assert "kl_coef: recorded 0.0, given 0.5" in refusal("--resume", "--kl-coef=0.5")
+    assert "kl.kl_coef: recorded 0.0, given 0.5" in refusal("--resume", "--kl-coef=0.5")
     prompts = (folder / "prompts.jsonl").read_text()
     (folder / "prompts.jsonl").write_text(prompts.replace("cat", "dog"))
     assert "expected data_digest" in refusal("--resume")

@@ -67,21 +67,30 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("response", "why"), FAILURES, ids=dict(FAILURES))
-def test_a_failure_is_a_zero_that_is_counted_and_told_once(pool, capsys, response, why):
+def test_a_failure_is_left_out_counted_and_told_once(pool, capsys, response, why):
     found = pool.submit(texts("2", response, response, "3")).collect()
     np.testing.assert_array_equal(found.total, [2.0, 0.0, 0.0, 3.0])
+    np.testing.assert_array_equal(found.left_out, [False, True, True, False])
     np.testing.assert_array_equal(found.parts["failed"], [0.0, 1.0, 1.0, 0.0])
     means = masked.mean_stats(rewards.part_stats(found))
     assert float(means["reward/failed"]) == 0.5
     assert float(means["reward/timed_out"]) == 0.0
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(
-        f"warning: 2 of 4 responses could not be verified and score 0; the verifier "
+        f"warning: 2 of 4 responses could not be verified and are left out; the "
+        f"verifier "
         f"{why}"
     )
     assert told.endswith(
         f" for prompt 'prompt 1' (row 11 of the data) and response {response!r}"
     )
+
+
+def test_a_failure_may_score_0_instead():
+    with VerifierPool(toy_verifier.check, num_workers=1, on_failure="zero") as pool:
+        found = pool.submit(texts("2", "raise")).collect()
+    np.testing.assert_array_equal(found.total, [2.0, 0.0])
+    assert found.left_out is None
 
 
 def test_the_caller_goes_on_while_processes_verify(pool, tmp_path):
@@ -101,9 +110,8 @@ def test_processes_do_not_load_jax(pool):
 
 
 def test_a_row_that_cannot_be_sent_stops_the_run(pool):
-    pending = pool.submit(texts("row", row={"score": lambda: 1}))
     with pytest.raises(StopError, match=r"processes that verify do not work: .*pickle"):
-        pending.collect()
+        pool.submit(texts("row", row={"score": lambda: 1}))
     # The pool is as good as before.
     found = pool.submit(texts("row", row={"score": np.float32(0.25)})).collect()
     np.testing.assert_array_equal(found.total, [0.25])
@@ -134,8 +142,8 @@ def test_a_verifier_as_a_reward_among_others():
         scores = both(Answers())
     np.testing.assert_array_equal(scores.total, [0.5, 1.0])
     assert list(scores.parts) == [
-        *("here", "here/failed", "here/timed_out"),
-        *("there", "there/failed", "there/timed_out"),
+        *("here", "here/failed", "here/timed_out", "here/left_out"),
+        *("there", "there/failed", "there/timed_out", "there/left_out"),
     ]
 
 
@@ -147,9 +155,11 @@ def test_what_hangs_or_dies_is_ended_and_the_others_go_on(capsys):
         np.testing.assert_array_equal(found.total, [0.0, 1.0, 0.0, 2.0, 0.0, 3.0])
         np.testing.assert_array_equal(found.parts["failed"], [1, 0, 1, 0, 1, 0])
         np.testing.assert_array_equal(found.parts["timed_out"], [1, 0, 1, 0, 0, 0])
-        (told,) = capsys.readouterr().err.splitlines()
-        assert "3 of 6 responses" in told
-        assert "the verifier took longer than 1 s for prompt 'prompt 0' (row 10" in told
+        late, ended = capsys.readouterr().err.splitlines()  # one line per kind
+        assert "2 of 6 responses" in late
+        assert "the verifier took longer than 1 s for prompt 'prompt 0' (row 10" in late
+        assert "1 of 6 responses" in ended
+        assert "ended its process (status 3) for prompt 'prompt 4' (row 14" in ended
         found = pool.submit(texts("die", "die quietly", "4")).collect()
         np.testing.assert_array_equal(found.total, [0.0, 0.0, 4.0])
         assert not found.parts["timed_out"].any()
@@ -292,7 +302,10 @@ def test_a_pool_that_never_started_ends_at_once():
         ({"num_workers": 1.5}, "num_workers: expected a whole number, got 1.5"),
         ({"timeout": 0.0}, "timeout: expected a finite number above 0, got 0.0"),
         ({"timeout": float("inf")}, "timeout: expected a finite number above 0"),
-        ({"on_failure": "ignore"}, "on_failure: expected 'zero' or 'stop', got 'ign"),
+        (
+            {"on_failure": "ignore"},
+            "on_failure: expected 'leave_out', 'zero' or 'stop', got 'ign",
+        ),
     ],
 )
 def test_options_that_make_no_pool(options, message):

@@ -38,10 +38,11 @@ from benchmarks.asynchrony.verifier import Slow
 from rlhf_jax import config, decoder, grpo, kl_control, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.functional import checks
+from rlhf_jax.roles.frozen_models import NO_MODELS
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import report
-from rlhf_jax.train.rollouts.options import WEIGHT_CAP
+from rlhf_jax.train.config.sampler import WEIGHT_CAP
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
@@ -145,14 +146,15 @@ class Turns:
 
     def draw(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, Callable[[], Scores]]:
+    ) -> tuple[Rollout, Callable[[], dict[str, Scores]]]:
         """Samples on the last device, and starts the verifiers."""
         policy, prompts, key, version = jax.device_put(
             (policy, prompts, key, version), self._away
         )
         rollout = self._sample(policy, prompts=prompts, key=key, version=version)
         rollout = jax.device_put(rollout, self._home)
-        return rollout, self._reward.submit(rollout).collect
+        pending = self._reward.submit(rollout)
+        return rollout, lambda: {"verifier": pending.collect()}
 
     def __call__(self, staleness: int) -> dict[str, float]:
         """Seconds of a turn, and of waiting on both sides."""
@@ -164,7 +166,7 @@ class Turns:
         )
         jax.block_until_ready(train)
         learn = functools.partial(
-            self._learn[staleness > 0], reference=None, key=jax.random.key(2)
+            self._learn[staleness > 0], frozen=NO_MODELS, key=jax.random.key(2)
         )
         start = time.perf_counter()
         if not staleness:
@@ -177,7 +179,7 @@ class Turns:
                     key=jax.random.fold_in(key, step),
                     version=train.step,
                 )
-                scores = pending()
+                [scores] = pending().values()
                 waited += time.perf_counter() - since
                 train, *_ = learn(train, rollout=rollout, scores=scores)
             jax.block_until_ready(train)
@@ -196,8 +198,9 @@ class Turns:
         with queue:
             queue.begin(begun, start=0, policy=train.policy, version=train.step)
             for step in range(options.updates):
-                rollout, scores = queue.take()
+                rollout, by_name = queue.take()
                 queue.submit(step + staleness, train.policy, version=train.step)
+                [scores] = by_name.values()
                 train, *_ = learn(train, rollout=rollout, scores=scores)
             jax.block_until_ready(train)
             seconds = time.perf_counter() - start

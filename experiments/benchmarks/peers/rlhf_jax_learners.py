@@ -27,6 +27,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.devices import critic_devices, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
@@ -87,7 +88,7 @@ def rewarded(
         state,
         rollout=rollout,
         scores=reward(rollout),
-        reference=reference,
+        frozen=FrozenModels(reference=reference),
         key=key,
         recipe=algorithm,
         packing=packing,
@@ -124,26 +125,30 @@ class Together:
         self._sample = jax.jit(stopping(bind(ppo.sample, recipe=algorithm)))
         self._frozen_scores = jax.jit(bind(frozen_scores, algorithm=algorithm))
         self._values = jax.jit(bind(ppo.values, recipe=algorithm))
-        self._learn = donated(bind(ppo.learn, recipe=algorithm, reference=None))
+        self._learn = donated(bind(ppo.learn, recipe=algorithm, frozen=NO_MODELS))
         if pack is None:
             began = time.perf_counter()
             self._iteration = whole.lower(
                 self.train,
                 prompts=prompts_of(workload, step=0),
-                reference=self._reference,
+                frozen=FrozenModels(reference=self._reference),
                 key=jax.random.key(1),
             ).compile()
             self.about = {"compile": time.perf_counter() - began}
 
     def iteration(self, *, prompts: Prompts, key: Array) -> Found:
-        inputs = {"reference": self._reference, "key": key}
         if self.pack is None:
-            done = self._iteration(self.train, prompts=prompts, **inputs)
+            models = FrozenModels(reference=self._reference)
+            done = self._iteration(self.train, prompts=prompts, frozen=models, key=key)
         else:
             answered = self._sample(self.train.policy, prompts=prompts, key=key)
             packing = self.pack(answered, key=key)
             done = self._rewarded(
-                self.train, rollout=answered, packing=packing, **inputs
+                self.train,
+                rollout=answered,
+                reference=self._reference,
+                packing=packing,
+                key=key,
             )
         self.train, stats, scored = jax.block_until_ready(done)
         return stats, scored
@@ -201,11 +206,9 @@ class Apart:
             functools.partial(frozen_scores, algorithm=algorithm)
         )
         self._make_experience = donated(
-            functools.partial(ppo.make_experience, recipe=algorithm, reference=None)
+            functools.partial(ppo.make_experience, recipe=algorithm, frozen=NO_MODELS)
         )
-        self._update = donated(
-            functools.partial(ppo.update, recipe=algorithm, critic_apart=True)
-        )
+        self._update = donated(functools.partial(ppo.update, recipe=algorithm))
         self._shuffle_key = jax.jit(ppo.shuffle_key)
 
     def iteration(self, *, prompts: Prompts, key: Array) -> Found:

@@ -87,6 +87,8 @@ class Config(RunConfig):
 class Tool:
     """Answers after a while with tokens that depend on the row and the turn alone."""
 
+    on_failure = "leave_out"  # as `EnvironmentPool.on_failure`: nothing fails
+
     def __init__(self, options: Config) -> None:
         self.latency, self._options = 0.0, options
         self._threads = concurrent.futures.ThreadPoolExecutor(options.rows)
@@ -112,7 +114,9 @@ class Encoder:
 
     options: Config
 
-    def observation(self, written: Any, *, where: str = "") -> list[int]:
+    def observation(
+        self, written: Any, *, where: str = "", room: int | None = None
+    ) -> list[int]:
         """As `TurnEncoder.observation`."""
         row, turn = map(int, written.split())
         rng = np.random.default_rng((self.options.seed, row, turn))

@@ -76,7 +76,6 @@ def by_episodes(params: Any, *, options: Config, sampler: EpisodeSampler) -> Mea
     drawn = sampler(
         params,
         prompts=prompts(options),
-        states=[bytes([row, 0]) for row in range(options.rows)],
         key=jax.random.key(options.seed),
     )
     seconds = time.perf_counter() - began
@@ -129,6 +128,7 @@ def main(options: Config) -> None:
         encoder=encoder,
         decode=str,
         limits=Limits(options.room, options.turn_size, options.num_turns),
+        states=[bytes([row, 0]) for row in range(options.rows)],
     )
     loops = {
         "episodes": functools.partial(

@@ -39,6 +39,7 @@ from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.further import Further, References
 
@@ -262,8 +263,7 @@ def measure(
             num_values=one,
             num_responses=one,
             recipe=algorithm,
-            reference=reference,
-            further=further,
+            frozen=FrozenModels(reference=reference, further=further or {}),
         )
         value, _ = stats.get("loss/kl", (jnp.float32(jnp.nan), one))
         return loss, value

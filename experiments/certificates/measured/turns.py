@@ -33,6 +33,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.reinforce import REINFORCE
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
@@ -209,8 +210,7 @@ def measured(case: Case, claim: Claim) -> enumerable.Float64:
                 minibatch, of_part = algorithm.minibatch_loss(
                     minibatch,
                     kl_coef=jnp.float32(BETA),
-                    base=None,
-                    reference=case.reference,
+                    frozen=FrozenModels(reference=case.reference),
                 )
                 return of_part((params, case.critic), minibatch)[0]
 

@@ -30,10 +30,12 @@ from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.examples import Pair
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward
-from rlhf_jax.train.rollouts.options import WEIGHT_CAP
+from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.train.config.sampler import WEIGHT_CAP
 from rlhf_jax.train.rollouts.queue import Draw
 from studies.policies import preparation
 from studies.policies.options import Config
@@ -171,7 +173,11 @@ def _online(
         key: Array,
     ) -> tuple[TrainState, masked.Stats, Scored]:
         return iteration(
-            train, prompts=batch, reference=reference, reward=reward, key=key
+            train,
+            prompts=batch,
+            frozen=FrozenModels(reference=reference),
+            reward=reward,
+            key=key,
         )
 
     def learn(
@@ -187,7 +193,7 @@ def _online(
             train,
             rollout=batch,
             scores=reward(seen),
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
             key=key,
             recipe=recipe,
         )
@@ -196,8 +202,8 @@ def _online(
 
     def draw(
         policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, None]:
-        return sample(policy, prompts=prompts, key=key, version=version), None
+    ) -> tuple[Rollout, dict[str, Scores]]:
+        return sample(policy, prompts=prompts, key=key, version=version), {}
 
     ahead = options.staleness > 0
     return Trainer(

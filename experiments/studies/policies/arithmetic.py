@@ -33,6 +33,7 @@ from pipeline import shown
 from worlds.arithmetic import decode_text, every_triple, prompts_of, verifier
 
 from rlhf_jax import frozen
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, report, run
 from studies.policies.sums import scores
@@ -89,7 +90,7 @@ def improve(
                 train,
                 rollout=answered,
                 scores=jnp.asarray(reward(answered)),
-                reference=reference,
+                frozen=FrozenModels(reference=reference),
                 key=step_key,
             )
             stage.state["train"] = train

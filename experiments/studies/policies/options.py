@@ -106,7 +106,7 @@ class Config(quickstart.Config):
         if self.kl_control != kl_control.CONSTANT:
             raise checks.InputError(
                 f"--kl-control: expected none with --algorithm {self.algorithm}, which "
-                f"has one β at most, got kind {self.kl_control.kind}; leave it out"
+                f"has one β at most, got {self.kl_control}; leave it out"
             )
         if self.penalty != IN_REWARD or self.look == "training":
             raise checks.InputError(

@@ -19,9 +19,9 @@ from rlhf_jax.algorithms.batch import Rollout, Scored, Sequences
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.checkpoints import precomputed
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.planning import compiled, run_shape
+from rlhf_jax.planning import compiled
 from rlhf_jax.roles.reference.frozen import Frozen
-from studies.storage.options import Config, Preparation
+from studies.storage.options import WAYS, Config, Preparation
 
 Params = Any
 Row = dict[str, Any]
@@ -123,7 +123,7 @@ def stored(storage: str, params: Params, *, base: Frozen) -> Frozen | None:
         case "cpu":
             device = SingleDeviceSharding(jax.devices("cpu")[0])
             return frozen.freeze(params, sharding=device)
-    return frozen.freeze(params, **run_shape.WAYS[storage])
+    return frozen.freeze(params, **WAYS[storage])
 
 
 def live_mib() -> tuple[float, float]:

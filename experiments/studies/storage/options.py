@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning.run_shape import WAYS
+from rlhf_jax.roles.reference.storage import WAYS
 from rlhf_jax.runs.run_config import RunConfig
 
 STORAGES = (*WAYS, "cpu", "lora-base", "none", "precomputed")

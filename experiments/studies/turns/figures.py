@@ -12,7 +12,6 @@ the 95% interval of the differences over seeds.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,13 +25,14 @@ from studies.finished import Finished
 
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.data import batches
+from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import folder, metrics, report, run_config
 from rlhf_jax.sweeps import statistics
-from rlhf_jax.train import grpo
-from rlhf_jax.train.grpo.programs import make_algorithm
-from rlhf_jax.train.grpo.tasks import EpisodeTask
+from rlhf_jax.train.build import Meshes
+from rlhf_jax.train.methods import grpo
+from rlhf_jax.train.responses import Responder
+from rlhf_jax.train.rewards import RewardPools
 from rlhf_jax.train.start import load_start
 
 Figures = Mapping[str, float]
@@ -51,30 +51,42 @@ class Player:
     """Plays the held-out rows of a sweep; its programs are compiled once."""
 
     def __init__(
-        self, options: grpo.Config, *, stack: contextlib.ExitStack, batch: int
+        self, config: grpo.Config, *, stack: contextlib.ExitStack, batch: int
     ) -> None:
         """Compiles nothing yet.
 
         Args:
-          options: of any run of the sweep.
+          config: of any run of the sweep.
           stack: that ends the environment's processes.
           batch: episodes at a time.
         """
-        self._options = dataclasses.replace(
-            options, data=options.held_out, batch_size=batch
+        self._config, self._batch = config, batch
+        meshes = Meshes.of(config)
+        self._mesh = meshes.policy
+        start = self._load(config.start.model)
+        algorithm = config.algorithm(
+            model=start.model,
+            max_new_tokens=config.batch.max_new_tokens,
+            stop_ids=start.stop_ids,
+            **config.optimizers(),
         )
-        self._mesh = options.policy_mesh(options.placement)
-        start = self._load(options.model)
-        algorithm = make_algorithm(self._options, start=start)
-        self._task = EpisodeTask(
-            self._options,
+        source = config.watch.held_out
+        assert source is not None  # of a sweep that measures on held-out rows
+        responder = Responder(
+            config,
             start=start,
-            algorithm=algorithm,
-            mesh=self._mesh,
+            meshes=meshes,
+            context=start.model.max_positions,
             stack=stack,
         )
+        data = responder.read(
+            source,
+            pools=RewardPools(config, mesh=self._mesh, stack=stack),
+            receipt=Receipts().source("--held-out", source),
+        )
+        self._draw = responder.episodes(data, algorithm, rows=batch, base=None)
         self._prompts = batches.prompt_batches(
-            self._task.prompts, batch_size=batch, seed=0, pad_id=start.pad_id
+            data.tokens, batch_size=batch, seed=0, pad_id=start.pad_id
         )
         self._reference_logprobs = jax.jit(
             functools.partial(
@@ -99,17 +111,15 @@ class Player:
         """
         policy = self._load(model).params
         frozen_reference = frozen.freeze(self._load(reference).params)
-        unread: Any = None  # episodes have programs of their own
-        draw = self._task.draw(unread)
+        assert self._draw is not None  # there is an environment
         rows: dict[str, list[Any]] = {name: [] for name in MEASURED}
-        for number in range(-(-episodes // self._options.batch_size)):
-            rollout, scores = draw(
+        for number in range(-(-episodes // self._batch)):
+            rollout, scores = self._draw(
                 policy,
                 prompts=self._prompts[number],
                 key=jax.random.fold_in(jax.random.key(0), number),
                 version=jnp.int32(0),
             )
-            assert isinstance(scores, Scores)  # which come with episodes
             ref_logprobs = self._reference_logprobs(frozen_reference, rollout=rollout)
             ratio = np.asarray(ref_logprobs - rollout.old_logprobs)
             ratio = np.where(rollout.response_mask, ratio, 0.0)
@@ -121,7 +131,7 @@ class Player:
         return {name: float(np.concatenate(of).mean()) for name, of in rows.items()}
 
     def _load(self, model: str) -> Any:
-        return load_start(model, options=self._options, mesh=self._mesh)
+        return load_start(model, options=self._config.start, mesh=self._mesh)
 
 
 def played(
@@ -139,13 +149,12 @@ def played(
     with contextlib.ExitStack() as stack:
         player = Player(every[runs[0].folder], stack=stack, batch=batch)
         for run in runs:
-            options, seed = every[run.folder], str(run.seed)
-            play = functools.partial(
-                player.play, reference=options.model, episodes=episodes
-            )
+            config, seed = every[run.folder], str(run.seed)
+            model = config.start.model
+            play = functools.partial(player.play, reference=model, episodes=episodes)
             if seed not in before:
-                before[seed] = play(options.model)
-            of_cell = after.setdefault(f"{options.beta:g}", {})
+                before[seed] = play(model)
+            of_cell = after.setdefault(f"{config.kl_coef:g}", {})
             of_cell[seed] = play(str(run.folder / "model"))
     return {"before": before, "after": after}
 

@@ -29,7 +29,9 @@ import tyro
 from rlhf_jax.environments import calculator, guessing
 from rlhf_jax.environments.demonstrations import demonstrations
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train import sft
+from rlhf_jax.train.config.optimizer import AdamW, Cosine, Optimizer
+from rlhf_jax.train.config.supervised import Rows
+from rlhf_jax.train.supervised import sft
 
 LETTERS = "0123456789+-*()=:. \n" + string.ascii_letters
 
@@ -92,16 +94,22 @@ def main(options: Options) -> None:
         for seed in options.seeds:
             sft.main(
                 sft.Config(
-                    tokenizer=str(tokenizer),
-                    data=str(folder / "demonstrations.jsonl"),
-                    fresh_hidden_size=64,
-                    fresh_num_layers=2,
-                    fresh_num_heads=4,
-                    fresh_max_positions=160,
-                    learning_rate=3e-3,
-                    batch_size=32,
+                    start=sft.Start(
+                        tokenizer=str(tokenizer),
+                        fresh_hidden_size=64,
+                        fresh_num_layers=2,
+                        fresh_num_heads=4,
+                        fresh_max_positions=160,
+                    ),
+                    data=sft.Demonstrations(data=str(folder / "demonstrations.jsonl")),
+                    optimizer=Optimizer(
+                        learning_rate=3e-3,
+                        optimizer=AdamW(),
+                        schedule=Cosine(warmup=0.05),
+                    ),
+                    batch=Rows(batch_size=32),
                     num_steps=steps,
-                    held_out_by="row",  # guessing has one prompt
+                    watch=sft.Watch(held_out_by="row"),  # guessing has one prompt
                     seed=seed,
                     out=options.out / "sft" / name / f"seed_{seed}",
                 )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience
+from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.aggregation import token_weights
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.policy import exact_kl
-from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import read, shape_of
 
 if TYPE_CHECKING:  # whose loss this is
     from rlhf_jax.algorithms.distill.recipe import Distill
@@ -26,24 +26,15 @@ Array = jax.Array
 Params = Any
 
 
-@flax.struct.dataclass
-class DistillExperience(PolicyExperience):
-    """What an update of distillation reads."""
-
-    # floats[B, S, D'], as in `TeacherStates`; None runs the teacher in the update.
-    teacher_hidden: Array | None = None
-
-
 def distillation_loss(
     policy: Params,
     *,
-    experience: DistillExperience,
+    experience: PolicyExperience,
     kl_coef: Array | float,
     num_tokens: Array,
     num_responses: Array,
     recipe: Distill,
-    base: Frozen | None,
-    teacher: Frozen | None,
+    frozen: FrozenModels,
     packing: Packing | None = None,
 ) -> tuple[Array, masked.Stats]:
     """L = β Σ_t w_t·D(student ‖ teacher)_t + policy_loss of a (micro-)batch.
@@ -53,14 +44,13 @@ def distillation_loss(
     not differentiated. The policy loss is there where something reads its advantages.
 
     Args:
-      policy: the student's parameters, or adapters of `base`; the gradient reaches them
-        alone.
-      experience: DistillExperience[b, S].
+      policy: the student's parameters, or adapters; the gradient reaches them alone.
+      experience: PolicyExperience[b, S].
       kl_coef: β, f32[], reward units per nat.
       num_tokens, num_responses: f32[], of the whole minibatch.
       recipe: static.
-      base: the parameters that adapters adapt; None without adapters.
-      teacher: the teacher, or its head where the experience has its hidden states.
+      frozen: whose reference is the teacher, or its head where the experience has its
+        hidden states.
       packing: how the models read these rows packed; None reads them padded.
 
     Returns:
@@ -79,24 +69,25 @@ def distillation_loss(
         num_tokens=num_tokens,
         num_responses=num_responses,
         recipe=recipe,
-        base=base,
+        frozen=frozen,
         packing=packing,
     )
     if not recipe.reads_advantages:  # no policy loss, and no backward pass for one
-        mismatch = stats["policy/sampler_mismatch"]
-        loss, stats = jnp.zeros_like(loss), {"policy/sampler_mismatch": mismatch}
+        loss = jnp.zeros_like(loss)
+        kept = ("policy/sampler_mismatch", ledger.PREFIX)
+        stats = {name: x for name, x in stats.items() if name.startswith(kept)}
     if recipe.divergence is None:
         return loss, stats
+    teacher = frozen.reference
     if teacher is None:
         raise InputError(
             "expected the teacher as the reference of the update, got none; pass it, "
             "or its head with its hidden states"
         )
-    teacher_model = frozen.shape_of(teacher, policy=recipe.model)
-    teacher_hidden = experience.teacher_hidden
+    teacher_model = shape_of(teacher, policy=recipe.model)
+    teacher_hidden = experience.ref_hidden
     if teacher_hidden is None:
-        read = frozen.read(teacher)
-        teacher_hidden = texts.hidden_states(read, model=teacher_model)
+        teacher_hidden = texts.hidden_states(read(teacher), model=teacher_model)
     elif packing is not None:
         raise InputError(
             "packing: expected none with hidden states of the teacher, which are of "
@@ -104,9 +95,9 @@ def distillation_loss(
         )
     mixed = recipe.divergence == "jensen_shannon"
     divergence = exact_kl(
-        adapted.params(policy, base=base, lora=recipe.lora),
+        adapted.params(policy, base=frozen.base, lora=recipe.lora),
         hidden,
-        frozen.read(teacher),
+        read(teacher),
         teacher_hidden,
         model=recipe.model,
         ref_model=teacher_model,

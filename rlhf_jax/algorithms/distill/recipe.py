@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
-from rlhf_jax.algorithms.distill.loss import DistillExperience, distillation_loss
+from rlhf_jax.algorithms.distill.loss import distillation_loss
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import one_of
 from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
@@ -27,8 +27,7 @@ from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.mixtures import check_beta
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 Array = jax.Array
 Divergence = Literal["reverse", "forward", "jensen_shannon"]
@@ -91,6 +90,11 @@ class DistillRecipe(ReinforceRecipe):
                 "so that nothing would be learned from the teacher; choose either"
             )
 
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss has a probability ratio: none corrects here."""
+        return False
+
     def has_policy_loss(self, *, rewarded: bool) -> bool:
         """Whether the policy loss is a term: else its head is not differentiated.
 
@@ -136,6 +140,11 @@ class Distill(DistillRecipe, PolicyGradient):
         self.check_read(rewarded=self.rewarded)
 
     @property
+    def reads_ref_hidden(self) -> bool:
+        """Whether the loss reads the teacher's distributions."""
+        return self.divergence is not None
+
+    @property
     def reads_advantages(self) -> bool:
         """Whether the policy loss is a term: else its head is not differentiated."""
         return self.has_policy_loss(rewarded=self.rewarded)
@@ -150,31 +159,27 @@ class Distill(DistillRecipe, PolicyGradient):
           kl_coef: β of this iteration, f32[], reward units per nat.
 
         Returns:
-          DistillExperience[B, S] without hidden states, and no stats.
+          PolicyExperience[B, S], and no stats.
         """
         experience = reward_to_go_experience(
             scored, kl_coef=kl_coef, whiten_advantages=self.whiten_advantages
         )
-        return DistillExperience(**vars(experience)), {}
+        return experience, {}
 
     def minibatch_loss(
         self,
         minibatch: Any,
         *,
         kl_coef: Array,
-        base: Frozen | None,
-        reference: Frozen | None,
-        further: References | None = None,
+        frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Any, LossFunction]:
         """`distillation_loss` of the parts of a minibatch.
 
         Args:
-          minibatch: DistillExperience[b, S].
+          minibatch: PolicyExperience[b, S].
           kl_coef: β of this iteration, f32[], reward units per nat.
-          base: the parameters that adapters adapt; None without adapters.
-          reference: the teacher, of which the head alone is read where the minibatch
-            has its hidden states.
-          further: none, as a student has one teacher.
+          frozen: whose reference is the teacher, of which the head alone is read where
+            the minibatch has its hidden states; a student has no further one.
 
         Returns:
           The minibatch, and ((policy, None), part, packing) -> (loss, stats).
@@ -182,10 +187,10 @@ class Distill(DistillRecipe, PolicyGradient):
         Raises:
           InputError: there are further references.
         """
-        if further:
+        if frozen.further:
             raise InputError(
                 f"further: expected no references beside the teacher, got "
-                f"{', '.join(further)}; leave them out"
+                f"{', '.join(frozen.further)}; leave them out"
             )
         mask = minibatch.response_mask
         terms = functools.partial(
@@ -194,12 +199,11 @@ class Distill(DistillRecipe, PolicyGradient):
             num_tokens=mask.sum(dtype=jnp.float32),
             num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
             recipe=self,
-            base=base,
-            teacher=reference,
+            frozen=frozen,
         )
 
         def loss(
-            trained: tuple[Any, Any], part: DistillExperience, packing: Any = None
+            trained: tuple[Any, Any], part: PolicyExperience, packing: Any = None
         ) -> tuple[Array, masked.Stats]:
             return terms(trained[0], experience=part, packing=packing)
 

@@ -10,6 +10,7 @@ from rlhf_jax.algorithms.dpo.pair_loss import (
 from rlhf_jax.algorithms.dpo.recipe import (
     DPO,
     ORPO,
+    REFERENCE_FREE,
     SIMPO,
     DPORecipe,
     PreferenceKind,
@@ -19,6 +20,7 @@ from rlhf_jax.algorithms.dpo.update import measure, update
 __all__ = [
     "DPO",
     "ORPO",
+    "REFERENCE_FREE",
     "SIMPO",
     "DPORecipe",
     "PreferenceKind",

@@ -109,7 +109,7 @@ def loss(
       params: the decoder's, adapters applied.
       batch: PackedPreferences[b, S]; with labels for KTO.
       ref_logprobs: f32[b, S], nats, `reference_logprobs` of the same rows; None without
-        a reference (`DPORecipe.has_reference`).
+        a reference (`DPO.has_reference`).
       dpo: static.
       num_pairs: f32[], pairs in the whole batch; None counts these.
       kl: f32[], nats per response, `kto_baseline` of the whole batch; None takes KTO's

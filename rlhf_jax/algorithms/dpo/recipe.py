@@ -22,11 +22,10 @@ class DPORecipe:
     """The coefficients and choices of DPO; an option group of a command line."""
 
     beta: float = 0.1
-    """KL coefficient β, reward units per nat; with simpo the scale of the reward, with
-    orpo λ."""
+    """KL coefficient β, reward units per nat. With simpo it is the scale of the reward,
+    with orpo λ."""
     kind: PreferenceKind = "sigmoid"
-    """Loss: DPO's (sigmoid), robust DPO's, IPO's, SLiC's, KTO's, or SimPO's or ORPO's,
-    which have no reference."""
+    """Loss: DPO's is sigmoid, SLiC's is hinge. simpo and orpo have no reference."""
     label_smoothing: float = 0.0
     """Probability that a preference is the wrong way round: sigmoid then is cDPO, and
     robust corrects for it."""
@@ -39,8 +38,6 @@ class DPORecipe:
     token_mean: bool = False
     """Whether IPO takes the mean log-prob of a response's tokens instead of their sum;
     beta is then reward units per nat per token."""
-    reference_free: bool = False
-    """Whether the reference is left out, for comparison; sigmoid, robust or hinge."""
     temperature: float = 1.0
     """Temperature that divides the logits of policy and reference."""
     micro_batch_size: int | None = None
@@ -57,7 +54,6 @@ class DPORecipe:
                 beta=self.beta,
                 kind=self.dpo_kind,
                 label_smoothing=self.label_smoothing,
-                reference_free=self.reference_free,
             )
         checks.positive(
             beta=self.beta,
@@ -88,19 +84,28 @@ class DPORecipe:
                     f"read it, got {getattr(self, name)}; leave it out, or choose "
                     f"another kind"
                 )
-        if self.reference_free and self.kind not in get_args(DPOKind):
-            raise InputError(
-                "reference_free: expected False with kind 'kto', whose rewards are "
-                "log-ratios to the reference, got True; leave it out"
-                if self.kind == "kto"
-                else f"reference_free: expected False with kind {self.kind!r}, which "
-                f"has no reference anyway, got True; leave it out"
-            )
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether the loss reads a reference."""
-        return not self.reference_free and self.kind not in REFERENCE_FREE
+    def check_reference_free(self) -> None:
+        """Refuses a kind that cannot do without its reference, or has none anyway.
+
+        Raises:
+          InputError: reference_free does not go with the kind.
+        """
+        if self.kind in get_args(DPOKind):
+            preference_losses.check_dpo(
+                beta=self.beta,
+                kind=self.dpo_kind,
+                label_smoothing=self.label_smoothing,
+                reference_free=True,
+            )
+            return
+        raise InputError(
+            "reference_free: expected False with kind 'kto', whose rewards are "
+            "log-ratios to the reference, got True; leave it out"
+            if self.kind == "kto"
+            else f"reference_free: expected False with kind {self.kind!r}, which "
+            f"has no reference anyway, got True; leave it out"
+        )
 
     @property
     def mean_logprobs(self) -> bool:
@@ -130,6 +135,17 @@ class DPO(DPORecipe):
     model: ModelConfig  # of the policy, and of a reference that has none of its own
     optimizer: Optimizer
     lora: LoRA | None = None  # of adapters over a base; None trains every parameter
+    reference_free: bool = False  # the reference is left out, for comparison
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference_free:
+            self.check_reference_free()
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss reads a reference."""
+        return not self.reference_free and self.kind not in REFERENCE_FREE
 
 
 SIMPO = DPORecipe(kind="simpo", beta=2.0, target_margin=1.0)

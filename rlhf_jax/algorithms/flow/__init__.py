@@ -2,6 +2,7 @@
 
 from rlhf_jax.algorithms.flow import (
     further,
+    ledger,
     objective,
     rollout,
     score,
@@ -9,4 +10,12 @@ from rlhf_jax.algorithms.flow import (
     shaping,
 )
 
-__all__ = ["further", "objective", "rollout", "score", "selection", "shaping"]
+__all__ = [
+    "further",
+    "ledger",
+    "objective",
+    "rollout",
+    "score",
+    "selection",
+    "shaping",
+]

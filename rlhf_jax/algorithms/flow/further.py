@@ -95,7 +95,7 @@ def add(
                 stats |= masked.add_stats({key: stats[key]}, {key: value})
         per_token = kl.k1(scored.rollout.old_logprobs, of_each.ref_logprobs)
         per_response = masked.masked_sum(per_token, mask=mask, axis=1)
-        rows = num_responses(mask, turn_rewards=scored.turn_rewards)
+        rows = num_responses(mask, kept=scored.kept)
         stats[f"objective/kl_{name}"] = per_response.sum(), rows
         beside[name] = Further(None, of_each.ref_logprobs, each.weight)
     return dataclasses.replace(scored, kl=total, kl_stats=stats), beside

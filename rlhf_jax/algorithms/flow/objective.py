@@ -25,13 +25,13 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
       `objective/kl_k3` and `objective/ref_nll` without a reference. The last is
       -log π_ref a token, nats: perplexity is exp of its mean, so it is not taken here.
       Of episodes with rewards of turns also `response/turns` and `response/observed`;
-      all others are of sampled tokens. An episode without a token, which never began,
-      is none of the responses.
+      all others are of sampled tokens. A response that is left out is none of
+      them.
     """
     mask = scored.rollout.response_mask
     ones = counted = jnp.ones(scored.scores.shape, jnp.float32)
-    if scored.turn_rewards is not None:
-        counted = mask.any(axis=1).astype(jnp.float32)
+    if scored.kept is not None:
+        counted = scored.kept.astype(jnp.float32)
 
     def per_response(values: Array) -> tuple[Array, Array]:
         return jnp.where(counted > 0, values, 0.0).sum(), counted.sum()

@@ -108,7 +108,30 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
     position = jnp.cumsum(rollout.response_mask, axis=1) - 1  # in the response, from 0
     stops = stops & rollout.response_mask & (position >= after)
     before = jnp.cumsum(stops, axis=1) - stops  # stop tokens to the left of a column
-    kept = before == 0
+    return _only(rollout, before == 0)
+
+
+def leave_out(rollout: Rollout, *, rows: Array) -> Rollout:
+    """Rows of which nothing is left but the prompt, so that nothing is learned of them.
+
+        column          0    1    2    3    4    5
+        response_mask   0    1    1    0    1    0      column 3 was observed
+        mask            1    1    1    1    1    0
+        left out        1    0    0    0    0    0      mask; no response_mask
+
+    Args:
+      rollout: Rollout[B, S].
+      rows: bool[B], those that are left out.
+
+    Returns:
+      Rollout[B, S]; `tokens` keep what is masked now.
+    """
+    began = jnp.cumsum(rollout.response_mask, axis=1, dtype=jnp.int32) > 0
+    return _only(rollout, ~(began & rows[:, None]))
+
+
+def _only(rollout: Rollout, kept: Array) -> Rollout:
+    """The rollout without what stands outside of bool[B, S]."""
     response_mask = rollout.response_mask & kept
     of_tokens = {
         "old_logprobs": rollout.old_logprobs,

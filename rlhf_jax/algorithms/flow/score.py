@@ -40,6 +40,7 @@ def score(
     value_after_stop: bool = False,
     packing: SizedPacking | None = None,
     turn_rewards: Array | None = None,
+    kept: Array | None = None,
 ) -> Scored:
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
@@ -62,6 +63,7 @@ def score(
       value_after_stop: value the state after the last token too (N+).
       packing: how the models read these rows packed; None reads them padded.
       turn_rewards: f32[B, S], reward units, of `rewards.Scores.turns`; None is none.
+      kept: bool[B], responses that have a score; None is all.
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
@@ -110,7 +112,7 @@ def score(
         )
         kl = estimate if penalty.in_reward else None
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
-            rows = num_responses(mask, turn_rewards=turn_rewards)
+            rows = num_responses(mask, kept=kept)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
     if critic is not None and values is None:
         if critic_model is None:
@@ -131,6 +133,7 @@ def score(
         kl=kl,
         kl_stats=kl_stats,
         turn_rewards=turn_rewards,
+        kept=kept,
     )
 
 
@@ -221,16 +224,16 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     return mask | ((columns == last + 1) & (last >= 0))
 
 
-def num_responses(mask: Array, *, turn_rewards: Array | None) -> Array:
-    """f32[]: responses of a batch; of episodes of several turns, those that began.
+def num_responses(mask: Array, *, kept: Array | None) -> Array:
+    """f32[]: responses of a batch that count.
 
     Args:
       mask: bool[B, S], response tokens.
-      turn_rewards: f32[B, S], of `Scored`; None where responses have one turn.
+      kept: bool[B], of `Scored`; None is all.
     """
-    if turn_rewards is None:
+    if kept is None:
         return jnp.asarray(mask.shape[0], jnp.float32)
-    return mask.any(axis=1).sum(dtype=jnp.float32)
+    return kept.sum(dtype=jnp.float32)
 
 
 def _last(mask: Array) -> tuple[Array, Array]:

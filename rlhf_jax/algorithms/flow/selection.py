@@ -73,8 +73,9 @@ def refilled(
         drawn      0 0    1 0    1 1          its group 1 is mixed
         refilled   1 0    0 1    0 0          one is still to be replaced
 
-    The j-th group that is replaced is the j-th mixed one. Where mixed groups are fewer,
-    the last ones stay. This is dynamic sampling (DAPO), a draw at a time.
+    Responses that are left out are none of their group. The j-th group that is replaced
+    becomes the j-th mixed one; where mixed groups are fewer, the last ones stay. This
+    is dynamic sampling (DAPO), a draw at a time.
 
     Args:
       batch, drawn: Rollout[B, S] and its Scores[B], the groups in neighbouring rows;
@@ -89,8 +90,15 @@ def refilled(
 
     Source: Yu et al. 2025, arXiv:2503.14476, section 3.2 and eq. 11.
     """
-    equal = equal_groups(batch[1].total, group_size=group_size)
-    mixed = ~equal_groups(drawn[1].total, group_size=group_size)
+    equal, mixed = (
+        equal_groups(
+            scores.total,
+            group_size=group_size,
+            kept=None if scores.left_out is None else ~scores.left_out,
+        )
+        for _, scores in (batch, drawn)
+    )
+    mixed = ~mixed
     count = equal.size
     first_mixed = jnp.argsort(~mixed, stable=True).astype(jnp.int32)
     turn = jnp.maximum(jnp.cumsum(equal, dtype=jnp.int32) - 1, 0)

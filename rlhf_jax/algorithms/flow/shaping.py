@@ -141,7 +141,7 @@ def next_moments(
     Args:
       moments: of the scores before.
       scores: f32[B], reward units, as the reward returned them.
-      kept: bool[B], scores that count, of episodes that began; None keeps all.
+      kept: bool[B], scores that count; None keeps all.
     """
     return jax.tree.map(
         lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.batch import ReferenceOutput, Rollout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import texts_of
 from rlhf_jax.roles.policy import logprobs_from_hidden
@@ -17,17 +16,6 @@ from rlhf_jax.roles.reference import frozen, storage
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
-
-
-@flax.struct.dataclass
-class TeacherStates:
-    """What the teacher says of a rollout, in one forward pass on its own devices.
-
-    With its head this is its distribution at every token, in D' numbers and not in V.
-    """
-
-    hidden: Array  # floats[B, S, D'], after the final norm, in the compute dtype
-    logprobs: Array  # f32[B, S], nats, of the response tokens, else 0
 
 
 @jax.named_scope("reference")
@@ -38,7 +26,7 @@ def teacher_states(
     model: ModelConfig,
     max_new_tokens: int,
     temperature: float,
-) -> TeacherStates:
+) -> ReferenceOutput:
     """One forward pass of the teacher over the student's samples.
 
     Args:
@@ -64,7 +52,7 @@ def teacher_states(
         temperature=temperature,
         first_column=first_column,
     )
-    return TeacherStates(hidden, jnp.where(rollout.response_mask, logprobs, 0.0))
+    return ReferenceOutput(jnp.where(rollout.response_mask, logprobs, 0.0), hidden)
 
 
 def head_of(
@@ -78,7 +66,7 @@ def head_of(
       place: stored parameters -> the same on the student's devices.
 
     Returns:
-      A frozen model of the head alone, for `learn` with `TeacherStates`.
+      A frozen model of the head alone, for `learn` with hidden states.
     """
     shape = frozen.shape_of(teacher, policy=model)
     table = ("embed", "tokens") if shape.tied_head else ("head", "kernel")

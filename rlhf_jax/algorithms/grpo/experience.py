@@ -36,7 +36,7 @@ def group_experience(
     With R_i the sum of a response's token rewards, the score and -β·KL where that is
     in the reward, every token of response i has the advantage below. A response is the
     whole episode where it has several turns, and its score that of all of them; one
-    that has no token, as it never began, is left out of its group.
+    that `scored.kept` leaves out is none of its group.
 
         group            R_i - mean(R), over std(R) where normalised by the group
         leave_one_out    R_i - mean of the others
@@ -59,9 +59,9 @@ def group_experience(
       PolicyExperience[B, S], whose `response_mask` is False where a response is left
       out, and {name: (sum, weight)}. `group/equal_fraction`: share of groups whose
       rewards are all the same, which teach nothing; `group/std`: mean standard
-      deviation (ddof 1) within a group of two or more, reward units, of episodes
-      that began; `response/masked`, where
-      responses may be left out: share of those that are.
+      deviation (ddof 1) within a group of two or more, reward units, of responses
+      that have a score; `response/masked`, where `overlong_mask` or `equal` may leave
+      responses out: share of those that they do.
 
     Raises:
       InputError: the groups do not divide the rows.
@@ -84,10 +84,7 @@ def group_experience(
             kl_coef=kl_coef,
             turn_rewards=scored.turn_rewards,
         )
-    finished, began = None, None
-    if scored.turn_rewards is not None:
-        began = mask.any(axis=1)  # an episode may not have, in time
-    kept = began
+    finished, kept = None, scored.kept
     if overlong_mask is not None:
         finished = ended(scored.rollout, stop_ids=stop_ids)
         if overlong_mask == "group":
@@ -99,7 +96,7 @@ def group_experience(
     else:
         of_rows = leave_one_out(totals, group_size=group_size, kept=kept)
     alike = equal_groups(totals, group_size=group_size, kept=kept)
-    stats = _group_stats(totals, alike, group_size=group_size, began=began)
+    stats = _group_stats(totals, alike, group_size=group_size, kept=scored.kept)
     trained = finished
     if equal == "leave_out":
         mixed = jnp.repeat(~alike, group_size)
@@ -137,15 +134,15 @@ def _of_one_prompt(index: Array, group_size: int) -> Array:
 
 
 def _group_stats(
-    totals: Array, equal: Array, *, group_size: int, began: Array | None
+    totals: Array, equal: Array, *, group_size: int, kept: Array | None
 ) -> masked.Stats:
-    """Of all responses, or of the episodes that began, groups of two or more."""
+    """Of all responses, or of those that count, groups of two or more."""
     groups = totals.reshape(-1, group_size)
     count = spreading = jnp.asarray(equal.size, jnp.float32)
-    if began is None:
+    if kept is None:
         spread = jnp.std(groups, axis=1, ddof=1)
     else:
-        within = began.reshape(groups.shape)
+        within = kept.reshape(groups.shape)
         several = within.sum(axis=1) >= 2
         # A group of one has no deviation: that of all its rows is not counted.
         spread = jnp.std(groups, axis=1, ddof=1, where=within | ~several[:, None])

@@ -1,10 +1,6 @@
 """Nash-MD: preferred to samples of a mixture of the policy and its reference."""
 
-from rlhf_jax.algorithms.nash_md.recipe import (
-    NashMD,
-    NashMDRecipe,
-    iteration,
-    sample,
-)
+from rlhf_jax.algorithms.nash_md.recipe import NashMD, NashMDRecipe
+from rlhf_jax.algorithms.policy_gradient.iteration import iteration, learn, sample
 
-__all__ = ["NashMD", "NashMDRecipe", "iteration", "sample"]
+__all__ = ["NashMD", "NashMDRecipe", "iteration", "learn", "sample"]

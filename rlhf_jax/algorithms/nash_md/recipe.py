@@ -19,19 +19,14 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
 from rlhf_jax.algorithms.online_dpo.recipe import Labels
-from rlhf_jax.algorithms.policy_gradient import iteration as policy_gradient
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
-from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import checks, masked, token_rewards
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode, mixture
 from rlhf_jax.models.generation.mixture import Side
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
-from rlhf_jax.roles.rewards import Reward
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import read, shape_of
 
 Array = jax.Array
 Params = Any
@@ -86,6 +81,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
 
         Returns:
           PolicyExperience[B, S] and {name: (sum, weight)}; `pair/win`: P(y beats y').
+          A pair of which `scored.kept` leaves one out is not trained on.
 
         Raises:
           InputError: the number of rows is odd.
@@ -98,6 +94,10 @@ class NashMD(NashMDRecipe, PolicyGradient):
         if self.labels == "ranked":
             win = 0.5 * (1 + jnp.sign(gap))
         mine = jnp.arange(len(scored.scores)) % 2 == 0
+        both = jnp.ones(win.shape, bool)
+        if scored.kept is not None:
+            both = scored.kept[0::2] & scored.kept[1::2]
+            mine &= jnp.repeat(both, 2)
         mask = scored.rollout.response_mask & mine[:, None]
         rewards = token_rewards.token_rewards(
             scores=jnp.repeat(win - 0.5, 2), kl=scored.kl, mask=mask, kl_coef=kl_coef
@@ -112,7 +112,78 @@ class NashMD(NashMDRecipe, PolicyGradient):
             token_rewards=rewards,
             advantages=jnp.where(mask, totals[:, None], 0.0),
         )
-        return experience, {"pair/win": (win.sum(), jnp.float32(win.size))}
+        return experience, masked.sum_stats({"pair/win": win}, mask=both)
+
+    @jax.named_scope("rollout")
+    def rollout(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        key: Array,
+        frozen: FrozenModels = NO_MODELS,
+        version: Array | None = None,
+    ) -> Rollout:
+        """The policy's responses and the mixture's, in turn.
+
+        Args:
+          policy: parameters to run with, not adapters.
+          prompts: Prompts[B, P], each prompt in two neighbouring rows.
+          key: of the sampler.
+          frozen: whose reference is in the mixture.
+          version: i32[], of the policy; None stamps no token.
+
+        Returns:
+          Rollout[B, P + R]; `old_logprobs` are of what each response was drawn from.
+
+        Raises:
+          InputError: the number of rows is odd, there is no reference, or it has
+            another vocabulary.
+        """
+        checks.groups(len(prompts.index), group_size=2)
+        if frozen.reference is None:
+            raise InputError(
+                "reference: expected one for Nash-MD, which samples a mixture of it "
+                "and the policy, got none; pass it in frozen"
+            )
+        halves = [jax.tree.map(lambda x, i=i: x[i::2], prompts) for i in (0, 1)]
+        sizes: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "stop_ids": self.stop_ids,
+            "temperature": self.temperature,
+        }
+        ours = flow.rollout.rollout(
+            policy, model=self.model, prompts=halves[0], key=key, **sizes
+        )
+        other = halves[1]
+        ref_model = shape_of(frozen.reference, policy=self.model)
+        drawn = mixture.generate(
+            Side(policy, self.model),
+            Side(read(frozen.reference), ref_model),
+            share=self.mixture,
+            tokens=other.tokens,
+            mask=other.mask,
+            keys=decode.row_keys(key, index=other.index, sample=other.sample),
+            **sizes,
+        )
+        theirs = Rollout(
+            tokens=drawn.tokens,
+            mask=drawn.mask,
+            response_mask=drawn.response_mask,
+            old_logprobs=drawn.logprobs,
+            entropy=drawn.entropy,
+            index=other.index,
+            sample=other.sample,
+        )
+        both = jax.tree.map(
+            lambda a, b: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]),
+            ours,
+            theirs,
+        )
+        if version is None:
+            return both
+        stamps = jnp.where(both.response_mask, version, 0)
+        return dataclasses.replace(both, version=stamps)
 
     @property
     def leaves_out(self) -> bool:
@@ -131,128 +202,3 @@ class NashMD(NashMDRecipe, PolicyGradient):
     def rows_per_prompt(self) -> int:
         """A response of the policy, and one of the mixture."""
         return 2
-
-
-@jax.named_scope("rollout")
-def sample(
-    policy: Params,
-    reference: Frozen,
-    *,
-    prompts: Prompts,
-    key: Array,
-    recipe: NashMD,
-    base: Frozen | None = None,
-    version: Array | None = None,
-) -> Rollout:
-    """The rollout of an iteration: the policy's responses and the mixture's, in turn.
-
-    Args:
-      policy: the policy's parameters, or its adapters of `base`.
-      reference: the frozen model of the mixture and of the KL.
-      prompts: Prompts[B, P], each prompt in two neighbouring rows.
-      key: of this step, split as in `policy_gradient.sample`.
-      recipe: static.
-      base: with `recipe.lora` the parameters that the adapters adapt.
-      version: i32[], of the policy, `TrainState.step`; None stamps no token.
-
-    Returns:
-      Rollout[B, P + R]; `old_logprobs` are those of what each response was drawn from.
-
-    Raises:
-      InputError: sizes do not divide, or the reference has another vocabulary.
-    """
-    checks.groups(len(prompts.index), group_size=2)
-    recipe.minibatch_size(len(prompts.index))  # before any work is done in vain
-    halves = [jax.tree.map(lambda x, i=i: x[i::2], prompts) for i in (0, 1)]
-    sample_key, _ = jax.random.split(key)
-    params = adapted.params(policy, base=base, lora=recipe.lora)
-    sizes: dict[str, Any] = {
-        "max_new_tokens": recipe.max_new_tokens,
-        "stop_ids": recipe.stop_ids,
-        "temperature": recipe.temperature,
-    }
-    ours = flow.rollout.rollout(
-        params, model=recipe.model, prompts=halves[0], key=sample_key, **sizes
-    )
-    other = halves[1]
-    drawn = mixture.generate(
-        Side(params, recipe.model),
-        Side(frozen.read(reference), frozen.shape_of(reference, policy=recipe.model)),
-        share=recipe.mixture,
-        tokens=other.tokens,
-        mask=other.mask,
-        keys=decode.row_keys(sample_key, index=other.index, sample=other.sample),
-        **sizes,
-    )
-    theirs = Rollout(
-        tokens=drawn.tokens,
-        mask=drawn.mask,
-        response_mask=drawn.response_mask,
-        old_logprobs=drawn.logprobs,
-        entropy=drawn.entropy,
-        index=other.index,
-        sample=other.sample,
-    )
-    both = jax.tree.map(
-        lambda a, b: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]), ours, theirs
-    )
-    if version is None:
-        return both
-    stamps = jnp.where(both.response_mask, version, 0)
-    return dataclasses.replace(both, version=stamps)
-
-
-def iteration(
-    state: TrainState,
-    *,
-    prompts: Prompts,
-    reference: Frozen,
-    reward: Reward,
-    key: Array,
-    recipe: NashMD,
-    base: Frozen | None = None,
-    further: References | None = None,
-) -> tuple[TrainState, masked.Stats, Scored]:
-    """One iteration: the responses of policy and mixture, their scores, one update.
-
-    Args:
-      state: of `state.grpo_state`; donated by the caller's `jit`.
-      prompts: Prompts[B, P], each prompt in two neighbouring rows.
-      reference: the frozen model of the mixture and of the KL.
-      reward: rollout -> f32[B] or `rewards.Scores`, reward units, in JAX; of a pair's
-        two scores `recipe.labels` makes the preference.
-      key: of this step, `fold_in(root, step)`.
-      recipe: static.
-      base: with `recipe.lora` the parameters that the state's adapters adapt.
-      further: references of the KL beside the first, by name.
-
-    Returns:
-      The next state, stats {name: (sum, weight)}, and the scored rollout [B, P + R], in
-      which rows of the policy and of the mixture take turns. Statistics of the
-      objective are of the policy's.
-
-    Raises:
-      InputError: sizes do not divide, the reference has another vocabulary, or the
-        reward is not one number a row.
-
-    Source: Munos et al. 2023, arXiv:2312.00886, section 7.
-    """
-    rollout = sample(
-        state.policy,
-        reference,
-        prompts=prompts,
-        key=key,
-        recipe=recipe,
-        base=base,
-        version=state.step,
-    )
-    return policy_gradient.learn(
-        state,
-        rollout=rollout,
-        scores=reward(rollout),
-        reference=reference,
-        key=key,
-        recipe=recipe,
-        base=base,
-        further=further,
-    )

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PairExperience, Scored
+from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.algorithms.online_dpo.recipe import OnlineDPORecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
@@ -29,8 +30,7 @@ from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted, policy
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 Array = jax.Array
 
@@ -60,7 +60,8 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         Returns:
           PairExperience of N pairs and {name: (sum, weight)}. `pair/score_gap`: the
           difference of the scores, reward units; `pair/tied_fraction`: share of pairs
-          with equal scores, which ranked labels leave out.
+          with equal scores, which ranked labels leave out. Pairs are of responses that
+          `scored.kept` keeps, and there is none where that is fewer than two.
 
         Raises:
           InputError: the groups do not divide the rows, or there is no reference.
@@ -74,14 +75,20 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         rows = len(scored.scores)
         checks.groups(rows, group_size=self.group_size)
         size = self.responses_per_pair
+        kept = jnp.ones(rows, bool) if scored.kept is None else scored.kept
+        kept = kept.reshape(-1, size)
         scores = scored.scores.reshape(-1, size)
         first = size * jnp.arange(len(scores))
         # Of equal scores the first is the best and the last the worst: two responses.
-        best = first + jnp.argmax(scores, axis=1)
-        worst = first + size - 1 - jnp.argmin(scores[:, ::-1], axis=1)
-        gap = scored.scores[best] - scored.scores[worst]
+        best = first + jnp.argmax(jnp.where(kept, scores, -jnp.inf), axis=1)
+        lowest = jnp.where(kept, scores, jnp.inf)[:, ::-1]
+        worst = first + size - 1 - jnp.argmin(lowest, axis=1)
+        compared = kept.sum(axis=1) >= 2
+        gap = jnp.where(compared, scored.scores[best] - scored.scores[worst], 0.0)
         tied = gap == 0
-        pairs = jnp.isfinite(gap) & (~tied if self.labels == "ranked" else True)
+        pairs = compared & jnp.isfinite(gap)
+        if self.labels == "ranked":
+            pairs &= ~tied
 
         def laid_out(x: Array) -> Array:
             return jnp.concatenate([x[best], x[worst]], axis=1)
@@ -100,11 +107,11 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
             rejected_better=jnp.where(
                 self.labels == "ranked", 0.0, jax.nn.sigmoid(-gap)
             ).astype(jnp.float32),
+            members=jnp.stack([best, worst], axis=1).astype(jnp.int32),
         )
-        every = jnp.ones_like(tied)
         return experience, masked.sum_stats(
             {"pair/score_gap": gap, "pair/tied_fraction": tied.astype(jnp.float32)},
-            mask=every,
+            mask=compared,
         )
 
     def minibatch_loss(
@@ -112,17 +119,15 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         minibatch: PairExperience,
         *,
         kl_coef: Array,
-        base: Frozen | None,
-        reference: Frozen | None,
-        further: References | None = None,
+        frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PairExperience, LossFunction]:
         """`losses.dpo_loss` of the pairs.
 
         Args:
           minibatch: N pairs.
-          kl_coef, reference: not read; the reference's log-probs are in the pairs.
-          base: the parameters that adapters adapt; None without adapters.
-          further: none, as the loss has one reference.
+          kl_coef: not read.
+          frozen: of which the base is read; the reference's log-probs are in the pairs,
+            and there is no further one.
 
         Returns:
           The minibatch, and ((policy, critic), part) -> (loss, stats of `dpo_loss`).
@@ -130,11 +135,11 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         Raises:
           InputError: there are further references.
         """
-        del kl_coef, reference
-        if further:
+        del kl_coef
+        if frozen.further:
             raise InputError(
                 f"further: expected one reference for online DPO, got "
-                f"{', '.join(further)} beside it; leave them out"
+                f"{', '.join(frozen.further)} beside it; leave them out"
             )
         num_pairs = minibatch.pairs.sum(dtype=jnp.float32)
 
@@ -150,8 +155,8 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
             def apart(x: Array) -> Array:
                 return x.reshape(2 * pairs, -1)
 
-            logprobs = policy.logprobs(
-                adapted.params(trained[0], base=base, lora=self.lora),
+            logprobs, entropy = policy.logprobs_and_entropy(
+                adapted.params(trained[0], base=frozen.base, lora=self.lora),
                 model=self.model,
                 tokens=apart(part.tokens),
                 mask=apart(part.mask),
@@ -178,6 +183,15 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
             stats["policy/sampler_mismatch"] = mean_distance(
                 jax.lax.stop_gradient(logprobs), apart(part.old_logprobs), mask=mask
             )
+            if part.sampled is not None:
+                stats |= ledger.sums(
+                    jax.tree.map(apart, part.sampled),
+                    logprobs=logprobs,
+                    entropy=entropy,
+                    mask=apart(part.mask),
+                    max_new_tokens=self.max_new_tokens,
+                    vocab_size=self.model.num_tokens,
+                )
             return value, stats
 
         return minibatch, loss

@@ -66,6 +66,11 @@ class OnlineDPORecipe(PolicyRecipe):
         """Responses that are sampled for each pair that is learned from."""
         return self.group_size if self.pairing == "best_worst" else 2
 
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss has a probability ratio: none corrects here."""
+        return False
+
     def check_batch(self, responses: int) -> None:
         """Checks that the pairs of a batch divide into minibatches and micro-batches.
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms import flow
+from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
@@ -27,8 +28,7 @@ from rlhf_jax.functional.off_policy import importance
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
 
 Array = jax.Array
@@ -38,12 +38,14 @@ Tree = TypeVar("Tree")
 MinibatchLoss = Callable[[Any], tuple[Any, LossFunction]]
 
 
-class Critic(NamedTuple):
-    """What computes the values of a rollout."""
+class CriticRecipe(NamedTuple):
+    """The critic of an algorithm, and how it is trained beside the policy."""
 
-    params: Params  # {"trunk": ..., "score": ...}, as in `critic.py`
     model: ModelConfig
-    after_stop: bool  # the state after the last token has a value
+    optimizer: Optimizer
+    after_stop: bool  # the state after the last token of a response has a value
+    shared_trunk: bool  # it is a head on the policy's trunk
+    warmup: int  # iterations at the start that train the critic alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,14 +117,44 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
           A record with at least the fields of `PolicyExperience`, and stats of it.
         """
 
+    def rollout(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        key: Array,
+        frozen: FrozenModels = NO_MODELS,
+        version: Array | None = None,
+    ) -> Rollout:
+        """The responses to prompts: here the policy's own.
+
+        Args:
+          policy: parameters to run with, not adapters.
+          prompts: Prompts[B, P]; a prompt in `rows_per_prompt` rows is run once.
+          key: of the sampler.
+          frozen: not read here.
+          version: i32[], of the policy; None stamps no token.
+        """
+        del frozen
+        return flow.rollout.rollout(
+            policy,
+            model=self.model,
+            prompts=prompts,
+            key=key,
+            max_new_tokens=self.max_new_tokens,
+            stop_ids=() if self.fixed_length else self.stop_ids,
+            temperature=self.temperature,
+            group_size=self.rows_per_prompt,
+            continuous_batching=self.continuous_batching,
+            version=version,
+        )
+
     def minibatch_loss(
         self,
         minibatch: Any,
         *,
         kl_coef: Array,
-        base: Frozen | None,
-        reference: Frozen | None,
-        further: References | None = None,
+        frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Any, LossFunction]:
         """The loss of the parts of a minibatch: here that of the policy alone.
 
@@ -130,9 +162,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
           minibatch: what `experience` made, of the rows of a minibatch.
           kl_coef: β of this iteration, f32[], reward units per nat; it is applied in
             `policy_terms` where the KL is in the loss.
-          base: the parameters that adapters adapt; None without adapters.
-          reference: read for exact KL in the loss alone.
-          further: further references by name, read for exact KL in the loss alone.
+          frozen: of which the references are read for exact KL in the loss alone.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
@@ -146,9 +176,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             num_tokens=mask.sum(dtype=jnp.float32),
             num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
             recipe=self,
-            base=base,
-            reference=reference,
-            further=further,
+            frozen=frozen,
         )
 
         def loss(
@@ -166,15 +194,19 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """Neighbouring rows that hold the same prompt, which is then run once."""
         return 1
 
-    def critic_of(self, state: TrainState, *, base: Frozen | None) -> Critic | None:
-        """The critic of a state; None for an algorithm that has none."""
-        del state, base
+    @property
+    def critic(self) -> CriticRecipe | None:
+        """The critic; None for an algorithm that has none."""
         return None
 
     @property
-    def critic_update(self) -> Optimizer | None:
-        """The optimizer of the critic; None for an algorithm that has none."""
-        return None
+    def reads_ref_hidden(self) -> bool:
+        """Whether `learn` is best passed the reference's hidden states and its head.
+
+        That is a `ReferenceOutput` with them, and `FrozenModels.reference` of the head
+        alone (`flow.teacher`); else log-probs suffice.
+        """
+        return False
 
     @property
     def leaves_out(self) -> bool:
@@ -191,26 +223,24 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """
         return rows
 
-    @property
-    def values_the_end(self) -> bool:
-        """Whether the state after the last token of a response has a value."""
-        return False
-
-    def policy_waits(self, state: TrainState) -> Array | None:
-        """bool[], True while the critic alone is trained; None never is."""
-        del state
-        return None
-
     def refuse_critic_apart(self) -> None:
-        """Raises InputError where the critic cannot be updated by a program of its own.
+        """For critic and policy that are trained in programs of their own.
 
         Raises:
-          InputError: there is no critic.
+          InputError: they share a trunk, or a step of the policy may leave out the
+            critic's, which cannot know of it.
         """
-        raise InputError(
-            f"expected an algorithm with a critic to train it apart, got "
-            f"{type(self).__name__}; leave it out"
-        )
+        shared = self.critic is not None and self.critic.shared_trunk
+        for name, value, why in (
+            ("shared_trunk", shared or None, "they are one network"),
+            ("stop_approxkl", self.stop_approxkl, "it ends the updates of both"),
+            ("max_ratio_mean", self.max_ratio_mean, "it leaves out a step of both"),
+        ):
+            if value is not None:
+                raise InputError(
+                    f"{name}: expected none where the critic is trained apart from the "
+                    f"policy, got {value}: {why}; leave it out, or train them together"
+                )
 
     def refuse_turns(self, turns: Array | None) -> None:
         """Raises InputError for rewards of turns where a response has one turn alone.

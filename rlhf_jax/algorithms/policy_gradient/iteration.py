@@ -15,16 +15,18 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax.algorithms import batch, flow
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.critic import critic_of
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import corrected, recomputed
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted, rewards
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 Array = jax.Array
 Params = Any
@@ -34,13 +36,11 @@ def iteration(
     state: TrainState,
     *,
     prompts: batch.Prompts,
-    reference: Frozen | None,
-    reward: rewards.Reward,
+    frozen: FrozenModels,
+    reward: rewards.Reward | None,
     key: Array,
     recipe: PolicyGradient,
-    base: Frozen | None = None,
     ptx: batch.Sequences | None = None,
-    further: References | None = None,
 ) -> tuple[TrainState, masked.Stats, batch.Scored]:
     """One iteration: respond to the prompts, score the responses, learn from them.
 
@@ -50,13 +50,12 @@ def iteration(
     Args:
       state: of `state.ppo_state` or `state.grpo_state`; donated by the caller's `jit`.
       prompts: Prompts[B, P]; `recipe.rows_per_prompt` neighbouring rows of each prompt.
-      reference: the frozen policy; None takes no KL at all.
-      reward: rollout -> f32[B] or `rewards.Scores`, reward units, in JAX.
+      frozen: reference, base and further references; never donated.
+      reward: rollout -> f32[B] or `rewards.Scores`, reward units, in JAX; None scores
+        every response 0.
       key: of this step, `fold_in(root, step)`.
       recipe: static, a `ppo.PPO`, a `grpo.GRPO` or another `PolicyGradient`.
-      base: what adapters adapt, with `recipe.lora`; never donated. None without.
       ptx: Sequences[M, S'], texts for `recipe.ptx_coef`, shared out over minibatches.
-      further: references beside the first, by name; None is none.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout for the
@@ -64,26 +63,28 @@ def iteration(
 
     Raises:
       InputError: batch sizes or groups do not divide, the reward is not one number a
-        row, or `base` is without `recipe.lora`, `ptx` without `ptx_coef`, or reverse.
+        row, or there is one of the base and `recipe.lora`, or of `ptx` and `ptx_coef`,
+        without the other.
     """
     rollout = sample(
         state.policy,
         prompts=prompts,
         key=key,
         recipe=recipe,
-        base=base,
+        frozen=frozen,
         version=state.step,
     )
+    scores = None
+    if reward is not None:
+        scores = reward(seen_by_reward(rollout, recipe=recipe))
     return learn(
         state,
         rollout=rollout,
-        scores=reward(seen_by_reward(rollout, recipe=recipe)),
-        reference=reference,
+        scores=scores,
+        frozen=frozen,
         key=key,
         recipe=recipe,
-        base=base,
         ptx=ptx,
-        further=further,
     )
 
 
@@ -93,17 +94,17 @@ def sample(
     prompts: batch.Prompts,
     key: Array,
     recipe: PolicyGradient,
-    base: Frozen | None = None,
+    frozen: FrozenModels = NO_MODELS,
     version: Array | None = None,
 ) -> batch.Rollout:
-    """The rollout of an iteration.
+    """The rollout of an iteration, as `recipe.rollout` draws it.
 
     Args:
-      policy: the policy's parameters, or its adapters of `base`.
+      policy: the policy's parameters, or its adapters.
       prompts: Prompts[B, P]; a prompt in `recipe.rows_per_prompt` rows is run once.
       key: of this step; the sampler takes the first of the two keys split from it.
       recipe: static.
-      base: what adapters adapt, with `recipe.lora`; None without adapters.
+      frozen: of which the base is read, and the reference by a recipe of mixtures.
       version: i32[], of the policy, `TrainState.step`; None stamps no token.
 
     Returns:
@@ -114,16 +115,11 @@ def sample(
     """
     recipe.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
     sample_key, _ = jax.random.split(key)
-    rollout = flow.rollout.rollout(
-        adapted.params(policy, base=base, lora=recipe.lora),
-        model=recipe.model,
+    rollout = recipe.rollout(
+        adapted.params(policy, base=frozen.base, lora=recipe.lora),
         prompts=prompts,
         key=sample_key,
-        max_new_tokens=recipe.max_new_tokens,
-        stop_ids=() if recipe.fixed_length else recipe.stop_ids,
-        temperature=recipe.temperature,
-        group_size=recipe.rows_per_prompt,
-        continuous_batching=recipe.continuous_batching,
+        frozen=frozen,
         version=version,
     )
     whole = not recipe.fixed_length or recipe.truncate_reward_only
@@ -150,16 +146,14 @@ def learn(
     state: TrainState,
     *,
     rollout: batch.Rollout,
-    scores: Array | rewards.Scores,
-    reference: Frozen | None,
+    scores: Array | rewards.Scores | None,
+    frozen: FrozenModels,
     key: Array,
     recipe: PolicyGradient,
-    ref_logprobs: Array | None = None,
+    ref_output: batch.ReferenceOutput | None = None,
     values: Array | None = None,
-    base: Frozen | None = None,
     ptx: batch.Sequences | None = None,
     packing: batch.RolloutPacking | None = None,
-    further: References | None = None,
 ) -> tuple[TrainState, masked.Stats, batch.Scored]:
     """The part of an iteration that follows the reward.
 
@@ -167,45 +161,46 @@ def learn(
       state: donated by the caller's `jit`.
       rollout: Rollout[B, S], of `sample`.
       scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
-        or `rewards.Scores`, whose parts are logged as `reward/NAME`.
-      reference: the frozen policy; None takes no KL, and logs no metric of it.
+        or `rewards.Scores`, whose parts are logged as `reward/NAME`; None scores every
+        response 0.
+      frozen: without a reference and `ref_output` no KL is taken, and none logged.
       key: of this step, the one that `sample` took.
       recipe: static.
-      base: what adapters adapt, with `recipe.lora`; None without adapters.
-      ptx: Sequences[M, S'], texts for `recipe.ptx_coef`; None mixes none in.
-      ref_logprobs: f32[B, S], nats; None computes them here, if there is a reference.
+      ref_output: of the reference; None runs it here, if there is one.
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
+      ptx: Sequences[M, S'], texts for `recipe.ptx_coef`; None mixes none in.
       packing: how the models read this rollout packed (`data.layouts`); None pads it.
-      further: references beside the first, with their log-probs where those ran before.
 
     Returns:
-      The next state, stats {name: (sum, weight)}, and the scored rollout.
+      The next state, stats {name: (sum, weight)}, and the scored rollout, in which what
+      `Scores.left_out` names has no response.
 
     Raises:
-      InputError: sizes do not divide, or scores, base, ptx or critic do not fit.
+      InputError: sizes do not divide, or scores, frozen, ptx or critic do not fit.
     """
+    if recipe.critic is not None and values is not None and state.critic is None:
+        raise InputError(
+            "expected a state with the critic of its recipe, got one with no critic "
+            "where it has one; beside a critic apart call make_experience and update"
+        )
     state, experience, stats, scored = make_experience(
         state,
         rollout=rollout,
         scores=scores,
-        reference=reference,
+        frozen=frozen,
         recipe=recipe,
-        ref_logprobs=ref_logprobs,
+        ref_output=ref_output,
         values=values,
-        base=base,
         packing=packing,
-        further=further,
     )
     state, update_stats = update(
         state,
         experience=experience,
         key=shuffle_key(key),
         recipe=recipe,
-        base=base,
-        reference=reference,
+        frozen=frozen,
         ptx=ptx,
         packing=packing,
-        further=further,
     )
     return state, masked.merge_stats(stats, update_stats), scored
 
@@ -214,28 +209,18 @@ def make_experience(
     state: TrainState,
     *,
     rollout: batch.Rollout,
-    scores: Array | rewards.Scores,
-    reference: Frozen | None,
+    scores: Array | rewards.Scores | None,
+    frozen: FrozenModels,
     recipe: PolicyGradient,
-    ref_logprobs: Array | None = None,
+    ref_output: batch.ReferenceOutput | None = None,
     values: Array | None = None,
-    base: Frozen | None = None,
     packing: batch.RolloutPacking | None = None,
-    further: References | None = None,
 ) -> tuple[TrainState, batch.PolicyExperience, masked.Stats, batch.Scored]:
     """What the updates of an iteration read.
 
     Args:
       state: donated by the caller's `jit`; without a critic if there are `values`.
-      rollout: Rollout[B, S], of `sample`.
-      scores: f32[B], reward units, or `rewards.Scores`.
-      reference: the frozen policy; None takes no KL at all.
-      recipe: static.
-      ref_logprobs: f32[B, S], nats; None computes them here, if there is a reference.
-      values: f32[B, S], reward units; None computes them here.
-      base: what adapters adapt, with `recipe.lora`; None without adapters.
-      packing: how the models read this rollout packed; None reads it padded.
-      further: references beside the first, by name.
+      rollout, scores, frozen, recipe, ref_output, values, packing: those of `learn`.
 
     Returns:
       The state with these scores in its moments, the experience [B, S] of the
@@ -245,14 +230,23 @@ def make_experience(
       InputError: the scores are not one per row, PPO has neither values nor critic, or
         the recipe is of responses of one turn and there are rewards of several.
     """
-    critic = None if values is not None else recipe.critic_of(state, base=base)
+    critic = None
+    if values is None:
+        critic = critic_of(state, recipe=recipe, frozen=frozen)
     of_batch = None if packing is None else packing.batch
-    returned = rewards.scores_of(scores, rows=rollout.tokens.shape[0])
+    rows = rollout.tokens.shape[0]
+    if scores is None:
+        scores = jnp.zeros(rows, jnp.float32)
+    returned = rewards.scores_of(scores, rows=rows)
     recipe.refuse_turns(returned.turns)
-    began = None  # an episode may not have, in time; its 0 is no score
-    if returned.turns is not None:
-        began = rollout.response_mask.any(axis=1)
-    moments = flow.shaping.next_moments(state.scores, returned.total, kept=began)
+    kept = None
+    if returned.left_out is not None:
+        kept = ~jnp.asarray(returned.left_out)
+        total = jnp.where(kept, returned.total, 0.0)
+        returned = dataclasses.replace(returned, total=total)
+        # From here on it has no token: whatever counts tokens leaves it out by itself.
+        rollout = flow.rollout.leave_out(rollout, rows=~kept)
+    moments = flow.shaping.next_moments(state.scores, returned.total, kept=kept)
     rewarded = seen_by_reward(rollout, recipe=recipe)
     shaped = flow.shaping.shape(
         returned.total,
@@ -261,7 +255,7 @@ def make_experience(
         stop_ids=recipe.stop_ids,
         shaping=recipe.scores,
     )
-    params = adapted.params(state.policy, base=base, lora=recipe.lora)
+    params = adapted.params(state.policy, base=frozen.base, lora=recipe.lora)
     rollout = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scoring: dict[str, Any] = {
         "model": recipe.model,
@@ -274,20 +268,31 @@ def make_experience(
     scored = flow.score.score(
         rollout,
         scores=shaped,
-        reference=reference,
+        reference=frozen.reference,
         critic=None if critic is None else critic.params,
         critic_model=None if critic is None else critic.model,
-        ref_logprobs=ref_logprobs,
+        ref_logprobs=None if ref_output is None else ref_output.logprobs,
         values=values,
         value_after_stop=critic is not None and critic.after_stop,
         turn_rewards=returned.turns,
+        kept=kept,
         **scoring,
     )
-    scored, beside = flow.further.add(scored, further=further or {}, **scoring)
+    scored, further = flow.further.add(scored, further=frozen.further, **scoring)
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
+    ref_hidden = None
+    if ref_output is not None and recipe.reads_ref_hidden:
+        ref_hidden = ref_output.hidden
+    rows = recipe.reported(jnp.arange(rollout.tokens.shape[0]))
+    sampled = flow.ledger.entries(rollout, step=state.step, rows=rows)
     experience, weight_stats = corrected(
-        dataclasses.replace(experience, further=beside),
+        dataclasses.replace(
+            experience,
+            further=further,
+            ref_hidden=ref_hidden,
+            sampled=jax.tree.map(experience.laid_out, sampled),
+        ),
         rollout=rollout,
         step=state.step,
         recipe=recipe,
@@ -302,5 +307,6 @@ def make_experience(
         ),
         rewards.part_stats(recipe.reported(returned)),
         experience_stats,
+        flow.ledger.duplicates(rollout, rows=rows),
     )
     return dataclasses.replace(state, scores=moments), experience, stats, scored

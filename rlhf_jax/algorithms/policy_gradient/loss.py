@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience
+from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
 from rlhf_jax.models.packing import Packing, Texts, texts_of
 from rlhf_jax.roles import adapted
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
-from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.reference.frozen import Frozen, read, shape_of
 
 if TYPE_CHECKING:  # whose recipes hand this loss on
     from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -43,10 +43,8 @@ def policy_terms(
     num_tokens: Array,
     num_responses: Array,
     recipe: PolicyGradient,
-    base: Frozen | None = None,
-    reference: Frozen | None = None,
+    frozen: FrozenModels = NO_MODELS,
     packing: Packing | None = None,
-    further: References | None = None,
 ) -> PolicyTerms:
     """L = policy_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
@@ -56,28 +54,27 @@ def policy_terms(
     `cispo_loss` or `sapo_loss` in place of policy_loss.
 
     Args:
-      policy: parameters, or adapters of `base`; the gradient reaches them alone.
+      policy: parameters, or adapters; the gradient reaches them alone.
       experience: PolicyExperience[b, S].
       kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_responses: f32[], response tokens, and responses that hold one,
         of the whole minibatch.
       recipe: static.
-      base: the parameters that adapters adapt; None without adapters.
-      reference: read for exact KL in the loss alone; no gradient reaches it.
+      frozen: of which the references are read for exact KL in the loss alone; the
+        log-probs and weights of further ones are the experience's.
       packing: how the models read these rows packed; None reads them padded.
-      further: further references by name, read for exact KL in the loss alone; their
-        log-probs and weights are the experience's.
 
     Returns:
-      The loss with the stats of its terms and `policy/sampler_mismatch`.
+      The loss with the stats of its terms, `policy/sampler_mismatch`, and the sums of
+      the ledger of trust where the experience has its entries.
 
     Raises:
       ValueError: there are no columns before the `max_new_tokens` of the response.
-      InputError: exact KL without a reference, base and lora that are not given
-        together, or adapters that do not fit.
+      InputError: exact KL without a reference, one of base and `recipe.lora` without
+        the other, or adapters that do not fit.
     """
     mask = experience.response_mask
-    params = adapted.params(policy, base=base, lora=recipe.lora)
+    params = adapted.params(policy, base=frozen.base, lora=recipe.lora)
     texts = texts_of(
         experience.tokens,
         experience.mask,
@@ -109,6 +106,15 @@ def policy_terms(
     stats["policy/sampler_mismatch"] = mean_distance(
         jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
     )
+    if experience.sampled is not None:
+        stats |= ledger.sums(
+            experience.sampled,
+            logprobs=logprobs,
+            entropy=texts.padded(entropy),
+            mask=experience.mask,
+            max_new_tokens=recipe.max_new_tokens,
+            vocab_size=recipe.model.num_tokens,
+        )
     if recipe.entropy_coef:
         bonus, bonus_stats = losses.entropy_bonus(
             entropy=texts.padded(entropy),
@@ -149,16 +155,16 @@ def policy_terms(
                 exact=exact,
             )
 
-        kl_loss, kl_stats = of_reference(experience.ref_logprobs, reference)
-        for name, each in experience.further.items():
-            assert each.logprobs is not None  # of `flow.further.add`
-            frozen_model = None if further is None else further[name].frozen
-            added, added_stats = of_reference(each.logprobs, frozen_model)
-            kl_loss += each.weight * added
+        kl_loss, kl_stats = of_reference(experience.ref_logprobs, frozen.reference)
+        for name, further in experience.further.items():
+            assert further.logprobs is not None  # of `flow.further.add`
+            model = frozen.further[name].frozen if frozen.further else None
+            added, added_stats = of_reference(further.logprobs, model)
+            kl_loss += further.weight * added
             kl_sum, num_kl = added_stats.pop("loss/kl")
             first_sum, _ = kl_stats.pop("loss/kl")
             kl_stats = masked.add_stats(kl_stats, added_stats)
-            kl_stats["loss/kl"] = first_sum + each.weight * kl_sum, num_kl
+            kl_stats["loss/kl"] = first_sum + further.weight * kl_sum, num_kl
         loss, stats = loss + kl_coef * kl_loss, stats | kl_stats
     return PolicyTerms(loss, stats, hidden, texts)
 
@@ -218,11 +224,11 @@ def _exact_kl(
     if reference is None:
         raise InputError(
             "expected the reference itself for exact KL in the loss, got log-probs "
-            "alone; pass reference to update, or choose k1, k2 or k3"
+            "alone; pass it in frozen, or choose k1, k2 or k3"
         )
-    ref_model = frozen.shape_of(reference, policy=recipe.model)
+    ref_model = shape_of(reference, policy=recipe.model)
     with jax.named_scope("reference"):
-        ref_params = frozen.read(reference)
+        ref_params = read(reference)
         ref_hidden = texts.hidden_states(ref_params, model=ref_model)
     exact = exact_kl(
         params,

@@ -14,7 +14,7 @@ from rlhf_jax.algorithms.state import accumulate
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.frozen_models import FrozenModels
 
 Array = jax.Array
 Params = Any
@@ -54,15 +54,15 @@ def shared_out(ptx: Sequences | None, recipe: PolicyGradient) -> Sequences | Non
 
 
 def gradient(
-    policy: Params, texts: Sequences, *, recipe: PolicyGradient, base: Frozen | None
+    policy: Params, texts: Sequences, *, recipe: PolicyGradient, frozen: FrozenModels
 ) -> tuple[Params, masked.Stats]:
     """ptx_coef · gradient of the language-model loss at temperature 1.
 
     Args:
-      policy: its trained parameters, or its adapters of `base`.
+      policy: its trained parameters, or its adapters.
       texts: Sequences[M, S'], of one minibatch.
       recipe: with `ptx_coef`, `lora` and `micro_batch_size`.
-      base: what adapters adapt; None without adapters.
+      frozen: of which the base is read.
 
     Returns:
       A tree like `policy`, and {name: (sum, weight)}.
@@ -73,7 +73,7 @@ def gradient(
 
     def ptx_loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:
         loss, stats = sft.loss(
-            adapted.params(trained, base=base, lora=recipe.lora),
+            adapted.params(trained, base=frozen.base, lora=recipe.lora),
             part,
             model=recipe.model,
             num_tokens=num_tokens,

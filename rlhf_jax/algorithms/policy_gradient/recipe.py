@@ -150,6 +150,11 @@ class PolicyRecipe:
                     f"fixed_length, or leave it out"
                 )
 
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss has a probability ratio, which a stale sampler biases."""
+        return True
+
     def _check_correction(self) -> None:
         """Raises InputError for a correction without bounds or log-probs to read."""
         cap, floor = self.sampler_weight_cap, self.sampler_weight_floor

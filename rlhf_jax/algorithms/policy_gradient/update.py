@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from rlhf_jax.algorithms.batch import PolicyExperience, RolloutPacking, Sequences
+from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.algorithms.policy_gradient import ptx_texts
 from rlhf_jax.algorithms.policy_gradient.algorithm import MinibatchLoss, PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.packed_parts import (
@@ -34,8 +35,7 @@ from rlhf_jax.algorithms.state import (
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import k1
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 Array = jax.Array
 Params = Any
@@ -47,30 +47,23 @@ def update(
     experience: PolicyExperience,
     key: Array,
     recipe: PolicyGradient,
-    base: Frozen | None = None,
-    reference: Frozen | None = None,
+    frozen: FrozenModels = NO_MODELS,
     ptx: Sequences | None = None,
-    critic_apart: bool = False,
     packing: RolloutPacking | None = None,
-    further: References | None = None,
 ) -> tuple[TrainState, masked.Stats]:
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
     Args:
-      state: donated by the caller's `jit`.
+      state: donated by the caller's `jit`. Without the critic of the algorithm it is
+        one whose critic is updated by a program of its own (`ppo.critic_apart`).
       experience: PolicyExperience[B, S].
       key: shuffles; epoch e uses fold_in(key, e).
       recipe: static; it brings the loss.
-      base: the parameters that adapters adapt; None without adapters.
-      reference: read for exact KL in the loss alone.
+      frozen: of which the references are read for exact KL in the loss alone.
       ptx: Sequences[M, S'], for `recipe.ptx_coef`.
-      critic_apart: the critic is updated by a program of its own, and the state has
-        none.
       packing: how the models read the rows packed, of the lengths of this experience
         and of `minibatches(key)`: the host computes these again, one small transfer
         per iteration. Its parts are the micro-batches. None reads rows padded.
-      further: references beside the first, read for exact KL in the loss alone; their
-        log-probs are the experience's.
 
     Returns:
       The state of the next iteration and stats over all minibatches that were used. A
@@ -78,23 +71,27 @@ def update(
       that `max_ratio_mean` leaves out, or that comes after `stop_approxkl` has ended
       the updates, changes nothing at all.
       `policy/sampler_mismatch` is mean |log π_trainer - log π_sampler| over the first
-      minibatch, before anything has moved, nats per token.
+      minibatch, before anything has moved, nats per token, and so is the ledger of
+      trust (`flow.ledger`), where the experience has its entries.
 
     Raises:
       InputError: batch sizes do not divide, the state has a critic where the
-        algorithm has none or the other way round, the critic cannot be trained apart,
-        there is one of `base` and `recipe.lora`, or of `ptx` and `recipe.ptx_coef`,
-        without the other, or the packing is of another number of steps.
+        algorithm has none, or has none where the algorithm's cannot be trained apart,
+        there is one of the base and `recipe.lora`, or of `ptx` and
+        `recipe.ptx_coef`, without the other, or the packing is of another number of
+        steps.
     """
-    critic_optimizer = recipe.critic_update
-    if critic_apart:
-        recipe.refuse_critic_apart()
-        critic_optimizer = None
-    if (critic_optimizer is None) != (state.critic_opt is None):
-        has, needs = ("no critic", "one") if critic_optimizer else ("a critic", "none")
+    critic, critic_optimizer, policy_waits = recipe.critic, None, None
+    if critic is not None:
+        policy_waits = state.step < critic.warmup
+        critic_optimizer = critic.optimizer
+        if state.critic_opt is None:
+            critic_optimizer = None
+            recipe.refuse_critic_apart()
+    elif state.critic_opt is not None:
         raise InputError(
-            f"expected a state of the algorithm's own kind, got one with {has} where "
-            f"it has {needs}; make it by state.ppo_state, or by grpo_state without"
+            "expected a state without a critic, as the algorithm has none, got one "
+            "with; make it by state.grpo_state"
         )
     rows = experience.tokens.shape[0]
     texts = ptx_texts.shared_out(ptx, recipe)
@@ -103,12 +100,8 @@ def update(
     loss_of = functools.partial(
         recipe.minibatch_loss,
         kl_coef=recipe.kl_coef(state),
-        base=base,
-        reference=reference,
-        # An algorithm whose loss knows none of them is called as ever without them.
-        **({"further": further} if further else {}),
+        frozen=frozen,
     )
-    policy_waits = recipe.policy_waits(state)
 
     def step(
         carry: tuple[TrainState, Array], turn: tuple[Array, Array, PackedParts | None]
@@ -123,7 +116,7 @@ def update(
                 recipe=recipe,
                 loss_of=loss_of,
                 critic_optimizer=critic_optimizer,
-                base=base,
+                frozen=frozen,
                 policy_waits=policy_waits,
                 ptx=jax.tree.map(lambda leaf: leaf[part], texts),
                 parts=parts,
@@ -146,7 +139,10 @@ def update(
     turns = jnp.arange(len(order)), order, parts
     (state, _), stats = jax.lax.scan(step, (state, jnp.bool_(False)), turns)
     mismatch = stats.pop("policy/sampler_mismatch")
+    of_ledger = [name for name in stats if name.startswith(ledger.PREFIX)]
+    trust = {name: stats.pop(name) for name in of_ledger}
     stats = masked.total_stats(stats)
+    stats |= ledger.settle(jax.tree.map(lambda leaf: leaf[0], trust))
     if not recipe.recompute_logprobs:  # else `make_experience` has compared them
         stats["policy/sampler_mismatch"] = jax.tree.map(lambda leaf: leaf[0], mismatch)
     kl_of_response = None
@@ -199,7 +195,7 @@ def _step(
     recipe: PolicyGradient,
     loss_of: MinibatchLoss,
     critic_optimizer: Optimizer | None,
-    base: Frozen | None,
+    frozen: FrozenModels,
     ptx: Sequences | None,
     policy_waits: Array | None,
     parts: PackedParts | None,
@@ -217,7 +213,7 @@ def _step(
         )
     if ptx is not None:
         grads, ptx_stats = ptx_texts.gradient(
-            state.policy, ptx, recipe=recipe, base=base
+            state.policy, ptx, recipe=recipe, frozen=frozen
         )
         policy_grads = jax.tree.map(jnp.add, policy_grads, grads)
         stats |= ptx_stats

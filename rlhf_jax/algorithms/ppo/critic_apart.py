@@ -1,11 +1,12 @@
 """PPO whose critic has programs of its own, which run beside the policy's.
 
-    sample ─┬─> reward, reference ─┬─> ppo.make_experience ─┬─> ppo.update(critic_apart)
+    sample ─┬─> reward, reference ─┬─> ppo.make_experience ─┬─> ppo.update
             └─> values ────────────┘                        └─> update ─ ─> values
     above: the policy's devices; below: the critic's
 
-The policy's state is one without a critic (`state.grpo_state`), the critic's that of
-`state.supervised_state`, with `PPO.critic_optimizer`.
+The policy's state is one without a critic (`state.grpo_state`), which `ppo.update` then
+leaves alone; the critic's is that of `state.supervised_state`, with
+`PPO.critic_optimizer`.
 
 The two share no parameter and no gradient, so that this is `ppo.iteration` with the
 work ordered in another way: same minibatches, same numbers. The critic's update may
@@ -37,7 +38,7 @@ from rlhf_jax.algorithms.state import SupervisedState
 from rlhf_jax.functional import masked
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 Array = jax.Array
 Params = Any
@@ -48,20 +49,20 @@ def values(
     *,
     rollout: Rollout,
     recipe: PPO,
-    base: Frozen | None = None,
+    frozen: FrozenModels = NO_MODELS,
     packing: RolloutPacking | None = None,
 ) -> Array:
     """The critic's values of a rollout, f32[B, S], reward units.
 
     Args:
-      critic: its parameters, or its adapters of `base`.
+      critic: its parameters, or its adapters.
       rollout: Rollout[B, S].
       recipe: static.
-      base: the parameters that adapters adapt; None without adapters.
+      frozen: of which the base is read.
       packing: how the critic reads the rollout packed; None reads it padded.
     """
     return score.response_values(
-        adapted.params(critic, base=base, lora=recipe.lora),
+        adapted.params(critic, base=frozen.base, lora=recipe.lora),
         rollout=rollout,
         model=recipe.critic_model,
         max_new_tokens=recipe.max_new_tokens,
@@ -76,7 +77,7 @@ def update(
     experience: Experience,
     key: Array,
     recipe: PPO,
-    base: Frozen | None = None,
+    frozen: FrozenModels = NO_MODELS,
     packing: RolloutPacking | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
     """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
@@ -86,7 +87,7 @@ def update(
       experience: Experience[B, S], that of `ppo.update`.
       key: that of `ppo.update`, `ppo.shuffle_key`.
       recipe: static.
-      base: the parameters that adapters adapt; None without adapters.
+      frozen: of which the base is read.
       packing: that of `ppo.update`; None reads rows padded.
 
     Returns:
@@ -112,7 +113,7 @@ def update(
             num_values=value_mask.sum(dtype=jnp.float32),
             num_valued=value_mask.any(axis=1).sum(dtype=jnp.float32),
             recipe=recipe,
-            base=base,
+            frozen=frozen,
         )
 
         def of_part(

@@ -3,61 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import Experience, Rollout, RolloutPacking, Scored
+from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked, token_rewards
 from rlhf_jax.functional.advantages import gae
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.reference.frozen import Frozen
-
-if TYPE_CHECKING:  # which hands this on
-    from rlhf_jax.algorithms.ppo.recipe import PPO
 
 Array = jax.Array
-Params = Any
 Whiten = Literal["rollout", "minibatch"] | None
-
-
-def values(
-    state: TrainState,
-    *,
-    rollout: Rollout,
-    recipe: PPO,
-    base: Frozen | None = None,
-    packing: RolloutPacking | None = None,
-) -> Array:
-    """The critic's values of a rollout, which `learn` computes if they are not passed.
-
-    As a program by itself it runs while the host computes the scores.
-
-    Args:
-      state: with a critic.
-      rollout: Rollout[B, S].
-      recipe: static.
-      base: the parameters that adapters adapt; None without adapters.
-      packing: how the critic reads the rollout packed; None reads it padded.
-
-    Returns:
-      f32[B, S], reward units; 0 where a state has no value.
-
-    Raises:
-      InputError: the state has no critic.
-    """
-    critic = recipe.critic_of(state, base=base)
-    return score.response_values(
-        critic.params,
-        rollout=rollout,
-        model=critic.model,
-        max_new_tokens=recipe.max_new_tokens,
-        after_stop=critic.after_stop,
-        packing=None if packing is None else packing.batch,
-    )
 
 
 def gae_experience(

@@ -19,8 +19,7 @@ from rlhf_jax.functional import losses, masked
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.critic import values, values_of_hidden
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 if TYPE_CHECKING:  # whose recipes hand this loss on
     from rlhf_jax.algorithms.ppo.recipe import PPO
@@ -62,10 +61,8 @@ def ppo_loss(
     num_responses: Array,
     recipe: PPO,
     num_valued: Array | None = None,
-    base: Frozen | None = None,
-    reference: Frozen | None = None,
+    frozen: FrozenModels = NO_MODELS,
     packing: Packing | None = None,
-    further: References | None = None,
 ) -> tuple[Array, masked.Stats]:
     """L = policy_loss + c_v·value_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
@@ -73,8 +70,8 @@ def ppo_loss(
     `recipe.entropy_coef`.
 
     Args:
-      policy, critic: parameters, or adapters of `base`; the gradient reaches both,
-        and nothing else. With `recipe.shared_trunk` the critic is a head alone; None is
+      policy, critic: parameters, or adapters; the gradient reaches both, and nothing
+        else. With `recipe.shared_trunk` the critic is a head alone; None is
         a critic that is trained apart, and no value loss.
       experience: Experience[b, S].
       kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
@@ -83,18 +80,16 @@ def ppo_loss(
       recipe: static.
       num_valued: f32[], responses that hold a valued state, those that a correction
         rejects among them; None is num_responses.
-      base: the parameters that adapters adapt; None without adapters.
-      reference: read for exact KL in the loss alone; no gradient reaches it.
+      frozen: of which the references are read for exact KL in the loss alone.
       packing: how the models read these rows packed; None reads them padded.
-      further: further references by name, read for exact KL in the loss alone.
 
     Returns:
       f32[] and the stats of the losses and `policy/sampler_mismatch`.
 
     Raises:
       ValueError: there are no columns before the `max_new_tokens` of the response.
-      InputError: exact KL without a reference, base and lora that are not given
-        together, or adapters that do not fit.
+      InputError: exact KL without a reference, one of base and `recipe.lora` without
+        the other, or adapters that do not fit.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -105,10 +100,8 @@ def ppo_loss(
         num_tokens=num_tokens,
         num_responses=num_responses,
         recipe=recipe,
-        base=base,
-        reference=reference,
+        frozen=frozen,
         packing=packing,
-        further=further,
     )
     if critic is None:
         return loss, stats
@@ -126,7 +119,7 @@ def ppo_loss(
             critic,
             experience=experience,
             recipe=recipe,
-            base=base,
+            frozen=frozen,
             packing=packing,
             **counts,
         )
@@ -140,28 +133,29 @@ def critic_loss(
     num_values: Array,
     num_valued: Array,
     recipe: PPO,
-    base: Frozen | None = None,
+    frozen: FrozenModels = NO_MODELS,
     packing: Packing | None = None,
 ) -> tuple[Array, masked.Stats]:
     """c_v·value_loss of a (micro-)batch, by a critic with a trunk of its own.
 
     Args:
-      critic: its parameters, or its adapters over `base`.
+      critic: its parameters, or its adapters.
       experience: Experience[b, S], rows of a minibatch.
       num_values, num_valued: f32[], valued states and responses that hold one, of the
         whole minibatch.
       recipe: the coefficients.
-      base: the parameters that adapters adapt; None without adapters.
+      frozen: of which the base is read.
       packing: how the critic reads these rows packed; None reads them padded.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, whose parts add up over a minibatch.
 
     Raises:
-      InputError: base and lora are not given together, or adapters do not fit.
+      InputError: one of base and `recipe.lora` without the other, or adapters that do
+        not fit.
     """
     predicted = values(
-        adapted.params(critic, base=base, lora=recipe.lora),
+        adapted.params(critic, base=frozen.base, lora=recipe.lora),
         model=recipe.critic_model,
         tokens=experience.tokens,
         mask=experience.mask,

@@ -15,21 +15,18 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.algorithms.policy_gradient.algorithm import Critic, PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.algorithm import CriticRecipe, PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
 from rlhf_jax.algorithms.ppo.experience import Whiten, gae_experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss, whitened
-from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
+from rlhf_jax.algorithms.state import LossFunction, Optimizer
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 Array = jax.Array
-Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,24 +87,6 @@ class Recipe(PolicyRecipe):
                 "advantages of a minibatch are estimated after they were weighted, got "
                 "'minibatch'; choose 'rollout', or leave the cap out"
             )
-
-    def refuse_critic_apart(self) -> None:
-        """For critic and policy that are trained in programs of their own.
-
-        Raises:
-          InputError: they share a trunk, or a step of the policy may leave out the
-            critic's, which cannot know of it.
-        """
-        for name, value, why in (
-            ("shared_trunk", self.shared_trunk or None, "they are one network"),
-            ("stop_approxkl", self.stop_approxkl, "it ends the updates of both"),
-            ("max_ratio_mean", self.max_ratio_mean, "it leaves out a step of both"),
-        ):
-            if value is not None:
-                raise InputError(
-                    f"{name}: expected none where the critic is trained apart from the "
-                    f"policy, got {value}: {why}; leave it out, or train them together"
-                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,18 +152,14 @@ class PPO(Recipe, PolicyGradient):
         minibatch: Experience,
         *,
         kl_coef: Array,
-        base: Frozen | None,
-        reference: Frozen | None,
-        further: References | None = None,
+        frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Experience, LossFunction]:
         """`ppo_loss` of the parts of a minibatch, which is whitened as a whole first.
 
         Args:
           minibatch: Experience[b, S].
           kl_coef: β of this iteration, f32[], reward units per nat.
-          base: the parameters that adapters adapt; None without adapters.
-          reference: read for exact KL in the loss alone.
-          further: further references by name, read for exact KL in the loss alone.
+          frozen: of which the references are read for exact KL in the loss alone.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
@@ -200,9 +175,7 @@ class PPO(Recipe, PolicyGradient):
             num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
             num_valued=value_mask.any(axis=1).sum(dtype=jnp.float32),
             recipe=self,
-            base=base,
-            reference=reference,
-            further=further,
+            frozen=frozen,
         )
 
         def of_part(
@@ -212,37 +185,16 @@ class PPO(Recipe, PolicyGradient):
 
         return minibatch, of_part
 
-    def critic_of(self, state: TrainState, *, base: Frozen | None) -> Critic:
-        """The critic of a state: a model, adapters of `base`, or a head on the policy.
-
-        Raises:
-          InputError: the state has none.
-        """
-        if state.critic is None:
-            raise InputError(
-                "expected values where the critic is apart from the state, got none; "
-                "pass those of critic_apart.values"
-            )
-        if self.shared_trunk:
-            trunk = adapted.params(state.policy, base=base, lora=self.lora)
-            params = {"trunk": trunk, "score": state.critic["score"]}
-        else:
-            params = adapted.params(state.critic, base=base, lora=self.lora)
-        return Critic(params, self.critic_model, self.value_after_stop)
-
     @property
-    def critic_update(self) -> Optimizer:
-        """The optimizer of the critic."""
-        return self.critic_optimizer
-
-    @property
-    def values_the_end(self) -> bool:
-        """Whether the state after the last token of a response has a value."""
-        return self.value_after_stop
-
-    def policy_waits(self, state: TrainState) -> Array:
-        """bool[], True while the critic alone is trained."""
-        return state.step < self.critic_warmup
+    def critic(self) -> CriticRecipe:
+        """A model, adapters of the policy's base, or a head on the policy's trunk."""
+        return CriticRecipe(
+            self.critic_model,
+            self.critic_optimizer,
+            after_stop=self.value_after_stop,
+            shared_trunk=self.shared_trunk,
+            warmup=self.critic_warmup,
+        )
 
 
 OPENAI_2019 = Recipe(
@@ -262,7 +214,7 @@ OPENAI_2019 = Recipe(
     shared_trunk=True,
 )
 """Ziegler et al. 2019, arXiv:1909.08593, as openai/lm-human-preferences runs it; with
-`kl.control.adaptive(0.15, target=6, unit="response", horizon=10_000)` and TF's Adam."""
+`kl.control.Adaptive(target=6.0, unit="response").controller(0.15)` and TF's Adam."""
 
 N_PLUS = Recipe(
     temperature=0.7,

@@ -11,7 +11,7 @@ from rlhf_jax.data.text.messages import Message
 from rlhf_jax.functional.checks import InputError
 
 Written = str | list[Message]  # a text, or messages for the chat template
-PLACE = "{question}"  # where a row's text stands in a template of plain text
+PLACE = "{prompt}"  # where a row's text stands in a template of plain text
 
 
 class Asked(NamedTuple):
@@ -25,7 +25,7 @@ class Asked(NamedTuple):
     control: tuple[str, ...] = ()
     """Control tokens that are tokens in this row's texts, by name."""
     template: str = PLACE
-    """Of a plain prompt, with the row's text in place of {question}. It is the run's
+    """Of a plain prompt, with the row's text in place of {prompt}. It is the run's
     own, so that a control token in it is one."""
 
     @property

@@ -174,22 +174,24 @@ class TextContract:
         texts.update(zip(several, of_several, strict=True))
         return [texts[i] for i in range(len(asked))]
 
-    def between(self, each: Asked, *, chat: bool) -> list[int]:
+    def between(self, each: Asked, *, chat: bool, room: int | None = None) -> list[int]:
         """The tokens between a sampled stop token and the next response.
 
         Args:
           each: what was observed, read as its row says; a plain text is a message of
             the user with `chat`.
           chat: whether the chat template writes it.
+          room: tokens beyond which it need not be encoded; None is no such limit.
 
         Raises:
           InputError: messages that the template does not take after a turn of the
             assistant.
+          OutOfRoom: what was observed has more tokens.
         """
         if not chat:
             pieces = self._pieces.of_observation(str(each.written), each)
-            return self._joining.follow(pieces, after=self.stop_ids[:1])
-        ids = iter(self._conversations.observation(each))
+            return self._joining.follow(pieces, after=self.stop_ids[:1], room=room)
+        ids = iter(self._conversations.observation(each, room=room))
         for number in ids:  # what the template writes up to its stop token is sampled
             if number in self.stop_ids:
                 break

@@ -102,12 +102,19 @@ class Conversations:
             )
         ]
 
-    def observation(self, each: Asked) -> list[int]:
-        """What the template writes behind a turn of the assistant."""
+    def observation(self, each: Asked, *, room: int | None = None) -> list[int]:
+        """What the template writes behind a turn of the assistant.
+
+        Args:
+          room: most tokens of it; None is no such limit.
+
+        Raises:
+          OutOfRoom: there are more.
+        """
         observed = messages.of_user(each.written)
         asks = observed[-1]["role"] != messages.ASSISTANT
         [text], cut = self._rendered([observed], each, asks=[asks], behind=True)
-        [ids] = self._joining.encode([text.split(cut)])
+        [ids] = self._joining.encode([text.split(cut)], room=room)
         return ids
 
     def _learned(

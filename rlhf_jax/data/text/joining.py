@@ -18,6 +18,10 @@ ANCHORS = ("\n", ".", "a", "0", " ")  # what a text in the middle may follow
 CONTEXT = 8  # tokens before a text: more than any character is made of
 
 
+class OutOfRoom(Exception):
+    """A text has more tokens than there is room for; the others are not encoded."""
+
+
 class Joining:
     """The tokens of texts that begin, or that follow others, of one tokenizer."""
 
@@ -45,12 +49,21 @@ class Joining:
         for number in ids[:4]:
             yield tokenization.decode(self._tokenizer, [number])
 
-    def encode(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Tokens of texts in pieces, of which none becomes a control token."""
+    def encode(
+        self, texts: Sequence[Sequence[str]], *, room: int | None = None
+    ) -> list[list[int]]:
+        """Tokens of texts in pieces, of which none becomes a control token.
+
+        Args:
+          room: most tokens behind the first piece of a text; None is no such limit.
+
+        Raises:
+          OutOfRoom: a text has more.
+        """
         firsts = [pieces[0] for pieces in texts]
         encoded = tokenization.encode(self._tokenizer, firsts, special=False)
         return [
-            ids if len(pieces) == 1 else [*ids, *self.follow(pieces[1:], after=ids)]
+            [*ids, *self.follow(pieces[1:], after=ids, room=room)]
             for ids, pieces in zip(encoded, texts, strict=True)
         ]
 
@@ -75,12 +88,23 @@ class Joining:
         ids = joined[size:]
         return [*ids, *self.follow(pieces[1:], after=[*after, *ids])]
 
-    def follow(self, pieces: Sequence[str], *, after: Sequence[int]) -> list[int]:
-        """The tokens of pieces that stand apart from what they follow."""
-        ids: list[int] = []
+    def follow(
+        self, pieces: Sequence[str], *, after: Sequence[int], room: int | None = None
+    ) -> list[int]:
+        """The tokens of pieces that stand apart from what they follow.
+
+        Args:
+          room: most tokens; None is no such limit.
+
+        Raises:
+          OutOfRoom: there are more.
+        """
+        ids = [*after]
         for piece in pieces:
-            ids += self._middle(piece, after=[*after, *ids])
-        return ids
+            ids += self._middle(piece, after=ids)
+            if room is not None and len(ids) - len(after) > room:
+                raise OutOfRoom
+        return ids[len(after) :]
 
     def _middle(self, text: str, *, after: Sequence[int]) -> list[int]:
         """Tokens of a text that decode to it behind others, and to no space more.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.text import Asked, TextContract, Written, chat, messages
 from rlhf_jax.data.text.conversations import OPENING
+from rlhf_jax.data.text.joining import OutOfRoom
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
@@ -73,15 +74,21 @@ class TurnEncoder:
         return ids
 
     def observation(
-        self, written: Written, *, where: str = "an observation"
-    ) -> list[int]:
+        self,
+        written: Written,
+        *,
+        where: str = "an observation",
+        room: int | None = None,
+    ) -> list[int] | None:
         """The ids between a sampled stop token and the next response.
 
         Args:
           where: whose observation it is, for errors.
+          room: most ids; None is no such limit.
 
         Returns:
-          Ids; none of a plain text that is empty.
+          Ids, none of a plain text that is empty; None where there are more than
+          `room`, of which the rest is not encoded.
 
         Raises:
           InputError: messages without chat=True, or that the template does not take
@@ -89,7 +96,12 @@ class TurnEncoder:
         """
         if not self._chat:
             _check_plain(written, where=where)
-        return self.contract.between(Asked(written, where), chat=self._chat)
+        asked = Asked(written, where)
+        try:
+            ids = self.contract.between(asked, chat=self._chat, room=room)
+        except OutOfRoom:
+            return None
+        return None if room is not None and len(ids) > room else ids
 
     def _check_stop(self) -> None:
         """InputError unless the template ends the assistant's turn before the next."""

@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import unused_ids
-from rlhf_jax.functional.custom_transpose import call, linear_call
 from rlhf_jax.functional.kl import mixtures
 
 Array = jax.Array
@@ -108,24 +107,14 @@ def divergence(
     return _divergence(plan, policy, _Model(ref_hidden, ref_head, scale))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _divergence(plan: Plan, policy: _Model, reference: _Model) -> Array:
     return _pass(policy, reference, plan).kl
 
 
-@_divergence.defjvp
-def _divergence_jvp(
-    plan: Plan, primals: tuple[_Model, _Model], tangents: tuple[Any, Any]
-) -> tuple[Array, Array]:
-    policy, reference = primals
-    result = call(functools.partial(_pass, plan=plan), policy, reference)
-    of_hidden, of_head, _ = tangents[0]
-    return result.kl, linear_call(
-        functools.partial(_tangent, plan),
-        functools.partial(_backward, plan),
-        (policy, reference, result),
-        (of_hidden, of_head),
-    )
+def _forward(plan: Plan, policy: _Model, reference: _Model) -> tuple[Array, Any]:
+    result = _pass(policy, reference, plan)
+    return result.kl, (policy, reference, result)
 
 
 def _pass(policy: _Model, reference: _Model, plan: Plan) -> _Result:
@@ -275,29 +264,7 @@ def _summarise(
     return _Result(kl, total.log, ref_total.log, mean, rest)
 
 
-def _tangent(plan: Plan, residuals: Any, tangents: tuple[Array, Array]) -> Array:
-    """Forward mode: how the KL moves, in a second pass."""
-    policy, reference, result = residuals
-    hidden, head, temperature = policy
-    hidden_dot, head_dot = tangents
-
-    def step(kl_dot: Array, index: Array) -> Array:
-        start, fresh = _tokens(index, plan)
-        z, slope = _slope(policy, reference, result, start, plan)
-        z_dot = _raw_logits(hidden_dot, head, start, plan)
-        z_dot += _raw_logits(hidden, head_dot, start, plan)
-        z_dot /= temperature
-        if plan.softcap is not None:
-            z_dot *= 1 - jnp.square(z * (temperature / plan.softcap))
-        return kl_dot + jnp.sum(jnp.where(fresh, slope * z_dot, 0.0), axis=-1)
-
-    return _loop(step, jnp.zeros_like(result.kl), plan)
-
-
-def _backward(
-    plan: Plan, residuals: Any, cotangent: Array | None
-) -> tuple[Array, Array]:
-    assert cotangent is not None
+def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[_Model, None]:
     policy, reference, result = residuals
     hidden, head, temperature = policy
     live = cotangent != 0
@@ -333,7 +300,11 @@ def _backward(
 
     empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
     for_hidden, for_head = _loop(step, empty, plan)
-    return for_hidden.astype(hidden.dtype), for_head
+    zero = jnp.zeros_like(temperature)
+    return _Model(for_hidden.astype(hidden.dtype), for_head, zero), None
+
+
+_divergence.defvjp(_forward, _backward)
 
 
 def _slope(

@@ -1,10 +1,8 @@
 """Control of the KL coefficient β: constant, scheduled, or with a target for the KL.
 
-`fixed`, `scheduled`, `adaptive`, `pi` and `lagrangian` make a controller from checked
-numbers; `Control` makes one from the options of a command line. The last three keep the
-KL near a target in nats per response or in nats per token, with β within
-[`min_kl_coef`, `max_kl_coef`]. By default these are a tenth and ten times the β at the
-start; the lower one of the Lagrangian is 0. `controllers` has the update rules.
+`Control` is a choice of `Fixed`, `Linear`, `Adaptive`, `PI` and `Lagrangian`, each with
+its own options and a method that makes the controller of a run. `fixed` and `scheduled`
+make one from a number and from a function. `controllers` has the update rules.
 
 The usual range of β is 0.02-0.1 reward units per nat.
 """
@@ -12,13 +10,14 @@ The usual range of β is 0.02-0.1 reward units per nat.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Shaped
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.kl.coefficients import fixed, require_covers, scheduled
 from rlhf_jax.functional.kl.controllers import (
     AdaptiveKL,
     FixedKL,
@@ -30,186 +29,346 @@ from rlhf_jax.functional.kl.controllers import (
     Unit,
     scalar,
 )
-from rlhf_jax.functional.kl.target_coefficients import (
-    RANGE,
-    adaptive,
-    known_unit,
-    lagrangian,
-    pi,
-)
 
 __all__ = [
     "CONSTANT",
-    "RANGE",
+    "PI",
+    "Adaptive",
     "AdaptiveKL",
     "Control",
+    "Fixed",
     "FixedKL",
     "KLController",
+    "Lagrangian",
     "LagrangianKL",
+    "Linear",
     "ProportionalIntegralKL",
     "Schedule",
     "ScheduledKL",
     "Unit",
-    "adaptive",
     "fixed",
-    "lagrangian",
-    "pi",
-    "require_covers",
     "scalar",
     "scheduled",
 ]
 
 Array = jax.Array
 
+_RANGE = 10.0  # default bounds of β over, and under, its start
+
 
 @dataclasses.dataclass(frozen=True)
-class Control:
-    """The control of the KL coefficient; by default it is constant."""
+class Fixed:
+    """β is constant."""
 
-    kind: Literal["fixed", "linear", "adaptive", "pi", "lagrangian"] = "fixed"
-    """Rule of the coefficient: fixed keeps it constant, linear moves it to `end`, and
-    adaptive, pi and lagrangian keep the KL at `target`."""
-    target: float | None = None
-    """Target of the KL, nats per `unit`, for adaptive, pi and lagrangian."""
-    unit: Unit | None = None
+    target_per_response: ClassVar[None] = None  # no target
+
+    def controller(
+        self, kl_coef: float | Shaped[Array, ""], *, num_steps: int | None = None
+    ) -> FixedKL:
+        """`fixed(kl_coef)`.
+
+        Args:
+          kl_coef: β, reward units per nat.
+          num_steps: not read.
+
+        >>> constant = Fixed().controller(0.05)
+        >>> print(constant.kl_coef)
+        0.05
+        >>> print(constant.update(kl=scalar(9.0), num_episodes=64).kl_coef)
+        0.05
+        """
+        del num_steps
+        return fixed(kl_coef)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """β moves linearly to `end`."""
+
+    end: float
+    """Final β, in the last iteration, reward units per nat."""
+
+    target_per_response: ClassVar[None] = None  # no target
+
+    def controller(self, kl_coef: float, *, num_steps: int) -> ScheduledKL:
+        """The controller, before the first iteration.
+
+        Args:
+          kl_coef: β at the start, reward units per nat.
+          num_steps: iterations of the run.
+
+        Raises:
+          InputError: kl_coef or end is negative, NaN or infinite.
+
+        >>> linear = Linear(end=0.0).controller(0.1, num_steps=3)
+        >>> print(linear.kl_coef)
+        0.1
+        >>> print(linear.update(kl=None, num_episodes=64).kl_coef)
+        0.05
+        """
+        checks.non_negative(kl_coef=kl_coef, end=self.end)
+        line = _Line(start=kl_coef, end=self.end, num_steps=num_steps)
+        return scheduled(line, num_steps=num_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Target:
+    """β moves to keep the KL at a target, within bounds."""
+
+    target: float
+    """Target of the KL, nats per `unit`."""
+    unit: Unit
     """Unit of the target: response is nats per response, token is nats per token."""
-    horizon: int = 10_000
-    """Horizon of adaptive: number of responses over which β changes by about a fifth at
-    most."""
-    proportional: float = 0.3
-    """Proportional gain of pi: change of ln β for a relative error of 1."""
-    integral: float = 0.05
-    """Integral gain of pi: change of ln β per iteration for a relative error of 1."""
-    max_error: float = 1.0
-    """Largest relative error of the KL that pi reads; larger ones count as this."""
-    learning_rate: float = 1e-3
-    """Learning rate of lagrangian: change of β, reward units per nat, for each nat
-    above the target."""
     min_kl_coef: float | None = None
-    """Lower bound of β under a target, reward units per nat; None is a tenth of
-    --kl-coef (lagrangian: 0)."""
+    """Lower bound of β, reward units per nat; None is a tenth of its start."""
     max_kl_coef: float | None = None
-    """Upper bound of β under a target, reward units per nat; None is ten times
-    --kl-coef."""
-    end: float | None = None
-    """Final β of linear, in the last iteration, reward units per nat."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in _READ_BY:
-            raise checks.InputError(
-                f"kind: expected one of {', '.join(_READ_BY)}, got {self.kind!r}; "
-                f"choose one"
-            )
-        read = _READ_BY[self.kind]
-        values = dataclasses.asdict(self)
-        for field in dataclasses.fields(self):
-            value = values[field.name]
-            if field.name in ("kind", *read):
-                if value is None and field.name not in _MAY_BE_NONE:
-                    raise checks.InputError(
-                        f"{field.name}: expected a number with kind {self.kind}, got "
-                        f"none; give {field.name}"
-                    )
-            elif value != field.default:
-                users = [
-                    kind for kind, names in _READ_BY.items() if field.name in names
-                ]
-                raise checks.InputError(
-                    f"{field.name}: expected none with kind {self.kind}, which does "
-                    f"not read it, got {value}; leave it out, or choose kind "
-                    f"{' or '.join(users)}"
-                )
-        checks.positive(
-            horizon=self.horizon,
-            integral=self.integral,
-            max_error=self.max_error,
-            learning_rate=self.learning_rate,
-        )
-        checks.non_negative(proportional=self.proportional)
-        for name in ("end", "min_kl_coef", "max_kl_coef"):
-            if values[name] is not None:
-                checks.non_negative(**{name: values[name]})
-        if self.target is not None:
-            checks.positive(target=self.target)
-            known_unit(self.unit, target=self.target)
+    """Upper bound of β, reward units per nat; None is ten times its start."""
 
     @property
     def target_per_response(self) -> float | None:
         """The target where its unit is the response, None otherwise."""
         return self.target if self.unit == "response" else None
 
-    def controller(self, kl_coef: float, *, num_steps: int) -> KLController:
-        """The controller of a run.
+    def _fields(self, kl_coef: float, *, multiplied: bool) -> dict[str, Any]:
+        """Fields that the records of these options share, checked.
+
+        Arrays are not read: runs may be mapped over their coefficient.
 
         Args:
           kl_coef: β at the start, reward units per nat.
-          num_steps: iterations of the run.
+          multiplied: whether the rule multiplies β, which then never leaves 0.
+        """
+        check = checks.positive if multiplied else checks.non_negative
+        check(kl_coef=kl_coef)
+        checks.positive(target=self.target)
+        if self.unit not in ("response", "token"):
+            raise checks.InputError(
+                f"target: expected a unit with the target of {self.target:g} nats, got "
+                f"unit={self.unit!r}; say unit='response' (nats per response) or "
+                f"'token'"
+            )
+        lower, upper = self.min_kl_coef, self.max_kl_coef
+        if lower is None:
+            lower = kl_coef / _RANGE if multiplied else 0.0
+        check(min_kl_coef=lower)
+        if upper is None:
+            upper = kl_coef * _RANGE
+            if isinstance(upper, int | float) and upper == 0:
+                raise checks.InputError(
+                    f"max_kl_coef: expected a number above 0, got none with a kl_coef "
+                    f"of {kl_coef:g}, of which it would be {_RANGE:g} times; give "
+                    f"max_kl_coef"
+                )
+        checks.positive(max_kl_coef=upper)
+        numbers = (lower, kl_coef, upper)
+        if all(isinstance(number, int | float) for number in numbers) and not (
+            lower <= kl_coef <= upper
+        ):
+            raise checks.InputError(
+                f"kl_coef: expected from min_kl_coef {lower:g} to max_kl_coef "
+                f"{upper:g}, got {kl_coef:g}; start within the bounds, or move them"
+            )
+        return {
+            "kl_coef": scalar(kl_coef),
+            "min_kl_coef": scalar(lower),
+            "max_kl_coef": scalar(upper),
+            "target": self.target,
+            "unit": self.unit,
+        }
 
-        Returns:
-          The controller, before the first iteration.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adaptive(_Target):
+    """β is multiplied by at most 1 ± 0.2·n/horizon per n responses.
+
+    openai/lm-human-preferences: β 0.15 reward units per nat at the start, a target of 6
+    nats per response, a horizon of 10000 responses.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    horizon: int = 10_000
+    """Number of responses over which β changes by about a fifth at most."""
+
+    def controller(self, kl_coef: float, *, num_steps: int | None = None) -> AdaptiveKL:
+        """The controller, before the first iteration.
+
+        Args:
+          kl_coef: β at the start, reward units per nat, above 0 as it is multiplied.
+          num_steps: not read.
 
         Raises:
-          InputError: kl_coef is negative, NaN or infinite, outside its bounds, or 0
-            where it is multiplied.
+          InputError: a number is not positive and finite, or kl_coef is outside the
+            bounds.
 
-        >>> print(Control().controller(0.05, num_steps=100).kl_coef)
-        0.05
-        >>> linear = Control(kind="linear", end=0.0).controller(0.1, num_steps=3)
-        >>> print(linear.update(kl=None, num_episodes=64).kl_coef)
-        0.05
+        >>> six = Adaptive(target=6.0, unit="response", horizon=1000)
+        >>> controller = six.controller(0.1)
+        >>> print(controller.min_kl_coef, controller.max_kl_coef)
+        0.01 1.0
+        >>> six.controller(0.0)
+        Traceback (most recent call last):
+            ...
+        rlhf_jax.functional.number_checks.InputError: kl_coef: expected a finite number
+            above 0, got 0.0; choose kl_coef > 0
         """
-        match self.kind:
-            case "fixed":
-                return fixed(kl_coef)
-            case "linear":
-                assert self.end is not None  # checked above, as is every target
-                checks.non_negative(kl_coef=kl_coef, end=self.end)
-                line = _Line(start=kl_coef, end=self.end, num_steps=num_steps)
-                return scheduled(line, num_steps=num_steps)
-            case "adaptive":
-                assert self.target is not None
-                return adaptive(
-                    kl_coef,
-                    target=self.target,
-                    unit=self.unit,
-                    horizon=self.horizon,
-                    min_kl_coef=self.min_kl_coef,
-                    max_kl_coef=self.max_kl_coef,
-                )
-            case "pi":
-                assert self.target is not None
-                return pi(
-                    kl_coef,
-                    target=self.target,
-                    unit=self.unit,
-                    proportional=self.proportional,
-                    integral=self.integral,
-                    max_error=self.max_error,
-                    min_kl_coef=self.min_kl_coef,
-                    max_kl_coef=self.max_kl_coef,
-                )
-            case "lagrangian":
-                assert self.target is not None
-                return lagrangian(
-                    kl_coef,
-                    target=self.target,
-                    unit=self.unit,
-                    learning_rate=self.learning_rate,
-                    min_kl_coef=self.min_kl_coef,
-                    max_kl_coef=self.max_kl_coef,
-                )
+        del num_steps
+        checks.positive(horizon=self.horizon)
+        fields = self._fields(kl_coef, multiplied=True)
+        return AdaptiveKL(**fields, horizon=self.horizon)
 
 
-_OF_A_TARGET = ("target", "unit", "min_kl_coef", "max_kl_coef")
-_MAY_BE_NONE = ("unit", "min_kl_coef", "max_kl_coef")  # checked or derived elsewhere
-_READ_BY = {
-    "fixed": (),
-    "linear": ("end",),
-    "adaptive": (*_OF_A_TARGET, "horizon"),
-    "pi": (*_OF_A_TARGET, "proportional", "integral", "max_error"),
-    "lagrangian": (*_OF_A_TARGET, "learning_rate"),
-}
-CONSTANT = Control()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PI(_Target):
+    """A proportional-integral controller moves log β.
+
+    With the default bounds β returns from either bound to its start within
+    (log 10 - 2 kp)/ki updates with an error of 1: 35 for a kp of 0.3 and a ki of 0.05.
+    """
+
+    proportional: float = 0.3
+    """Proportional gain kp: change of log β for a relative error of 1; it damps. 0
+    disables it."""
+    integral: float = 0.05
+    """Integral gain ki: change of log β per iteration for a relative error of 1; it
+    brings the error to 0."""
+    max_error: float = 1.0
+    """Largest relative error of the KL that counts; larger ones are clipped to it. An
+    error of 1 is a KL of twice the target, and of -1 a KL of 0."""
+
+    def controller(
+        self, kl_coef: float, *, num_steps: int | None = None
+    ) -> ProportionalIntegralKL:
+        """The controller, before the first iteration.
+
+        Args:
+          kl_coef: β at the start, reward units per nat, above 0 as it is multiplied.
+          num_steps: not read.
+
+        Raises:
+          InputError: proportional is negative, another number is not positive and
+            finite, or kl_coef is outside the bounds.
+
+        >>> controller = PI(target=0.05, unit="token").controller(0.1)
+        >>> print(controller.kl_coef, controller.target, controller.unit)
+        0.1 0.05 token
+        >>> print(controller.proportional, controller.integral, controller.max_error)
+        0.3 0.05 1.0
+        """
+        del num_steps
+        checks.positive(integral=self.integral, max_error=self.max_error)
+        checks.non_negative(proportional=self.proportional)
+        return ProportionalIntegralKL(
+            **self._fields(kl_coef, multiplied=True),
+            error=scalar(0.0),
+            proportional=self.proportional,
+            integral=self.integral,
+            max_error=self.max_error,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lagrangian(_Target):
+    """β is the Lagrange multiplier of the constraint KL <= target."""
+
+    min_kl_coef: float | None = None
+    """Lower bound of β, reward units per nat; None is 0."""
+    learning_rate: float = 1e-3
+    """Learning rate η: change of β, reward units per nat, for each nat (per unit) above
+    the target."""
+
+    def controller(
+        self, kl_coef: float, *, num_steps: int | None = None
+    ) -> LagrangianKL:
+        """The controller, before the first iteration.
+
+        Args:
+          kl_coef: β at the start, reward units per nat, 0 or more as it is added to. At
+            0 the upper bound has no default.
+          num_steps: not read.
+
+        Raises:
+          InputError: kl_coef is negative, another number is not positive and finite, or
+            kl_coef is outside the bounds.
+
+        >>> controller = Lagrangian(target=6.0, unit="response").controller(0.1)
+        >>> print(controller.min_kl_coef, controller.max_kl_coef)
+        0.0 1.0
+        >>> six = Lagrangian(target=6.0, unit="response", max_kl_coef=1.0)
+        >>> print(six.controller(0.0).kl_coef)
+        0.0
+        """
+        del num_steps
+        checks.positive(learning_rate=self.learning_rate)
+        fields = self._fields(kl_coef, multiplied=False)
+        return LagrangianKL(**fields, learning_rate=self.learning_rate)
+
+
+Control = Fixed | Linear | Adaptive | PI | Lagrangian
+CONSTANT = Fixed()
+
+
+def fixed(kl_coef: float | Shaped[Array, ""]) -> FixedKL:
+    """A constant coefficient.
+
+    Args:
+      kl_coef: β, reward units per nat; 0.0 is no penalty. An array is not read.
+
+    Returns:
+      The controller.
+
+    Raises:
+      InputError: kl_coef is negative, NaN or infinite.
+
+    >>> print(fixed(0.05).kl_coef)
+    0.05
+    >>> fixed(-0.05)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.number_checks.InputError: kl_coef: expected a finite number, 0
+        or more, got -0.05; choose kl_coef >= 0
+    """
+    checks.non_negative(kl_coef=kl_coef)
+    return FixedKL(kl_coef=scalar(kl_coef))
+
+
+def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
+    """A coefficient that is a function of the iteration.
+
+    Args:
+      schedule: i32[] -> f32[], iteration to reward units per nat. Cached programs
+        compare it by identity, so build it once.
+      num_steps: iterations of the run. The schedule is evaluated at each of them here.
+
+    Returns:
+      The controller, at iteration 0.
+
+    Raises:
+      ValueError: the schedule does not return a scalar. InputError: it returns a number
+      that is negative, NaN or infinite; the message names the step.
+
+    >>> controller = scheduled(lambda step: 0.4 * 0.5**step, num_steps=3)
+    >>> print(controller.kl_coef)
+    0.4
+    >>> scheduled(lambda step: 0.5 - step, num_steps=3)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.number_checks.InputError: schedule(1): expected a finite number,
+        0 or more, got -0.5; choose schedule(1) >= 0
+    """
+    checks.positive(num_steps=num_steps)
+    first = jnp.asarray(schedule(jnp.zeros((), jnp.int32)), jnp.float32)
+    checks.shape((), **{"schedule(0)": first})
+    steps = jnp.arange(num_steps, dtype=jnp.int32)
+    for step, kl_coef in enumerate(
+        np.asarray(jax.lax.map(lambda step: scalar(schedule(step)), steps))
+    ):
+        checks.non_negative(**{f"schedule({step})": float(kl_coef)})
+    return ScheduledKL(
+        kl_coef=scalar(first),
+        step=jnp.zeros((), jnp.int32),
+        schedule=schedule,
+        num_steps=num_steps,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

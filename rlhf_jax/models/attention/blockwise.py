@@ -18,10 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional.custom_transpose import call, linear_call
 from rlhf_jax.models import engine_choice
 from rlhf_jax.models.attention import blockwise_passes
-from rlhf_jax.models.attention.blockwise_passes import Blocks, Form, Masked
+from rlhf_jax.models.attention.blockwise_passes import Form, Masked
 from rlhf_jax.models.attention.cache import KeyValue
 from rlhf_jax.models.attention.record import AttentionMask
 
@@ -46,9 +45,9 @@ def attend_blockwise(
 ) -> Array:
     """softmax(scale · q·kᵀ)·v over what the mask allows, holding no [T, S].
 
-    `jax.grad`, `jax.jvp`, `jax.linearize`, `jax.vmap` and the forward mode of a
-    gradient (products with a Hessian) work. A reverse pass through a reverse pass does
-    not, as JAX has none of loops whose length depends on data; `xla` has it.
+    `jax.grad`, `jax.vmap` and the forward mode of a gradient (products with a Hessian)
+    work. Forward mode by itself does not, nor a reverse pass through a reverse pass, as
+    JAX has none of loops whose length depends on data; `xla` has both.
 
     Args:
       query: [B, H, T, head_dim], at `mask.query_columns`.
@@ -93,7 +92,7 @@ def attend_blockwise(
     room = -queries % block_q
     columns = jnp.pad(columns, (0, room), mode="edge").reshape(-1, block_q)
     window = size if mask.window is None else mask.window
-    out = _attend(
+    out: Array = _attend(
         blocks(query, segments_q, block_q),
         blocks(key, mask.segments, block_k),
         blocks(value, mask.segments, block_k),
@@ -111,25 +110,21 @@ def attend_blockwise(
     return out[:, :, :queries]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q: Array, k: Array, v: Array, masked: Masked, form: Form) -> Array:
     out, _ = blockwise_passes.forward((q, k, v), masked, form=form)
     return out
 
 
-@_attend.defjvp
-def _attend_jvp(
-    form: Form, primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[Array, Array]:
-    arrays: Blocks = primals[:3]
-    masked = primals[3]
-    out, normaliser = call(
-        functools.partial(blockwise_passes.forward, form=form), arrays, masked
-    )
-    tangent = linear_call(
-        functools.partial(blockwise_passes.tangent, form=form),
-        functools.partial(blockwise_passes.backward, form=form),
-        (arrays, masked, out, normaliser),
-        tangents[:3],
-    )
-    return out, tangent
+def _forward(
+    q: Array, k: Array, v: Array, masked: Masked, form: Form
+) -> tuple[Array, Any]:
+    out, normaliser = blockwise_passes.forward((q, k, v), masked, form=form)
+    return out, ((q, k, v), masked, out, normaliser)
+
+
+def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None, ...]:
+    return *blockwise_passes.backward(residuals, gradient, form=form), None
+
+
+_attend.defvjp(_forward, _backward)

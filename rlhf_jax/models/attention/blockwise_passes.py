@@ -1,4 +1,4 @@
-"""The three passes of blockwise attention: forward, its tangent, its transpose.
+"""The two passes of blockwise attention: forward and backward.
 
 Shapes: B rows; n, m blocks of queries and keys; K key-value heads; Q queries in a block
 of all heads that share keys, group by group; k columns in a block of keys; d head_dim.
@@ -94,71 +94,19 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
     return out.astype(q.dtype), normaliser.reshape(q.shape[:-1])
 
 
-def tangent(residuals: Any, tangents: Blocks, *, form: Form) -> Array:
-    """Σ_j p_ij (ṡ_ij (v_j - o_i) + v̇_j), the directional derivative of `forward`.
-
-    Args:
-      residuals: arrays and mask of `forward`, and what it returned.
-      tangents: of q, k and v.
-
-    Returns:
-      [B, n, K, Q, d] in q's dtype.
-    """
-    (q, k, v), masked, out, normaliser = residuals
-    rows, blocks, kv_heads, queries, head_dim = q.shape
-    num_keys = k.shape[1]
-    q_dot, k_dot, v_dot = tangents
-    order, count = visited(masked, of_keys=False)
-    of_keys = tuple(map(_flat, (k, v.mT, k_dot, v_dot.mT)))
-
-    def of_queries(_: None, one: tuple[Array, ...]) -> tuple[None, Array]:
-        number, q, q_dot, out, normaliser, order, count = one
-        row, i = number // blocks, number % blocks
-
-        def meet(turn: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-            moved, total = so_far
-            j = order[turn]
-            key, value, key_dot, value_dot = (
-                _at(x, row * num_keys + j) for x in of_keys
-            )
-            s, slope = _logits(key, q, masked, row, i, j, form=form)
-            p = jnp.exp(s - normaliser[:, None])
-            s_dot = (_product(key, q_dot) + _product(key_dot, q)) * slope
-            weight = p * s_dot
-            moved += _product(value, weight.astype(v.dtype))
-            moved += _product(value_dot, p.astype(v.dtype))
-            return moved, total + weight.sum(axis=1)
-
-        none = (
-            jnp.zeros((kv_heads, head_dim, queries), jnp.float32),
-            jnp.zeros((kv_heads, queries), jnp.float32),
-        )
-        with jax.named_scope(KEY_BLOCKS):
-            moved, total = jax.lax.fori_loop(0, count, meet, none)
-        return None, (moved - out * total[:, None]).astype(v.dtype)
-
-    every = (
-        *(_numbers(rows * blocks), _flat(q.mT), _flat(q_dot.mT), _flat(out.mT)),
-        *(_flat(normaliser), order, count),
-    )
-    _, out_dot = jax.lax.scan(of_queries, None, every)
-    return out_dot.reshape(rows, blocks, *out_dot.shape[1:]).mT.astype(q.dtype)
-
-
-def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
-    """The transpose of `tangent`: gradients of q, k and v.
+def backward(residuals: Any, gradient: Array, *, form: Form) -> Blocks:
+    """Gradients of q, k and v.
 
     A key block meets one query block after another, so that the gradients of its keys
     and values are summed where they are; the queries' are summed block by block.
 
     Args:
-      residuals: as `tangent` takes them.
+      residuals: arrays and mask of `forward`, and what it returned.
       gradient: [B, n, K, Q, d], of what `forward` returned.
 
     Returns:
       In the shapes and dtypes of q, k and v.
     """
-    assert gradient is not None
     (q, k, v), masked, out, normaliser = residuals
     rows, blocks, *_ = q.shape
     num_keys = k.shape[1]

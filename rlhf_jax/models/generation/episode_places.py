@@ -74,6 +74,19 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
     )
 
 
+def rows(state: Episodes, place: Array) -> Episodes:
+    """Episodes[A] of Episodes[C]: what stands in places i32[A]."""
+    inside = jnp.minimum(place, state.length.shape[0] - 1)
+    return jax.tree.map(lambda leaf: leaf[inside], state)
+
+
+def put(state: Episodes, rows: Episodes, *, place: Array) -> Episodes:
+    """The places with Episodes[A] in those of i32[A]; C is none."""
+    return jax.tree.map(
+        lambda old, row: old.at[place].set(row, mode="drop"), state, rows
+    )
+
+
 def copied(state: Episodes, *, source: Array, place: Array, keys: Array) -> Episodes:
     """Copies what some places have read of a prompt to others.
 
@@ -86,6 +99,4 @@ def copied(state: Episodes, *, source: Array, place: Array, keys: Array) -> Epis
     Returns:
       Episodes[C], in which only the places of `place` have changed.
     """
-    of = jax.tree.map(lambda leaf: leaf[source], state)
-    of = dataclasses.replace(of, keys=keys)
-    return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
+    return put(state, dataclasses.replace(rows(state, source), keys=keys), place=place)

@@ -26,6 +26,7 @@ from rlhf_jax.functional.unused_ids import Ranges
 from rlhf_jax.models import blocks, decoder, heads, leaves
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import episode_places
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.models.generation.sampling import Shaping, sample_token
 from rlhf_jax.models.positions import angles
@@ -61,12 +62,7 @@ def read(
       Episodes[C]. Places that nothing arrives in are as they were.
     """
     place, size = arrivals.place, arrivals.tokens.shape[1]
-    inside = jnp.minimum(place, state.length.shape[0] - 1)
-
-    def rows(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[inside], tree)
-
-    of = rows(state)
+    of = episode_places.rows(state, place)
     start = jnp.where(arrivals.begins, 0, of.length)
     cached = jnp.where(arrivals.begins, 0, of.cached)
     new = jnp.arange(size, dtype=jnp.int32)[None] < arrivals.count[:, None]
@@ -111,7 +107,7 @@ def read(
         predicted=length > 0,
         unused=model.unused_ids,
     )
-    return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
+    return episode_places.put(state, of, place=place)
 
 
 def advance(

@@ -1,6 +1,6 @@
 """How a reference lives: frozen for the run, or replaced or mixed every N steps.
 
-    step              0   1   2   3   4   5   6   7      reset_every = 4, kl_every = 2
+    step              0   1   2   3   4   5   6   7      Reset(every=4), kl_every = 2
     KL is taken       x       x       x       x
     reset after                   x               x
 
@@ -28,17 +28,37 @@ Params = Any
 
 
 @dataclasses.dataclass(frozen=True)
+class Reset:
+    """The reference is replaced by the policy every N steps."""
+
+    every: int
+    """Number of steps from one reset to the next."""
+
+    def __post_init__(self) -> None:
+        checks.at_least_one(every=self.every)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """The policy is mixed into the reference every N steps."""
+
+    every: int
+    """Number of steps from one mixture to the next."""
+    rate: float
+    """Share r of the policy in ref ← r·policy + (1 − r)·ref, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        checks.at_least_one(every=self.every)
+        checks.fraction(rate=self.rate)
+
+
+@dataclasses.dataclass(frozen=True)
 class Lifecycle:
     """By default the reference is frozen for the run and run at every step."""
 
-    reset_every: int | None = None
-    """Number of steps after which the reference is replaced by the policy; None never
-    replaces it."""
-    mix_every: int | None = None
-    """Number of steps after which the policy is mixed into the reference; None never
-    mixes."""
-    mix_rate: float | None = None
-    """Share r of the policy in ref ← r·policy + (1 − r)·ref, 0 to 1."""
+    move: Reset | Mix | None = None
+    """How the reference moves: reset,every=N replaces it by the policy every N steps,
+    mix,every=N,rate=R mixes the policy in; None freezes it for the run."""
     kl_every: int = 1
     """Number of steps from one measurement of the KL to the next; the reference is not
     run in between."""
@@ -46,36 +66,21 @@ class Lifecycle:
     """Whether β is multiplied by kl_every in the steps that measure the KL."""
 
     def __post_init__(self) -> None:
-        counts = {"reset_every": self.reset_every, "mix_every": self.mix_every}
-        periods = {name: count for name, count in counts.items() if count is not None}
-        for name, count in {**periods, "kl_every": self.kl_every}.items():
-            if count < 1:
-                raise InputError(
-                    f"{name}: expected a number of steps, 1 or more, got {count}; "
-                    f"choose {name} >= 1, or leave it out"
-                )
-        if len(periods) == 2:
-            raise InputError(
-                f"expected one of reset_every and mix_every, got {self.reset_every} "
-                f"and {self.mix_every}; a reset is a mixture of mix_rate 1"
-            )
-        if (self.mix_every is None) != (self.mix_rate is None):
-            raise InputError(
-                f"expected mix_every and mix_rate together, got {self.mix_every} and "
-                f"{self.mix_rate}; give both, or neither"
-            )
-        if self.mix_rate is not None:
-            checks.fraction(mix_rate=self.mix_rate)
-        if self.scale_kl_coef and self.kl_every == 1:
-            raise InputError(
-                "scale_kl_coef: expected a kl_every above 1 to scale by, got 1; raise "
-                "kl_every or leave scale_kl_coef out"
-            )
+        checks.at_least_one(kl_every=self.kl_every)
 
     @property
     def moves(self) -> bool:
         """True if the reference does not stay what it was at the start."""
-        return self.reset_every is not None or self.mix_every is not None
+        return self.move is not None
+
+    @property
+    def mixes(self) -> bool:
+        """True if the policy is mixed into the reference.
+
+        Adapters cannot be: a mixture of A₁B₁ and A₂B₂ is not the product of the
+        mixtures. A reset is fine.
+        """
+        return isinstance(self.move, Mix)
 
     @property
     def kl_scale(self) -> float:
@@ -86,25 +91,13 @@ class Lifecycle:
         """True if step `step`, from 0, takes the KL and so runs the reference."""
         return step % self.kl_every == 0
 
-    def refuse_mixing_adapters(self) -> None:
-        """InputError if this asks to mix where the policy is adapters over a base.
-
-        A mixture of A₁B₁ and A₂B₂ is not the product of the mixtures; a reset is fine.
-        """
-        if self.mix_every is not None:
-            raise InputError(
-                f"mix_every: expected None where the policy is LoRA adapters, got "
-                f"{self.mix_every}; mixing adapters does not mix the weights they "
-                f"stand for, so use reset_every, or train every parameter"
-            )
-
     def refuse_another_shape(self, model: ModelConfig | None) -> None:
         """InputError if this moves a reference that has a shape of its own."""
         if self.moves and model is not None:
             raise InputError(
-                f"reset_every, mix_every: expected None where the reference is of "
-                f"another shape than the policy, got {self.reset_every} and "
-                f"{self.mix_every}; such a reference cannot become the policy"
+                f"lifecycle: expected none where the reference is of another shape "
+                f"than the policy, got {self.move}; such a reference cannot become the "
+                f"policy"
             )
 
 
@@ -121,12 +114,13 @@ def after_step(
       params: the policy after the step; copied, so it may be donated to the next.
     """
     done = step + 1
-    if lifecycle.reset_every is not None and done % lifecycle.reset_every == 0:
-        return reset(frozen, params)
-    if lifecycle.mix_every is not None and done % lifecycle.mix_every == 0:
-        assert lifecycle.mix_rate is not None  # checked by Lifecycle
-        return mix(frozen, params, rate=lifecycle.mix_rate)
-    return frozen
+    match lifecycle.move:
+        case Reset(every=every) if done % every == 0:
+            return reset(frozen, params)
+        case Mix(every=every, rate=rate) if done % every == 0:
+            return mix(frozen, params, rate=rate)
+        case _:
+            return frozen
 
 
 def reset(frozen: Frozen, params: Params) -> Frozen:

@@ -30,6 +30,17 @@ Array = jax.Array
 Params = Any
 Memory = Literal["device", "pinned_host"]
 FLOATS = ("float32", "bfloat16", "float16")
+WAYS: dict[str, dict[str, Any]] = {
+    "copy": {},
+    "bf16": {"dtype": "bfloat16"},
+    "fp16": {"dtype": "float16"},
+    "int8": {"dtype": "int8"},
+    "int8-bf16": {"dtype": "int8", "embeddings": "bfloat16"},
+    "host": {"memory": "pinned_host"},
+    # Not tables in int8: the TPU compiler of jax 0.10 cannot fetch those from the host.
+    "host-int8": {"dtype": "int8", "embeddings": "bfloat16", "memory": "pinned_host"},
+}
+"""Storages by a short name, as options of `store`."""
 
 
 def store(

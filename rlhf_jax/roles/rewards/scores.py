@@ -18,6 +18,7 @@ on the total and come later (`algorithms/flow/shaping.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,9 @@ class Scores:
     # before the last, each at its turn's last sampled token, else 0. They are part of
     # `total`, whose rest lands at the episode's last token. None: one turn.
     turns: Array | None = None
+    # bool[B], responses without a score: what was to give one failed, or their episode
+    # never began. They are in no loss, baseline, group or mean. None: all have scores.
+    left_out: Array | None = None
 
 
 Reward = Callable[[Any], Array | Scores]  # of `Responses`
@@ -55,7 +59,8 @@ def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
       rows: B, where it is known.
 
     Raises:
-      InputError: they are not one number a row, or turns are not [B, S].
+      InputError: they are not one number a row, turns are not [B, S], or `left_out` is
+        not one bool a row.
     """
     scores = returned if isinstance(returned, Scores) else Scores(total=returned)
     if rows is not None and scores.total.shape != (rows,):
@@ -69,18 +74,35 @@ def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
             f"expected the rewards of turns as f32[B, S] beside {scores.total.shape} "
             f"totals, one at each turn's last sampled token, got shape {turns.shape}"
         )
+    left_out = scores.left_out
+    if left_out is not None and (
+        left_out.shape != scores.total.shape or left_out.dtype != bool
+    ):
+        raise InputError(
+            f"expected left_out as bool{list(scores.total.shape)}, one a response, got "
+            f"{left_out.dtype} of shape {left_out.shape}"
+        )
     return scores
 
 
 def part_stats(scores: Scores) -> masked.Stats:
-    """{"reward/NAME": (sum, weight)}, the mean of each part over the responses."""
-    return {
-        f"reward/{name}": (
-            jnp.asarray(part).sum(),
-            jnp.asarray(jnp.size(part), jnp.float32),
-        )
-        for name, part in scores.parts.items()
-    }
+    """{"reward/NAME": (sum, weight)}, the mean of each part over the responses.
+
+    That of a part NAME with a part "NAME/left_out" is over the responses that NAME has
+    scored. `reward/left_out`: share of responses without a score.
+    """
+    parts = dict(scores.parts)
+    if scores.left_out is not None:
+        parts["left_out"] = scores.left_out
+    stats: masked.Stats = {}
+    for name, part in parts.items():
+        part, count = jnp.asarray(part, jnp.float32), jnp.size(part)
+        weight = jnp.asarray(count, jnp.float32)
+        if (out := parts.get(f"{name}/left_out")) is not None:
+            weight = weight - jnp.asarray(out, jnp.float32).sum()
+            part = jnp.where(out, 0.0, part)
+        stats[f"reward/{name}"] = part.sum(), weight
+    return stats
 
 
 def weighted(parts: Mapping[str, tuple[float, Reward]]) -> jax.tree_util.Partial:
@@ -97,7 +119,8 @@ def weighted(parts: Mapping[str, tuple[float, Reward]]) -> jax.tree_util.Partial
 
     Returns:
       rollout -> Scores. `parts` are the rewards as they come, before their weights;
-      those of a part are named for it, as in "correct/failed".
+      those of a part are named for it, as in "correct/failed". A response that a reward
+      with a weight leaves out is left out.
 
     Raises:
       InputError: there are no parts, or a weight is not finite.
@@ -137,8 +160,16 @@ class _WeightedSum:
         for name, scores in scored.items():
             parts[name] = scores.total
             parts |= {f"{name}/{part}": of for part, of in scores.parts.items()}
+            if scores.left_out is not None:
+                parts[f"{name}/left_out"] = jnp.asarray(scores.left_out)
+        left_out = [
+            parts[f"{name}/left_out"]
+            for name, weight in self.weights
+            if weight and scored[name].left_out is not None
+        ]
         return Scores(
             total=jnp.asarray(total, jnp.float32),
             parts=parts,
             turns=sum(of_turns[1:], start=of_turns[0]) if of_turns else None,
+            left_out=functools.reduce(jnp.logical_or, left_out) if left_out else None,
         )

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import shutil
 import textwrap
 import types
@@ -14,6 +15,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rlhf_jax.runs import choices
 
 NARROWEST, WIDEST = 60, 100  # columns, whatever the terminal has
 OPTION = 28  # columns of an option with its metavar
@@ -43,9 +46,10 @@ class Option:
 
     @property
     def help(self) -> str:
-        """Its text, and in brackets its default where that is a value."""
-        shown = self.metavar and self.default not in (None, dataclasses.MISSING)
-        return f"{self.text} [{self.default}]" if shown else self.text
+        """The first sentence of its text, and in brackets its default if it has one."""
+        first = re.split(r"(?<=\.) (?=[A-Z])", self.text)[0]
+        shown = self.metavar and self.default not in (None, (), dataclasses.MISSING)
+        return f"{first} [{self.default}]" if shown else first
 
 
 def screen(
@@ -87,7 +91,7 @@ def screen(
         lines.append(f"{title}:")
         for each in group:
             lines += _entry(each, width=width)
-    lines += ["", *textwrap.wrap(" ".join(notes), width)]
+    lines += ["", *textwrap.wrap(" ".join(notes), width, break_on_hyphens=False)]
     return "\n".join(lines)
 
 
@@ -107,14 +111,25 @@ def option(config_class: type[Any], path: str, *, defaults: Any = None) -> Optio
             for extra in getattr(annotation, "__metadata__", ())
         )
         prefix += "" if unnamed else f"{group}."
-        holder = type(defaults)
+        if defaults is dataclasses.MISSING:  # a group with required fields
+            holder = getattr(annotation, "__origin__", annotation)
+            defaults = None
+        else:
+            holder = type(defaults)
     annotation = typing.get_type_hints(holder)[name]
     return Option(
         name="--" + f"{prefix}{name}".replace("_", "-"),
         metavar=_metavar(annotation),
         text=documented(holder)[name],
-        default=_default(holder, name, defaults),
+        default=_written(_default(holder, name, defaults), annotation),
     )
+
+
+def _written(default: Any, annotation: Any) -> Any:
+    """A choice as it is written on the command line; anything else as it is."""
+    if dataclasses.is_dataclass(default) and choices.is_union(annotation):
+        return choices.text(default, annotation)
+    return default
 
 
 def _default(holder: type[Any], name: str, values: Any) -> Any:
@@ -130,6 +145,8 @@ def _metavar(annotation: Any) -> str:
     """INT of int | None, a|b of a Literal, and nothing of bool."""
     if annotation is bool:
         return ""
+    if (spec := choices.spec(annotation)) is not None:
+        return spec.metavar.partition("[")[0]
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return "|".join(_metavar(each) for each in inner if each is not type(None))

@@ -32,7 +32,7 @@ def main(
     description: str | None,
     presets: Presets | None = None,
     screen: help_screen.Screen | None = None,
-    elsewhere: Mapping[str, str] | None = None,
+    renamed: Mapping[str, str] | None = None,
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
@@ -59,7 +59,7 @@ def main(
             description=description,
             presets=presets,
             screen=screen,
-            elsewhere=elsewhere,
+            renamed=renamed,
             prog=prog,
             argv=argv,
         )

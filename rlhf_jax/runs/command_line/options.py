@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,9 @@ from typing import Any, TypeVar
 import tyro
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import run_config
-from rlhf_jax.runs.command_line import help_screen, renamed
-from rlhf_jax.runs.folder import read_config
-from rlhf_jax.runs.run_config import RunConfig, from_json
+from rlhf_jax.runs import choices, folder, run_config
+from rlhf_jax.runs.command_line import config_file, help_screen
+from rlhf_jax.runs.run_config import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -31,22 +29,23 @@ def parse(
     description: str | None,
     presets: Presets | None = None,
     screen: help_screen.Screen | None = None,
-    elsewhere: Mapping[str, str] | None = None,
+    renamed: Mapping[str, str] | None = None,
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> Config:
     """The command line as a config, each field an option: kl_coef is --kl-coef.
 
-    `--config RUN/config.json` takes a recorded config for the defaults, with RUN
-    itself, wherever it lies now, as --out. `--preset NAME` takes other defaults, those
-    of `presets`. Unknown options exit with status 2. `--help-all` lists every option;
-    `--help` only those of `screen`, or every one without a screen. `elsewhere` has
-    options of other commands, {option: which take it, and what to do}.
+    `--config FILE` takes options from a file of TOML, YAML or JSON, with any part of
+    the config's tree; those of the command line win. RUN/config.json is such a file,
+    and RUN itself, wherever it lies now, is --out then. `--preset NAME` takes other
+    defaults, those of `presets`. Unknown options exit with status 2. `--help-all` lists
+    every option; `--help` only those of `screen`, or every one without a screen.
+    `renamed` has options of earlier versions or other programs, {option: what to write
+    here}.
 
     Raises:
-      InputError: the recorded config does not fit; names the fields. There is no such
-        preset, or it is asked for with --config. An option is called something else
-        since version 0.1; names the new one. An option is one of `elsewhere`.
+      InputError: the file does not fit; names the fields. There is no such preset, or
+        it is asked for with a recorded config. An option is one of `renamed`.
     """
     presets = {} if presets is None else presets
     prog = prog or Path(sys.argv[0]).name
@@ -55,26 +54,26 @@ def parse(
     if presets:
         before.add_argument("--preset")
     arguments, options = before.parse_known_args(argv)
-    renamed.refuse(config_class, options)
-    _refuse_elsewhere({} if elsewhere is None else elsewhere, options)
+    _refuse_renamed({} if renamed is None else renamed, options, config_class)
     preset = arguments.preset if presets else None
-    defaults = tyro.MISSING_NONPROP
+    recorded = arguments.config is not None and arguments.config.name == folder.CONFIG
     if preset is not None:
-        if preset not in presets or arguments.config is not None:
-            got = "--config too" if preset in presets else preset
+        if preset not in presets:
             raise InputError(
-                f"--preset: expected one of {', '.join(presets)}, without --config, "
-                f"got {got}; the options of a recorded run hold those of its preset"
+                f"--preset: expected one of {', '.join(presets)}, got {preset}"
+            )
+        if recorded:
+            raise InputError(
+                f"--preset: expected none with the --config of a recorded run, whose "
+                f"options hold those of its preset, got {preset}; leave one of them out"
             )
         config_class = _with_defaults(config_class, presets[preset])
     if arguments.config is not None:
-        fields = read_config(arguments.config)
-        fields |= {"out": os.fspath(arguments.config.parent), "resume": False}
-        # Of one resume alone; older configs have neither.
-        fields |= {"resume_from": None, "accept_lost_rows": False}
-        names = run_config.option_names(config_class)
-        fields = run_config.complete(fields, names=names)
-        defaults = from_json(config_class, fields, source=arguments.config)
+        fields = config_file.read(arguments.config)
+        options = [
+            *run_config.arguments(config_class, fields, source=arguments.config),
+            *options,
+        ]
     description = (description or "").strip()
     if screen is not None and not {"-h", "--help"}.isdisjoint(options):
         print(
@@ -84,7 +83,6 @@ def parse(
                 description=description,
                 options=screen,
                 notes=_notes(presets),
-                defaults=None if arguments.config is None else defaults,
             )
         )
         raise SystemExit(0)
@@ -95,8 +93,8 @@ def parse(
             "a published recipe."
         )
     description = (
-        f"{description}\n\n--config RUN/config.json starts from "
-        "the options recorded in RUN instead of the defaults below; add --resume to go "
+        f"{description}\n\n--config FILE takes options from a file of TOML, YAML or "
+        "JSON; those on the command line win. With RUN/config.json, add --resume to go "
         "on with that run, or --out to repeat it elsewhere.\n\n--coordinator "
         "HOST:PORT --num-processes N --process-id I, or on a TPU pod or Slurm "
         "--coordinator auto, make this one of the processes of a run.\n\n"
@@ -110,9 +108,9 @@ def parse(
             config_class,
             prog=prog,
             args=options,
-            default=defaults,
             description=description,
             add_help=not own_footer,
+            registry=choices.REGISTRY,
         )
     except SystemExit as stop:
         if own_footer and stop.code == 2:
@@ -120,14 +118,32 @@ def parse(
         raise
 
 
-def _refuse_elsewhere(elsewhere: Mapping[str, str], options: Sequence[str]) -> None:
+def _refuse_renamed(
+    renamed: Mapping[str, str], options: Sequence[str], config_class: type[Any]
+) -> None:
     for text in options:
         name = text.partition("=")[0].replace("_", "-")
-        if name in elsewhere:
+        if name in renamed and name not in _options(config_class):
             raise InputError(
-                f"{name}: expected an option of this command, got one of "
-                f"{elsewhere[name]}"
+                f"{name}: expected an option of this command, got the name of another; "
+                f"write {renamed[name]}"
             )
+
+
+def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
+    """The options of a config: a choice is one, a group has those of its fields."""
+    options: set[str] = set()
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        extras = getattr(hint, "__metadata__", ())
+        group = hint.__origin__ if extras else hint
+        option = f"{prefix}{name.replace('_', '-')}"
+        if dataclasses.is_dataclass(group) and choices.spec(group) is None:
+            unnamed = any(getattr(one, "name", None) == "" for one in extras)
+            inner = prefix if unnamed else f"{option}."
+            options |= _options(typing.cast(Any, group), prefix=inner)
+        else:
+            options.add(option)
+    return options
 
 
 def _notes(presets: Presets) -> list[str]:
@@ -135,7 +151,8 @@ def _notes(presets: Presets) -> list[str]:
     recipes = f"--preset {'|'.join(presets)} starts from a published recipe."
     return [
         *([recipes] if presets else []),
-        "--config RUN/config.json repeats a recorded run, or with --resume goes on.",
+        "--config FILE reads options from TOML, YAML or JSON; RUN/config.json "
+        "repeats a run, or with --resume goes on.",
         "--help-all lists every option; [ ] holds defaults.",
     ]
 

@@ -27,8 +27,8 @@ MAY_CHANGE = frozenset(
         *("num_alternatives", "drift_every", "eval_every", "alarms"),
     )
 )
-# The option alone, and no `placement.sampler`: a server comes back at another address.
-SAMPLER = "sampler"
+# Another kind of sampler may draw on, with options of its own.
+SAMPLER = "sampler.sampler."
 FINISHED = ("model", "adapter", "summary.json")  # what a run writes at its end
 
 
@@ -109,7 +109,8 @@ def check_config(
     refused = [
         name
         for name in names
-        if name != SAMPLER and MAY_CHANGE.isdisjoint(name.split("."))
+        if MAY_CHANGE.isdisjoint(name.split("."))
+        and not (f"{SAMPLER}kind" in names and name.startswith(SAMPLER))
     ]
     if refused:
         raise InputError(
@@ -119,9 +120,9 @@ def check_config(
                 f"  {name}: recorded {shown(before, name)}, given {shown(now, name)}"
                 for name in refused
             )
-            + f"\nonly {', '.join(sorted(MAY_CHANGE | {SAMPLER}))}, where it computes "
-            f"and how it saves may change; give the recorded values, or start a new "
-            f"run with another --out"
+            + f"\nonly {', '.join(sorted(MAY_CHANGE | {'sampler'}))}, where it "
+            f"computes and how it saves may change; give the recorded values, or start "
+            f"a new run with another --out"
         )
     results = [name for name in FINISHED if (folder / name).exists()]
     if "num_steps" in names and results:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.environments.episodes import Limits
 from rlhf_jax.environments.pool import EnvironmentPool
-from rlhf_jax.functional.checks import StopError
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.environment.options import EnvironmentConfig, make_environment
-from rlhf_jax.train.environment.programs import EpisodePrograms, EpisodeRecipe
+from rlhf_jax.train.config.rewards import Workers
+from rlhf_jax.train.config.sampler import Episodes
+from rlhf_jax.train.environment.named import make_environment
+from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
 from rlhf_jax.train.environment.rows import BegunRows, read_begun
 from rlhf_jax.train.environment.sampler import EpisodeSampler
-
-Array = jax.Array
-Params = Any
 
 
 class OpenedEnvironment:
@@ -34,8 +30,10 @@ class OpenedEnvironment:
 
     def __init__(
         self,
-        options: EnvironmentConfig,
+        options: Episodes,
         *,
+        pool: Workers,
+        chat: bool,
         max_new_tokens: int,
         start: Pretrained,
         mesh: Mesh | None,
@@ -44,7 +42,9 @@ class OpenedEnvironment:
         """Processes start with the first row.
 
         Args:
-          options: with an environment.
+          options: of --environment.
+          pool: options of the processes that run it.
+          chat: its texts are messages of the user, by the tokenizer's chat template.
           max_new_tokens: the room of an episode.
           start: whose tokenizer encodes and decodes; its params are not kept.
           mesh: of the sampler, whose devices along `tensor` draw episodes together;
@@ -53,27 +53,31 @@ class OpenedEnvironment:
           stack: that ends the processes.
 
         Raises:
-          InputError: there is no such environment.
+          InputError: there is no such environment, or a turn has no room.
         """
-        assert options.environment is not None
+        turn_tokens = options.max_turn_tokens
+        if turn_tokens is not None and turn_tokens > max_new_tokens:
+            raise InputError(
+                f"--environment: expected max_turn_tokens of at most the "
+                f"{max_new_tokens} tokens of --max-new-tokens, the room of a whole "
+                f"episode, got {turn_tokens}; lower it, or raise --max-new-tokens"
+            )
         self._pool = stack.enter_context(
             EnvironmentPool(
-                make_environment(options.environment),
-                num_workers=options.num_workers,
-                timeout=options.timeout,
-                on_failure=options.on_failure,
+                make_environment(options.name),
+                num_workers=pool.num_workers,
+                timeout=pool.timeout,
+                on_failure=pool.on_failure,
             )
         )
-        self._name = options.environment
-        self._encoder = TurnEncoder(
-            start.tokenizer, stop_ids=start.stop_ids, chat=options.chat
-        )
+        self._name = options.name
+        self._encoder = TurnEncoder(start.tokenizer, stop_ids=start.stop_ids, chat=chat)
         self._decode = start._replace(params=None).decode
         self._limits = Limits(
             tokens=max_new_tokens,
-            turn_tokens=options.max_turn_tokens or max_new_tokens,
+            turn_tokens=max_new_tokens if turn_tokens is None else turn_tokens,
             turns=options.max_turns,
-            seconds=options.episodes_timeout,
+            seconds=options.seconds,
         )
         self._chunk, self._mesh = options.observation_chunk, mesh
 
@@ -108,12 +112,14 @@ class OpenedEnvironment:
 
     def sampler(
         self,
-        recipe: EpisodeRecipe,
+        recipe: PolicyGradient | Sampled,
         *,
         begun: BegunRows,
         rows: int,
+        home: Mesh,
+        states: Sequence[bytes] | None = None,
         base: Frozen | None = None,
-        shaping: Shaping | None = None,
+        greedy: bool | None = None,
     ) -> EpisodeSampler:
         """What draws episodes that begin with these rows.
 
@@ -121,12 +127,15 @@ class OpenedEnvironment:
           recipe: static.
           begun: of `read`.
           rows: of a batch.
+          home: where rollouts are wanted.
+          states: by `Prompts.index`; None are those of `begun`.
           base: the parameters that adapters adapt.
-          shaping: for evaluation only, which waits for all episodes, as its figures
-            would depend on the clock.
+          greedy: the likeliest tokens, for evaluation only; False draws for one. It
+            waits for all episodes, as its figures would depend on the clock. None
+            trains.
         """
         limits = self._limits
-        if shaping is not None:
+        if greedy is not None:
             limits = limits._replace(seconds=None)
         programs = EpisodePrograms(
             recipe,
@@ -135,7 +144,7 @@ class OpenedEnvironment:
             chunk=self._chunk,
             mesh=self._mesh,
             base=base,
-            shaping=shaping,
+            shaping=Shaping(greedy=True) if greedy else None,
         )
         return EpisodeSampler(
             programs,
@@ -143,49 +152,6 @@ class OpenedEnvironment:
             encoder=self._encoder,
             decode=self._decode,
             limits=limits,
+            states=begun.states if states is None else states,
+            home=home,
         )
-
-
-def require_some(scores: Scores, *, environment: str) -> None:
-    """Stops a run of whose first batch no response was answered.
-
-    Args:
-      scores: of the first batch of episodes.
-      environment: of --environment, for the message.
-
-    Raises:
-      StopError: the environment failed in every episode.
-    """
-    failed = processes.whole(scores.parts["failed"])
-    failed = failed + processes.whole(scores.parts["timed_out"])
-    if failed.all():
-        raise StopError(
-            f"--environment {environment}: expected an answer to some response of the "
-            f"first batch, got none for {failed.size} of {failed.size} (the warning "
-            f"above says why); mend its step(state, response)"
-        )
-
-
-class EpisodeDraw:
-    """A draw of a run, or of its queue: episodes with their scores."""
-
-    def __init__(
-        self, sampler: EpisodeSampler, *, begun: BegunRows, mesh: Mesh
-    ) -> None:
-        """Draws nothing yet.
-
-        Args:
-          sampler: of the environment.
-          begun: rows, which `Prompts.index` points into.
-          mesh: where rollouts are wanted.
-        """
-        self._sampler, self._states, self._mesh = sampler, begun.states, mesh
-
-    def __call__(
-        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, Scores]:
-        """An episode from every row of prompts, as `rollouts.queue.Draw` has it."""
-        drawn = self._sampler(
-            policy, prompts=prompts, states=self._states, key=key, version=version
-        )
-        return row_sharding.put_computed(drawn, mesh=self._mesh)

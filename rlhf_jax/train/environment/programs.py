@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.devices import replicas
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
@@ -20,7 +21,6 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode, episode_places, episodes
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.models.generation.sampling import Shaping
-from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -39,33 +39,15 @@ class Weights(NamedTuple):
     layers: tuple[Params, ...]  # the same, as decoding reads them
 
 
-class EpisodeRecipe(Protocol):
-    """What episodes read of a recipe."""
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What of a recipe an evaluation has."""
 
-    @property
-    def model(self) -> ModelConfig:
-        """Of the policy, or of its base."""
-        ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn."""
-        ...
-
-    @property
-    def temperature(self) -> float:
-        """Divides the logits, dimensionless."""
-        ...
-
-    @property
-    def lora(self) -> LoRA | None:
-        """That adapters were made by."""
-        ...
-
-    @property
-    def continuous_batching(self) -> int | None:
-        """Episodes at a time; None is all."""
-        ...
+    model: ModelConfig
+    stop_ids: tuple[int, ...]  # tokens that end a turn
+    temperature: float
+    lora: None = None
+    continuous_batching: None = None
 
 
 class EpisodePrograms:
@@ -83,7 +65,7 @@ class EpisodePrograms:
 
     def __init__(
         self,
-        recipe: EpisodeRecipe,
+        recipe: PolicyGradient | Sampled,
         *,
         columns: int,
         places: int,
@@ -163,6 +145,14 @@ class EpisodePrograms:
                 state, source=here(source), place=here(place), keys=keys
             )
 
+        def taken(state: Episodes, place: Array) -> Episodes:
+            rows = episode_places.rows(state, here(place))
+            return dataclasses.replace(rows, keys=jax.random.key_data(rows.keys))
+
+        def put(state: Episodes, rows: Episodes, place: Array) -> Episodes:
+            rows = dataclasses.replace(rows, keys=_keys_like(state.keys, rows.keys))
+            return episode_places.put(state, rows, place=here(place))
+
         def advance(
             weights: Weights, state: Episodes, until: Array, steps: Array
         ) -> tuple[Episodes, Episodes]:
@@ -196,6 +186,14 @@ class EpisodePrograms:
         )
         self._copy_program = jax.jit(
             self._split(copied, BY_PLACE, BY_PLACE, BY_PLACE, BY_PLACE),
+            donate_argnums=0,
+            out_shardings=where,
+        )
+        self._take_program = jax.jit(
+            self._split(taken, BY_PLACE, BY_PLACE), out_shardings=where
+        )
+        self._put_program = jax.jit(
+            self._split(put, BY_PLACE, BY_PLACE, BY_PLACE),
             donate_argnums=0,
             out_shardings=where,
         )
@@ -247,6 +245,14 @@ class EpisodePrograms:
     def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
         """Copies what some places have read of a prompt to others."""
         self._state = self._copy_program(self._state, source, place, keys)
+
+    def take(self, *, place: HostArray) -> Episodes:
+        """Copies of some places on the host, with their caches."""
+        return jax.device_get(self._take_program(self._state, place))
+
+    def put(self, rows: Episodes, *, place: HostArray) -> None:
+        """Writes what `take` returned to places."""
+        self._state = self._put_program(self._state, rows, place)
 
     def advance(self, *, until: HostArray, steps: int) -> Episodes:
         """Draws on, and returns the places on the host, without their caches."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.data.turns import TurnEncoder
@@ -29,7 +30,7 @@ class Drawn(NamedTuple):
 
 
 class EpisodeSampler:
-    """Draws an episode from every row of prompts."""
+    """Draws an episode from every row of prompts, as `rollouts.queue.Draw` has it."""
 
     def __init__(
         self,
@@ -39,6 +40,8 @@ class EpisodeSampler:
         encoder: TurnEncoder,
         decode: Callable[[list[int]], str],
         limits: Limits,
+        states: Sequence[bytes],
+        home: Mesh | None = None,
     ) -> None:
         """Draws nothing yet.
 
@@ -48,8 +51,10 @@ class EpisodeSampler:
           encoder: of observations.
           decode: token ids -> text of a turn, for the environment.
           limits: of an episode.
+          states: of the environment as episodes begin, by `Prompts.index`.
+          home: where rollouts are wanted; None is the host, this process's rows.
         """
-        self.programs = programs
+        self.programs, self._states, self._home = programs, states, home
         self._pool, self._encoder, self._decode = pool, encoder, decode
         self._limits = limits
 
@@ -58,7 +63,6 @@ class EpisodeSampler:
         policy: Params,
         *,
         prompts: Prompts,
-        states: Sequence[bytes],
         key: Array,
         version: Array | None = None,
     ) -> Drawn:
@@ -67,12 +71,11 @@ class EpisodeSampler:
         Args:
           policy: the policy's parameters, or its adapters.
           prompts: Prompts[B, P], of several processes all rows or this one's, b.
-          states: of the environment, by `prompts.index`.
           key: of this step; the sampler takes the first of the two keys split from it.
           version: i32[], of the policy; None stamps no token.
 
         Returns:
-          Rollout[b, P + R] and Scores[b] of NumPy arrays, of this process's rows.
+          Rollout[B, P + R] and Scores[B].
 
         Raises:
           StopError: the environment failed, and the pool is to stop then.
@@ -83,7 +86,7 @@ class EpisodeSampler:
             ended = Play(
                 device=self.programs,
                 prompts=mine,
-                states=states,
+                states=self._states,
                 keys=keys,
                 pool=self._pool,
                 encoder=self._encoder,
@@ -95,7 +98,11 @@ class EpisodeSampler:
         if version is not None:
             stamped = np.where(rollout.response_mask, int(version), 0)
             rollout = dataclasses.replace(rollout, version=stamped.astype(np.int32))
-        return Drawn(rollout, ended.scores())
+        leave_out = self._pool.on_failure == "leave_out"
+        drawn = Drawn(rollout, ended.scores(leave_out=leave_out))
+        if self._home is None:
+            return drawn
+        return row_sharding.put_computed(drawn, mesh=self._home)
 
     def free(self) -> None:
         """Lets the cache go, until the next call."""

@@ -24,6 +24,7 @@ every response with its numbers.
 from collections.abc import Sequence
 
 from rlhf_jax.runs import command_line
+from rlhf_jax.train.commands import RENAMED
 from rlhf_jax.train.evaluate.options import SCREEN, Config
 from rlhf_jax.train.evaluate.trainer import main
 
@@ -37,6 +38,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         Config,
         description=__doc__,
         screen=SCREEN,
+        renamed=RENAMED,
         prog="rlhf-jax evaluate",
         argv=argv,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -16,14 +15,13 @@ from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
-from rlhf_jax.devices import row_sharding
 from rlhf_jax.environments.finished import EARLY
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.environment.opened import OpenedEnvironment
+from rlhf_jax.train.environment.programs import Sampled
 from rlhf_jax.train.environment.rows import BegunRows
 from rlhf_jax.train.environment.sampler import EpisodeSampler
 from rlhf_jax.train.evaluate.options import Config
@@ -31,17 +29,6 @@ from rlhf_jax.train.evaluate.scoring import Scored
 
 Array = jax.Array
 BY_ENVIRONMENT = "by_environment"  # how an episode ends that nothing cuts
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """What of a recipe an evaluation has."""
-
-    model: ModelConfig
-    stop_ids: tuple[int, ...]
-    temperature: float
-    lora: None = None
-    continuous_batching: None = None
 
 
 class Played:
@@ -109,14 +96,14 @@ class Played:
                 Sampled(shape, self._start.stop_ids, self._options.temperature),
                 begun=self._begun,
                 rows=len(prompts.index),
-                shaping=Shaping(greedy=True) if greedy else None,
+                home=self._mesh,
+                states=self._states,
+                greedy=greedy,
             )
         sampler = self._samplers[shape, greedy]
-        drawn = sampler(
-            frozen.read(model), prompts=prompts, states=self._states, key=key
-        )
+        drawn = sampler(frozen.read(model), prompts=prompts, key=key)
         sampler.free()  # one cache at a time
-        return row_sharding.put_rows(drawn.rollout, mesh=self._mesh), drawn.scores
+        return drawn
 
 
 def scored(scores: Scores, count: int) -> Scored:
@@ -154,18 +141,21 @@ def begin_episodes(
       InputError: there is no such environment, it cannot begin with a row, or a prompt
         is too long.
     """
+    assert options.environment is not None
     opened = OpenedEnvironment(
-        options,
+        options.environment,
+        pool=options.workers,
+        chat=options.data.chat,
         max_new_tokens=options.max_new_tokens,
         start=reader,
         mesh=mesh,
         stack=stack,
     )
     begun = opened.read(
-        options.prompts,
+        options.data.prompts,
         room=reader.room(max_new_tokens=options.max_new_tokens),
         more="lower --max-new-tokens",
-        overlong=options.overlong,
+        overlong=options.data.overlong,
         receipt=receipt,
     )
     return Played(options, opened=opened, begun=begun, start=reader, mesh=mesh)

@@ -53,8 +53,8 @@ def collected(
         "prompts": len(of["policy", "sampled"]),
         "num_samples": options.num_samples,
         "temperature": options.temperature,
-        "scored_by": options.environment
-        or options.verifier
+        "scored_by": (options.environment and options.environment.name)
+        or (options.verifier and options.verifier.name)
         or options.reward
         or options.reward_model,
     }
@@ -86,9 +86,9 @@ def collected(
             results["best_of_k"] = _best_of_k(
                 results["reference"]["sampled"], kind=options.kind, ks=options.levels
             )
-    if options.kind == "verifier" and not answers:
+    if options.verifier is not None and not answers:
         results["left_out"] = {
-            "majority": f"{options.verifier} has no answer(response)"
+            "majority": f"{options.verifier.name} has no answer(response)"
         }
     graded = sum(each.score not in (0.0, 1.0) for each in responses)
     if options.kind in figures.CHECKED and graded:

@@ -15,10 +15,11 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes
+from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.roles.rewards.verifiers import Verifier
+from rlhf_jax.runs import command_line
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
-from rlhf_jax.train.text_rewards import load_text_reward
 from rlhf_jax.verification.pool import VerifierPool
 
 HostArray = np.ndarray[Any, Any]
@@ -54,9 +55,9 @@ def opened(
     elif verifier is not None:
         with VerifierPool(
             verifier,
-            num_workers=options.num_workers,
-            timeout=options.timeout,
-            on_failure=options.on_failure,
+            num_workers=options.workers.num_workers,
+            timeout=options.workers.timeout,
+            on_failure=options.workers.on_failure,
         ) as pool:
             verified = pool.reward(decode=start.decode, rows=rows, asked=asked)
 
@@ -67,8 +68,12 @@ def opened(
 
             yield verify
     elif options.reward is not None:
-        reward = load_text_reward(
-            "--reward", options.reward, policy=start, rows=rows, asked=asked
+        reward = TextReward(
+            function=command_line.load_function(options.reward),
+            decode=start.decode,
+            rows=rows,
+            called=f"--reward {options.reward}",
+            asked=asked,
         )
         yield lambda rollout, count: _all(reward(first(rollout, count)))
     else:

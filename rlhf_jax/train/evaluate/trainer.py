@@ -35,8 +35,8 @@ from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
-from rlhf_jax.train.grpo.questions import put, question
-from rlhf_jax.train.grpo.verifier import make_verifier, read_by_verifier
+from rlhf_jax.train.responses import put, question
+from rlhf_jax.train.rewards import make_verifier
 from rlhf_jax.train.start import load_start, receipt_of
 
 STAGE = "evaluate"
@@ -65,10 +65,12 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             f"with one, whose devices --placement.policy shares out"
         )
     verifier, judge = load_functions(options)
-    reader = pretrained.described(options.model, tokenizer=options.tokenizer)
+    reader = pretrained.described(
+        options.start.model, tokenizer=options.start.tokenizer
+    )
     mesh, played = options.placement.policy_mesh(), None
     receipts = Receipts()
-    data = receipts.source("--prompts", options.prompts)
+    data = receipts.source("--prompts", options.data.prompts)
     if options.environment is None:
         rows, asked, tokens = read_prompts(
             options, reader=reader, verifier=verifier, receipt=data
@@ -93,7 +95,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         frozen_models.check_reference(options.reference, policy=reader)
     if options.reward_model is not None:
         hf.model_config(options.reward_model)
-    start = load_start(options.model, options=options, mesh=mesh)
+    start = load_start(options.start.model, options=options.start, mesh=mesh)
     on_mesh: dict[str, Any] = {
         "policy": start,
         "storage": frozen_models.COPY,
@@ -247,7 +249,7 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
     """
     if options.reward is not None:
         command_line.load_function(options.reward)
-    verifier = None if options.verifier is None else make_verifier(options)
+    verifier = None if options.verifier is None else make_verifier(options.verifier)
     judge = None
     if options.judge is not None:
         judge = command_line.load_function(options.judge)
@@ -273,19 +275,22 @@ def read_prompts(
       InputError: the file cannot be read, a prompt is too long, or the verifier cannot
         read the right answer of a row.
     """
-    field = options.prompt_field
+    field = options.data.prompt_field
     if isinstance(verifier, verifiers.Readable):
-        located = json_lines.read_located(options.prompts)
+        located = json_lines.read_located(options.data.prompts)
         verifiers.check_answers(located, verifier=verifier)
-    rows = files.read_prompts(options.prompts, field=field, receipt=receipt)
+    rows = files.read_prompts(options.data.prompts, field=field, receipt=receipt)
     if receipt is not None:
-        read_by_verifier(receipt, options=options)
-        if options.chat:  # texts are put as messages
+        if options.verifier is not None and ":" in options.verifier.name:
+            receipt.gives(f"--verifier {options.verifier.name}")
+        elif options.verifier is not None:
+            receipt.reads(options.verifier.answer_field)
+        if options.data.chat:  # texts are put as messages
             receipt.reads(*messages.OF_TEMPLATE)
         for option, spec in (("--reward", options.reward), ("--judge", options.judge)):
             if spec is not None:
                 receipt.gives(f"{option} {spec}")
-    asked = [put(row[field], options=options) for row in rows]
+    asked = [put(row[field], options=options.data) for row in rows]
     kept, tokens = encoding.encode_prompts(
         reader.tokenizer,
         [
@@ -295,11 +300,11 @@ def read_prompts(
         max_length=reader.room(max_new_tokens=options.max_new_tokens),
         field="asked",
         questions=[
-            question(row, field=field, options=options, where=place(row, number))
+            question(row, options=options.data, where=place(row, number))
             for number, row in enumerate(rows)
         ],
         stop_ids=reader.stop_ids,
-        overlong=options.overlong,
+        overlong=options.data.overlong,
         more="lower --max-new-tokens",
         receipt=receipt,
     )

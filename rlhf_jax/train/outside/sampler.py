@@ -6,12 +6,14 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.samplers import protocol
+from rlhf_jax.samplers.retries import Retries, TransientError
 from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
@@ -25,16 +27,25 @@ class OutsideSampler:
     of a queue; draws come in the order of versions.
     """
 
-    threaded = True  # one device, to which two threads may give programs
-
-    def __init__(self, sampler: protocol.Sampler, *, home: Mesh) -> None:
+    def __init__(
+        self,
+        sampler: protocol.Sampler,
+        *,
+        home: Mesh,
+        retries: Retries | None = None,
+        threaded: bool = True,
+    ) -> None:
         """Starts nothing yet.
 
         Args:
           sampler: that draws.
           home: the policy's mesh, where rollouts are wanted.
+          retries: of a hand-over or a draw that failed; None is the default.
+          threaded: whether a thread may call it, beside the updates.
         """
+        self.threaded = threaded
         self._sampler, self._home = sampler, home
+        self.retries = Retries() if retries is None else retries
         self._version: int | None = None
         self._distance: float | None = None
         self._waits = Waits("hand_over", "draw")
@@ -70,21 +81,27 @@ class OutsideSampler:
           version: i32[], of the policy, `TrainState.step`.
 
         Raises:
-          StopError: the sampler failed.
+          StopError: the sampler failed, as often as it was tried.
           SelfCheckError: it samples with other parameters.
         """
-        number = int(version)
-        if number != self._version:
-            with self._waits.of("hand_over"):
-                self._version = None  # until it is known to have them
-                self._distance = self._sampler.hand_over(
-                    jax.device_get(policy), version=number
-                )
-                self._version = number
-        asked = jax.device_get(prompts)
-        with self._waits.of("draw"):
-            drawn = self._sampler.draw(asked, key=key, version=number)
-        rollout = protocol.rollout_of(asked, drawn, version=number)
+        number, asked = int(version), jax.device_get(prompts)
+        data: Any = np.asarray(jax.random.key_data(key))  # of a mesh, perhaps
+        here = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+
+        def drawn() -> protocol.Drawn:
+            if number != self._version:
+                with self._waits.of("hand_over"):
+                    self._version = None  # until it is known to have them
+                    self._distance = self._sampler.hand_over(policy, version=number)
+                    self._version = number
+            with self._waits.of("draw"):
+                try:
+                    return self._sampler.draw(asked, key=here, version=number)
+                except TransientError:
+                    self._version = None  # it may be another one, without them
+                    raise
+
+        rollout = protocol.rollout_of(asked, self.retries(drawn), version=number)
         return row_sharding.put_rows(rollout, mesh=self._home)
 
     def stats(self) -> masked.Stats:

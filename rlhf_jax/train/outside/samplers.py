@@ -1,44 +1,73 @@
-"""The sampler that --sampler names."""
+"""Who samples: our decoder here, a process, or a server."""
 
 from __future__ import annotations
 
-from jax.sharding import Mesh
+import jax
 
 from rlhf_jax.algorithms import self_check
-from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.samplers.process import ProcessSampler
+from rlhf_jax.samplers.retries import Retries
 from rlhf_jax.samplers.server import ServerSampler
-from rlhf_jax.train.outside.options import OutsideConfig, refuse_devices
+from rlhf_jax.train.build import Meshes, Models
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.sampler import Here, Process
 from rlhf_jax.train.outside.sampler import OutsideSampler
+from rlhf_jax.train.sampling.sampler import Sampler
 
 
 def make_sampler(
-    options: OutsideConfig, algorithm: PolicyGradient, *, home: Mesh
-) -> OutsideSampler:
-    """A process or a server as the sampler of a run.
-
-    Args:
-      algorithm: static.
-      home: the policy's mesh, of one device.
+    config: PolicyGradientConfig, models: Models, *, meshes: Meshes
+) -> Sampler | OutsideSampler:
+    """The sampler of a run.
 
     Raises:
-      InputError: the mesh has several devices, or the sampler cannot be used.
+      InputError: several processes train, for a sampler outside, or it cannot be used.
     """
-    refuse_devices(options.sampler, devices=home.devices.size)
-    if not options.served:
-        process = ProcessSampler(
-            algorithm, weights=options.sampler_weights, timeout=options.sampler_timeout
+    options, recipe = config.sampler.sampler, models.recipe
+    if isinstance(options, Here):
+        # Episodes are drawn by programs that have a copy of their own.
+        alone = config.sampler.environment is None
+        frozen = FrozenModels(base=models.base if alone else None)
+        if config.mixes_reference:
+            frozen = FrozenModels(models.reference, models.base)
+        return Sampler(
+            recipe,
+            mesh=meshes.sampler,
+            home=meshes.policy,
+            frozen=frozen,
+            options=options,
         )
-        return OutsideSampler(process, home=home)
-    tolerance = options.sampler_check_tolerance
+    if jax.process_count() > 1:
+        raise InputError(
+            f"--sampler: expected a trainer of one process with a sampler outside, got "
+            f"{jax.process_count()}; leave out --coordinator, or --sampler"
+        )
+    retries = Retries(options.tries)
+    if isinstance(options, Process):
+        outside = ProcessSampler(
+            recipe, weights=options.weights, timeout=options.timeout
+        )
+        return OutsideSampler(outside, home=meshes.policy, retries=retries)
+    tolerance = options.check_tolerance
     if tolerance is None:
-        tolerance = self_check.TOLERANCE[options.dtype]
+        tolerance = self_check.TOLERANCE[config.start.dtype]
     server = ServerSampler(
-        options.sampler,
-        algorithm,
+        options.address,
+        recipe,
         tolerance=tolerance,
-        model=options.sampler_model,
-        weights=options.sampler_weights,
-        timeout=options.sampler_timeout,
+        mesh=meshes.policy,
+        model=options.model,
+        weights=options.weights,
+        timeout=options.timeout,
+        retries=retries,
     )
-    return OutsideSampler(server, home=home)
+    # Programs of two threads on several devices could wait for each other for ever:
+    # the check of a hand-over runs on those of the policy.
+    return OutsideSampler(
+        server,
+        home=meshes.policy,
+        retries=retries,
+        threaded=meshes.policy.devices.size == 1,
+    )

@@ -31,8 +31,8 @@ from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
 Params = Any
-# As a snapshot has it: the rollout alone where the draw did not score it.
-Entry = Rollout | tuple[Rollout, Scores]
+# As a snapshot has it: what processes or an environment scored comes with the rollout.
+Entry = tuple[Rollout, dict[str, Scores]]
 
 
 class Draw(Protocol):
@@ -44,8 +44,8 @@ class Draw(Protocol):
 
     def __call__(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, Scores | Callable[[], Scores] | None]:
-        """The rollout of these prompts, and its scores.
+    ) -> tuple[Rollout, dict[str, Scores] | Callable[[], dict[str, Scores]]]:
+        """The rollout of these prompts, and scores by the names of their rewards.
 
         Scores may be a function that waits for them. It is called from a second thread,
         in the order of the draws, while the next rollout is drawn.
@@ -127,8 +127,7 @@ class RolloutQueue:
     @property
     def _names(self) -> tuple[str, ...]:
         """The entries of a stage's state, in the order of the steps they are for."""
-        # One rollout has the name it had in version 0.1, whose snapshots go on.
-        return ("rollout", *(f"rollout_{i}" for i in range(1, self.staleness)))
+        return tuple(f"rollout_{i}" for i in range(self.staleness))
 
     def first(self, policy: Params, *, version: Array) -> dict[str, Entry]:
         """Draws the rollout of step 0, in this thread.
@@ -174,7 +173,7 @@ class RolloutQueue:
         """
         self._last = _done(state[self._names[0]])
         for step, name in enumerate(self._names, start):
-            rollout = _parts(state[name])[0]
+            rollout, _ = state[name]
             oldest = max(0, step - self.staleness)
             if rollout.version is None or int(rollout.version.max()) >= oldest:
                 self._held.append(_done(state[name]))
@@ -203,7 +202,7 @@ class RolloutQueue:
         self._held.append(future)
 
         def job() -> None:
-            with _told(future):
+            with _raised_in(future):
                 rollout, scores = self._draw(handed, **arguments)
                 if self._scoring is None:
                     future.set_result(_entry(rollout, scores))
@@ -213,9 +212,10 @@ class RolloutQueue:
                 self._scoring.append(functools.partial(finish, rollout, scores))
 
         def finish(
-            rollout: Rollout, scores: Scores | Callable[[], Scores] | None
+            rollout: Rollout,
+            scores: dict[str, Scores] | Callable[[], dict[str, Scores]],
         ) -> None:
-            with _told(future):
+            with _raised_in(future):
                 future.set_result(jax.block_until_ready(_entry(rollout, scores)))
 
         if self._drawing is None:
@@ -224,14 +224,14 @@ class RolloutQueue:
             self._drawing.append(job)
         return self._state()
 
-    def take(self) -> tuple[Rollout, Scores | None]:
+    def take(self) -> Entry:
         """The rollout of the next step, once it is drawn.
 
         Raises:
           Whatever its draw raised.
         """
         self._last = self._held.popleft()
-        return _parts(self._last.result())
+        return self._last.result()
 
     def _of(self, step: int, version: Array) -> dict[str, Any]:
         """What a draw for a step is called with beside the parameters."""
@@ -266,7 +266,7 @@ class _Awaited(Future[Entry]):
 
 
 @contextlib.contextmanager
-def _told(future: Future[Entry]) -> Iterator[None]:
+def _raised_in(future: Future[Entry]) -> Iterator[None]:
     """What is raised inside is the future's, and the main thread raises it."""
     try:
         yield
@@ -274,14 +274,10 @@ def _told(future: Future[Entry]) -> Iterator[None]:
         future.set_exception(error)
 
 
-def _parts(entry: Entry) -> tuple[Rollout, Scores | None]:
-    return entry if isinstance(entry, tuple) else (entry, None)
-
-
-def _entry(rollout: Rollout, scores: Scores | Callable[[], Scores] | None) -> Entry:
-    if callable(scores):
-        scores = scores()
-    return rollout if scores is None else (rollout, scores)
+def _entry(
+    rollout: Rollout, scores: dict[str, Scores] | Callable[[], dict[str, Scores]]
+) -> Entry:
+    return rollout, scores() if callable(scores) else scores
 
 
 def _done(entry: Entry) -> Future[Entry]:

@@ -14,15 +14,17 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.models.config import PAGE_SIZE, Cache
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import axes
+from rlhf_jax.models.generation.page_table import pages_of
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.storage import store
+from rlhf_jax.train.config.sampler import Here
 
 Array = jax.Array
 Params = Any
+HERE = Here()
 
 
 def versions(rollout: Rollout) -> list[int | None]:
@@ -73,12 +75,8 @@ class Sampler:
         *,
         mesh: Mesh,
         home: Mesh,
-        base: Frozen | None = None,
-        storage: Storage = frozen_models.COPY,
-        cache: Cache = "same",
-        cache_pages: int | None = None,
-        page_size: int = PAGE_SIZE,
-        prefill_chunk: int | None = None,
+        frozen: FrozenModels = NO_MODELS,
+        options: Here = HERE,
     ) -> None:
         """Compiles nothing yet.
 
@@ -86,21 +84,21 @@ class Sampler:
           recipe: static.
           mesh: where responses are sampled; `home` brings nothing anywhere.
           home: the policy's mesh, where responses are wanted.
-          base: the parameters that adapters adapt, brought to the mesh now.
-          storage: dtype of the parameters while they are sampled with; not for
-            adapters.
-          cache: how keys and values are kept.
-          cache_pages: pages that rows share for them, of all shares of the rows
-            together; None gives each row columns of its own.
-          page_size: columns of a page.
-          prefill_chunk: columns of prompts at a time; None is all.
+          frozen: of which the base is read, brought to the mesh now, and by a recipe of
+            mixtures the reference.
+          options: dtype of the parameters while they are sampled with, and how keys and
+            values are kept.
+
+        Raises:
+          InputError: pages cannot be on the mesh.
         """
+        check_pages(options, recipe=recipe, mesh=mesh)
         model = dataclasses.replace(
             recipe.model,
-            cache=cache,
-            cache_pages=cache_pages,
-            page_size=page_size,
-            prefill_chunk=prefill_chunk,
+            cache=options.cache,
+            cache_pages=options.cache_pages,
+            page_size=options.page_size,
+            prefill_chunk=options.prefill_chunk,
         )
         recipe = dataclasses.replace(recipe, model=model)
         self._sample = jax.jit(
@@ -109,18 +107,19 @@ class Sampler:
         self._mesh, self._home = mesh, home
         self.threaded = threaded(mesh, home=home)
         self._store = None
-        if storage != frozen_models.COPY:
+        if options.dtype != "float32":
             self._store = jax.jit(
                 functools.partial(
                     sharding.on(home, store),
-                    dtype=storage.dtype,
-                    embeddings=storage.embeddings,
+                    dtype=options.dtype,
+                    embeddings=options.embeddings,
                     vectors="float32",
                 )
             )
+        base = frozen.base
         if base is not None and mesh is not home:
             base = sharding.place(base, mesh=mesh)
-        self._base = base
+        self._frozen = dataclasses.replace(frozen, base=base)
 
     def __call__(
         self,
@@ -181,11 +180,54 @@ class Sampler:
         """
         if self._mesh is self._home:
             return self._sample(
-                policy, prompts=prompts, key=key, base=self._base, version=version
+                policy, prompts=prompts, key=key, frozen=self._frozen, version=version
             )
         policy, key, version = sharding.place((policy, key, version), mesh=self._mesh)
         prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
         rollout = self._sample(
-            policy, prompts=prompts, key=key, base=self._base, version=version
+            policy, prompts=prompts, key=key, frozen=self._frozen, version=version
         )
         return row_sharding.put_rows(rollout, mesh=self._home)
+
+
+def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
+    """Checks that pages of keys and values can be on a mesh.
+
+    Raises:
+      InputError: they cannot; says why.
+    """
+    pages, size = options.cache_pages, options.page_size
+    if pages is None:
+        return
+    if recipe.continuous_batching is None:
+        raise InputError(
+            f"--sampler: expected --continuous-batching with cache_pages, whose "
+            f"finished responses free their pages, got {pages} without; give both, or "
+            f"leave it out"
+        )
+    sizes = dict(mesh.shape)
+    if any(sizes.get(axis, 1) > 1 for axis in ("fsdp", axes.CONTEXT_AXIS)):
+        raise InputError(
+            f"--sampler: expected cache_pages on a mesh without fsdp and context, as "
+            f"data=2,tensor=4, whose devices with the same rows have all weights, got "
+            f"{sizes}; choose another --placement.sampler, or leave it out"
+        )
+    shares = sizes.get("data", 1)
+    for name, number in {
+        "cache_pages of --sampler": pages,
+        "--continuous-batching": recipe.continuous_batching,
+    }.items():
+        if number % shares:
+            raise InputError(
+                f"{name}: expected a multiple of {shares}, as each share of the rows "
+                f"has pages of its own, got {number}; change it, or choose another "
+                f"--placement.sampler"
+            )
+    # A prompt has one token or more, and the last token of a response is not run.
+    least = pages_of(recipe.max_new_tokens, size=size) * shares
+    if pages < least:
+        raise InputError(
+            f"--sampler: expected cache_pages of at least {least} pages of {size} "
+            f"columns, of which a response of {recipe.max_new_tokens} tokens may take "
+            f"{least // shares}, got {pages}; give more, or leave it out"
+        )

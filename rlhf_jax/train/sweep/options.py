@@ -17,6 +17,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
 from rlhf_jax.sweeps.declaration import Sweep
 from rlhf_jax.sweeps.planned import Planned
+from rlhf_jax.train.commands import RENAMED
 from rlhf_jax.train.trainers import TRAINERS, trainer
 
 
@@ -55,39 +56,44 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
     Raises:
       InputError: there is no such trainer or program, or it refuses a run's options.
     """
-    if sweep.trainer is None:
+    if sweep.program:
         if not Path(sweep.program[0]).exists():
             raise InputError(
                 f"program: expected a Python file or folder first, seen from "
                 f"{Path.cwd()}, got {sweep.program[0]}; start the sweep where it is"
             )
         return
-    if sweep.trainer not in TRAINERS:
-        raise InputError(
-            f"trainer: expected one of {', '.join(TRAINERS)}, got "
-            f"{sweep.trainer}; choose one, or give program"
-        )
-    module = trainer(sweep.trainer)
-    for run in runs:
-        if run.seed != sweep.seeds[0]:
-            continue
-        output = io.StringIO()
-        try:
-            with _quiet(output):
-                command_line.parse(
-                    module.Config,
-                    description=None,
-                    presets=vars(module).get("PRESETS"),
-                    prog=f"rlhf-jax {sweep.trainer}",
-                    argv=run.options,
-                )
-        except InputError as error:
-            raise InputError(f"{run.cell.name}: {error}") from error
-        except SystemExit:
+    first = [run for run in runs if run.seed == sweep.seeds[0]]
+    for run in first:
+        [name] = run.program
+        if name not in TRAINERS:
             raise InputError(
-                f"{run.cell.name}: expected options of rlhf-jax {sweep.trainer}, got "
-                f"{_reason(output.getvalue())}; --help-all lists them"
-            ) from None
+                f"trainer: expected one of {', '.join(TRAINERS)}, got {name}; choose "
+                f"one, or give program"
+            )
+    for run in first:
+        _check_run(run, *run.program)
+
+
+def _check_run(run: Planned, name: str) -> None:
+    module, output = trainer(name), io.StringIO()
+    try:
+        with _quiet(output):
+            command_line.parse(
+                module.Config,
+                description=None,
+                presets=vars(module).get("PRESETS"),
+                renamed=RENAMED,
+                prog=f"rlhf-jax {name}",
+                argv=run.options,
+            )
+    except InputError as error:
+        raise InputError(f"{run.cell.name}: {error}") from error
+    except SystemExit:
+        raise InputError(
+            f"{run.cell.name}: expected options of rlhf-jax {name}, got "
+            f"{_reason(output.getvalue())}; --help-all lists them"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from rlhf_jax.algorithms.policy_gradient.iteration import iteration, sample
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD, Penalty
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import frozen
 
 STUDENT, TEACHER = tiny.params(tiny.GPT2), tiny.params(tiny.LLAMA, seed=1)
@@ -94,7 +95,7 @@ def divergence(recipe, q, p):
 
 def loss_of(recipe, experience, *, teacher=FROZEN):
     _, loss = recipe.minibatch_loss(
-        experience, kl_coef=jnp.float32(BETA), base=None, reference=teacher
+        experience, kl_coef=jnp.float32(BETA), frozen=FrozenModels(reference=teacher)
     )
     return lambda params: loss((params, None), experience)
 
@@ -119,7 +120,7 @@ def ways():
             max_new_tokens=R,
             temperature=0.7,
         )
-        ahead = dataclasses.replace(experience, teacher_hidden=states.hidden)
+        ahead = dataclasses.replace(experience, ref_hidden=states.hidden)
         rewarded = dataclasses.replace(BASE, rewarded=True)
 
         def policy_alone(params):
@@ -256,7 +257,7 @@ def test_an_iteration_is_the_same_wherever_the_teacher_runs(penalty):
         functools.partial(
             iteration, reward=lambda rollout: jnp.zeros(8, jnp.float32), recipe=recipe
         )
-    )(train, prompts=prompts, reference=FROZEN, key=key)
+    )(train, prompts=prompts, frozen=FrozenModels(reference=FROZEN), key=key)
     rollout = jax.jit(functools.partial(sample, recipe=recipe))(
         STUDENT, prompts=prompts, key=key
     )
@@ -268,7 +269,12 @@ def test_an_iteration_is_the_same_wherever_the_teacher_runs(penalty):
             distill.learn, recipe=dataclasses.replace(recipe, micro_batch_size=size)
         )
         before, other, scored_before = jax.jit(program)(
-            train, rollout=rollout, scores=None, head=head(), states=states, key=key
+            train,
+            rollout=rollout,
+            scores=None,
+            frozen=FrozenModels(reference=head()),
+            ref_output=states,
+            key=key,
         )
         for ours, theirs in zip(
             jax.tree.leaves(before.policy), jax.tree.leaves(within.policy), strict=True
@@ -383,8 +389,8 @@ def test_no_array_is_over_tokens_and_vocabulary(divergence):
             train,
             rollout=rollout,
             scores=None,
-            head=teacher,
-            states=states,
+            frozen=FrozenModels(reference=teacher),
+            ref_output=states,
             key=key,
             recipe=recipe,
         )
@@ -416,40 +422,6 @@ def test_no_array_is_over_tokens_and_vocabulary(divergence):
     assert program.memory_analysis().temp_size_in_bytes < 4 * forbidden
 
 
-@pytest.mark.parametrize("scores", [None, jnp.asarray([1.0, 2.0, 3.0])])
-def test_what_an_iteration_hands_on(scores, monkeypatch):
-    """Nothing is computed here: without a reward all scores are 0."""
-    seen = {}
-
-    def experienced(state, **options):
-        seen["experience"] = options
-        return state, BASE.experience(scored(), kl_coef=BETA)[0], {}, scored()
-
-    def updated(state, **options):
-        seen["update"] = options
-        return state, {}
-
-    monkeypatch.setattr(distill.iteration, "make_experience", experienced)
-    monkeypatch.setattr(distill.iteration, "update", updated)
-    hidden = jnp.zeros((3, P + R, 8))
-    distill.learn(
-        None,
-        rollout=scored().rollout,
-        scores=scores,
-        head=FROZEN,
-        states=distill.TeacherStates(hidden, jnp.full(MASK.shape, -3.0)),
-        key=jax.random.key(0),
-        recipe=BASE,
-        base=FROZEN,
-    )
-    expected = [0, 0, 0] if scores is None else [1, 2, 3]
-    np.testing.assert_array_equal(seen["experience"]["scores"], expected)
-    assert float(seen["experience"]["ref_logprobs"][0, 0]) == -3
-    assert seen["experience"]["base"] is seen["update"]["base"] is FROZEN
-    assert seen["update"]["reference"] is FROZEN
-    assert seen["update"]["experience"].teacher_hidden is hidden
-
-
 def test_counts_are_those_of_the_minibatch(monkeypatch):
     """A part of it is told them too, and a row without a response is none."""
     told = {}
@@ -461,11 +433,13 @@ def test_counts_are_those_of_the_minibatch(monkeypatch):
     monkeypatch.setattr(distill.recipe, "distillation_loss", recorded)
     mask = jnp.asarray(RESPONSE).at[1].set(False)
     minibatch = types.SimpleNamespace(response_mask=mask)
-    _, loss = BASE.minibatch_loss(minibatch, kl_coef=0.3, base=None, reference=FROZEN)
+    _, loss = BASE.minibatch_loss(
+        minibatch, kl_coef=0.3, frozen=FrozenModels(reference=FROZEN)
+    )
     loss((STUDENT, None), types.SimpleNamespace(response_mask=mask[:1]))
     assert (told["num_tokens"], told["num_responses"]) == (5.0, 2.0)
     assert (told["kl_coef"], told["recipe"]) == (0.3, BASE)
-    assert told["teacher"] is FROZEN
+    assert told["frozen"].reference is FROZEN
 
 
 def test_the_divergence_reads_the_columns_of_the_response(monkeypatch):
@@ -491,8 +465,7 @@ def test_the_divergence_reads_the_columns_of_the_response(monkeypatch):
         num_tokens=jnp.float32(RESPONSE.sum()),
         num_responses=jnp.float32(3),
         recipe=BASE,
-        base=None,
-        teacher=FROZEN,
+        frozen=FrozenModels(reference=FROZEN),
     )
     assert told["first_column"] == P
     assert told["temperature"] == 0.7

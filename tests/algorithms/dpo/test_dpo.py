@@ -377,7 +377,6 @@ def test_references_that_are_missing_or_would_not_be_read(packed, reference):
         ({"kind": "slic"}, "kind: expected one of"),
         ({"kind": "hinge", "label_smoothing": 0.1}, "0 with kind 'hinge'"),
         ({"label_smoothing": 0.6}, "from 0 to below 0.5"),
-        ({"kind": "ipo", "reference_free": True}, "sigmoid, robust or hinge without"),
         ({"temperature": 0.0}, "temperature: expected"),
         ({"token_mean": True}, "token_mean: expected False with kind 'sigmoid'"),
         (
@@ -397,19 +396,24 @@ def test_references_that_are_missing_or_would_not_be_read(packed, reference):
             "undesirable_weight: expected none with kind 'simpo'",
         ),
         ({"kind": "kto", "desirable_weight": 0.0}, "desirable_weight: expected a fin"),
-        (
-            {"kind": "kto", "reference_free": True},
-            "False with kind 'kto', whose rewards are log-ratios",
-        ),
-        (
-            {"kind": "orpo", "reference_free": True},
-            "False with kind 'orpo', which has no reference anyway",
-        ),
     ],
 )
 def test_recipes_that_are_none(change, message):
     with pytest.raises(InputError, match=message):
         dpo.DPORecipe(**change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ipo", "sigmoid, robust or hinge without"),
+        ("kto", "False with kind 'kto', whose rewards are log-ratios"),
+        ("orpo", "False with kind 'orpo', which has no reference anyway"),
+    ],
+)
+def test_kinds_that_cannot_leave_the_reference_out(kind, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(ALGORITHM, kind=kind, reference_free=True)
 
 
 def test_pairs_are_measured_against_the_base_of_adapters(packed, monkeypatch):

@@ -15,6 +15,7 @@ from rlhf_jax.algorithms import batch
 from rlhf_jax.algorithms.flow import further, score
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference.further import Further
 
 MASK = np.array([[0, 0, 1, 1, 1], [0, 0, 1, 1, 0]], bool)
@@ -58,7 +59,7 @@ def test_the_kl_to_each_is_of_the_episodes_that_began():
     of_one = dataclasses.replace(
         of_two,
         rollout=dataclasses.replace(of_two.rollout, response_mask=alone),
-        turn_rewards=jnp.zeros(MASK.shape, jnp.float32),
+        kept=jnp.asarray([True, False]),
     )
     found, _ = further.add(of_one, further=REFERENCES, penalty=IN_REWARD, **SHAPE)
     total, count = found.kl_stats["objective/kl_b"]
@@ -126,7 +127,7 @@ KEY = jax.random.key(3)
 ROLLOUT = functools.cache(lambda: toys.sampled(toys.params(), lengths=(4, 4, 2, 2)))
 
 
-def learned(recipe, kl_coef, **references):
+def learned(recipe, kl_coef, **frozen_models):
     learn = toys.jit(functools.partial(ppo.learn, recipe=recipe))
     return learn(
         state.grpo_state(
@@ -139,7 +140,7 @@ def learned(recipe, kl_coef, **references):
         ),
         scores=jnp.array([1.0, 0.0, -1.0, 2.0], jnp.float32),
         key=KEY,
-        **references,
+        frozen=FrozenModels(**frozen_models),
     )
 
 
@@ -159,10 +160,10 @@ def test_an_iteration_hands_them_on_to_the_loss():
         kl=kl_control.fixed(0.3),
     )
     train = jax.eval_shape(lambda policy: start(policy=policy), params)
-    references = {
-        "reference": jax.eval_shape(frozen.freeze, params),
-        "further": {"b": Further(other, weight=0.5)},
-    }
+    models = FrozenModels(
+        reference=jax.eval_shape(frozen.freeze, params),
+        further={"b": Further(other, weight=0.5)},
+    )
     _, stats, _ = jax.eval_shape(
         functools.partial(
             grpo.iteration,
@@ -172,7 +173,7 @@ def test_an_iteration_hands_them_on_to_the_loss():
             key=KEY,
         ),
         train,
-        **references,
+        frozen=models,
     )
     assert "objective/kl_b" in stats
     assert {"loss/kl", "loss/kl_overflowfrac"} <= set(stats)
@@ -181,7 +182,7 @@ def test_an_iteration_hands_them_on_to_the_loss():
         train,
         rollout=scored().rollout,
         scores=jax.ShapeDtypeStruct((2,), jnp.float32),
-        **references,
+        frozen=models,
     )
     assert experience.further["b"].logprobs.shape == MASK.shape
     assert experience.further["b"].weight == 0.5

@@ -15,6 +15,7 @@ from rlhf_jax import batch, grpo, kl_control, masked, policy, rewards, state
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LR = 0.1
@@ -63,7 +64,7 @@ def run(reward=even):
     return iterate(
         fresh(),
         prompts=groups(),
-        reference=toys.freeze(OTHER),
+        frozen=FrozenModels(reference=toys.freeze(OTHER)),
         reward=reward,
         key=KEY,
         recipe=BASE,
@@ -298,7 +299,7 @@ def test_an_iteration_moves_the_policy_towards_the_reward(usual):
         current, stats, _ = iterate(
             current,
             prompts=groups(),
-            reference=toys.freeze(POLICY),
+            frozen=FrozenModels(reference=toys.freeze(POLICY)),
             reward=even,
             key=jax.random.fold_in(KEY, number),
             recipe=BASE,
@@ -341,7 +342,7 @@ def test_the_published_recipe_learns():
         current, stats, _ = iterate(
             current,
             prompts=groups(),
-            reference=toys.freeze(POLICY),
+            frozen=FrozenModels(reference=toys.freeze(POLICY)),
             reward=even,
             key=jax.random.fold_in(KEY, number),
             recipe=settings,
@@ -363,7 +364,7 @@ def test_without_a_reference_no_kl_is_taken():
         functools.partial(grpo.iteration, recipe=BASE),
         fresh(kl_coef=0.0),
         prompts=groups(),
-        reference=None,
+        frozen=NO_MODELS,
         reward=even,
         key=KEY,
     )
@@ -395,7 +396,7 @@ def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
         functools.partial(grpo.iteration, recipe=settings),
         fresh(),
         prompts=groups(),
-        reference=toys.freeze(OTHER),
+        frozen=FrozenModels(reference=toys.freeze(OTHER)),
         reward=even,
         key=KEY,
     )
@@ -413,7 +414,7 @@ def test_the_parts_of_a_reward_are_logged_by_name():
         functools.partial(grpo.iteration, recipe=BASE),
         fresh(),
         prompts=groups(),
-        reference=toys.freeze(OTHER),
+        frozen=FrozenModels(reference=toys.freeze(OTHER)),
         reward=rewards.weighted(parts),
         key=KEY,
     )
@@ -460,7 +461,7 @@ def test_a_state_with_a_critic_is_refused(scored):
         scored, kl_coef=0.3, group_size=4, baseline="group", normalise=None
     )
     other = dataclasses.replace(fresh(), critic=POLICY, critic_opt=())
-    with pytest.raises(InputError, match="a critic where it has none"):
+    with pytest.raises(InputError, match="expected a state without a critic"):
         grpo.update(other, experience=seen, key=KEY, recipe=BASE)
 
 

@@ -19,6 +19,7 @@ from rlhf_jax.algorithms.policy_gradient import loss as policy_gradient_loss
 from rlhf_jax.algorithms.ppo.recipe import Recipe
 from rlhf_jax.functional import advantages
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.rewards.normalisation import no_moments
 
 RECIPES = {
@@ -269,7 +270,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
             kl=kl_control.fixed(0.1),
         ),
         prompts=prompts,
-        reference=toys.freeze(toys.params(seed=3)),
+        frozen=FrozenModels(reference=toys.freeze(toys.params(seed=3))),
         reward=jax.tree_util.Partial(lambda rollout: jnp.arange(4.0)),
         key=jax.random.key(0),
     )
@@ -306,7 +307,9 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
         state.grpo_state(
             policy=toys.params(),
             policy_optimizer=recipe.policy_optimizer,
-            kl=kl_control.adaptive(0.1, target=2.0, unit="response", horizon=1000),
+            kl=kl_control.Adaptive(
+                target=2.0, unit="response", horizon=1000
+            ).controller(0.1),
         ),
         experience=found,
         key=jax.random.key(0),

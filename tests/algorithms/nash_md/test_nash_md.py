@@ -15,6 +15,7 @@ from rlhf_jax import kl_control, masked, state
 from rlhf_jax.algorithms import nash_md
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.frozen_models import FrozenModels
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MASK = np.array([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]], bool)
@@ -115,7 +116,7 @@ def test_an_iteration_learns_from_its_own_rows_alone():
     after, stats, done = toys.jit(nash_md.iteration, static_argnames="recipe")(
         train,
         prompts=prompts,
-        reference=reference,
+        frozen=FrozenModels(reference=reference),
         reward=jax.tree_util.Partial(
             lambda rollout: rollout.response_mask.sum(axis=1).astype(jnp.float32)
         ),
@@ -162,54 +163,25 @@ def test_rows_of_the_policy_and_of_the_mixture_take_turns(monkeypatch):
     monkeypatch.setattr(nash_md.recipe.flow.rollout, "rollout", ours)
     monkeypatch.setattr(nash_md.recipe.mixture, "generate", mixed)
     reference = toys.freeze(toys.params(seed=1))
-    options = {"prompts": prompts, "key": jax.random.key(0), "recipe": BASE}
-    rollout = nash_md.sample(toys.params(), reference, **options)
+    options = {
+        "frozen": FrozenModels(reference=reference),
+        "prompts": prompts,
+        "key": jax.random.key(0),
+        "recipe": BASE,
+    }
+    rollout = nash_md.sample(toys.params(), **options)
     np.testing.assert_array_equal(rollout.tokens[:, :2], prompts.tokens)
     np.testing.assert_array_equal(rollout.index, prompts.index)
     np.testing.assert_array_equal(rollout.sample, prompts.sample)
     np.testing.assert_array_equal(rollout.old_logprobs[:, 0], [-1, -2, -1, -2])
     assert rollout.version is None
-    stamped = nash_md.sample(toys.params(), reference, **options, version=jnp.int32(7))
+    stamped = nash_md.sample(toys.params(), **options, version=jnp.int32(7))
     np.testing.assert_array_equal(stamped.version, np.full((4, 3), 7))
     odd = jax.tree.map(lambda x: x[:3], prompts)
     with pytest.raises(InputError, match="2"):
-        nash_md.sample(
-            toys.params(), reference, prompts=odd, key=jax.random.key(0), recipe=BASE
-        )
+        nash_md.sample(toys.params(), **options | {"prompts": odd})
 
 
-def test_an_iteration_samples_scores_and_learns(monkeypatch):
-    """What is handed on; nothing is sampled or learned."""
-    told = {}
-
-    def sample(policy, reference, **options):
-        told["sample"] = (policy, reference, options)
-        return "rollout"
-
-    def learn(train, **options):
-        told["learn"] = (train, options)
-        return "next"
-
-    monkeypatch.setattr(nash_md.recipe, "sample", sample)
-    monkeypatch.setattr(nash_md.recipe.policy_gradient, "learn", learn)
-    train = types.SimpleNamespace(policy="policy", step="step")
-    shared = {"key": "key", "recipe": BASE, "base": "base"}
-    found = nash_md.iteration(
-        train,
-        prompts="prompts",
-        reference="reference",
-        reward=lambda rollout: (rollout, "scored"),
-        further="further",
-        **shared,
-    )
-    assert found == "next"
-    assert told["sample"] == (
-        "policy",
-        "reference",
-        shared | {"prompts": "prompts", "version": "step"},
-    )
-    outcome = {"rollout": "rollout", "scores": ("rollout", "scored")}
-    references = {"reference": "reference", "further": "further"}
-    assert told["learn"] == (train, shared | outcome | references)
+def test_what_it_asks_of_a_trainer():
     assert BASE.rows_per_prompt == 2
     assert BASE.leaves_out

@@ -18,6 +18,7 @@ from rlhf_jax import kl_control, masked, online_dpo, state
 from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.online_dpo import pairs as pairs_of
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.frozen_models import NO_MODELS
 
 BETA, RATE = 0.3, 0.1
 ROWS, COLUMNS = 8, 5
@@ -61,16 +62,17 @@ def scored(scores=SCORES, ref=REF):
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch):
     def logprobs(params, *, model, tokens, mask, temperature):
-        return params.reshape(-1)[tokens]
+        return params.reshape(-1)[tokens], None
 
-    monkeypatch.setattr(pairs_of, "policy", types.SimpleNamespace(logprobs=logprobs))
+    model = types.SimpleNamespace(logprobs_and_entropy=logprobs)
+    monkeypatch.setattr(pairs_of, "policy", model)
 
 
 def updated(recipe, given, rows=None):
     """(the table after a step, stats), all pairs in one step of `rows` at a time."""
     experience, stats = recipe.experience(given, kl_coef=jnp.float32(BETA))
     minibatch, loss = recipe.minibatch_loss(
-        experience, kl_coef=jnp.float32(BETA), base=None, reference=None
+        experience, kl_coef=jnp.float32(BETA), frozen=NO_MODELS
     )
     (slope, _), more = state.accumulate(
         loss, (jnp.asarray(TABLE), None), minibatch, micro_batch_size=rows
@@ -125,6 +127,12 @@ def test_an_update_is_dpo_s_of_the_ranked_samples(recipe, pairs, kept):
     both = [row for i in range(len(pairs)) for row in pairs[i]]
     far = np.abs(np.float64(TABLE) - OLD)[both][MASK[both]]
     assert stats["policy/sampler_mismatch"] == pytest.approx(far.mean(), rel=1e-5)
+    given = scored()
+    experience, _ = recipe.experience(given, kl_coef=jnp.float32(BETA))
+    assert experience.members.tolist() == [[*pair] for pair in pairs]
+    np.testing.assert_array_equal(
+        experience.laid_out(given.rollout.tokens), experience.tokens
+    )
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ import toys
 
 from rlhf_jax.algorithms import batch, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import algorithm, loss, ptx_texts
+from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.functional.kl.target_coefficients import adaptive
 from rlhf_jax.models import packing
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.further import Further
 
 ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
@@ -46,7 +47,7 @@ def fresh(*, target=1 / 11, unit="token"):
     return state.grpo_state(
         policy={"w": jnp.zeros(())},
         policy_optimizer=BASE.policy_optimizer,
-        kl=adaptive(0.3, target=target, unit=unit, horizon=30),
+        kl=Adaptive(target=target, unit=unit, horizon=30).controller(0.3),
     )
 
 
@@ -74,7 +75,7 @@ def test_counts_are_those_of_the_minibatch(monkeypatch):
 
     monkeypatch.setattr(algorithm, "policy_terms", terms)
     minibatch = SimpleNamespace(response_mask=MASK)
-    _, of_part = BASE.minibatch_loss(minibatch, kl_coef=0.3, base=None, reference=None)
+    _, of_part = BASE.minibatch_loss(minibatch, kl_coef=0.3, frozen=NO_MODELS)
     of_part((None, None), SimpleNamespace(response_mask=MASK[:1]))
     assert (told["num_tokens"], told["num_responses"]) == (7.0, 2.0)
     assert told["num_tokens"].dtype == told["num_responses"].dtype == jnp.float32
@@ -135,7 +136,7 @@ def read(monkeypatch):
     logprobs = stands_for("logprobs_from_hidden", (zeros, zeros))
     monkeypatch.setattr(loss, "logprobs_from_hidden", logprobs)
     monkeypatch.setattr(loss, "exact_kl", stands_for("exact_kl", zeros))
-    monkeypatch.setattr(loss.frozen, "read", lambda reference: reference)
+    monkeypatch.setattr(loss, "read", lambda reference: reference)
     return options
 
 
@@ -158,12 +159,15 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
                 zeros,
             ),
             further={},
+            sampled=None,
         ),
         kl_coef=0.3,
         num_tokens=jnp.float32(7),
         num_responses=jnp.float32(2),
         recipe=dataclasses.replace(BASE, penalty=penalty),
-        reference=SimpleNamespace(model=None),  # of the policy's shape
+        frozen=FrozenModels(
+            reference=SimpleNamespace(model=None)
+        ),  # of the policy's shape
     )
     assert read["hidden_states"]["first_column"] == 1  # it predicts column 2
     assert read["logprobs_from_hidden"]["first_column"] == 2
@@ -206,6 +210,7 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
                 behaviour_logprobs=zeros,
                 advantages=zeros,
                 ref_logprobs=jnp.where(MASK, 0.4, 0.0),
+                sampled=None,
                 further={
                     name: Further(None, jnp.where(MASK, 1.2, 0.0), 0.5)
                     for name in further
@@ -217,8 +222,10 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
             recipe=dataclasses.replace(
                 BASE, penalty=Penalty(estimator, placement="loss")
             ),
-            reference=first,
-            further={name: Further(other, None, 0.5) for name in further},
+            frozen=FrozenModels(
+                reference=first,
+                further={name: Further(other, None, 0.5) for name in further},
+            ),
         )
 
     kl, kl_b = (0.08, 0.72) if estimator == "k2" else (0.2, 0.6)
@@ -293,13 +300,61 @@ def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(
         num_values=8.0,
         num_responses=2.0,
         recipe=SimpleNamespace(shared_trunk=False),
-        base="base",
+        frozen=FrozenModels(base="base"),
         **counts,
     )
     assert float(total) == 2.5
     assert stats.keys() == {"loss/value", "loss/policy"}
-    assert (told["base"], told["experience"]) == ("base", "experience")
+    assert (told["frozen"].base, told["experience"]) == ("base", "experience")
     assert (told["num_values"], told["num_valued"]) == (8.0, valued)
+
+
+def test_what_an_iteration_hands_on(monkeypatch):
+    """To the sampler the state's step as version; to `learn` what the reward saw."""
+    iteration, calls = import_module(ITERATION), {}
+
+    def sampled(policy, **options):
+        calls["sample"] = (policy, options)
+        return "rollout"
+
+    def learned(train, **options):
+        calls["learn"] = (train, options)
+        return "next"
+
+    monkeypatch.setattr(iteration, "sample", sampled)
+    monkeypatch.setattr(iteration, "learn", learned)
+    train = SimpleNamespace(policy="policy", step="step")
+    shared = {"key": "key", "recipe": BASE, "frozen": "frozen"}
+    options = {"prompts": "prompts", "ptx": "ptx"}
+    reward = lambda rollout: (rollout, "scored")  # noqa: E731
+    assert iteration.iteration(train, reward=reward, **options, **shared) == "next"
+    of_sample = shared | {"prompts": "prompts", "version": "step"}
+    assert calls["sample"] == ("policy", of_sample)
+    outcome = {"rollout": "rollout", "scores": ("rollout", "scored"), "ptx": "ptx"}
+    assert calls["learn"] == (train, shared | outcome)
+    iteration.iteration(train, reward=None, **options, **shared)
+    assert calls["learn"][1]["scores"] is None
+
+
+def test_without_a_reward_every_score_is_0():
+    """Of distillation by a teacher alone."""
+    _, _, stats, scored = import_module(ITERATION).make_experience(
+        fresh(),
+        rollout=batch.Rollout(
+            tokens=EXPERIENCE.tokens,
+            mask=EXPERIENCE.mask,
+            response_mask=MASK,
+            old_logprobs=ZEROS,
+            entropy=ZEROS,
+            index=jnp.arange(3, dtype=jnp.int32),
+            sample=jnp.arange(3, dtype=jnp.int32),
+        ),
+        scores=None,
+        frozen=NO_MODELS,
+        recipe=BASE,
+    )
+    np.testing.assert_array_equal(scored.scores, [0, 0, 0])
+    assert [float(x) for x in stats["objective/scores"]] == [0.0, 3.0]
 
 
 def test_what_learn_hands_on(monkeypatch):
@@ -317,17 +372,16 @@ def test_what_learn_hands_on(monkeypatch):
 
     monkeypatch.setattr(iteration, "make_experience", experienced)
     monkeypatch.setattr(iteration, "update", updated)
-    names = ("rollout", "scores", "reference", "ref_logprobs", "values", "base")
-    options = {name: object() for name in (*names, "ptx", "packing", "further")}
+    names = ("rollout", "scores", "frozen", "ref_output", "values", "packing")
+    options = {name: object() for name in (*names, "ptx")}
     key = jax.random.key(3)
     found = iteration.learn("start", key=key, recipe=BASE, **options)
     assert found == ("next", {"a": (1.0, 1.0), "b": (2.0, 1.0)}, "scored")
-    shared = ("reference", "base", "packing", "further")
-    told = {name: options[name] for name in (*names, "packing", "further")}
-    assert seen["experience"] == told | {"recipe": BASE}
+    passed = {name: options[name] for name in names}
+    assert seen["experience"] == passed | {"recipe": BASE}
     again = seen["update"].pop("key")
     assert seen["update"] == {
-        **{name: options[name] for name in (*shared, "ptx")},
+        **{name: options[name] for name in ("frozen", "packing", "ptx")},
         "recipe": BASE,
         "experience": "experience",
     }
@@ -337,8 +391,7 @@ def test_what_learn_hands_on(monkeypatch):
 
 
 def test_without_a_critic_no_state_has_a_value():
-    assert BASE.values_the_end is False
-    assert BASE.critic_update is None
+    assert BASE.critic is None
 
 
 @pytest.mark.parametrize("rows", [None, 1, 3])
@@ -359,7 +412,7 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
 
     monkeypatch.setattr(ptx_texts.sft, "loss", loss)
     params = {"w": jnp.float32(3)}
-    found, stats = ptx_texts.gradient(params, texts, recipe=recipe, base=None)
+    found, stats = ptx_texts.gradient(params, texts, recipe=recipe, frozen=NO_MODELS)
     assert float(found["w"]) == 0.5
     assert [float(x) for x in stats["loss/ptx"]] == [12.0, 4.0]
 
@@ -408,9 +461,9 @@ def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
         fresh(),
         rollout=rollout,
         scores=jnp.asarray([1.0, 2.0, 3.0]),
-        reference=None,
+        frozen=NO_MODELS,
         recipe=BASE,
-        ref_logprobs=given,
+        ref_output=batch.ReferenceOutput(given),
     )
     np.testing.assert_array_equal(scored.ref_logprobs, given)
     np.testing.assert_array_equal(experience.ref_logprobs, given)
@@ -435,7 +488,7 @@ def test_statistics_of_the_objective_are_of_the_rows_that_are_reported():
             sample=jnp.arange(3, dtype=jnp.int32),
         ),
         scores=jnp.asarray([1.5, 2.0, 3.0]),
-        reference=None,
+        frozen=NO_MODELS,
         recipe=FirstRow(**vars(BASE)),
     )
     assert [float(x) for x in stats["objective/scores"]] == [1.5, 1.0]

@@ -24,6 +24,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.models.packing import at_size
+from rlhf_jax.roles.frozen_models import FrozenModels
 
 KEY = jax.random.key(9)
 PROMPTS, SIZE, ROWS = 4, 10, 8
@@ -136,7 +137,7 @@ def learned(packed):
         start,
         rollout=rollout(),
         scores=jnp.asarray(np.linspace(-1, 1, ROWS), jnp.float32),
-        reference=toys.freeze(toys.params(seed=5)),
+        frozen=FrozenModels(reference=toys.freeze(toys.params(seed=5))),
         key=KEY,
         recipe=EXACT,
         packing=packed,
@@ -196,7 +197,12 @@ def updated(recipe, policy, packed, *, base=None, mesh=None, batched=None):
         batched = row_sharding.put_rows(batched, mesh=mesh)
         run = jax.jit(sharding.on(mesh, grpo.update), static_argnames=("recipe",))
     after, stats = run(
-        start, experience=batched, key=KEY, recipe=recipe, base=base, packing=packed
+        start,
+        experience=batched,
+        key=KEY,
+        recipe=recipe,
+        frozen=FrozenModels(base=base),
+        packing=packed,
     )
     return moved(jax.device_get(after.policy), policy), stats
 

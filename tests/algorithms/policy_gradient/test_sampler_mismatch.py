@@ -27,6 +27,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.functional.kl.penalty import UNBIASED_K3
 from rlhf_jax.functional.off_policy.importance import Correction
+from rlhf_jax.roles.frozen_models import NO_MODELS
 
 CAP = 1.5
 
@@ -242,7 +243,7 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
             start,
             rollout=rollout,
             scores=jnp.asarray([1.0, 2.0, 3.0, 6.0], jnp.float32),
-            reference=None,
+            frozen=NO_MODELS,
             recipe=dataclasses.replace(recipe, **changed),
         )
         return made, masked.mean_stats(stats)

@@ -26,6 +26,7 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.further import Further
 
 KL_COEF = 0.3
@@ -114,7 +115,7 @@ def gradient_of(recipe, scored, params):
     """((loss, stats), gradient) of an experience of all rows."""
     made, _ = recipe.experience(scored, kl_coef=jnp.float32(KL_COEF))
     minibatch, loss = recipe.minibatch_loss(
-        made, kl_coef=jnp.float32(KL_COEF), base=None, reference=None
+        made, kl_coef=jnp.float32(KL_COEF), frozen=NO_MODELS
     )
     return jax.value_and_grad(lambda p: loss((p, p), minibatch), has_aux=True)(params)
 
@@ -161,7 +162,7 @@ def fresh(recipe):
         "policy_optimizer": recipe.policy_optimizer,
         "kl": kl_control.fixed(KL_COEF),
     }
-    if recipe.critic_update is None:
+    if recipe.critic is None:
         return state.grpo_state(**train)
     valued = jax.tree.map(jnp.copy, critic_params)
     return state.ppo_state(
@@ -175,10 +176,14 @@ def learned(rollout, scores, *, recipe):
     _, critic_params, reference = models()
     start = fresh(recipe)
     _, made, stats, scored = make_experience(
-        start, rollout=rollout, scores=scores, reference=reference, recipe=recipe
+        start,
+        rollout=rollout,
+        scores=scores,
+        frozen=FrozenModels(reference=reference),
+        recipe=recipe,
     )
     minibatch, loss = recipe.minibatch_loss(
-        made, kl_coef=jnp.float32(KL_COEF), base=None, reference=reference
+        made, kl_coef=jnp.float32(KL_COEF), frozen=FrozenModels(reference=reference)
     )
     of_loss = jax.value_and_grad(loss, has_aux=True)(
         (start.policy, critic_params), minibatch
@@ -398,7 +403,7 @@ def test_packed_rows_give_the_numbers_of_padded_ones(name, group_size):
         max_new_tokens=toy_turns.SIZE,
         width=18,
         columns=columns,
-        after_stop=recipe.values_the_end,
+        after_stop=recipe.critic.after_stop,
         group_size=group_size,
     )
     lengths = np.asarray(layouts.spans(rollout))
@@ -412,7 +417,7 @@ def test_packed_rows_give_the_numbers_of_padded_ones(name, group_size):
             start,
             rollout=rollout,
             scores=of_turns(),
-            reference=models()[2],
+            frozen=FrozenModels(reference=models()[2]),
             key=KEY,
             recipe=recipe,
             packing=each,
@@ -486,7 +491,10 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
         index=toys.array(np.arange(6) // 3, np.int32),
     )
     scored = dataclasses.replace(
-        scored, rollout=rollout, turn_rewards=jnp.zeros_like(scored.turn_rewards)
+        scored,
+        rollout=rollout,
+        turn_rewards=jnp.zeros_like(scored.turn_rewards),
+        kept=jnp.asarray(begun),
     )
     recipe = grpo.GRPO(**SHAPE, group_size=3, baseline=baseline, normalise=None)
     made, group_stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
@@ -506,11 +514,11 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
     spread = np.std([1, 4], ddof=1) + np.std([2, 0, 5], ddof=1)
     np.testing.assert_allclose(group_stats["group/std"], (spread, 2), rtol=1e-6)
     # Of a group of which one episode began there is no deviation.
-    begun = jnp.asarray(np.isin(np.arange(6), [0, 3, 4, 5]))[:, None]
+    begun = jnp.asarray(np.isin(np.arange(6), [0, 3, 4, 5]))
     rollout = dataclasses.replace(
-        rollout, response_mask=jnp.asarray(SAMPLED, bool) & begun
+        rollout, response_mask=jnp.asarray(SAMPLED, bool) & begun[:, None]
     )
-    alone = dataclasses.replace(scored, rollout=rollout)
+    alone = dataclasses.replace(scored, rollout=rollout, kept=begun)
     _, group_stats = recipe.experience(alone, kl_coef=jnp.float32(0.0))
     spread = np.std([2, 0, 5], ddof=1)
     np.testing.assert_allclose(group_stats["group/std"], (spread, 1), rtol=1e-6)
@@ -525,8 +533,10 @@ def test_an_episode_that_never_began_is_in_no_moment():
         rollout=dataclasses.replace(
             rollout, response_mask=toys.array(SAMPLED & begun[:, None], bool)
         ),
-        scores=dataclasses.replace(scores, turns=jnp.zeros_like(scores.turns)),
-        reference=None,
+        scores=dataclasses.replace(
+            scores, turns=jnp.zeros_like(scores.turns), left_out=jnp.asarray(~begun)
+        ),
+        frozen=NO_MODELS,
         recipe=recipe,
     )
     counted = np.asarray(scores.total)[begun]
@@ -554,7 +564,7 @@ def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
         reference=models()[2],
         critic=None,
         critic_model=None,
-        turn_rewards=jnp.zeros(begun.shape),
+        kept=begun.any(axis=1),
         **options,
     )
     beside = {"far": Further(models()[2], old - 0.25, 0.0)}
@@ -615,6 +625,6 @@ def test_responses_of_fixed_length_have_one_turn():
             fresh(recipe),
             rollout=toy_turns.rollout(),
             scores=of_turns(),
-            reference=None,
+            frozen=NO_MODELS,
             recipe=recipe,
         )

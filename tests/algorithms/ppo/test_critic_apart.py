@@ -22,6 +22,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.roles.critic import from_base
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 LR = 0.1
 POLICY = toys.params()
@@ -40,9 +41,7 @@ KEY = jax.random.key(9)
 OF_THE_CRITIC = {"loss/value", "value/clipfrac", "critic/grad_norm"}
 
 together = toys.jit(ppo.update, static_argnames=("recipe",))
-policy_alone = toys.jit(
-    functools.partial(ppo.update, critic_apart=True), static_argnames=("recipe",)
-)
+policy_alone = toys.jit(ppo.update, static_argnames=("recipe",))
 apart = toys.jit(critic_apart.update, static_argnames=("recipe",))
 
 
@@ -145,8 +144,7 @@ def test_beside_the_policy_s_loss_a_rejected_response_has_values_too(
     minibatch, loss = BASE.minibatch_loss(
         dataclasses.replace(experience, response_mask=kept),
         kl_coef=jnp.float32(0),
-        base=None,
-        reference=None,
+        frozen=NO_MODELS,
     )
     loss((None, None), minibatch)
     assert (int(told["num_responses"]), int(told["num_valued"])) == (3, 4)
@@ -199,8 +197,7 @@ def test_adapters_are_read_over_their_base_wherever_they_are_read():
         return train, ppo.iteration(
             train,
             prompts=prompts,
-            reference=base,
-            base=base,
+            frozen=FrozenModels(reference=base, base=base),
             reward=reward,
             key=key,
             recipe=recipe,
@@ -248,13 +245,7 @@ def test_what_needs_one_program_is_refused(experience, name, given):
     policy, critic = fresh_apart(settings)
     refused = pytest.raises(InputError, match=f"{name}: .*got {given}")
     with refused:
-        ppo.update(
-            policy,
-            experience=experience,
-            key=KEY,
-            recipe=settings,
-            critic_apart=True,
-        )
+        ppo.update(policy, experience=experience, key=KEY, recipe=settings)
     with refused:
         critic_apart.update(critic, experience=experience, key=KEY, recipe=settings)
     with refused:
@@ -276,7 +267,7 @@ def test_the_policy_is_never_trained_alone_by_accident(values, message):
             fresh_apart(BASE)[0],
             rollout=toys.sampled(POLICY),
             scores=jnp.zeros(4),
-            reference=None,
+            frozen=NO_MODELS,
             key=KEY,
             recipe=BASE,
             values=values,
@@ -351,7 +342,7 @@ def test_on_devices_of_its_own(place):
         donate_argnames=("state",),
     )
     update = toys.jit(
-        functools.partial(on(ppo.update), recipe=settings, critic_apart=True),
+        functools.partial(on(ppo.update), recipe=settings),
         donate_argnames=("state",),
     )
     devices = critic_devices.CriticDevices(
@@ -361,24 +352,31 @@ def test_on_devices_of_its_own(place):
     for step in range(3):
         key = jax.random.fold_in(KEY, step)
         whole, wanted, scored = iteration(
-            whole, prompts=prompts, reference=reference, key=key, base=base
+            whole,
+            prompts=prompts,
+            frozen=FrozenModels(reference=reference, base=base),
+            key=key,
         )
         key = place_home(key)
-        rollout = sample(policy.policy, prompts=home_prompts, key=key, base=home_base)
+        rollout = sample(
+            policy.policy,
+            prompts=home_prompts,
+            key=key,
+            frozen=FrozenModels(base=home_base),
+        )
         assert (rollout.tokens == scored.rollout.tokens).all()
         values = devices.values(critic, rollout=rollout)
         policy, experience, stats, _ = make_experience(
             policy,
             rollout=rollout,
             scores=jax.jit(reward)(rollout),
-            reference=home_reference,
+            frozen=FrozenModels(reference=home_reference, base=home_base),
             values=values,
-            base=home_base,
         )
         key = ppo.shuffle_key(key)
         critic, critic_stats = devices.update(critic, experience=experience, key=key)
         policy, update_stats = update(
-            policy, experience=experience, key=key, base=home_base
+            policy, experience=experience, key=key, frozen=FrozenModels(base=home_base)
         )
         found = masked.mean_stats(jax.device_get(stats | update_stats | critic_stats))
         wanted = masked.mean_stats(wanted)

@@ -17,11 +17,13 @@ import pytest
 import toys
 
 from rlhf_jax import batch, critic, kl_control, masked, policy, ppo, state
+from rlhf_jax.algorithms.batch import ReferenceOutput
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
 LR, KL_COEF, SIZE = 0.1, 0.1, 8
 POLICY = toys.params()
@@ -425,7 +427,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
         fresh(settings, critic=head, kl_coef=0.15),
         rollout=untruncated,
         scores=jnp.asarray(SCORES),
-        reference=REFERENCE,
+        frozen=FrozenModels(reference=REFERENCE),
         key=KEY,
         recipe=settings,
     )
@@ -471,7 +473,7 @@ def test_n_plus_by_hand(answered):
         fresh(settings, kl_coef=0.05),
         rollout=answered,
         scores=jnp.asarray(SCORES),
-        reference=REFERENCE,
+        frozen=FrozenModels(reference=REFERENCE),
         key=KEY,
         recipe=settings,
     )
@@ -535,7 +537,7 @@ def test_exact_kl_in_micro_batches_by_hand(answered, placement):
         fresh(kl_coef=0.5),
         rollout=answered,
         scores=jnp.asarray(SCORES),
-        reference=REFERENCE,
+        frozen=FrozenModels(reference=REFERENCE),
         key=KEY,
         recipe=settings,
     )
@@ -638,7 +640,7 @@ def kl_terms(answered):
             num_values=answered.response_mask.sum(dtype=jnp.float32),
             num_responses=jnp.float32(4),
             recipe=settings,
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
         )
         return loss + found.kl.sum(), (found.kl, masked.mean_stats(stats)["loss/kl"])
 
@@ -700,12 +702,12 @@ def test_exact_kl_needs_the_reference_itself(answered, given, placement):
             fresh(),
             rollout=answered,
             scores=jnp.asarray(SCORES),
-            reference=None,
-            ref_logprobs=answered.old_logprobs,
+            frozen=NO_MODELS,
+            ref_output=ReferenceOutput(answered.old_logprobs),
             key=KEY,
         )
     if placement != "reward":
-        with pytest.raises(checks.InputError, match="pass reference to update"):
+        with pytest.raises(checks.InputError, match="pass it in frozen, or choose k1"):
             jax.eval_shape(
                 functools.partial(ppo.update, recipe=settings),
                 fresh(),

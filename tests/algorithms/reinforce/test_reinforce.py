@@ -14,6 +14,7 @@ import toys
 from rlhf_jax import kl_control, masked, policy, state
 from rlhf_jax.algorithms import reinforce
 from rlhf_jax.algorithms.batch import Rollout, Scored
+from rlhf_jax.roles.frozen_models import FrozenModels
 
 KEY = jax.random.key(3)
 LR = 0.1
@@ -90,7 +91,10 @@ def test_an_update_is_one_step_up_the_policy_gradient():
         functools.partial(reinforce.iteration, recipe=settings, reward=score)
     )
     after, stats, scored = program(
-        start, prompts=toys.prompts(), reference=toys.freeze(OTHER), key=KEY
+        start,
+        prompts=toys.prompts(),
+        frozen=FrozenModels(reference=toys.freeze(OTHER)),
+        key=KEY,
     )
     rollout = scored.rollout
     mask = np.asarray(rollout.response_mask)

@@ -220,6 +220,26 @@ def test_a_user_s_words_stay_as_they_are(name, content):
     )
 
 
+@pytest.mark.parametrize("name", ["thinking", "byte level"])
+def test_an_observation_is_encoded_no_further_than_there_is_room(name, monkeypatch):
+    tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
+    encoder = TurnEncoder(tokenizer, stop_ids=stops, chat=name in CHATS)
+    control = min(contract(name).control.texts(stops[0]), key=len)
+    for observed in ("a b", control * 3, f"a {control} b", ""):
+        ids = encoder.observation(observed)
+        assert ids == encoder.observation(observed, room=len(ids))
+        if ids:
+            assert encoder.observation(observed, room=len(ids) - 1) is None
+    encode, asked = tokenization.encode, []
+    monkeypatch.setattr(
+        tokenization, "encode", lambda *a, **b: asked.append(a) or encode(*a, **b)
+    )
+    assert encoder.observation(control * 100, room=10) is None
+    few = len(asked)
+    assert len(encoder.observation(control * 100, room=10_000)) > 100
+    assert len(asked) - few > 5 * few
+
+
 @pytest.mark.parametrize("name", ZOO)
 @quickly
 @given(response=texts)

@@ -1,13 +1,12 @@
 """What a row says of how its texts are read: tools, options, control tokens by name."""
 
-import types
-
 import pytest
 import tokenizer_zoo
 
 from rlhf_jax.data import encoding, tokenization
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.grpo import questions
+from rlhf_jax.train import responses
+from rlhf_jax.train.config.prompts import AskedPrompts
 
 ZOO = tokenizer_zoo.zoo()
 CHAT = ZOO["chat"]
@@ -127,18 +126,17 @@ def test_a_row_may_ask_for_control_tokens_by_name():
 def test_the_run_s_own_template_holds_control_tokens_and_the_question_none():
     """Of --template; a question that says the same stays text."""
     reader = CHAT.tokenizer
-    options = types.SimpleNamespace(
-        template="<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
-        chat=False,
+    options = AskedPrompts(
+        prompts="prompts.jsonl",
+        prompt_field="q",
+        template="<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
     )
 
     def put(text):
-        question = questions.question(
-            {"q": text}, field="q", options=options, where="a.jsonl:1"
-        )
+        question = responses.question({"q": text}, options=options, where="a.jsonl:1")
         _, [ids] = encoding.encode_prompts(
             reader,
-            [{"asked": options.template.replace("{question}", text)}],
+            [{"asked": options.template.replace("{prompt}", text)}],
             max_length=99,
             field="asked",
             stop_ids=CHAT.stop_ids,

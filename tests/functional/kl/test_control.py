@@ -11,13 +11,24 @@ from tiers import one_in
 
 from rlhf_jax import kl_control
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.kl.control import Control
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
-adaptive = functools.partial(kl_control.adaptive, target=6.0, unit="response")
-pi = functools.partial(kl_control.pi, target=6.0, unit="response")
-lagrangian = functools.partial(kl_control.lagrangian, target=6.0, unit="response")
+MAKE = {
+    "adaptive": kl_control.Adaptive,
+    "pi": kl_control.PI,
+    "lagrangian": kl_control.Lagrangian,
+}
+
+
+def made(name, kl_coef, *, target=6.0, unit="response", **options):
+    choice = MAKE[name](target=target, unit=unit, **options)
+    return choice.controller(kl_coef, num_steps=3)
+
+
+adaptive = functools.partial(made, "adaptive")
+pi = functools.partial(made, "pi")
+lagrangian = functools.partial(made, "lagrangian")
 OAI = {"horizon": 10_000}
 GAINS = {"proportional": 0.3, "integral": 0.05}
 PER_RESPONSE = {
@@ -61,7 +72,7 @@ def test_adaptive_matches_the_oracle(length):
         expected.append(
             oracles.adaptive_kl_coef(expected[-1], kl / tokens, 512, 0.5, 10000)
         )
-    controller = kl_control.adaptive(0.15, target=0.5, unit=unit, horizon=10000)
+    controller = adaptive(0.15, target=0.5, unit=unit, horizon=10000)
     np.testing.assert_allclose(run(controller, kls, 512, length), expected, rtol=1e-6)
 
 
@@ -219,7 +230,7 @@ def test_a_late_policy_is_held_at_the_target_too(name):
 @HOLDING
 def test_bounds_that_are_asked_for(name):
     """By hand: each is a coefficient that β reaches and does not pass."""
-    make = functools.partial(MAKE[name], target=6.0, unit="response", **REST[name])
+    make = functools.partial(made, name, **REST[name])
     bounded = make(0.15, min_kl_coef=0.12, max_kl_coef=0.19)
     assert run(bounded, [0.0] * 300)[-1] == pytest.approx(0.12, rel=1e-6)
     assert run(bounded, [50.0] * 300)[-1] == pytest.approx(0.19, rel=1e-6)
@@ -240,11 +251,8 @@ def test_bounds_that_are_asked_for(name):
     ],
 )
 def test_bounds_that_cannot_be(name, bounds, message):
-    options = {"target": 6.0, "unit": "response", **REST[name], **bounds}
     with pytest.raises(checks.InputError, match=message):
-        MAKE[name](0.1, **options)
-    with pytest.raises(checks.InputError, match=message):
-        Control(kind=name, **options).controller(0.1, num_steps=3)
+        made(name, 0.1, **REST[name], **bounds)
 
 
 def test_bounds_of_a_coefficient_that_starts_at_0():
@@ -331,21 +339,10 @@ def test_only_the_steps_of_the_run_are_read():
         kl_control.scheduled(schedule, num_steps=0)
 
 
-def test_a_schedule_shorter_than_the_run():
-    short = kl_control.scheduled(optax.constant_schedule(0.1), num_steps=5)
-    kl_control.require_covers(short, num_steps=5)
-    kl_control.require_covers(short, num_steps=4)
-    for controller in (*PER_RESPONSE.values(), kl_control.fixed(0.1)):
-        kl_control.require_covers(controller, num_steps=10**6)
-    message = r"kl_coef: expected the 6 steps .*, got 5; make it with num_steps=6, or"
-    with pytest.raises(checks.InputError, match=message):
-        kl_control.require_covers(short, num_steps=6)
-
-
 EVERY = {
     **PER_RESPONSE,
     "fixed": kl_control.fixed(0.15),
-    "linear": Control(kind="linear", end=0.05).controller(0.15, num_steps=3),
+    "linear": kl_control.Linear(end=0.05).controller(0.15, num_steps=3),
 }
 LEAVES = {"adaptive": 3, "pi": 4, "lagrangian": 3, "fixed": 1, "linear": 2}
 
@@ -431,11 +428,6 @@ def test_a_coefficient_of_0_can_be_added_to_but_not_multiplied():
 
 
 REST = {"adaptive": OAI, "pi": GAINS, "lagrangian": {"learning_rate": 1e-3}}
-MAKE = {
-    "adaptive": kl_control.adaptive,
-    "pi": kl_control.pi,
-    "lagrangian": kl_control.lagrangian,
-}
 
 
 @HOLDING
@@ -445,9 +437,9 @@ def test_a_target_without_a_unit(name, unit):
         r"target: expected a unit with the target of 6 nats, got unit=.*; say unit"
     )
     with pytest.raises(checks.InputError, match=message):
-        MAKE[name](0.1, target=6.0, unit=unit, **REST[name])
-    with pytest.raises(checks.InputError, match=message):
-        Control(kind=name, target=6.0, unit=unit)
+        made(name, 0.1, unit=unit)
+    with pytest.raises(TypeError, match="unit"):
+        MAKE[name](target=6.0)
 
 
 @HOLDING
@@ -474,18 +466,13 @@ def test_a_target_per_token_asks_for_the_length(name):
 def test_bad_settings(name, setting):
     field = next(iter(setting))
     message = rf"{field}: expected .* above 0, got .*; choose {field} > 0"
-    arguments = {"target": 6.0, "unit": "response", **REST[name], **setting}
     with pytest.raises(checks.InputError, match=message):
-        MAKE[name](0.1, **arguments)
-    with pytest.raises(checks.InputError, match=message):
-        Control(kind=name, **arguments)
+        made(name, 0.1, **{**REST[name], **setting})
 
 
 def test_gains_that_would_push_the_wrong_way():
     with pytest.raises(checks.InputError, match=r"proportional: .* 0 or more, got -1"):
         pi(0.1, proportional=-1.0, integral=0.1)
-    with pytest.raises(checks.InputError, match=r"proportional: .* 0 or more, got -1"):
-        Control(kind="pi", target=6.0, unit="token", proportional=-1.0)
 
 
 def test_an_adaptive_step_that_could_turn_the_sign():
@@ -494,118 +481,62 @@ def test_an_adaptive_step_that_could_turn_the_sign():
         controller.update(kl=jnp.float32(1.0), num_episodes=512)
 
 
-HELD = {"target": 6.0, "unit": "response"}
 OPTIONS = {
-    "fixed": (Control(), kl_control.fixed(0.2)),
-    "adaptive": (
-        Control(kind="adaptive", **HELD, horizon=900),
-        adaptive(0.2, horizon=900),
-    ),
-    "pi": (
-        Control(kind="pi", **HELD, proportional=0.1, integral=0.2, max_error=0.3),
-        pi(0.2, proportional=0.1, integral=0.2, max_error=0.3),
-    ),
-    "lagrangian": (
-        Control(kind="lagrangian", **HELD, learning_rate=0.5),
-        lagrangian(0.2, learning_rate=0.5),
-    ),
+    "adaptive": {"horizon": 900},
+    "pi": {"proportional": 0.1, "integral": 0.2, "max_error": 0.3},
+    "lagrangian": {"learning_rate": 0.5},
 }
 BOUNDS = {"min_kl_coef": 0.1, "max_kl_coef": 0.7}
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_options_make_the_controller_that_they_name(kind):
-    """Every option that a kind reads is one that its controller holds."""
-    options, expected = OPTIONS[kind]
-    made = options.controller(0.2, num_steps=7)
-    assert jax.tree.structure(made) == jax.tree.structure(expected)
-    assert jax.tree.leaves(made) == jax.tree.leaves(expected)
-    if kind != "fixed":
-        bounded = dataclasses.replace(options, **BOUNDS).controller(0.2, num_steps=7)
-        expected = dataclasses.replace(
-            expected, **{name: jnp.float32(bound) for name, bound in BOUNDS.items()}
-        )
-        assert jax.tree.leaves(bounded) == jax.tree.leaves(expected)
+@HOLDING
+def test_every_option_of_a_choice_is_in_its_controller(name):
+    options = {"target": 5.0, "unit": "token", **BOUNDS, **OPTIONS[name]}
+    fields = {field.name for field in dataclasses.fields(MAKE[name])}
+    assert fields == set(options)
+    controller = made(name, 0.2, **options)
+    for option, value in (options | {"kl_coef": 0.2}).items():
+        field = getattr(controller, option)
+        assert field == (jnp.float32(value) if "coef" in option else value)
 
 
-def test_numbers_that_are_not_given():
+def test_defaults():
     """Those that the README and the help show."""
-    made = Control(kind="adaptive", **HELD).controller(0.2, num_steps=7)
-    assert made.horizon == 10_000
-    made = Control(kind="pi", **HELD).controller(0.2, num_steps=7)
-    assert (made.proportional, made.integral, made.max_error) == (0.3, 0.05, 1.0)
-    made = Control(kind="lagrangian", **HELD).controller(0.2, num_steps=7)
-    assert made.learning_rate == 1e-3
-    assert (made.min_kl_coef, made.max_kl_coef) == (0.0, 2.0)
+    assert adaptive(0.2).horizon == 10_000
+    controller = pi(0.2)
+    gains = (controller.proportional, controller.integral, controller.max_error)
+    assert gains == (0.3, 0.05, 1.0)
+    controller = lagrangian(0.2)
+    assert controller.learning_rate == 1e-3
+    assert (controller.min_kl_coef, controller.max_kl_coef) == (0.0, 2.0)
+    fixed = kl_control.Fixed().controller(0.2, num_steps=3)
+    assert fixed == kl_control.fixed(0.2)
 
 
 def test_a_target_per_response_is_told_and_no_other():
-    assert Control() == kl_control.CONSTANT
-    assert Control().target_per_response is None
-    assert Control(kind="pi", **HELD).target_per_response == 6.0
-    by_token = Control(kind="pi", target=0.1, unit="token")
-    assert by_token.target_per_response is None
+    assert kl_control.CONSTANT.target_per_response is None
+    assert kl_control.Linear(end=0.1).target_per_response is None
+    by_response = kl_control.PI(target=6.0, unit="response")
+    assert by_response.target_per_response == 6.0
+    assert kl_control.PI(target=0.1, unit="token").target_per_response is None
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_a_line_goes_from_the_coefficient_to_its_end(num_steps):
-    made = Control(kind="linear", end=0.1).controller(0.3, num_steps=num_steps)
-    found = run(made, [1.0] * (num_steps - 1))
+    line = kl_control.Linear(end=0.1)
+    controller = line.controller(0.3, num_steps=num_steps)
+    found = run(controller, [1.0] * (num_steps - 1))
     expected = np.linspace(0.3, 0.1, num_steps)
     assert found == pytest.approx(list(expected), rel=1e-5)
-    kl_control.require_covers(made, num_steps=num_steps)
+    assert controller.num_steps == num_steps
     # Made again, as by a run that resumes, it is the same program.
-    again = Control(kind="linear", end=0.1).controller(0.3, num_steps=num_steps)
-    assert jax.tree.structure(again) == jax.tree.structure(made)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"kind": "adaptive"},
-            r"target: expected a number with kind adaptive, got none",
-        ),
-        (
-            {"kind": "linear"},
-            r"end: expected a number with kind linear, got none; give",
-        ),
-        (
-            {"kind": "cosine"},
-            r"kind: expected one of fixed, linear, .*, got 'cosine'; ",
-        ),
-        ({"kind": "linear", "end": -1.0}, r"end: .* 0 or more, got -1.0; choose end"),
-        (
-            HELD,
-            r"target: expected none with kind fixed, .*, got 6.0; leave it out, or ",
-        ),
-        ({"unit": "token"}, r"unit: .* got token; .* adaptive or pi or lagrangian"),
-        ({"horizon": 5}, r"horizon: expected none with kind fixed, .* kind adaptive$"),
-        ({"kind": "pi", **HELD, "horizon": 5}, r"horizon: expected none with kind pi"),
-        (
-            {"kind": "adaptive", **HELD, "integral": 1.0},
-            r"integral: .* choose kind pi$",
-        ),
-        ({"kind": "pi", **HELD, "learning_rate": 1.0}, r"learning_rate: expected none"),
-        ({"kind": "lagrangian", **HELD, "max_error": 2.0}, r"max_error: expected none"),
-        (
-            {"kind": "linear", "end": 0.1, "target": 6.0},
-            r"target: .* kind linear, which",
-        ),
-        (
-            {"end": 0.0},
-            r"end: expected none with kind fixed, .* or choose kind linear$",
-        ),
-    ],
-)
-def test_options_that_cannot_be(options, message):
-    with pytest.raises(checks.InputError, match=message):
-        Control(**options)
+    again = kl_control.Linear(end=0.1).controller(0.3, num_steps=num_steps)
+    assert jax.tree.structure(again) == jax.tree.structure(controller)
 
 
 @pytest.mark.parametrize("bad", [-0.1, float("nan")])
-@pytest.mark.parametrize("kind", [*OPTIONS, "linear"])
-def test_options_with_a_bad_coefficient(kind, bad):
-    options = Control(kind="linear", end=0.1) if kind == "linear" else OPTIONS[kind][0]
+def test_a_line_from_or_to_a_bad_coefficient(bad):
     with pytest.raises(checks.InputError, match=rf"kl_coef: expected .*, got {bad}; "):
-        options.controller(bad, num_steps=3)
+        kl_control.Linear(end=0.1).controller(bad, num_steps=3)
+    with pytest.raises(checks.InputError, match=rf"end: .* 0 or more, got {bad}; "):
+        kl_control.Linear(end=bad).controller(0.1, num_steps=3)

@@ -99,7 +99,7 @@ def test_the_oracle_s_gradients_are_those_of_its_values():
 
 
 @pytest.mark.slow
-def test_forward_mode_and_products_with_the_hessian():
+def test_products_with_the_hessian():
     """Blockwise attention against `xla`, which JAX differentiates by itself."""
     name = "window, soft cap, grouped heads"
     *given, weights = attention_cases.arrays(name)
@@ -114,12 +114,7 @@ def test_forward_mode_and_products_with_the_hessian():
             return (engine(query, tuple(keys_values), mask=mask) * weights).sum()
 
         gradient = jax.grad(total, (0, 1, 2))
-        return jax.jit(
-            lambda: (
-                jax.jvp(total, tuple(given), tuple(moved)),
-                jax.jvp(gradient, tuple(given), tuple(moved))[1],
-            )
-        )()
+        return jax.jit(lambda: jax.jvp(gradient, tuple(given), tuple(moved))[1])()
 
     found, expected = (both(ENGINES[name]) for name in ("xla", "blockwise"))
     jax.tree.map(

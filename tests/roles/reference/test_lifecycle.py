@@ -14,7 +14,7 @@ from rlhf_jax import drift, fingerprint, frozen
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import leaves
 from rlhf_jax.roles.reference import lifecycle, storage
-from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix, Reset
 
 POLICY = toys.weights(seed=1)
 START = toys.weights()
@@ -173,9 +173,9 @@ def test_which_steps_move_and_which_take_the_kl():
 
     assert moves(Lifecycle()) == []
     assert moves(Lifecycle(kl_every=2)) == []
-    assert moves(Lifecycle(reset_every=3)) == [2, 5, 8]
-    assert moves(Lifecycle(mix_every=4, mix_rate=0.5)) == [3, 7]
-    plan = Lifecycle(mix_every=1, mix_rate=0.5)
+    assert moves(Lifecycle(Reset(3))) == [2, 5, 8]
+    assert moves(Lifecycle(Mix(4, 0.5))) == [3, 7]
+    plan = Lifecycle(Mix(1, 0.5))
     mixed = lifecycle.after_step(held, {"w": jnp.ones(2)}, step=0, lifecycle=plan)
     np.testing.assert_array_equal(mixed.stored["w"], [0.5, 0.5])
     taken = [step for step in range(7) if Lifecycle(kl_every=3).takes_kl(step)]
@@ -185,44 +185,33 @@ def test_which_steps_move_and_which_take_the_kl():
 
 def test_what_the_defaults_say_of_themselves():
     assert not Lifecycle(kl_every=5).moves
-    assert Lifecycle(reset_every=1).moves
-    assert Lifecycle(mix_every=1, mix_rate=0.0).moves
+    assert Lifecycle(Reset(1)).moves
+    assert not Lifecycle(Reset(1)).mixes
+    assert Lifecycle(Mix(1, 0.0)).moves
+    assert Lifecycle(Mix(1, 0.0)).mixes
     assert Lifecycle(kl_every=4).kl_scale == 1
     assert Lifecycle(kl_every=4, scale_kl_coef=True).kl_scale == 4
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "message"),
     [
-        ({"reset_every": 0}, "reset_every: expected a number of steps, 1 or more, got"),
-        ({"reset_every": -3}, "reset_every: expected .* got -3; choose reset_every"),
-        ({"mix_every": 0, "mix_rate": 0.5}, "mix_every: expected a number of steps"),
-        ({"kl_every": 0}, "kl_every: expected a number of steps, 1 or more, got 0"),
-        ({"mix_every": 5, "mix_rate": 1.1}, "mix_rate: expected a number from 0 to 1"),
-        ({"mix_every": 5, "mix_rate": -0.1}, "mix_rate: expected a number from 0 to"),
-        ({"mix_every": 5}, "mix_every and mix_rate together, got 5 and None"),
-        ({"mix_rate": 0.5}, "mix_every and mix_rate together, got None and 0.5"),
-        (
-            {"reset_every": 2, "mix_every": 5, "mix_rate": 0.5},
-            "one of reset_every and mix_every, got 2 and 5",
-        ),
-        ({"scale_kl_coef": True}, "scale_kl_coef: expected a kl_every above 1"),
+        (lambda: Reset(0), "every: expected a whole number, 1 or more, got 0; choose"),
+        (lambda: Reset(-3), "every: expected a whole number, 1 or more, got -3"),
+        (lambda: Mix(0, 0.5), "every: expected a whole number, 1 or more, got 0"),
+        (lambda: Mix(5, 1.1), "rate: expected a number from 0 to 1, got 1.1"),
+        (lambda: Mix(5, -0.1), "rate: expected a number from 0 to 1, got -0.1"),
+        (lambda: Lifecycle(kl_every=0), "kl_every: expected a whole number, 1 or more"),
     ],
 )
-def test_lifecycles_that_cannot_be(options, message):
+def test_lifecycles_that_cannot_be(make, message):
     with pytest.raises(InputError, match=message):
-        Lifecycle(**options)
+        make()
 
 
 def test_a_rate_outside_is_refused_by_the_function_too():
     with pytest.raises(InputError, match="rate: expected a number from 0 to 1, got 2"):
         lifecycle.mix(frozen.freeze(START), POLICY, rate=2)
-
-
-def test_adapters_are_not_mixed():
-    with pytest.raises(InputError, match="mixing adapters does not mix the weights"):
-        Lifecycle(mix_every=5, mix_rate=0.5).refuse_mixing_adapters()
-    Lifecycle(reset_every=5).refuse_mixing_adapters()
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])

@@ -11,8 +11,9 @@ import pytest
 import toys
 
 from rlhf_jax import frozen, kl_control, masked, ppo, state
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import lifecycle
-from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.roles.reference.lifecycle import Lifecycle, Reset
 from rlhf_jax.runs import metrics, run, run_config
 from rlhf_jax.runs.snapshots import proof
 
@@ -50,7 +51,9 @@ def play(config, *, stop=None):
         critic=toys.scorer(seed=1),
         policy_optimizer=ADAM,
         critic_optimizer=ADAM,
-        kl=kl_control.adaptive(0.1, target=0.05, unit="response", horizon=80),
+        kl=kl_control.Adaptive(target=0.05, unit="response", horizon=80).controller(
+            0.1
+        ),
     )
     reference = frozen.freeze(toys.params())
     held = {"train": initial, "reference": reference, "root_key": KEY}
@@ -73,7 +76,9 @@ def play(config, *, stop=None):
                 train,
                 rollout=rollout,
                 scores=masked.masked_mean(even, mask=rollout.response_mask, axis=1),
-                reference=reference if life.takes_kl(step) else None,
+                frozen=FrozenModels(
+                    reference=reference if life.takes_kl(step) else None
+                ),
                 key=key,
                 recipe=algorithm,
             )
@@ -90,7 +95,7 @@ def play(config, *, stop=None):
 @pytest.mark.long
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
     """Reset, with every second KL; the mixed one is among the ways of a checkpoint."""
-    life = Lifecycle(reset_every=3, kl_every=2, scale_kl_coef=True)
+    life = Lifecycle(Reset(3), kl_every=2, scale_kl_coef=True)
     whole = play(Config(out=tmp_path / "whole", lifecycle=life))
     parts = Config(out=tmp_path / "parts", lifecycle=life)
     play(parts, stop=4)  # between two moves, and between two KLs
@@ -116,7 +121,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
 
 @pytest.mark.long
 def test_after_a_reset_the_kl_starts_again_at_zero(tmp_path):
-    play(Config(out=tmp_path, lifecycle=Lifecycle(reset_every=4)))
+    play(Config(out=tmp_path, lifecycle=Lifecycle(Reset(4))))
     kl = [row["objective/kl"] for row in metrics.read(tmp_path / "metrics.jsonl")]
     np.testing.assert_allclose([kl[0], kl[4]], 0, atol=1e-4)
     assert min(abs(kl[3]), abs(kl[7])) > 1e-2

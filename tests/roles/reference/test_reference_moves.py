@@ -15,6 +15,7 @@ from tiers import one_in
 from rlhf_jax import frozen, kl_control, masked, ppo, state
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import leaves
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 
@@ -191,7 +192,7 @@ def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name
             current,
             rollout=rollout,
             scores=scores(rollout),
-            reference=held,
+            frozen=FrozenModels(reference=held),
             key=jax.random.key(number),
             recipe=BASE,
         )
@@ -227,7 +228,7 @@ def gradient_of_all(rollout, name: str) -> float:
             start,
             rollout=rollout,
             scores=scores(rollout),
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
             key=jax.random.key(0),
             recipe=settings,
         )

@@ -20,7 +20,7 @@ from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import leaves
-from rlhf_jax.planning import run_shape
+from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import report
 
@@ -84,7 +84,7 @@ def as_held(params, *, dtype=None, embeddings=None, memory=None):
     "model", [SQUARE, pytest.param(tiny.LLAMA, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize(
-    "way", one_in(6, run_shape.WAYS.values()), ids=run_shape.WAYS.keys()
+    "way", one_in(6, storage.WAYS.values()), ids=storage.WAYS.keys()
 )
 def test_every_way_computes_what_it_stands_for(way, model):
     params = tiny.params(model)
@@ -158,7 +158,7 @@ def kinds(tree):
 @pytest.mark.slow
 def test_what_is_stored_is_copied_as_it_is():
     """Frozen again without an option: the same integers, in the same memory."""
-    for way in run_shape.WAYS.values():
+    for way in storage.WAYS.values():
         first = frozen.freeze(tiny.params(SQUARE), **way)
         again = frozen.freeze(first.stored)
         np.testing.assert_array_equal(again.stored_digests, first.stored_digests)
@@ -190,7 +190,7 @@ def test_what_is_stored_is_stored_another_way():
 @pytest.mark.parametrize("name", one_in(3, ["host-int8", "copy", "int8"]))
 def test_freezing_inside_jit_is_freezing(name):
     params = tiny.params(SQUARE)
-    way = run_shape.WAYS[name]
+    way = storage.WAYS[name]
     inside = toys.jit(functools.partial(frozen.freeze, **way))(params)
     outside = frozen.freeze(params, **way)
     np.testing.assert_array_equal(inside.stored_digests, outside.stored_digests)
@@ -221,7 +221,7 @@ def test_a_reference_on_devices_of_its_own_says_the_same(name):
     """Policy on device 0; the reference on 5, or split over 4 and 6."""
     model = SQUARE
     params = jax.device_put(tiny.params(model), CPUS[0])
-    way = run_shape.WAYS[name]
+    way = storage.WAYS[name]
     here = frozen.freeze(params, **way)
     expected = logprobs_of(here, model=model)
     alone = frozen.freeze(params, **way, sharding=SingleDeviceSharding(CPUS[5]))
@@ -341,7 +341,7 @@ DEEP = config.gpt2(
 def test_layers_are_read_one_at_a_time(name):
     """No program holds the stacked layers in float32: it would be most of its room."""
     params = zeros(DEEP)
-    held = jax.jit(functools.partial(frozen.freeze, **run_shape.WAYS[name]))(params)
+    held = jax.jit(functools.partial(frozen.freeze, **storage.WAYS[name]))(params)
     program = jax.jit(
         lambda held: policy.logprobs(
             frozen.read(held), model=DEEP, tokens=TOKENS, mask=MASK
@@ -352,7 +352,7 @@ def test_layers_are_read_one_at_a_time(name):
 
 
 def test_shapes_are_stored_without_an_array():
-    for way in run_shape.WAYS.values():
+    for way in storage.WAYS.values():
         model = SQUARE
         of_shapes = jax.eval_shape(
             functools.partial(storage.store, **way), tiny.params(model)
@@ -383,7 +383,7 @@ def test_a_table_counts_parameters_not_scales(capsys, monkeypatch):
 def test_no_loss_moves_the_reference(name):
     """Through KL, rewards and advantages to PPO's loss, and each of them itself."""
     model = toys.GPT2
-    held = frozen.freeze(toys.params(seed=2), **run_shape.WAYS[name])
+    held = frozen.freeze(toys.params(seed=2), **storage.WAYS[name])
     rollout = toys.sampled(toys.params())
     optimizer = optax.sgd(0.1)
     options = ppo.PPO(
@@ -426,7 +426,7 @@ def test_no_loss_moves_the_reference(name):
             num_values=num_tokens,
             num_responses=jnp.float32(4),
             recipe=options,
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
         )
         read = (loss, learned.token_rewards, learned.advantages, scored.kl)
         return jnp.stack([array.sum() for array in read])

@@ -291,4 +291,4 @@ def test_processes_that_verify_load_no_jax():
         check=True,
         cwd=Path(rlhf_jax.__file__).parent.parent,
     )
-    assert not {"jax", "numpy", "pebble"} & set(done.stdout.split())
+    assert not {"jax", "numpy"} & set(done.stdout.split())

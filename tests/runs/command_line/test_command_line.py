@@ -299,7 +299,8 @@ def test_an_out_that_no_system_takes_is_one_short_line(
 
 @pytest.mark.slow
 def test_an_unknown_platform_is_one_line(tmp_path):
-    console = "from rlhf_jax.train import main; main.main(['memory'])"
+    words = ["plan", "ppo", "--model=gpt2", "--reward=a:b"]
+    console = f"from rlhf_jax.train import main; main.main({words})"
     trainer = (
         "-m",
         "rlhf_jax.train.main",

@@ -17,7 +17,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import leaves
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
-from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix, Reset
 from rlhf_jax.runs import run
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import files, proof
@@ -46,10 +46,10 @@ def weights(seed=0):
 JUDGE = frozen.freeze({"score": jnp.arange(3.0)})
 REFERENCE = frozen.freeze(weights())
 STORED = frozen.freeze(weights(), dtype="int8", memory="pinned_host")
-MIXED = Lifecycle(mix_every=3, mix_rate=0.25)
+MIXED = Lifecycle(Mix(3, 0.25))
 LIVES = {
     "frozen": lifecycle.FROZEN,
-    "reset": Lifecycle(reset_every=3),
+    "reset": Lifecycle(Reset(3)),
     "mixed": MIXED,
 }
 

@@ -96,15 +96,21 @@ def test_num_steps_and_reporting_may_change_and_are_told(begun, capsys):
     assert recorded(begun)["num_steps"] == 8
 
 
-def test_the_sampler_may_change_and_no_option_whose_name_has_it():
-    before = {"sampler": "http://a:1", "placement": {"sampler": {"devices": None}}}
-    recorded = resume.Recorded("snapshot 4", before)
+def test_another_kind_of_sampler_may_go_on_and_the_same_kind_no_other_way():
+    here = {"sampler": {"sampler": {"kind": "here", "dtype": "float32"}}}
+    recorded = resume.Recorded("snapshot 4", here)
     check = functools.partial(
         resume.check_config, recorded, but=frozenset(), folder=Path("none")
     )
-    assert check(before | {"sampler": "http://b:2"}) == ["sampler"]
-    with pytest.raises(InputError, match=r"sampler\.devices: recorded null"):
-        check(before | {"placement": {"sampler": {"devices": "last"}}})
+    process = {"sampler": {"sampler": {"kind": "process", "timeout": 9.0}}}
+    changed = [f"sampler.sampler.{name}" for name in ("dtype", "kind", "timeout")]
+    assert check(process) == changed
+    with pytest.raises(InputError, match=r"sampler\.dtype: recorded \"float32\""):
+        check({"sampler": {"sampler": {"kind": "here", "dtype": "int8"}}})
+    with pytest.raises(
+        InputError, match=r"placement\.sampler: recorded .no such field"
+    ):
+        check(here | {"placement": {"sampler": "last"}})
 
 
 def test_a_finished_run_is_not_made_longer_around_its_model(begun):
@@ -265,21 +271,6 @@ def test_a_name_is_left_out_with_its_group_and_not_what_begins_like_it():
     current = {"mesh": {"data": 2}, "mesh_size": 2, "other": {"mesh": 2}}
     found = resume.differing(recorded, current, but=frozenset({"mesh"}))
     assert found == ["mesh_size", "other.mesh"]
-
-
-def test_a_config_of_version_0_1_is_completed_with_its_placement():
-    mesh = {"data": 2, "fsdp": 1, "tensor": 1}
-    recorded = {"mesh": mesh, "critic_mesh": mesh, "seed": 3}
-    completed = run_config.complete(recorded, names=["placement", "seed"])
-    assert completed == {
-        "seed": 3,
-        "placement": {
-            "policy": mesh,
-            "critic": {"devices": "last", "mesh": mesh, "memory": "device"},
-        },
-    }
-    # An experiment without a placement keeps a field that is called mesh.
-    assert run_config.complete(recorded, names=["mesh", "seed"]) == recorded
 
 
 def test_a_snapshot_of_other_numbers_is_refused_with_the_reason():

@@ -7,18 +7,21 @@ import signal
 import sys
 
 import jax
+import jax.numpy as jnp
 import kill_kinds
 import kill_runs
 import numpy as np
 import pytest
 
-import rlhf_jax.train.ppo
+import rlhf_jax.train.methods.ppo
 from rlhf_jax import hf, masked, ppo
 from rlhf_jax.checkpoints import pretrained
-from rlhf_jax.data import batches
+from rlhf_jax.data import batches, encoding
 from rlhf_jax.data.files import read_prompts
+from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import main, text_rewards
+from rlhf_jax.train import build, main
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 6
@@ -73,25 +76,25 @@ def run_grpo(out, *argv):
 def behind(staleness):
     """Every rollout drawn by the policy of k steps before, by hand, without a queue."""
     options = command_line.parse(
-        rlhf_jax.train.ppo.Config, description="", argv=ppo_words("none")
+        rlhf_jax.train.methods.ppo.Config, description="", argv=ppo_words("none")
     )
-    policy = pretrained.load(options.model)
-    models = rlhf_jax.train.ppo.models.make_models(options, policy)
-    rows, tokens = rlhf_jax.train.ppo.prompts.encode_prompts(
-        options,
-        read_prompts(options.prompts),
-        policy=policy,
-        context=policy.model.max_positions,
+    policy = pretrained.load(options.start.model)
+    meshes = build.Meshes.of(options)
+    models = build.build(options, policy, meshes=meshes)
+    rows, tokens = encoding.encode_prompts(
+        policy.tokenizer,
+        read_prompts(options.data.prompts),
+        max_length=policy.room(max_new_tokens=options.batch.max_new_tokens),
+        stop_ids=policy.stop_ids,
     )
     prompts = batches.prompt_batches(tokens, batch_size=4, seed=0, pad_id=policy.pad_id)
-    reward = text_rewards.text_reward(
-        text_rewards.load_text_reward(
-            "--reward", options.reward, policy=policy, rows=rows
-        ),
-        mesh=models.mesh,
+    reward = TextReward(
+        function=command_line.load_function(options.rewards.reward),
+        decode=policy.decode,
+        rows=rows,
     )
-    sample = jax.jit(functools.partial(ppo.sample, recipe=models.algorithm))
-    learn = jax.jit(functools.partial(ppo.learn, recipe=models.algorithm))
+    sample = jax.jit(functools.partial(ppo.sample, recipe=models.recipe))
+    learn = jax.jit(functools.partial(ppo.learn, recipe=models.recipe))
     state, found = models.train, []
     policies = [state.policy]
     for step in range(STEPS):
@@ -101,8 +104,8 @@ def behind(staleness):
         state, stats, _ = learn(
             state,
             rollout=rollout,
-            scores=reward(rollout),
-            reference=models.reference,
+            scores=jnp.asarray(reward(rollout)),
+            frozen=FrozenModels(models.reference),
             key=key,
         )
         policies.append(state.policy)
@@ -119,6 +122,8 @@ def test_step_s_learns_from_the_policy_of_step_s_less_k(files, tmp_path, stalene
     expected, state = behind(staleness)
     for row, stats in zip(rows, expected, strict=True):
         for name, value in stats.items():
+            if name.startswith("trust/"):
+                continue  # of versions, which `sample` here does not stamp
             assert row[name] == pytest.approx(float(value), rel=1e-4, abs=2e-5), name
     _, params = hf.load(tmp_path / "run" / "model")
     jax.tree.map(

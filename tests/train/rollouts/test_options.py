@@ -2,20 +2,15 @@
 
 import pytest
 
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
-from rlhf_jax.train import grpo, nash_md, online_dpo, ppo, reinforce
+from rlhf_jax.train.methods import grpo, nash_md, online_dpo, ppo, reinforce
 
-WORDS = {
-    ppo: "--model=x --prompts=x --reward=x:y",
-    grpo: "--model=x --data=x --held-out=x",
-    reinforce: "--model=x --data=x --held-out=x",
-    nash_md: "--model=x --data=x --held-out=x",
-    online_dpo: "--model=x --data=x --held-out=x",
-}
+WORDS = "--model=x --prompts=x --reward=x:y --kl-coef=0.1"
 
 
 def config_of(trainer, *argv):
-    words = ["--out=none", *WORDS[trainer].split(), *argv]
+    words = ["--out=none", *WORDS.split(), *argv]
     return command_line.parse(trainer.Config, description="", argv=words)
 
 
@@ -23,8 +18,7 @@ def config_of(trainer, *argv):
 def test_samples_of_an_older_policy_are_weighted_unless_asked_otherwise(trainer):
     def corrected(*argv):
         config = config_of(trainer, *argv)
-        recipe = config.ppo if trainer is ppo else config.recipe
-        recipe = config.corrected(recipe)
+        recipe = config.recipe
         return (
             config.staleness,
             recipe.recompute_logprobs,
@@ -47,7 +41,7 @@ def test_samples_of_an_older_policy_are_weighted_unless_asked_otherwise(trainer)
 def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
     config = config_of(ppo, "--placement.sampler=last:data=1")
     assert config.staleness == 1
-    assert config.corrected(config.ppo) == config.ppo
+    assert config.recipe == config.method
     last = ("--placement.sampler=last:data=1", "--max-staleness=0")
     assert config_of(ppo, *last).staleness == 0
 
@@ -61,30 +55,33 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
             "--max-staleness=5 --num-steps=5",
             "--max-staleness: expected less than the 5 of --num-steps",
         ),
-        (
-            grpo,
-            "--max-staleness=100000",
-            "--max-staleness: expected less than the 500 of --num-steps",
-        ),
-        (ppo, "--max-staleness=1 --buckets 8", "--buckets: expected none where"),
-        (ppo, "--max-staleness=1 --num-alternatives=2", "--num-alternatives 2: exp"),
-        (ppo, "--staleness-weight-cap=3", "--staleness-weight-cap: expected --max"),
+        (ppo, "--max-staleness=1 --buckets 8", "with --buckets, as all of its batches"),
         (
             ppo,
             "--max-staleness=1 --recompute-logprobs --staleness-weight-cap=None",
-            "--recompute-logprobs: expected --sampler-weight-cap",
+            "with --recompute-logprobs without --sampler-weight-cap, as nothing",
         ),
         (
             ppo,
             "--max-staleness=1 --staleness-weight-cap=0.5",
             "--staleness-weight-cap: expected a finite number of at least 1, got 0.5",
         ),
-        (grpo, "--max-staleness=1 --max-redraws=2", "--max-redraws 2: expected 0"),
-        (nash_md, "--max-staleness=1", "--max-staleness: expected 0 for Nash-MD"),
-        (online_dpo, "--max-staleness=1", "--max-staleness: expected 0 for online DPO"),
+        (
+            grpo,
+            "--max-staleness=1 --max-redraws=2",
+            "--max-redraws: expected none with --max-staleness",
+        ),
+        (nash_md, "--max-staleness=1", "its mixture draws beside the policy"),
     ],
 )
 def test_what_does_not_go_with_an_older_sampler(trainer, argv, message, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises((SystemExit, InputError)) as refused:
         config_of(trainer, *argv.split())
-    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    told = f"{refused.value} {capsys.readouterr().err}"
+    assert message in " ".join(told.replace("│", " ").split())
+
+
+def test_online_dpo_has_no_ratio_to_correct():
+    config = config_of(online_dpo, "--max-staleness=2")
+    assert config.staleness == 2
+    assert config.recipe == config.method

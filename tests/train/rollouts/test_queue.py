@@ -31,7 +31,7 @@ class Toy:
 
 def drawn(policy, *, prompts, key, version):
     del key
-    return Toy(prompt=jnp.float32(prompts), policy=policy, version=version), None
+    return Toy(prompt=jnp.float32(prompts), policy=policy, version=version), {}
 
 
 def queue_of(
@@ -63,7 +63,7 @@ def played(queue, update, *, start=0, state=None, stop=NUM_STEPS):
         state |= queue.begin(state, start=start, policy=policy, version=version)
         for step in range(start, stop):
             rollout, scores = queue.take()
-            assert scores is None
+            assert scores == {}
             learned.append(rollout.parts)
             state |= queue.submit(step + queue.staleness, policy, version=version)
             policy, version = update(policy, version)  # which donates what it reads
@@ -89,15 +89,15 @@ def test_what_a_snapshot_has_goes_on_as_if_nothing_had_been(update, stop):
     before, state = played(queue_of(3), update, stop=stop)
     after, _ = played(queue_of(3), update, start=stop, state=state)
     assert before + after == whole
-    names = ["rollout", "rollout_1", "rollout_2"]
+    names = ["rollout_0", "rollout_1", "rollout_2"]
     assert sorted(state) == names
-    held = [float(state[name].prompt) for name in names]
+    held = [float(state[name][0].prompt) for name in names]
     assert held == [min(stop + i, NUM_STEPS - 1) for i in range(3)]
 
 
 def test_a_run_that_is_made_longer_draws_what_its_snapshot_has_not(update):
     before, state = played(queue_of(3, num_steps=5), update, stop=4)
-    assert [float(state[name].prompt) for name in sorted(state)] == [4, 4, 4]
+    assert [float(state[name][0].prompt) for name in sorted(state)] == [4, 4, 4]
     after, _ = played(queue_of(3), update, start=4, state=state)
     learned = before + after
     assert [prompt for prompt, *_ in learned] == list(range(NUM_STEPS))

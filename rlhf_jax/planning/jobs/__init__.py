@@ -1,1 +1,0 @@
-"""The jobs that are planned, one algorithm or several to a file."""

@@ -1,0 +1,291 @@
+"""A choice that brings options of its own, as one option of a command line.
+
+    --kl-control adaptive,target=6,unit=response
+    --lora 16,alpha=32
+    --sampler http://localhost:8000,model=mine
+
+A choice is a union of small dataclasses, its kinds, so that an option that nothing
+reads cannot be written. The first word names the kind (`Adaptive` is adaptive), or is
+the first field where there is one kind alone, whose first field has a value, or of the
+kind whose `OPEN` is True. In a file it is {"kind": "adaptive", "target": 6.0, "unit":
+"response"}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+)
+
+from rlhf_jax.functional.checks import InputError
+
+TRUTH = {"true": True, "false": False}
+MESH_AXES = ("data", "fsdp", "tensor", "context")  # keys within a value
+
+
+REGISTRY = ConstructorRegistry()
+"""How tyro reads them: `tyro.cli(..., registry=choices.REGISTRY)`."""
+
+
+@REGISTRY.primitive_rule
+def _rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    return spec(info.type)
+
+
+@functools.cache
+def spec(annotation: Any) -> PrimitiveConstructorSpec[Any] | None:
+    """What makes a choice one option; None of any other type.
+
+    Args:
+      annotation: a union of dataclasses, in which None is off, or a tuple[K, ...] of
+        records, each one word that K.parse reads and str writes.
+    """
+    if is_union(annotation) and kinds_of(annotation):
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar(annotation),
+            instance_from_str=lambda texts: parse(texts[0], annotation),
+            is_instance=lambda value: (
+                value is None or isinstance(value, tuple(kinds_of(annotation).values()))
+            ),
+            str_from_instance=lambda value: [text(value, annotation)],
+        )
+    kind: Any = next(iter(typing.get_args(annotation)), None)
+    if typing.get_origin(annotation) is tuple and hasattr(kind, "parse"):
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="NAME=SOURCE[,KEY=VALUE...]",
+            instance_from_str=lambda texts: tuple(map(kind.parse, texts)),
+            is_instance=lambda value: (
+                isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
+            ),
+            str_from_instance=lambda value: list(map(str, value)),
+        )
+    return None
+
+
+def metavar(choice: Any) -> str:
+    """As "adam|adamw[,KEY=VALUE...]"; of one kind its first field."""
+    kinds = kinds_of(choice)
+    alone = _begins_with_a_value(kinds)
+    names = [_first(*kinds.values()).upper()] if alone else list(kinds)
+    keys = any(len(dataclasses.fields(kind)) > 0 for kind in kinds.values())
+    return "|".join(names) + ("[,KEY=VALUE...]" if keys else "")
+
+
+@functools.cache
+def kinds_of(choice: Any) -> dict[str, Any]:
+    """The dataclasses of a union by their names on the command line."""
+    members = typing.get_args(choice) if is_union(choice) else (choice,)
+    return {name_of(one): one for one in members if dataclasses.is_dataclass(one)}
+
+
+def is_union(annotation: Any) -> bool:
+    """Whether it is A | B, or Optional[A]."""
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def name_of(kind: Any) -> str:
+    """The class as a word: TFAdam is tf_adam, and AdamW adamw."""
+    return re.sub(r"(?<=.)(?=[A-Z][a-z])", "_", kind.__name__).lower()
+
+
+def parse(written: str, choice: Any) -> Any:
+    """The instance that a text stands for.
+
+    Raises:
+      InputError: there is no such kind or key, a key is missing or twice, or a value
+        is not of its type; names what there is.
+    """
+    kinds = kinds_of(choice)
+    optional = type(None) in typing.get_args(choice)
+    if written.strip() in ("None", "none", "off") and optional:
+        return None
+    keys = {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
+    first, *rest = split(written.strip(), keys)
+    word = first.replace("-", "_")
+    opens = [kind for kind in kinds.values() if getattr(kind, "OPEN", False)]
+    if word in kinds:
+        kind, values = kinds[word], rest
+    elif _begins_with_a_value(kinds) or (opens and ":" in first):
+        (kind,) = opens or kinds.values()
+        own = "=" in first and first.partition("=")[0].replace("-", "_") in keys
+        values = [first if own else f"{_first(kind)}={first}", *rest]
+    else:
+        known = [*kinds, *(["None"] if optional else [])]
+        raise InputError(
+            f"expected one of {', '.join(known)}, got {first!r}; choose one"
+        )
+    return build(kind, fields(values, kind, written=written), written=written)
+
+
+def fields(words: Iterable[str], kind: Any, *, written: str) -> dict[str, str]:
+    """{field: text} of words KEY=VALUE.
+
+    Raises:
+      InputError: a word is none, its key no field of the dataclass, or there twice.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.strip().replace("-", "_")
+        if not names:
+            raise InputError(
+                f"{written!r}: expected {name_of(kind)} alone, which has no options, "
+                f"got {word!r}; leave it out"
+            )
+        if not equals or key not in names:
+            raise InputError(
+                f"{written!r}: expected {_either(names)}, each with = and a value, got "
+                f"{word!r}; choose one"
+            )
+        if key in values:
+            raise InputError(f"{written!r}: expected {key} once, got it twice")
+        values[key] = value
+    return values
+
+
+def split(written: str, keys: Iterable[str]) -> list[str]:
+    """The words of a text between commas: a comma before a key begins a new one.
+
+    A value may hold commas of its own, as a mesh does: place=last:data=2,tensor=4.
+
+    Raises:
+      InputError: what looks like a key is none.
+    """
+    known = sorted(keys)
+    either = "|".join(re.escape(key).replace("_", "[_-]") for key in known)
+    words = re.split(rf",(?=(?:{either})=)", written)
+    for word in words:
+        for other in re.findall(r",([\w-]+)=", word):
+            if other not in MESH_AXES:
+                raise InputError(
+                    f"{written!r}: expected {_either(known)} before an equals sign, "
+                    f"got {other}; choose one"
+                )
+    return words
+
+
+def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
+    """A dataclass of the texts of its fields.
+
+    Raises:
+      InputError: a field is missing, or a value is not of its type or range.
+    """
+    hints = typing.get_type_hints(kind)
+    missing = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise InputError(
+            f"{written!r}: expected {', '.join(missing)} with {name_of(kind)}, got "
+            f"none; add {','.join(f'{name}=VALUE' for name in missing)}"
+        )
+    made = {}
+    for name, value in values.items():
+        try:
+            made[name] = _value(value.strip(), hints[name])
+        except InputError as error:
+            raise InputError(f"{written!r}: {name}: {error}") from None
+        except (ValueError, TypeError):
+            raise InputError(
+                f"{written!r}: expected {name} to be {_described(hints[name])}, got "
+                f"{value!r}"
+            ) from None
+    return kind(**made)
+
+
+def _value(written: str, annotation: Any) -> Any:
+    inner = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if is_union(annotation):
+        if written == "None" and type(None) in inner:
+            return None
+        for one in inner:
+            if one is not type(None):
+                try:
+                    return _value(written, one)
+                except (ValueError, TypeError):
+                    continue
+        raise ValueError
+    if origin is Literal:
+        for one in inner:
+            if str(one) == written:
+                return one
+        raise ValueError
+    if origin is tuple:
+        return tuple(_value(one, inner[0]) for one in written.split("+"))
+    if annotation is bool:
+        return TRUTH[written.lower()] if written.lower() in TRUTH else int("x")
+    if hasattr(annotation, "parse"):
+        return annotation.parse(written)
+    return annotation(written)
+
+
+def text(value: Any, choice: Any) -> str:
+    """What `parse` reads as an instance: fields with their defaults are left out."""
+    if value is None:
+        return "None"
+    alone = _begins_with_a_value(kinds_of(choice))
+    words = [] if alone else [name_of(type(value))]
+    if getattr(type(value), "OPEN", False):
+        words = [str(getattr(value, _first(type(value))))]
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        if own == field.default or (words and words[0] == str(own)):
+            continue
+        words.append(f"{field.name}={_written(own)}")
+    return ",".join(words or [name_of(type(value))])
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "+".join(map(_written, value))
+    return str(value)
+
+
+def _either(names: Sequence[str]) -> str:
+    return ", ".join(names) or "no key"
+
+
+def _begins_with_a_value(kinds: Mapping[str, Any]) -> bool:
+    """Whether there is one kind, whose name its first field stands for."""
+    (kind, *others) = kinds.values()
+    return not others and dataclasses.fields(kind)[0].default is not None
+
+
+def _first(kind: Any) -> str:
+    return dataclasses.fields(kind)[0].name
+
+
+def _described(annotation: Any) -> str:
+    inner = [one for one in typing.get_args(annotation) if one is not type(None)]
+    if typing.get_origin(annotation) is Literal:
+        return " or ".join(map(str, inner))
+    if is_union(annotation):
+        return " or ".join(map(_described, inner))
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        Path: "a path",
+    }
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))

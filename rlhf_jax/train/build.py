@@ -1,0 +1,268 @@
+"""Config -> every model of a run: a pure function of what `load` returns.
+
+    build(config, start, meshes=...)                   the trainer, on its devices
+    jax.eval_shape(build of `shapes.load`)             memory check and plan, of shapes
+
+Nobody mirrors it: what a run holds is what this makes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import flax.struct
+import jax
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms import state
+from rlhf_jax.algorithms.flow.teacher import head_of
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.state import SupervisedState, TrainState
+from rlhf_jax.checkpoints import frozen_models, further_references, hf
+from rlhf_jax.checkpoints.frozen_models import RewardModel
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices import sharding
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import init
+from rlhf_jax.roles import critic
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.critic import POLICY, REWARD_MODEL
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.config.critic import Critic
+
+Array = jax.Array
+Params = Any
+ADAPTERS = 2**32 - 1  # folded into the root key where a step is, which none reaches
+
+
+class Load(NamedTuple):
+    """How checkpoints are read: path -> (shape, parameters)."""
+
+    model: Callable[..., tuple[ModelConfig, Params]] = hf.load
+    reward: Callable[..., tuple[ModelConfig, Params]] = hf.load_reward
+
+
+class Meshes(NamedTuple):
+    """The devices of each role that has programs."""
+
+    policy: Mesh
+    sampler: Mesh  # the policy's own where it samples there
+    critic: Mesh
+
+    @classmethod
+    def of(cls, config: PolicyGradientConfig) -> Meshes:
+        """The meshes of a config.
+
+        Raises:
+          InputError: a mesh does not fit the devices.
+        """
+        policy = config.policy_mesh()
+        sampler = config.placement.sampler.mesh_beside(policy)
+        apart = policy
+        if config.critic is not None:
+            apart = config.critic_place.mesh_beside(policy)
+        assert sampler is not None  # the host is for frozen models
+        assert apart is not None
+        return cls(policy, sampler, apart)
+
+
+@flax.struct.dataclass
+class Models:
+    """Every model of a run."""
+
+    train: TrainState  # without a critic where the critic is apart
+    critic: SupervisedState | None  # a critic that is apart
+    base: Frozen | None  # that adapters adapt
+    reference: Frozen | None
+    head: Frozen | None  # of the reference, where the loss reads its hidden states
+    further: dict[str, Frozen]  # references beside the first, by name
+    rewards: tuple[Frozen, ...]  # in the order of `config.rewards.models`
+    recipe: PolicyGradient = flax.struct.field(pytree_node=False)
+    reward_shapes: tuple[ModelConfig, ...] = flax.struct.field(pytree_node=False)
+
+    @property
+    def reward_models(self) -> tuple[RewardModel, ...]:
+        """The reward models with their shapes."""
+        return tuple(map(RewardModel, self.reward_shapes, self.rewards))
+
+    @property
+    def adapters_are_the_reference(self) -> bool:
+        """The reference is adapters over the base, as it is to be reset."""
+        return self.base is not None and self.recipe.lifecycle.moves
+
+    @property
+    def beside(self) -> dict[str, Frozen]:
+        """Frozen models that no lifecycle moves, by their names in snapshots."""
+        names = [f"reward_{i}" for i in range(len(self.rewards))]
+        if len(names) == 1:
+            names = ["reward"]
+        models = dict(zip(names, self.rewards, strict=True))
+        models |= {f"references/{name}": one for name, one in self.further.items()}
+        for name, one in {"base": self.base, "reference_head": self.head}.items():
+            if one is not None:
+                models[name] = one
+        return models
+
+
+def build(
+    config: PolicyGradientConfig,
+    start: Pretrained,
+    *,
+    meshes: Meshes,
+    load: Load | None = None,
+) -> Models:
+    """Policy and critic to train, reference and reward models frozen.
+
+    Args:
+      config: of the run.
+      start: the checkpoint of --model, whose parameters become the policy's.
+      meshes: of `Meshes.of`.
+      load: how other checkpoints are read; None reads their files.
+
+    Raises:
+      InputError: a checkpoint cannot be read, or does not read the policy's tokens.
+    """
+    load = Load() if load is None else load
+    mesh, model, lora = meshes.policy, start.model, config.start.lora
+    on_mesh: dict[str, Any] = {
+        "policy": start,
+        "mesh": mesh,
+        "sharding": functools.partial(sharding.shardings, mesh=mesh),
+    }
+    reward_models = tuple(
+        frozen_models.load_reward_model(
+            name,
+            storage=config.rewards.reward_storage,
+            place=config.placement.reward,
+            load=load.reward,
+            **on_mesh,
+        )
+        for name in config.rewards.models
+    )
+    base, trained = None, start.params
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), ADAPTERS))
+    if lora is not None:
+        base = config.reference.reference_storage.freeze(start.params)
+        trained = init(keys[0], model=model, lora=lora)
+    critic_model, valued = model, None
+    if config.critic is not None:
+        critic_model, valued = _critic(
+            config,
+            config.critic,
+            start,
+            reward_models,
+            meshes=meshes,
+            load=load,
+            key=keys[1],
+        )
+    recipe = config.algorithm(
+        model=model,
+        max_new_tokens=config.batch.max_new_tokens,
+        stop_ids=start.stop_ids,
+        lifecycle=config.reference.lifecycle,
+        lora=lora,
+        **config.optimizers(),
+        **({} if config.critic is None else {"critic_model": critic_model}),
+    )
+    reference, head = _reference(config, trained, base=base, load=load, **on_mesh), None
+    if reference is not None and config.reads_hidden_states:
+        place = functools.partial(sharding.place, mesh=mesh)
+        head = head_of(reference, model=model, place=place)
+    further = further_references.load(
+        config.reference.references, load=load.model, **on_mesh
+    )
+    kl = config.kl.kl_control.controller(config.kl_coef, num_steps=config.num_steps)
+    apart, critic_state = config.critic is not None and config.critic_place.apart, None
+    if valued is None or apart:
+        train = state.grpo_state(
+            policy=trained, policy_optimizer=recipe.policy_optimizer, kl=kl
+        )
+    else:
+        train = state.ppo_state(
+            policy=trained,
+            critic=valued,
+            policy_optimizer=recipe.policy_optimizer,
+            critic_optimizer=config.optimizers()["critic_optimizer"],
+            kl=kl,
+        )
+    if apart:
+        moved = sharding.place(valued, mesh=meshes.critic)
+        critic_state = state.supervised_state(
+            moved, optimizer=config.optimizers()["critic_optimizer"]
+        )
+        critic_state = sharding.place(critic_state, mesh=meshes.critic)
+    # All of it, as what comes back from a frozen model is on the mesh: a state that is
+    # not would be after its first step, and `jit` would compile everything again.
+    train = sharding.place(train, mesh=mesh)
+    return Models(
+        train=train,
+        critic=critic_state,
+        base=base,
+        reference=reference,
+        head=head,
+        further=further,
+        rewards=tuple(each.frozen for each in reward_models),
+        recipe=recipe,
+        reward_shapes=tuple(each.model for each in reward_models),
+    )
+
+
+def _critic(
+    config: PolicyGradientConfig,
+    options: Critic,
+    start: Pretrained,
+    reward_models: tuple[RewardModel, ...],
+    *,
+    meshes: Meshes,
+    load: Load,
+    key: Array,
+) -> tuple[ModelConfig, Params]:
+    """The critic's shape and its parameters before the first update."""
+    model, lora = start.model, config.start.lora
+    over = functools.partial(sharding.shardings, mesh=meshes.critic)
+    if getattr(config.method, "shared_trunk", False):
+        return model, critic.on_policy_trunk(model=model)
+    if lora is not None:
+        return model, critic.from_base(key, model=model, lora=lora)
+    if options.start == POLICY:
+        trunk = start.params
+        if config.critic_place.apart:
+            trunk = sharding.place(trunk, mesh=meshes.critic)
+        return model, critic.from_policy(trunk, model=model)
+    if options.start == REWARD_MODEL:
+        # Read again: what is frozen may be rounded, or be on the host.
+        [name], [scorer] = config.rewards.models, reward_models
+        return scorer.model, load.reward(name, dtype="float32", sharding=over)[1]
+    return frozen_models.load_critic(
+        options.start, policy=start, sharding=over, load=load.model
+    )
+
+
+def _reference(
+    config: PolicyGradientConfig,
+    trained: Params,
+    *,
+    base: Frozen | None,
+    load: Load,
+    **on_mesh: Any,
+) -> Frozen | None:
+    """The reference: a copy of the start, a checkpoint, or the base under adapters."""
+    chosen = config.reference
+    if not chosen.has_reference:
+        return None
+    if base is not None and chosen.checkpoint is None:
+        return frozen.freeze(trained) if chosen.lifecycle.moves else base
+    reference = frozen_models.load_reference(
+        chosen.checkpoint,
+        storage=chosen.reference_storage,
+        place=config.placement.reference,
+        load=load.model,
+        **on_mesh,
+    )
+    chosen.lifecycle.refuse_another_shape(reference.model)
+    return reference

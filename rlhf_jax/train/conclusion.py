@@ -1,0 +1,126 @@
+"""What a run says at its end: frozen models that stood still, tables, the summary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from rlhf_jax.devices import processes
+from rlhf_jax.planning import profiled
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.runs import (
+    drift_report,
+    metrics,
+    plots,
+    report,
+    run,
+)
+from rlhf_jax.train.build import Models
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.programs import Programs
+from rlhf_jax.train.rollouts.waits import waited
+from rlhf_jax.train.watch.judge import judge_failures
+
+MEASURED = {
+    "objective/scores": "score",
+    "judge/score": "score of the judge",
+    "objective/kl": "KL to the reference [nats]",
+    "objective/entropy": "entropy [nats per token]",
+    "loss/divergence": "divergence [nats per token]",
+    "response/turns": "turns",
+    "response/length": "length [tokens]",
+    "response/eos_fraction": "ended (share of responses)",
+    "response/distinct_fraction": "distinct (share of responses)",
+}
+SUMMARISED = {  # as NAME_first and NAME_last
+    "score": "objective/scores",
+    "kl": "objective/kl",
+    "divergence": "loss/divergence",
+    "turns": "response/turns",
+}
+
+
+def verify(models: Models, reference: Any) -> None:
+    """Computes the digests of every frozen model again.
+
+    Raises:
+      ReferenceMovedError: names the model and every leaf that moved.
+    """
+    if reference is not None:
+        frozen.verify(reference)
+    frozen.verify_all(models.beside)
+
+
+def conclude(
+    config: PolicyGradientConfig,
+    models: Models,
+    programs: Programs,
+    *,
+    job: run.Run,
+    trained: Any,
+    reference: Any,
+) -> dict[str, Any]:
+    """Tables, plots, and the summary of what was measured."""
+    measured = metrics.read(job.folder / "metrics.jsonl")
+    first = measured[0]
+    last = functools.reduce(dict.__or__, measured)  # not every step takes the KL
+    report.table(
+        "Responses to the prompts",
+        ("", "first iteration", "last measured"),
+        [
+            (name, first.get(at), last.get(at))
+            for at, name in MEASURED.items()
+            if at in last
+        ],
+    )
+    summary: dict[str, Any] = {"alarms": job.alarms}
+    for name, metric in SUMMARISED.items():
+        if metric in last or name in ("score", "kl"):
+            summary[f"{name}_first"] = first.get(metric)
+            summary[f"{name}_last"] = last.get(metric)
+    if config.watch.judge is not None and config.watch.judge_failure == "warn":
+        summary["judge_failures"] = judge_failures(measured)
+    if reference is not None:
+        root = frozen.fingerprint_of(reference).root
+        summary |= {"reference_fingerprint": root, "reference_verified": True}
+        print(f"reference verified, fingerprint {root}")
+    if models.further:
+        summary["reference_fingerprints"] = {
+            name: frozen.fingerprint_of(each).root
+            for name, each in models.further.items()
+        }
+    if reference is not None and reference.model is None:  # leaf by leaf
+        moved = processes.whole(programs.drift(trained, reference))
+        drift_report.table(moved)
+        drift_report.plots(job.folder, moved)
+        summary["drift_relative"] = float(moved["relative"])
+        print(f"policy moved, relative weight drift {moved['relative']:.3g}")
+    if config.staleness:
+        summary["waits"] = waited(job.folder)
+    plots.draw(job.folder)
+    recipe = models.recipe
+    references = [models.reference, *models.further.values()]
+    return (
+        summary
+        | programs.pack.summary()
+        | profiled.summary(
+            job.folder,
+            profile=config.profile,
+            flops=functools.partial(
+                profiled.policy_gradient_flops,
+                model=recipe.model,
+                num_epochs=recipe.num_epochs,
+                group_size=recipe.rows_per_prompt,
+                adapters=None if recipe.lora is None else trained,
+                trained=config.trained_share,
+                references=[
+                    frozen.shape_of(each, policy=recipe.model)
+                    for each in references
+                    if each is not None
+                ],
+                rewards=models.reward_shapes,
+                critic=getattr(recipe, "critic_model", None),
+                shared_trunk=getattr(recipe, "shared_trunk", False),
+            ),
+        )
+    )

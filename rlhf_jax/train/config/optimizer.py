@@ -1,0 +1,236 @@
+"""`optimizer`: the same group for every command, and for the critic.
+
+--learning-rate 3e-6 --optimizer adamw,weight_decay=0.1 --schedule cosine,warmup=0.1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import optax
+
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs.command_line.functions import load_function
+
+MomentDtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma & Ba 2015)."""
+
+    eps: float = 1e-8
+    b1: float = 0.9
+    b2: float = 0.999
+    mu_dtype: MomentDtype = "float32"
+
+    def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+        """The transformation, learning rate included."""
+        return optimizers.adam(
+            rate, eps=self.eps, b1=self.b1, b2=self.b2, mu_dtype=self.mu_dtype
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TFAdam(Adam):
+    """Adam as TensorFlow has it: eps stands outside the bias correction (OAI)."""
+
+    def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+        """The transformation, learning rate included."""
+        return optimizers.adam(
+            rate,
+            eps=self.eps,
+            b1=self.b1,
+            b2=self.b2,
+            mu_dtype=self.mu_dtype,
+            style="tf",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay; decay=matrices leaves norms and biases out."""
+
+    weight_decay: float = 0.01
+    decay: Literal["all", "matrices"] = "all"
+    eps: float = 1e-8
+    b1: float = 0.9
+    b2: float = 0.999
+    mu_dtype: MomentDtype = "float32"
+
+    def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+        """The transformation, learning rate included."""
+        return optimizers.adam(
+            rate,
+            weight_decay=self.weight_decay,
+            decayed=None if self.decay == "all" else optimizers.are_matrices,
+            eps=self.eps,
+            b1=self.b1,
+            b2=self.b2,
+            mu_dtype=self.mu_dtype,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Adafactor:
+    """Adafactor (Shazeer & Stern 2018): factored second moments, little memory."""
+
+    momentum: float | None = None
+    weight_decay: float | None = None
+
+    def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+        """The transformation, learning rate included."""
+        return optax.adafactor(
+            rate,
+            multiply_by_parameter_scale=False,
+            momentum=self.momentum,
+            weight_decay_rate=self.weight_decay,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon:
+    """Muon (Jordan et al. 2024) for matrices, Adam for everything else."""
+
+    beta: float = 0.95
+    weight_decay: float = 0.0
+    ns_steps: int = 5
+
+    def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+        """The transformation, learning rate included."""
+        return optimizers.muon(
+            rate, beta=self.beta, ns_steps=self.ns_steps, weight_decay=self.weight_decay
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom:
+    """A function of yours, module:function, of the learning rate or schedule."""
+
+    OPEN = True
+    function: str
+
+    def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+        """What the function returns, an `optax.GradientTransformation`."""
+        made = load_function(self.function)(rate)
+        if not isinstance(made, optax.GradientTransformation):
+            raise InputError(
+                f"--optimizer {self.function}: expected a function of a learning rate "
+                f"that returns an optax.GradientTransformation, got {made!r:.80}"
+            )
+        return made
+
+
+Rule = Adam | AdamW | TFAdam | Adafactor | Muon | Custom
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """The learning rate stays, after the warm-up."""
+
+    warmup: float = 0.0
+
+    def make(self, peak: float, steps: int) -> optax.Schedule:
+        """Update (from 0) -> learning rate."""
+        return _warmed(optax.constant_schedule(peak), peak, steps, self.warmup)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """It falls to end times the peak in a line."""
+
+    warmup: float = 0.0
+    end: float = 0.0
+
+    def make(self, peak: float, steps: int) -> optax.Schedule:
+        """Update (from 0) -> learning rate."""
+        rest = steps - int(self.warmup * steps)
+        fall = optax.linear_schedule(peak, self.end * peak, rest)
+        return _warmed(fall, peak, steps, self.warmup)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cosine:
+    """It falls to end times the peak along half a cosine."""
+
+    warmup: float = 0.0
+    end: float = 0.0
+
+    def make(self, peak: float, steps: int) -> optax.Schedule:
+        """Update (from 0) -> learning rate."""
+        warmup = int(self.warmup * steps)
+        if not warmup:
+            return optax.cosine_decay_schedule(peak, steps, alpha=self.end)
+        return optax.warmup_cosine_decay_schedule(
+            0.0, peak, warmup, steps, end_value=self.end * peak
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class WSD:
+    """Warm-up, stable, decay: it falls in a line over the last share of the updates."""
+
+    warmup: float = 0.0
+    decay: float = 0.2
+    end: float = 0.0
+
+    def make(self, peak: float, steps: int) -> optax.Schedule:
+        """Update (from 0) -> learning rate."""
+        falling = int(self.decay * steps)
+        stable = steps - falling - int(self.warmup * steps)
+        fall = optax.linear_schedule(peak, self.end * peak, max(1, falling), stable)
+        return _warmed(fall, peak, steps, self.warmup)
+
+
+ScheduleKind = Constant | Linear | Cosine | WSD
+
+
+def _warmed(
+    schedule: optax.Schedule, peak: float, steps: int, share: float
+) -> optax.Schedule:
+    warmup = int(share * steps)
+    if not warmup:
+        return schedule
+    rise = optax.linear_schedule(0.0, peak, warmup)
+    return optax.join_schedules([rise, schedule], [warmup])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """How parameters follow their gradients."""
+
+    learning_rate: float = 3e-6
+    """Peak learning rate, after the warm-up."""
+    optimizer: Rule = Adam()
+    """Update rule: adam, adamw, tf_adam, adafactor, muon, or module:function; eps=,
+    b1=, b2=, mu_dtype= and weight_decay= may follow."""
+    schedule: ScheduleKind = Linear()
+    """How the learning rate changes: constant, linear, cosine or wsd; warmup= is the
+    share of the updates over which it rises from 0."""
+    max_grad_norm: float | None = 1.0
+    """Norm to which larger gradients are scaled down; None disables it."""
+
+    def __post_init__(self) -> None:
+        checks.positive(learning_rate=self.learning_rate)
+        if self.max_grad_norm is not None:
+            checks.positive(max_grad_norm=self.max_grad_norm)
+        warmup = self.schedule.warmup
+        if not 0 <= warmup < 1:
+            raise InputError(
+                f"--schedule: expected warmup to be a share in [0, 1), got {warmup}"
+            )
+
+    def make(self, updates: int) -> optax.GradientTransformation:
+        """The chain: clip, rule, learning rate.
+
+        Args:
+          updates: optimizer steps of the run.
+        """
+        schedule = self.schedule.make(self.learning_rate, updates)
+        rule = self.optimizer.make(schedule)
+        if self.max_grad_norm is None:
+            return rule
+        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), rule)

@@ -1,0 +1,239 @@
+"""`rewards`: a weighted list, each NAME=KIND:SOURCE,weight=W.
+
+    --rewards right=verifier:gsm8k kind=model:runs/rm/model,weight=0.5 \\
+        short=length,weight=-0.001
+
+--reward-model, --reward and --verifier are short for a list of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Literal, Self
+
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.checkpoints.frozen_models import Storage
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.rewards.ensembles import Combine
+from rlhf_jax.runs import choices
+from rlhf_jax.verification.user_objects import OnFailure
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A reward model, or an ensemble A+B+C of them as one reward."""
+
+    paths: tuple[str, ...]
+    combine: Combine = "mean"
+    std_coef: float | None = None
+
+    def __post_init__(self) -> None:
+        if "" in self.paths or len(set(self.paths)) < len(self.paths) or not self.paths:
+            raise InputError(
+                f"reward model: expected different checkpoints with + between them, "
+                f"got {'+'.join(self.paths)!r}; name each once"
+            )
+        if self.std_coef is not None:
+            checks.non_negative(std_coef=self.std_coef)
+            if self.combine != "mean_minus_std":
+                raise InputError(
+                    f"reward model: expected combine=mean_minus_std with std_coef, "
+                    f"which reads it, got combine={self.combine}; give both, or neither"
+                )
+        if len(self.paths) < 2 and self.combine != "mean":
+            raise InputError(
+                f"reward model: expected several checkpoints A+B with "
+                f"combine={self.combine}, got one; name more, or leave it out"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A Python function of texts: score(prompts, responses, rows) -> numbers."""
+
+    function: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier:
+    """A verifier of one response, in processes of its own: 1 is right."""
+
+    name: str
+    answer_field: str = "answer"
+    unmarked: Literal["wrong", "last_number"] = "wrong"
+
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """The number of tokens of the response."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The rewards that the environment gives its episodes."""
+
+
+Source = Model | Function | Verifier | Length | Environment
+FORM = "NAME=KIND:SOURCE[,weight=W][,key=value], KIND one of " + ", ".join(
+    choices.kinds_of(Source)
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """One reward of the list."""
+
+    name: str
+    source: Source
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The reward of a text such as "right=verifier:gsm8k,weight=2".
+
+        Raises:
+          InputError: the text has another form, or a value cannot be had.
+        """
+        name, equals, rest = text.partition("=")
+        kind, colon, after = rest.partition(":")
+        kind = kind.partition(",")[0] if not colon else kind
+        kinds = choices.kinds_of(Source)
+        if not (equals and re.fullmatch(r"[A-Za-z0-9_.-]+", name)) or kind not in kinds:
+            raise InputError(f"--rewards: expected {FORM}, got {text!r}")
+        keys = [field.name for field in dataclasses.fields(kinds[kind])]
+        words = choices.split(after if colon else rest, [*keys, "weight"])
+        if colon:
+            words[0] = f"{keys[0]}={words[0]}"
+        else:
+            words = words[1:]
+        weights = [word for word in words if word.startswith("weight=")]
+        try:
+            weight = float(weights[-1].partition("=")[2]) if weights else 1.0
+        except ValueError:
+            raise InputError(f"{text!r}: expected a number as weight") from None
+        values = choices.fields(
+            [word for word in words if word not in weights], kinds[kind], written=text
+        )
+        return cls(name, choices.build(kinds[kind], values, written=text), weight)
+
+    def __post_init__(self) -> None:
+        checks.finite(weight=self.weight)
+
+    def __str__(self) -> str:
+        words = choices.text(self.source, Source).split(",")
+        kind, *rest = words
+        if rest:  # the first field stands behind the colon
+            kind = f"{kind}:{rest[0].partition('=')[2]}"
+        more = rest[1:] + [f"weight={self.weight}"] * (self.weight != 1.0)
+        return ",".join([f"{self.name}={kind}", *more])
+
+
+Listed = tuple[Reward, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The processes that verify, or that run an environment."""
+
+    num_workers: int | None = None
+    """Processes that verify, or that run an environment; None is one per processor."""
+    timeout: float = 10.0
+    """Seconds to verify one response, or to answer one turn."""
+    on_failure: OnFailure = "leave_out"
+    """What happens where a response could not be verified or a turn answered: leave_out
+    masks it from loss, baseline and group, zero scores the response or the turn 0, and
+    stop ends the run. Failures are counted in reward/failed and reward/left_out."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers is not None:
+            checks.positive(num_workers=self.num_workers)
+        checks.positive(timeout=self.timeout)
+
+    def refuse_unread(self, *, has_pool: bool) -> None:
+        """Refuses options of processes that a run does not have.
+
+        Args:
+          has_pool: whether there is a verifier or an environment.
+
+        Raises:
+          InputError: there is none, and an option is set.
+        """
+        for field in dataclasses.fields(Workers):
+            value = getattr(self, field.name)
+            if not has_pool and value != field.default:
+                raise InputError(
+                    f"--{field.name.replace('_', '-')}: expected --verifier or "
+                    f"--environment with it, which it belongs to, got {value} without; "
+                    f"give both, or leave it out"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rewards(Workers):
+    """What is maximised, less the KL penalty."""
+
+    rewards: Listed = ()
+    """Weighted list of rewards, each NAME=KIND:SOURCE,weight=W. It is logged as
+    reward/NAME before its weight. KIND is model:CHECKPOINT (or A+B,combine=minimum),
+    function:module:name, verifier:NAME (answer_field=, unmarked=), length, or
+    environment."""
+    reward_model: Model | None = None
+    """Checkpoint of `rlhf-jax reward-model`, or several as A+B+C. Their scores are
+    combined by combine=mean, minimum or mean_minus_std (with std_coef=1)."""
+    reward: str | None = None
+    """Python function of texts as the reward, module:function."""
+    verifier: Verifier | None = None
+    """Verifier of responses: gsm8k, integer, exact, or a function module:function.
+    Keys: answer_field=answer, the field of a row with its answer; and with gsm8k
+    unmarked=last_number, which reads responses without a mark."""
+    reward_storage: Storage = frozen_models.COPY
+    """Dtype in which reward models are stored."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [each.name for each in self.rewards]
+        if len(set(names)) < len(names):
+            raise InputError(
+                f"--rewards: expected each name once, got {', '.join(names)}; rename "
+                f"one"
+            )
+        short = {
+            "--reward-model": self.reward_model,
+            "--reward": self.reward,
+            "--verifier": self.verifier,
+            "--rewards": self.rewards or None,
+        }
+        given = [name for name, value in short.items() if value is not None]
+        if len(given) > 1:
+            raise InputError(
+                f"expected one of {', '.join(short)}, got {' and '.join(given)}; put "
+                f"several rewards into --rewards"
+            )
+
+    def sources(self, *, environment: bool) -> tuple[Reward, ...]:
+        """Every reward of the run; an environment's own where nothing else is given.
+
+        Args:
+          environment: responses are episodes of one.
+        """
+        if self.reward_model is not None:
+            return (Reward("reward_model", self.reward_model),)
+        if self.reward is not None:
+            return (Reward("reward", Function(self.reward)),)
+        if self.verifier is not None:
+            return (Reward("verifier", self.verifier),)
+        if self.rewards or not environment:
+            return self.rewards
+        return (Reward("environment", Environment()),)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Checkpoints of all reward models, in their order."""
+        return tuple(
+            path
+            for each in self.sources(environment=False)
+            if isinstance(each.source, Model)
+            for path in each.source.paths
+        )

@@ -1,0 +1,179 @@
+"""`sampler`: who draws responses, in what, and how old its policy may be."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from rlhf_jax.algorithms import self_check
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import PAGE_SIZE, Cache
+from rlhf_jax.samplers import connection, retries
+
+Recipe = TypeVar("Recipe", bound=PolicyRecipe)
+WEIGHT_CAP = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """Our decoder, on the trainer's devices or those of --placement.sampler."""
+
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    embeddings: Literal["float32", "bfloat16"] | None = None
+    cache: Cache = "same"
+    cache_pages: int | None = None
+    page_size: int = PAGE_SIZE
+    prefill_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.positive(page_size=self.page_size)
+        for name in ("cache_pages", "prefill_chunk"):
+            if (number := getattr(self, name)) is not None:
+                checks.positive(**{name: number})
+        if self.embeddings is not None and self.dtype != "int8":
+            raise InputError(
+                f"--sampler: expected embeddings with dtype=int8 alone, got "
+                f"{self.embeddings} with {self.dtype}; leave it out"
+            )
+
+    def tolerance(self, compute: str) -> float:
+        """What its rounding adds to the distance to the trainer, nats per token."""
+        tolerance = 0.0
+        if self.dtype == "int8" or (self.dtype, compute) == ("bfloat16", "float32"):
+            tolerance += self_check.TOLERANCE[self.dtype]
+        if self.cache == "int8":
+            tolerance += self_check.TOLERANCE["int8"]
+        return tolerance
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """Our decoder in a process of its own, to which weights go through a folder."""
+
+    weights: Path | None = None
+    timeout: float = retries.TIMEOUT
+    tries: int = retries.TRIES
+
+    def __post_init__(self) -> None:
+        checks.positive(timeout=self.timeout, tries=self.tries)
+
+    def tolerance(self, compute: str) -> float:
+        """Nothing: it samples as the trainer does."""
+        del compute
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server with the completions of OpenAI, as vLLM."""
+
+    OPEN = True
+    address: str
+    model: str | None = None
+    weights: Path | None = None
+    timeout: float = retries.TIMEOUT
+    tries: int = retries.TRIES
+    check_tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if not connection.is_address(self.address):
+            raise InputError(
+                f"--sampler: expected here, process or http://HOST:PORT, got "
+                f"{self.address!r}; choose one"
+            )
+        checks.positive(timeout=self.timeout, tries=self.tries)
+        if self.check_tolerance is not None:
+            checks.positive(check_tolerance=self.check_tolerance)
+
+    def tolerance(self, compute: str) -> float:
+        """What a larger tolerance of its own adds, nats per token."""
+        if self.check_tolerance is None:
+            return 0.0
+        return max(0.0, self.check_tolerance - self_check.TOLERANCE[compute])
+
+
+Sampler = Here | Process | Server
+
+
+@dataclasses.dataclass(frozen=True)
+class Episodes:
+    """Episodes of several turns in an environment."""
+
+    name: str
+    max_turns: int = 8
+    max_turn_tokens: int | None = None
+    observation_chunk: int = 32
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.positive(
+            max_turns=self.max_turns, observation_chunk=self.observation_chunk
+        )
+        for name in ("max_turn_tokens", "seconds"):
+            if (number := getattr(self, name)) is not None:
+                checks.positive(**{name: number})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a batch of responses is drawn."""
+
+    sampler: Sampler = Here()
+    """What samples: here, process or http://HOST:PORT. here is our decoder;
+    dtype=bfloat16|int8 stores its parameters, cache=int8 its keys and values,
+    cache_pages=N shares pages of page_size= columns among the rows of
+    --continuous-batching, prefill_chunk=N runs prompts in parts.
+    process is our decoder in a process of its own. http://HOST:PORT is a server with
+    the completions of OpenAI, as vLLM, with model= and check_tolerance= nats per token.
+    Both take weights= (the folder through which they get them), timeout= seconds and
+    tries=5 (a call that fails is tried again, each pause twice as long)."""
+    environment: Episodes | None = None
+    """Environment that answers turn by turn: calculator, guessing, programming, rooms,
+    or module:name of a class of yours. Keys: max_turns=8; max_turn_tokens=;
+    observation_chunk=32, observed tokens that the model reads at a time; seconds=,
+    after which the episodes of an iteration end as they are."""
+    max_staleness: int | None = None
+    """Iterations k that the sampler may be behind: the responses of step s are drawn by
+    the policy of step max(0, s - k), k batches ahead, while others are learned from. 0
+    is on-policy; None is 1 with --placement.sampler last, else 0. On the policy's own
+    devices each batch under way takes a copy of the parameters."""
+    staleness_weight_cap: float | None = WEIGHT_CAP
+    """With --max-staleness above 0 and without --sampler-weight-cap: cap of the
+    importance weights that correct for the older sampler (token_truncate, with
+    recomputed log-probs); None leaves the ratio to the sampler's log-probs alone."""
+    max_redraws: int = 0
+    """Batches drawn again per iteration at most, until no group of responses has equal
+    rewards (dynamic sampling); 0 draws none."""
+
+    def __post_init__(self) -> None:
+        checks.non_negative(max_redraws=self.max_redraws)
+        if self.max_staleness is not None:
+            checks.non_negative(max_staleness=self.max_staleness)
+        cap = self.staleness_weight_cap
+        if cap is not None and not 1 <= cap < float("inf"):
+            raise InputError(
+                f"--staleness-weight-cap: expected a finite number of at least 1, got "
+                f"{cap}; choose another, or None"
+            )
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether a process or a server samples."""
+        return not isinstance(self.sampler, Here)
+
+    def corrected(self, recipe: Recipe) -> Recipe:
+        """The recipe with the correction that a stale sampler asks for by default.
+
+        Args:
+          recipe: as the command line has it; its own --sampler-weight-cap stays.
+        """
+        cap = self.staleness_weight_cap
+        corrects = recipe.sampler_weight_cap is not None
+        if not self.max_staleness or cap is None or corrects or not recipe.has_ratio:
+            return recipe
+        return dataclasses.replace(
+            recipe, recompute_logprobs=True, sampler_weight_cap=cap
+        )

@@ -1,0 +1,120 @@
+"""`watch`: what is measured and not trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Literal, Self
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import alarms
+from rlhf_jax.runs.alarms import Limits
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Texts whose perplexity shows what is forgotten."""
+
+    name: str
+    source: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The texts of "code=files/code.jsonl".
+
+        Raises:
+          InputError: the text has another form.
+        """
+        name, _, source = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or not source:
+            raise InputError(f"--texts: expected NAME=SOURCE, got {text!r}")
+        return cls(name, source)
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.source}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchTexts:
+    """What a run of any command looks at."""
+
+    texts: tuple[Text, ...] = ()
+    """Texts or demonstrations, each NAME=SOURCE, whose mean negative log-likelihood is
+    logged as eval/NAME_nll: those of SFT show forgetting, of another kind the
+    alignment tax."""
+    text_rows: int = 64
+    """Rows of each of --texts to evaluate on."""
+    eval_every: int = 10
+    """Steps between evaluations on --texts, and on --judge where there is one."""
+    drift_every: int = 1
+    """Steps between measurements of the weight drift."""
+    alarms: Limits = alarms.LIMITS
+    """Limits beyond which the run asks for a look."""
+
+    def __post_init__(self) -> None:
+        checks.positive(
+            drift_every=self.drift_every,
+            eval_every=self.eval_every,
+            text_rows=self.text_rows,
+        )
+        names = [text.name for text in self.texts]
+        if len(set(names)) < len(names):
+            raise InputError(
+                f"--texts: expected each name once, got {', '.join(names)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watch(WatchTexts):
+    """What a run of a policy gradient looks at."""
+
+    held_out: str | None = None
+    """Prompts to evaluate on, as --prompts has them. The mean score of greedy responses
+    is taken before and after the run, and every --held-out-every iterations."""
+    held_out_every: int | None = None
+    """Iterations between evaluations on --held-out; None evaluates before and after."""
+    held_out_rows: int = 256
+    """Rows of --held-out to evaluate on, from the beginning."""
+    held_out_samples: int = 0
+    """Responses that are sampled for each row of --held-out, for their mean score, the
+    share of rows with a score above 0 among them (pass@k) and their KL; 0 samples
+    none."""
+    judge: str | None = None
+    """Second reward that shows reward hacking, module:function. It is not trained
+    on."""
+    judge_failure: Literal["stop", "warn"] = "stop"
+    """What happens to the run when the judge fails; warn leaves that judge/score
+    out."""
+    sample_every: int = 10
+    """Iterations between rows of samples.jsonl."""
+    num_shown: int = 4
+    """Responses in samples.jsonl each time."""
+    sample_reference: bool = False
+    """Whether the reference responds to the same prompts for samples.jsonl, with the
+    same keys; it costs the sampling of another batch each time."""
+    num_alternatives: int = 0
+    """Likeliest tokens at each place of the responses in samples.jsonl; two forward
+    passes of these few rows each time. 0 records none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(
+            sample_every=self.sample_every,
+            held_out_rows=self.held_out_rows,
+            **(
+                {}
+                if self.held_out_every is None
+                else {"held_out_every": self.held_out_every}
+            ),
+        )
+        checks.non_negative(
+            num_shown=self.num_shown,
+            num_alternatives=self.num_alternatives,
+            held_out_samples=self.held_out_samples,
+        )
+        if self.judge is None and self.judge_failure != "stop":
+            raise InputError(
+                f"--judge-failure {self.judge_failure}: expected a --judge that may "
+                f"fail, got none; name one, or leave it out"
+            )

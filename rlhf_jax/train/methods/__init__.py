@@ -1,0 +1,1 @@
+"""Policy gradients as commands: one file each."""

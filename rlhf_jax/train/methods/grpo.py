@@ -1,0 +1,109 @@
+"""GRPO and RLOO on your own model, prompts and reward: groups instead of a critic.
+
+    rlhf-jax grpo --model runs/sft/model --prompts gsm8k/train.jsonl \\
+        --prompt-field question --verifier gsm8k --out runs/gsm8k
+    rlhf-jax grpo --model MODEL --prompts train.jsonl --reward-model runs/rm/model \\
+        --out runs/grpo
+
+Each prompt of a batch gets --group-size responses, and a response that scores more than
+its group becomes likelier, at the KL coefficient β (--kl-coef) to the frozen reference,
+which is --model as it starts. Rewards, reference, sampler and everything else are those
+of `rlhf-jax ppo`, from which it differs by the method alone.
+
+--verifier gsm8k compares the number after the last #### of a response with that of
+"answer", as GSM8K (github.com/openai/grade-school-math) has them. --verifier
+my_verifiers:check calls
+
+    def check(prompt: str, response: str, row: dict) -> float
+
+of my_verifiers.py in the working directory, in processes of its own and with a time
+limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
+responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
+rloo, rloo-masked, gspo, cispo, sapo, dapo, dr-grpo or reinforce++-baseline.
+
+A model that solves none of the prompts learns nothing, as all responses of a group
+score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from rlhf_jax.algorithms import grpo
+from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
+from rlhf_jax.functional import checks
+from rlhf_jax.train import commands
+from rlhf_jax.train.config.batch import Batch
+from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
+from rlhf_jax.train.config.kl import KL
+from rlhf_jax.train.config.optimizer import Optimizer
+from rlhf_jax.train.config.reference import Reference
+from rlhf_jax.train.config.sampler import Sampling
+
+RECIPE = GroupRecipe(temperature=1.0)
+WITHOUT_KL = {"reference": Reference(reference="none")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(PolicyGradientConfig):
+    """The options of `rlhf-jax grpo`."""
+
+    name: ClassVar[str] = "grpo"
+    method: Annotated[GroupRecipe, FLAT] = RECIPE
+    """Coefficients and choices of GRPO."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.groups(self.batch.batch_size, group_size=self.method.group_size)
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Responses to each prompt of a batch."""
+        return self.method.group_size
+
+    def algorithm(self, **shapes: Any) -> GRPO:
+        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+        return GRPO(**vars(self.recipe), **shapes)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "deepseekmath": {
+        "method": grpo.PUBLISHED,
+        "kl": KL(kl_coef=0.04),
+        "batch": Batch(batch_size=1024, max_new_tokens=1024),
+        "optimizer": Optimizer(learning_rate=1e-6),
+    },
+    "rloo": {"method": dataclasses.replace(grpo.RLOO, temperature=1.0)},
+    "rloo-masked": {"method": grpo.RLOO_MASKED},
+    "gspo": {"method": grpo.GSPO, **WITHOUT_KL},
+    "cispo": {"method": grpo.CISPO, "batch": Batch(batch_size=8192), **WITHOUT_KL},
+    "sapo": {"method": grpo.SAPO, **WITHOUT_KL},
+    "dapo": {
+        "method": grpo.DAPO,
+        "batch": Batch(batch_size=8192, max_new_tokens=20_480),
+        "sampler": Sampling(max_redraws=10),
+        "optimizer": Optimizer(learning_rate=1e-6),
+        **WITHOUT_KL,
+    },
+    "dr-grpo": {
+        "method": grpo.DR_GRPO,
+        "batch": Batch(batch_size=1024, max_new_tokens=3000),
+        "optimizer": Optimizer(learning_rate=1e-6),
+        **WITHOUT_KL,
+    },
+    "reinforce++-baseline": {"method": grpo.REINFORCE_BASELINE},
+}
+"""--preset NAME: what was published, where it differs from the defaults."""
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax grpo`: from a command line to a run."""
+    commands.run(
+        Config,
+        description=__doc__,
+        first=("method.group_size",),
+        presets=PRESETS,
+        argv=argv,
+    )

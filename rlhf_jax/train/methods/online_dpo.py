@@ -1,0 +1,63 @@
+"""Online DPO: DPO's loss on pairs of the policy's own samples, ranked by a reward.
+
+    rlhf-jax online-dpo --model MODEL --prompts train.jsonl \\
+        --reward-model runs/rm/model --out OUT
+
+It is `rlhf-jax grpo` with another method: the samples of a prompt are ranked by their
+scores, and DPO's loss of the best against the worst takes the place of the policy
+gradient. --kl-coef is DPO's β, and its loss needs no ratio to the policy that sampled:
+a stale sampler (--max-staleness) makes older pairs, and nothing corrects for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from rlhf_jax.algorithms.online_dpo import OnlineDPO, OnlineDPORecipe
+from rlhf_jax.functional import checks
+from rlhf_jax.train import commands
+from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
+
+RECIPE = OnlineDPORecipe()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(PolicyGradientConfig):
+    """The options of `rlhf-jax online-dpo`."""
+
+    name: ClassVar[str] = "online-dpo"
+    default_kl_coef: ClassVar[float] = 0.1
+    method: Annotated[OnlineDPORecipe, FLAT] = RECIPE
+    """Coefficients and choices of online DPO."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(kl_coef=self.kl_coef)
+        checks.groups(self.batch.batch_size, group_size=self.method.group_size)
+        self.method.check_batch(self.batch.batch_size)
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Responses to each prompt of a batch."""
+        return self.method.group_size
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the responses that are in a pair."""
+        return 2 / self.method.responses_per_pair
+
+    def algorithm(self, **shapes: Any) -> OnlineDPO:
+        """The recipe with what a run knows: shapes, optimizer, β and stop tokens."""
+        return OnlineDPO(**vars(self.recipe), beta=self.kl_coef, **shapes)
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax online-dpo`: from a command line to a run."""
+    commands.run(
+        Config,
+        description=__doc__,
+        first=("method.group_size", "method.labels"),
+        argv=argv,
+    )

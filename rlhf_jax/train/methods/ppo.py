@@ -1,0 +1,140 @@
+"""PPO on your own model, prompts and reward.
+
+    rlhf-jax ppo --model runs/sft/model \\
+        --prompts prompts.jsonl --reward-model runs/reward/model --out runs/ppo
+    rlhf-jax ppo --model gpt2 \\
+        --prompts prompts.txt --reward my_rewards:score --out runs/ppo
+
+A line of --prompts is {"prompt": ..., and whatever the reward asks for}, or a prompt
+in a .txt file; messages go through the tokenizer's chat template. The reward is a
+checkpoint of `rlhf-jax reward-model`, a --verifier, a weighted list (--rewards), or a
+function
+
+    def score(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]
+
+of my_rewards.py in the working directory; rows are those of --prompts. The policy
+maximises score - kl_coef * KL(policy || reference). OUT/model is a Hugging Face
+checkpoint with its tokenizer. --environment plays episodes of several turns instead.
+
+--lora 16 trains adapters of policy and critic over one frozen base, which is also the
+reference; OUT/adapter is then a PEFT adapter, and OUT/model is merged.
+--reference-storage.dtype int8 makes the reference cheaper, --placement.reference
+pinned_host or cpu takes it off the device, --lifecycle.* moves it, and --reference none
+leaves it out. --references NAME=CHECKPOINT,weight=W penalises a KL to another reference
+too, at W times the coefficient of the first.
+--preset openai-2019 or n-plus starts from a published recipe.
+Every --eval-every steps the run evaluates --texts and a --judge; --alarms.* are limits
+beyond which it prints a warning.
+
+Memory: policy and critic in float32 four times each, reference and reward model once;
+for GPT-2 small 4.7 GiB. Expect the score to rise and the KL to stay in single digits
+[nats per response]; if the KL runs away while the score soars, the policy has found a
+hole in the reward: raise --kl-coef, or hold the KL with --kl-control
+adaptive,target=6,unit=response.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import optax
+
+from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, PPO, Recipe
+from rlhf_jax.devices.placement import Place, Placement
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.control import Adaptive
+from rlhf_jax.train import commands
+from rlhf_jax.train.config.batch import Batch
+from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
+from rlhf_jax.train.config.critic import REWARD_MODEL, Critic
+from rlhf_jax.train.config.kl import KL
+from rlhf_jax.train.config.optimizer import Adam, Optimizer, TFAdam
+
+RECIPE = Recipe(num_minibatches=4, temperature=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(PolicyGradientConfig):
+    """The options of `rlhf-jax ppo`."""
+
+    name: ClassVar[str] = "ppo"
+    method: Annotated[Recipe, FLAT] = RECIPE
+    """Coefficients and choices of PPO."""
+    critic: Critic = Critic()  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The critic, options with a prefix."""
+    placement: Placement = Placement()
+    """Where each role is: devices, mesh and memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        warmup = self.method.critic_warmup
+        if warmup >= self.num_steps:
+            raise InputError(
+                f"--critic-warmup: expected less than the {self.num_steps} of "
+                f"--num-steps, got {warmup}; the policy would never learn"
+            )
+
+    @property
+    def critic_place(self) -> Place:
+        """Where the critic is."""
+        return self.placement.critic
+
+    def optimizers(self) -> dict[str, optax.GradientTransformation]:
+        """The optimizers of policy and critic; the policy waits for the critic."""
+        learning = self.num_steps - self.method.critic_warmup
+        return {
+            "policy_optimizer": self.optimizer.make(learning * self.updates),
+            "critic_optimizer": self.critic.make(self.num_steps * self.updates),
+        }
+
+    def algorithm(self, **shapes: Any) -> PPO:
+        """The recipe with what a run knows: shapes, optimizers and stop tokens."""
+        return PPO(**vars(self.recipe), **shapes)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "openai-2019": {
+        "method": OPENAI_2019,
+        "kl": KL(
+            kl_coef=0.15,
+            kl_control=Adaptive(target=6.0, unit="response", horizon=10_000),
+        ),
+        "batch": Batch(batch_size=512, max_new_tokens=24),
+        "num_steps": 1954,
+        "optimizer": Optimizer(
+            learning_rate=1e-5, optimizer=TFAdam(eps=1e-5), max_grad_norm=None
+        ),
+        "critic": Critic(
+            learning_rate=1e-5, optimizer=TFAdam(eps=1e-5), max_grad_norm=None
+        ),
+    },
+    "n-plus": {
+        "method": N_PLUS,
+        "kl": KL(kl_coef=0.05),
+        "batch": Batch(batch_size=512, max_new_tokens=53),
+        "num_steps": 1953,
+        "optimizer": Optimizer(
+            learning_rate=3e-6, optimizer=Adam(eps=1e-5), max_grad_norm=None
+        ),
+        "critic": Critic(
+            start=REWARD_MODEL,
+            learning_rate=3e-6,
+            optimizer=Adam(eps=1e-5),
+            max_grad_norm=None,
+        ),
+    },
+}
+"""--preset NAME: what the published runs set, where it differs from the defaults."""
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax ppo`: from a command line to a run."""
+    commands.run(
+        Config,
+        description=__doc__,
+        first=("method.num_minibatches",),
+        presets=PRESETS,
+        argv=argv,
+    )

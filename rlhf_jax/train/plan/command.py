@@ -1,0 +1,83 @@
+"""`rlhf-jax plan COMMAND`: the options of a run, and those of its plan.
+
+    rlhf-jax plan ppo --model llama-2-7b --reward-model llama-2-7b \\
+        --topology v5e:8x8 --placement.policy fsdp=64 --dtype bfloat16 --remat full \\
+        --reference-storage.dtype bfloat16 --reward-storage.dtype bfloat16 \\
+        --batch-size 512 --prompt-length 512 --max-new-tokens 512 --json plan.json
+    rlhf-jax plan grpo --config RUN/config.json --chip h100 --topology 8x8
+
+COMMAND and its options are those of the run (`rlhf-jax COMMAND --help-all`), or a
+recorded one's; neither --prompts, --data nor --out is needed. --model and other
+checkpoints are known names (gpt2, llama-3.1-8b, ...), folders or hub ids, of which only
+config.json is read.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import compiled
+from rlhf_jax.runs import command_line
+from rlhf_jax.train import commands
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.plan import plan
+from rlhf_jax.train.plan.options import Options
+from rlhf_jax.train.trainers import TRAINERS, trainer
+
+UNREAD = {"prompts": "-", "data": "-", "out": "-"}  # by a plan; a run needs them
+
+
+def command(argv: Sequence[str]) -> None:
+    """Prints the plan of a run."""
+    config, options = parse(argv)
+    if options.topology is not None:
+        compiled.ask_compilers_alone()
+    plan.run(config, options, command=shlex.join(["rlhf-jax", "plan", *argv]))
+
+
+def parse(argv: Sequence[str]) -> tuple[Any, Options]:
+    """The run and what is asked of its plan.
+
+    Args:
+      argv: a command and its options, with those of the plan among them.
+
+    Raises:
+      InputError: there is no such command, or an option is wrong.
+    """
+    name = argv[0] if argv else None
+    options, rest = tyro.cli(
+        Options,
+        prog=f"rlhf-jax plan {name if name in TRAINERS else 'COMMAND'}",
+        description=__doc__,
+        args=[text for text in argv if text == "--help"] or list(argv[1:]),
+        return_unknown_args=True,
+    )
+    if name not in TRAINERS:
+        raise InputError(
+            f"expected a command to plan, one of {', '.join(TRAINERS)}, got {name}; "
+            f"write it first"
+        )
+    if options.topology is None:  # before defaults of a config ask for devices
+        processes.check_platform()
+    module = trainer(name)
+    of_data = "prompts" if issubclass(module.Config, PolicyGradientConfig) else "data"
+    missing = [
+        f"--{field}={UNREAD[field]}"
+        for field in (of_data, "out")
+        if not any(text.partition("=")[0] == f"--{field}" for text in rest)
+    ]
+    config = command_line.parse(
+        module.Config,
+        description=None,
+        presets=getattr(module, "PRESETS", None),
+        renamed=commands.RENAMED,
+        prog=f"rlhf-jax plan {name}",
+        argv=[*missing, *rest],
+    )
+    return config, options

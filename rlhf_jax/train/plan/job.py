@@ -1,0 +1,130 @@
+"""A run as shapes: its model for the chips, and the step of its command."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import engine_choice
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.planning import histogram
+from rlhf_jax.planning.measured import Target
+from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.planning.workload import Workload
+from rlhf_jax.train import shapes
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.supervised import SupervisedConfig
+from rlhf_jax.train.plan import policy_gradient, supervised
+from rlhf_jax.train.plan.options import Options
+
+Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
+
+
+def workload_of(
+    config: Config,
+    options: Options,
+    *,
+    target: Target,
+    lengths: Sequence[int] | None = None,
+) -> Workload:
+    """The step that is planned.
+
+    Args:
+      config: of the run.
+      options: the lengths of its texts.
+      target: the chips.
+      lengths: of responses in rising order, tokens; None fills all columns.
+
+    Raises:
+      InputError: sizes that do not fit, or a checkpoint that is missing.
+    """
+    texts = 2 if config.name in supervised.PAIRS else 1
+    rows = texts * config.batch.batch_size
+    longest = columns_of(config, options) - options.prompt_length
+    responses = (longest,) * rows
+    if lengths is not None:
+        if lengths[-1] > longest:
+            raise InputError(
+                f"--lengths: expected responses of at most {longest} tokens, the "
+                f"columns behind --prompt-length, got one of {lengths[-1]}; raise "
+                f"--max-new-tokens or --max-length"
+            )
+        responses = histogram.spread(lengths, rows=rows)
+    batch = Texts(options.prompt_length, responses)
+    start = start_of(config, options, target=target)
+    if isinstance(config, SupervisedConfig):
+        columns = columns_of(config, options)
+        return supervised.workload_of(
+            config, start, mesh=target.mesh, columns=columns, texts=batch
+        )
+    return policy_gradient.workload_of(config, start, mesh=target.mesh, texts=batch)
+
+
+def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
+    """--model without parameters or tokenizer, computed as the chips will.
+
+    Raises:
+      InputError: there is no such checkpoint, or the attention cannot be had.
+    """
+    start, context = config.start, config.placement.policy.context
+    if context > 1:
+        engine_choice.refuse_context(start.attention)
+    model = dataclasses.replace(
+        _shape(config),
+        dtype=start.dtype,
+        remat=start.remat,
+        attention=start.attention,
+    )
+    choice = engine_choice.choose(
+        model,
+        columns=columns_of(config, options),
+        backend=engine_choice.backend_of(target.mesh.abstract_mesh),
+        context=context,
+    )
+    model = dataclasses.replace(model, attention=choice.engine)
+    return shapes.start(model)
+
+
+def _shape(config: Config) -> ModelConfig:
+    if config.start.model is None:
+        raise InputError(
+            "--model: expected a checkpoint or a known name, got none; name one"
+        )
+    return shapes.model_of(config.start.model)
+
+
+def columns_of(config: Config, options: Options) -> int:
+    """Of a text, its prompt included, tokens."""
+    if isinstance(config, PolicyGradientConfig):
+        return options.prompt_length + config.batch.max_new_tokens
+    columns = config.data.max_length
+    if columns is None:
+        columns = _shape(config).max_positions
+    if columns <= options.prompt_length:
+        raise InputError(
+            f"--prompt-length: expected less than the {columns} tokens of a text "
+            f"(--max-length), got {options.prompt_length}; lower it"
+        )
+    return columns
+
+
+def with_rows(config: Config, rows: int) -> Config:
+    """The run with another batch."""
+    batch: Any = dataclasses.replace(config.batch, batch_size=rows)
+    return dataclasses.replace(config, batch=batch)
+
+
+def minibatches(config: Config) -> int:
+    """Updates of a pass over a batch."""
+    return getattr(config.method, "num_minibatches", 1)
+
+
+def sampler_mesh(config: Config) -> MeshShape | None:
+    """The mesh of its own that responses are sampled on, over all chips."""
+    if isinstance(config, SupervisedConfig):
+        return None
+    return config.placement.sampler.mesh

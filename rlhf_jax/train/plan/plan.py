@@ -1,0 +1,252 @@
+"""Whether a run fits TPUs or GPUs that are not there, and how fast it can be.
+
+Every program of a step is compiled for the slice (extra `plan`, or `plan-cuda` for
+GPUs, named as nodes x GPUs of a node; nothing runs). The verdict is over what is alive
+at the same time: while one program runs, everything that it does not read stays where
+it is.
+
+    alive = what it does not read + its arguments + temporaries + results - aliases
+
+Seconds are a roofline, a lower bound: matrix products at the chip's peak in bfloat16,
+its memory and its links (of GPUs NVLink inside a node, and the network between nodes)
+at their peak rates, and all of it at once. Sampling goes on to the last token. Without
+a topology this machine's own compiler stands in for the chip's (`--chip`); its layouts
+and fusions are others, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from rlhf_jax.models import decoder, engine_choice
+from rlhf_jax.planning import (
+    gpu_targets,
+    histogram,
+    measured,
+    resharding,
+    tables,
+    workload,
+)
+from rlhf_jax.planning.chips import Chip
+from rlhf_jax.planning.measured import Target, Waiting
+from rlhf_jax.runs import report
+from rlhf_jax.train.plan import job, sampler_meshes
+from rlhf_jax.train.plan.advice import advice, largest
+from rlhf_jax.train.plan.job import Config
+from rlhf_jax.train.plan.options import Options
+
+
+def silent(what: str) -> AbstractContextManager[None]:
+    """Shows nothing of what is waited for."""
+    del what
+    return nullcontext()
+
+
+def plan(
+    config: Config, options: Options, *, command: str = "", waiting: Waiting = silent
+) -> dict[str, Any]:
+    """The plan, as `--json` writes it.
+
+    Args:
+      config: of the run.
+      options: the chips, and the lengths of texts.
+      command: line that asks for it, for the record.
+      waiting: shows what is being compiled.
+
+    Returns:
+      All bytes are of one chip. `held` is what is alive throughout, `programs` what
+      each takes and does, `alive` the sum while each runs, `peak` the largest of those,
+      `within` what of the temporaries is known from shapes alone.
+
+    Raises:
+      InputError: libtpu or the topology is missing, the mesh does not multiply to the
+        chips, an axis does not divide a dimension or the rows, or sizes do not fit.
+    """
+    mesh = config.placement.policy
+    target = measured.target(options.slice, chip=options.chip, mesh=mesh)
+    lengths = None if options.lengths is None else histogram.read(options.lengths)
+    work = job.workload_of(config, options, target=target, lengths=lengths)
+    resident = measured.resident(work.parts, target)
+    layouts = []
+    if options.find_sampler_mesh:
+        layouts = sampler_meshes.compare(
+            config,
+            options,
+            target,
+            resident=resident,
+            lengths=lengths,
+            waiting=waiting,
+        )
+        config = sampler_meshes.sampled_on(config, layouts[0].mesh)
+        work = job.workload_of(config, options, target=target, lengths=lengths)
+    sampler_mesh = job.sampler_mesh(config)
+    visits = workload.block_visits(
+        work.model,
+        columns=job.columns_of(config, options),
+        context=mesh.context,
+        backend=engine_choice.backend_of(target.mesh.abstract_mesh),
+    )
+    measurements = measured.measure(
+        work.programs,
+        target,
+        rows=config.batch.batch_size,
+        visits=visits,
+        waiting=waiting,
+    )
+    alive = [measured.alive(one, resident) for one in measurements]
+    peak = max(alive, key=lambda row: row.total)
+    fits = peak.total <= target.chip.memory and not any(
+        one.refused for one in measurements
+    )
+    chips = mesh.size
+    programs = []
+    for one in measurements:
+        brought = resharding.described(one, target)
+        programs += [] if brought is None else [brought]
+        programs.append(measured.described(one, target.chip, num_chips=chips))
+    row_devices = mesh.data * mesh.fsdp
+    within = {name: size // row_devices for name, size in work.within.items()}
+    if "KV cache" in within:  # whose rows lie on `context` too
+        within["KV cache"] //= mesh.context
+    if sampler_mesh is not None and "KV cache" in within:
+        shape = sampler_mesh
+        heads = math.gcd(shape.tensor, work.model.num_kv_heads)
+        shared = shape.data * shape.fsdp * heads
+        within["KV cache"] = work.within["KV cache"] // shared
+    result: dict[str, Any] = {
+        "command": command,
+        "versions": _versions(),
+        "compiler": target.compiler,
+        "algorithm": config.name,
+        "topology": options.slice,
+        "chips": chips,
+        "mesh": dataclasses.asdict(mesh),
+        "chip": {"name": target.name, **dataclasses.asdict(target.chip)},
+        "parameters": decoder.num_parameters(work.model),
+        "attention": work.model.attention,
+        "fits": fits,
+        "peak": peak._asdict(),
+        "held": resident,
+        "alive": [row._asdict() for row in alive],
+        "within": within,
+        **speed(programs, chip=target.chip, num_chips=chips, tokens=work.tokens),
+        "advice": [] if fits else advice(config, resident=resident, alive=alive),
+        "programs": programs,
+    }
+    if sampler_mesh is not None:
+        result["sampler_mesh"] = dataclasses.asdict(sampler_mesh)
+    if layouts:
+        result["sampler_meshes"] = [one.described() for one in layouts]
+    if lengths is not None:
+        result["lengths"] = {
+            "responses": len(lengths),
+            "mean": sum(lengths) / len(lengths),
+            "longest": lengths[-1],
+        }
+    if options.find_batch:
+        result["largest_batch"] = _largest_batch(
+            config,
+            options,
+            target,
+            resident=resident,
+            peak=peak.total if fits else None,
+            lengths=lengths,
+            waiting=waiting,
+        )
+    return result
+
+
+def speed(
+    programs: list[dict[str, Any]], *, chip: Chip, num_chips: int, tokens: int
+) -> dict[str, Any]:
+    """How fast a step can be at most, as JSON values.
+
+    Args:
+      programs: from `measured.described`.
+      chip: its peak rate.
+      num_chips: chips.
+      tokens: of a step's prompts and responses, without padding.
+
+    Returns:
+      `seconds`, `model_flops` and `mfu` of a step, `tokens`, tokens a second and chip,
+      and the share of the seconds that each stage takes.
+    """
+    seconds = sum(one["seconds"]["bound"] for one in programs)
+    flops = sum(one["model_flops"] for one in programs)
+    stages = {one["stage"]: 0.0 for one in programs}
+    for one in programs:
+        stages[one["stage"]] += one["seconds"]["bound"]
+    return {
+        "seconds": seconds,
+        "model_flops": flops,
+        "mfu": measured.mfu(flops, seconds=seconds, chip=chip, num_chips=num_chips),
+        "tokens": tokens,
+        "tokens_per_second_per_chip": (
+            tokens / (seconds * num_chips) if seconds else None
+        ),
+        "shares": {
+            stage: part / seconds if seconds else None for stage, part in stages.items()
+        },
+    }
+
+
+def run(config: Config, options: Options, *, command: str) -> None:
+    """Prints `plan` as tables, and writes it where `--json` says."""
+    result = plan(config, options, command=command, waiting=report.waiting)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tables.show(result)
+
+
+def _largest_batch(
+    config: Config,
+    options: Options,
+    target: Target,
+    *,
+    resident: dict[str, int],
+    peak: int | None,
+    lengths: Sequence[int] | None,
+    waiting: Waiting,
+) -> dict[str, Any]:
+    """The most rows that fit, by `largest`, in steps that everything divides."""
+    mesh = config.placement.policy
+    step = job.minibatches(config) * math.lcm(
+        mesh.data * mesh.fsdp, config.method.micro_batch_size or 1
+    )
+    step = math.lcm(step, getattr(config, "rows_per_prompt", 1))
+    known = {}
+    if peak is not None and config.batch.batch_size % step == 0:
+        known[config.batch.batch_size // step] = peak
+
+    def alive(steps: int) -> int | None:
+        rows = steps * step
+        work = job.workload_of(
+            job.with_rows(config, rows), options, target=target, lengths=lengths
+        )
+        measurements = measured.measure(
+            work.programs, target, rows=rows, waiting=waiting
+        )
+        if any(one.refused for one in measurements):
+            return None
+        return max(measured.alive(one, resident).total for one in measurements)
+
+    most, exact = largest(alive, limit=target.chip.memory, known=known)
+    return {"rows": most * step, "multiple_of": step, "exact": exact}
+
+
+def _versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "libtpu", *gpu_targets.PLUGINS, "rlhf-jax")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

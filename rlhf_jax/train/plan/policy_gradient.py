@@ -1,0 +1,391 @@
+"""A step of a policy gradient as shapes, of the models that `build` makes.
+
+sampling ─> each reward model ─> each reference ─> scoring and learning
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.batch import Prompts, ReferenceOutput, Rollout
+from rlhf_jax.algorithms.flow import score, teacher
+from rlhf_jax.algorithms.policy_gradient import iteration
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import continuous_batching, row_shares
+from rlhf_jax.planning import model_flops, workload
+from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.planning.workload import Program, Workload
+from rlhf_jax.roles import rewards
+from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.train import memory
+from rlhf_jax.train.build import Meshes, Models
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.sampler import Here
+
+BASE = "base"
+
+
+def workload_of(
+    config: PolicyGradientConfig, start: Pretrained, *, mesh: Mesh, texts: Texts
+) -> Workload:
+    """A step of a run.
+
+    Args:
+      config: of the run.
+      start: its model, without parameters.
+      mesh: of the policy, over the chips of the plan.
+      texts: the lengths of a batch.
+
+    Raises:
+      InputError: sizes or models that do not fit, or devices for one role alone.
+    """
+    refuse_apart(config)
+    meshes = Meshes(mesh, mesh, mesh)
+    models = memory.shapes(config, meshes=meshes, start=start)
+    parts = {
+        part.name: part.shapes
+        for part in memory.parts(config, models, meshes=meshes)
+        if part.shapes is not None
+    }
+    rows = config.batch.batch_size
+    columns = texts.prompt + config.batch.max_new_tokens
+    valued = models.train.critic is not None
+    sampled = sampled_model(config, models.recipe)
+    of_cache = min(rows, models.recipe.continuous_batching or rows)
+    return Workload(
+        model=models.recipe.model,
+        parts=parts,
+        programs=programs(config, models, texts=texts),
+        tokens=texts.tokens,
+        within={
+            "KV cache": workload.cache_bytes(sampled, rows=of_cache, columns=columns),
+            # `batch.Experience` or `batch.PolicyExperience`, and tokens.
+            "experience": rows * columns * (4 + 2 + valued + 4 * (6 if valued else 4)),
+        },
+    )
+
+
+def refuse_apart(config: PolicyGradientConfig) -> None:
+    """InputError for a role on devices of its own, which no plan has."""
+    for role, place in config.placement.places().items():
+        alone = place.mesh is not None and role != "sampler"
+        if place.devices != "policy" or alone:
+            raise InputError(
+                f"--placement.{role}: expected a plan of one set of chips, got "
+                f"{place}; place it with the policy, or plan without it"
+            )
+
+
+def sampled_model(config: PolicyGradientConfig, recipe: PolicyGradient) -> ModelConfig:
+    """The model with the KV cache that responses are sampled with."""
+    options = config.sampler.sampler
+    if not isinstance(options, Here):
+        raise InputError(
+            "--sampler: expected our decoder, of which alone there are programs to "
+            "plan; leave it out"
+        )
+    return dataclasses.replace(
+        recipe.model,
+        cache=options.cache,
+        cache_pages=options.cache_pages,
+        page_size=options.page_size,
+        prefill_chunk=options.prefill_chunk,
+    )
+
+
+def programs(
+    config: PolicyGradientConfig, models: Models, *, texts: Texts
+) -> list[Program]:
+    """The programs of a step in their order, as the trainer has them.
+
+    Args:
+      texts: the lengths of a batch.
+
+    Raises:
+      InputError: sizes that do not fit.
+    """
+    recipe, train = models.recipe, models.train
+    shape: dict[str, Any] = {
+        "model": recipe.model,
+        "max_new_tokens": recipe.max_new_tokens,
+        "temperature": recipe.temperature,
+    }
+    prompts = prompts_of(config.batch.batch_size, columns=texts.prompt)
+    key = jax.eval_shape(jax.random.key, 0)
+    base = (BASE,) if models.base is not None else ()
+    chosen, moving = config.reference, models.adapters_are_the_reference
+    is_base = models.base is not None and chosen.checkpoint is None and not moving
+    sampler = dataclasses.replace(recipe, model=sampled_model(config, recipe))
+
+    def sample(policy: Any, frozen: FrozenModels, prompts: Prompts, key: Any) -> Any:
+        return iteration.sample(
+            policy, prompts=prompts, key=key, recipe=sampler, frozen=frozen
+        )
+
+    mixed = models.reference if config.mixes_reference else None
+    policy = memory.storage_of_sampler(config, models)
+    drawn = (policy, FrozenModels(mixed, models.base), prompts, key)
+    rollout = jax.eval_shape(sample, *drawn)
+    mesh = config.placement.sampler.mesh
+    apart = mesh is not None or policy is not train.policy
+    turns, repeats = turns_of(config, recipe=sampler, texts=texts)
+    of_step = [
+        Program(
+            name="sampling",
+            function=sample,
+            args=drawn,
+            # A copy of the policy is in memory while this runs, beside the policy.
+            reads=(() if apart else ("policy", *base))
+            + (("reference",) if mixed is not None and not is_base else ()),
+            batch=(2,),
+            stage="rollout",
+            model_flops=model_flops.forward(
+                recipe.model, texts, head=True, group_size=recipe.rows_per_prompt
+            ),
+            trips=turns,
+            repeats=repeats,
+            mesh=mesh,
+            resharded=() if mesh is None else (0,),
+        )
+    ]
+    names = memory.reward_names(models)
+    for name, scorer in zip(names, models.reward_models, strict=True):
+
+        def scored(
+            reward: Frozen, rollout: Rollout, *, model: ModelConfig = scorer.model
+        ) -> Any:
+            return rewards.from_model(reward, model=model)(rollout)
+
+        of_step.append(
+            Program(
+                name=f"the {name}",
+                function=scored,
+                args=(scorer.frozen, rollout),
+                reads=(name,),
+                batch=(1,),
+                stage="score",
+                model_flops=model_flops.forward(scorer.model, texts, head=False),
+            )
+        )
+    ref_output = None
+    if models.reference is not None:
+
+        def ref(reference: Frozen, base: Frozen | None, rollout: Rollout) -> Any:
+            if models.head is not None:
+                return teacher.teacher_states(reference, rollout=rollout, **shape)
+            logprobs = score.reference_logprobs(
+                reference,
+                rollout=rollout,
+                base=base,
+                lora=recipe.lora if moving else None,
+                **shape,
+            )
+            return ReferenceOutput(logprobs)
+
+        args = (models.reference, models.base if moving else None, rollout)
+        ref_output = jax.eval_shape(ref, *args)
+        of_step.append(
+            Program(
+                name="the reference",
+                function=ref,
+                args=args,
+                reads=base if is_base else ("reference", *(base if moving else ())),
+                batch=(2,),
+                stage="score",
+                model_flops=_forward(models.reference, recipe, texts),
+            )
+        )
+    for name, one in models.further.items():
+        of_step.append(
+            Program(
+                name=f"the reference {name}",
+                function=functools.partial(_logprobs, **shape),
+                args=(one, rollout),
+                reads=(f"reference {name}",),
+                batch=(1,),
+                stage="score",
+                model_flops=_forward(one, recipe, texts),
+            )
+        )
+    of_step.append(
+        _learning(config, models, rollout, ref_output, texts=texts, is_base=is_base)
+    )
+    return of_step
+
+
+def _forward(model: Frozen, recipe: PolicyGradient, texts: Texts) -> float:
+    shape = frozen.shape_of(model, policy=recipe.model)
+    return model_flops.forward(shape, texts, head=True)
+
+
+def _logprobs(reference: Frozen, rollout: Rollout, **shape: Any) -> Any:
+    return score.reference_logprobs(reference, rollout=rollout, **shape)
+
+
+def _learning(
+    config: PolicyGradientConfig,
+    models: Models,
+    rollout: Rollout,
+    ref_output: ReferenceOutput | None,
+    *,
+    texts: Texts,
+    is_base: bool,
+) -> Program:
+    """The program that scores a rollout and learns from it."""
+    recipe, train = models.recipe, models.train
+    in_loss = models.head
+    reads_reference = recipe.penalty.needs_logits and models.head is None
+    if reads_reference:
+        in_loss = models.reference
+    weights = {each.name: each.weight for each in config.reference.references}
+
+    def learn(
+        state: TrainState,
+        frozen: FrozenModels,
+        rollout: Rollout,
+        scores: Any,
+        ref: ReferenceOutput | None,
+        further: dict[str, Any],
+        inside: dict[str, Frozen],
+        key: Any,
+    ) -> Any:
+        beside = {
+            name: Further(frozen=inside.get(name), logprobs=one, weight=weights[name])
+            for name, one in further.items()
+        }
+        return iteration.learn(
+            state,
+            rollout=rollout,
+            scores=scores,
+            frozen=FrozenModels(frozen.reference, frozen.base, beside),
+            ref_output=ref,
+            key=key,
+            recipe=recipe,
+        )
+
+    further = models.further if recipe.penalty.needs_logits else {}
+    names = ["policy", "policy's optimizer"]
+    learning = recipe.num_epochs * _training(train.policy, recipe, texts, head=True)
+    learning *= config.trained_share
+    if train.critic is not None:
+        names += ["critic", "critic's optimizer"]
+        assert recipe.critic is not None
+        if not recipe.critic.shared_trunk:
+            model = recipe.critic.model
+            adapters = None if recipe.lora is None else _count(train.critic)
+            learning += recipe.num_epochs * model_flops.training(
+                model, texts, head=False, adapters=adapters
+            )
+            # And the values before the first update.
+            learning += model_flops.forward(model, texts, head=False)
+    if models.base is not None:
+        names.append(BASE)
+    if models.head is not None:
+        names.append("reference's head")
+    if reads_reference and models.reference is not None and not is_base:
+        names.append("reference")
+    names += [f"reference {name}" for name in further]
+    return Program(
+        name="learning" if train.critic is None else "scoring and learning",
+        function=learn,
+        args=(
+            train,
+            FrozenModels(in_loss, models.base),
+            rollout,
+            jax.ShapeDtypeStruct((config.batch.batch_size,), jnp.float32),
+            ref_output,
+            dict.fromkeys(models.further, rollout.old_logprobs),
+            further,
+            jax.eval_shape(jax.random.key, 0),
+        ),
+        reads=tuple(names),
+        batch=(2, 3, 4, 5),
+        stage="update",
+        model_flops=learning,
+        donate=(0,),
+    )
+
+
+def _training(
+    trained: Any, recipe: PolicyGradient, texts: Texts, *, head: bool
+) -> float:
+    adapters = None if recipe.lora is None else _count(trained)
+    return model_flops.training(recipe.model, texts, head=head, adapters=adapters)
+
+
+def _count(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def turns_of(
+    config: PolicyGradientConfig, *, recipe: PolicyGradient, texts: Texts
+) -> tuple[tuple[int, ...], int]:
+    """Turns of the sampler's loops, and how often the first of them runs.
+
+    In pages every share of the rows has loops of its own, of which the longest count.
+    """
+    places, rows = recipe.continuous_batching, config.batch.batch_size
+    if places is None:
+        turns = workload.decoding_turns(
+            texts.prompt, recipe.max_new_tokens, longest=max(texts.responses)
+        )
+        return turns, 1
+    model, shares = recipe.model, 1
+    if model.cache_pages is not None:
+        mesh: MeshShape = config.placement.sampler.mesh or config.placement.policy
+        shares = mesh.data
+        row_shares.check_shares(
+            shares,
+            rows=rows,
+            places=places,
+            pages=model.cache_pages,
+            group_size=recipe.rows_per_prompt,
+        )
+        model = dataclasses.replace(model, cache_pages=model.cache_pages // shares)
+    arriving = continuous_batching.prompts_at_a_time(
+        model,
+        places=places // shares,
+        prompt=texts.prompt,
+        new=recipe.max_new_tokens,
+        group_size=recipe.rows_per_prompt,
+    )
+    arrivals = -(-rows // shares // arriving)
+    turns = max(
+        (
+            workload.batching_turns(
+                # Dealt out, as they are sorted here and in a batch are not.
+                texts.responses[share::shares],
+                places=places // shares,
+                arriving=arriving,
+            )
+            for share in range(shares)
+        ),
+        key=lambda turns: arrivals * turns[0] + sum(turns[1:]),
+    )
+    return turns, arrivals
+
+
+def prompts_of(rows: int, *, columns: int) -> Prompts:
+    """Shapes of a batch of prompts."""
+    return jax.eval_shape(
+        lambda: Prompts(
+            tokens=jnp.zeros((rows, columns), jnp.int32),
+            mask=jnp.zeros((rows, columns), bool),
+            index=jnp.zeros(rows, jnp.int32),
+            sample=jnp.zeros(rows, jnp.int32),
+        )
+    )

@@ -1,0 +1,165 @@
+"""Which mesh to sample on: each that the chips allow, by its roofline.
+
+    policy              every chip gathers or sends for every token
+    data=8              a copy of the policy per chip, its own rows, no links
+    data=4,tensor=2     half of the weights per chip, activations over the links
+    ...                 down to one copy over as many chips as there are heads
+
+A layout costs the time to bring the policy to it, once, and that of the sampler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices.placement import Place
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import measured, resharding
+from rlhf_jax.planning.measured import Measured, Target, Waiting
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.plan import job
+from rlhf_jax.train.plan.job import Config
+from rlhf_jax.train.plan.options import Options
+
+
+class Layout(NamedTuple):
+    """A mesh to sample on, and what the compiler says of it, per chip."""
+
+    mesh: MeshShape | None  # None is the mesh of the training
+    total: int  # bytes alive while it samples; 0 where it was refused
+    seconds: float  # at the least, with the resharding; inf where it was refused
+    token: float | None  # seconds of a decoded token at the least
+    refused: str | None  # why it cannot be
+
+    def described(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "mesh": self.name,
+            "total": self.total,
+            "seconds": None if self.refused else self.seconds,
+            "seconds_of_token": self.token,
+            "refused": self.refused,
+        }
+
+    @property
+    def name(self) -> str:
+        """As `--placement.sampler` takes it."""
+        if self.mesh is None:
+            return "policy"
+        sizes = dataclasses.asdict(self.mesh).items()
+        return ",".join(f"{axis}={size}" for axis, size in sizes if size > 1)
+
+
+def candidates(*, chips: int, rows: int, num_heads: int) -> list[MeshShape | None]:
+    """The training mesh, and every (data, tensor) of the chips that divides the work.
+
+    Args:
+      chips: of the run; only the powers of two that divide them are tried for tensor.
+      rows: responses of a batch, which data has to divide.
+      num_heads: query heads, which tensor has to divide.
+    """
+    shapes: list[MeshShape | None] = [None]
+    tensor = 1
+    while tensor <= chips:
+        fits = chips % tensor == 0 and num_heads % tensor == 0
+        if fits and rows % (chips // tensor) == 0:
+            shapes.append(MeshShape(data=chips // tensor, tensor=tensor))
+        tensor *= 2
+    return shapes
+
+
+def sampled_on(config: Config, mesh: MeshShape | None) -> PolicyGradientConfig:
+    """The run with another mesh for sampling; None is the policy's.
+
+    Raises:
+      InputError: the run does not sample.
+    """
+    if not isinstance(config, PolicyGradientConfig):
+        raise InputError(
+            f"--find-sampler-mesh: expected a command that samples, got {config.name}; "
+            f"leave it out"
+        )
+    placement = dataclasses.replace(config.placement, sampler=Place(mesh=mesh))
+    return dataclasses.replace(config, placement=placement)
+
+
+def compare(
+    config: Config,
+    options: Options,
+    target: Target,
+    *,
+    resident: dict[str, int],
+    lengths: Sequence[int] | None,
+    waiting: Waiting,
+) -> list[Layout]:
+    """What each mesh takes, the best first: the fastest of those that fit.
+
+    Args:
+      config: of the run, whose own --placement.sampler is not read.
+      options: the lengths of texts.
+      target: the chips.
+      resident: bytes by name, from `measured.resident`.
+      lengths: of responses in rising order, tokens; None fills all columns.
+      waiting: shows what is being compiled.
+
+    Raises:
+      InputError: the run does not sample.
+    """
+    rows = config.batch.batch_size
+
+    def layout(mesh: MeshShape | None) -> Layout:
+        tried = sampled_on(config, mesh)
+        work = job.workload_of(tried, options, target=target, lengths=lengths)
+        try:
+            [one] = measured.measure(
+                work.programs[:1], target, rows=rows, waiting=waiting
+            )
+        except InputError as error:  # an axis that does not divide
+            return Layout(mesh, 0, math.inf, None, str(error))
+        return _layout(mesh, one, target, resident=resident)
+
+    start = job.start_of(config, options, target=target)
+    tried = candidates(
+        chips=target.mesh.size, rows=rows, num_heads=start.model.num_heads
+    )
+    layouts = map(layout, tried)
+    return best_first(layouts, memory=target.chip.memory)
+
+
+def best_first(layouts: Iterable[Layout], *, memory: int) -> list[Layout]:
+    """Those that fit in so many bytes by their seconds, and then the others."""
+    return sorted(
+        layouts,
+        key=lambda one: (
+            one.refused is not None or one.total > memory,
+            one.seconds,
+        ),
+    )
+
+
+def _layout(
+    mesh: MeshShape | None,
+    one: Measured,
+    target: Target,
+    *,
+    resident: dict[str, int],
+) -> Layout:
+    if one.refused is not None:
+        return Layout(mesh, 0, math.inf, None, one.refused)
+    brought = resharding.described(one, target)
+    drawn = measured.described(one, target.chip)
+    seconds = drawn["seconds"]["bound"]
+    if brought is not None:
+        seconds += brought["seconds"]["bound"]
+    token = drawn["seconds_of_turn"]
+    return Layout(
+        mesh,
+        measured.alive(one, resident).total,
+        seconds,
+        None if token is None else token["bound"],
+        None,
+    )

@@ -1,0 +1,335 @@
+"""The compiled programs of a run, one per stage: `jax.jit` stands here.
+
+Parameters are always arguments: a closure would bake them into the program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from rlhf_jax.algorithms import evaluation, ppo, self_check
+from rlhf_jax.algorithms.batch import (
+    Prompts,
+    ReferenceOutput,
+    Rollout,
+    RolloutPacking,
+    Scored,
+    Sequences,
+)
+from rlhf_jax.algorithms.flow import objective, rollout, score, teacher
+from rlhf_jax.algorithms.policy_gradient import iteration
+from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
+from rlhf_jax.algorithms.state import SupervisedState, TrainState
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.critic_devices import CriticDevices
+from rlhf_jax.functional.masked import Stats
+from rlhf_jax.inspection import sampled_tokens
+from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.lora import merge
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference import drift, frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.train.build import Meshes, Models
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+
+Array = jax.Array
+Params = Any
+
+
+class Read(NamedTuple):
+    """What the frozen models and the critic computed of a rollout."""
+
+    reference: ReferenceOutput | None = None
+    further: Mapping[str, Further] = {}
+    values: Array | None = None  # f32[B, S]; None where `learn` computes them
+    packing: RolloutPacking | None = None  # how models read the rollout
+
+
+class Programs:
+    """The compiled programs of a run; nothing is compiled before its first call."""
+
+    def __init__(
+        self, models: Models, *, meshes: Meshes, config: PolicyGradientConfig
+    ) -> None:
+        self._models, self._config, mesh = models, config, meshes.policy
+        recipe = self.recipe = models.recipe
+        shape: dict[str, Any] = {
+            "model": recipe.model,
+            "max_new_tokens": recipe.max_new_tokens,
+            "temperature": recipe.temperature,
+        }
+        on, bind, jit = functools.partial(sharding.on, mesh), functools.partial, jax.jit
+        packed: dict[str, Any] = {
+            "recipe": recipe,
+            "rows": config.batch.batch_size,
+            "mesh": mesh,
+            "columns": None
+            if config.data.buckets is None
+            else max(config.data.buckets) + recipe.max_new_tokens,
+        }
+        self.pack = RolloutPacker(config.batch.packing, **packed)
+        self.pack_ends = EndPacker(config.batch.packing, **packed)
+        donated = bind(jit, donate_argnames=("state",))
+        self._learn = donated(bind(on(iteration.learn), recipe=recipe))
+        self._make_experience = donated(
+            bind(on(iteration.make_experience), recipe=recipe)
+        )
+        self._update = donated(bind(on(update), recipe=recipe))
+        self._shuffle_key = jit(shuffle_key)
+        self._values = jit(bind(on(ppo.values), recipe=recipe))
+        self._critic = None
+        if models.critic is not None:
+            assert isinstance(recipe, ppo.PPO)  # which alone has a critic
+            self._critic = CriticDevices(
+                recipe=recipe, mesh=meshes.critic, home=mesh, base=models.base
+            )
+        moving = models.adapters_are_the_reference
+        self._reference_base = models.base if moving else None
+        there = on
+        if models.reference is not None:  # it may be on another mesh
+            there = bind(sharding.on, frozen.mesh_of(models.reference))
+        compute = bind(
+            score.reference_logprobs, lora=recipe.lora if moving else None, **shape
+        )
+        if models.head is not None:
+            compute = bind(teacher.teacher_states, **shape)
+        self._reference: Callable[..., Any] = jit(there(compute))
+        self._further = {
+            name: jit(
+                bind(
+                    sharding.on(frozen.mesh_of(one), score.reference_logprobs), **shape
+                )
+            )
+            for name, one in models.further.items()
+        }
+        self.measure = jit(
+            bind(on(self_check.measure), reference=None, lora=recipe.lora, **shape)
+        )
+
+        def respond(
+            policy: Params,
+            base: Frozen | None,
+            *,
+            prompts: Prompts,
+            key: Array,
+            greedy: bool,
+        ) -> Rollout:
+            return rollout.rollout(
+                adapted.params(policy, base=base, lora=recipe.lora),
+                prompts=prompts,
+                key=key,
+                stop_ids=recipe.stop_ids,
+                shaping=Shaping(greedy=True) if greedy else None,
+                **shape,
+            )
+
+        self._respond = jit(on(respond), static_argnames="greedy")
+        self.positions = jit(
+            bind(objective.kl_by_position, max_new_tokens=recipe.max_new_tokens)
+        )
+        self._likeliest = jit(
+            bind(
+                on(sampled_tokens.likeliest),
+                model=recipe.model,
+                temperature=recipe.temperature,
+                count=min(config.watch.num_alternatives, recipe.model.num_tokens),
+            )
+        )
+
+        def text_stats(
+            policy: Params, texts: Mapping[str, Sequences], base: Frozen | None
+        ) -> Stats:
+            params = adapted.params(policy, base=base, lora=recipe.lora)
+            return evaluation.text_stats(params, texts, model=recipe.model)
+
+        self._text_stats = jit(on(text_stats))
+        self._drift = jit(self._drift_of)
+
+    def respond(
+        self, policy: Params, *, prompts: Prompts, key: Array, greedy: bool
+    ) -> Rollout:
+        """Responses to held-out prompts, with the likeliest tokens or drawn."""
+        return self._respond(
+            policy, self._models.base, prompts=prompts, key=key, greedy=greedy
+        )
+
+    def text_stats(self, policy: Params, texts: Mapping[str, Sequences]) -> Stats:
+        """`evaluation.text_stats` of the policy."""
+        return self._text_stats(policy, texts, self._models.base) if texts else {}
+
+    def read(
+        self,
+        train: TrainState,
+        critic: SupervisedState | None,
+        rollout: Rollout,
+        *,
+        reference: Frozen | None,
+        key: Array,
+        values_first: bool,
+    ) -> Read:
+        """What frozen models and critic make of a rollout, beside the reward's work.
+
+        Args:
+          reference: as its lifecycle left it; None in a step that takes no KL.
+          key: of this step, the one that `learn` takes.
+          values_first: the critic runs now and not in the program of the update.
+        """
+        packing = self.pack(rollout, key=key)
+        output, further = None, {}
+        if reference is not None:
+            output = self.reference_output(reference, rollout, packing)
+            further = self._further_of(rollout, packing)
+        values = None
+        if values_first and self._config.critic is not None:
+            values = self._values_of(train, critic, rollout, packing)
+        return Read(output, further, values, packing)
+
+    def reference_output(
+        self, reference: Frozen, rollout: Rollout, packing: RolloutPacking | None = None
+    ) -> ReferenceOutput:
+        """The reference's log-probs, computed on the reference's devices."""
+        if self._models.head is not None:
+            return frozen_models.run_beside(
+                lambda there: self._reference(reference, rollout=there),
+                reference,
+                rollout,
+            )
+        logprobs = frozen_models.run_beside(
+            lambda there: self._reference(
+                reference,
+                rollout=there,
+                base=self._reference_base,
+                packing=None if packing is None else packing.batch,
+            ),
+            reference,
+            rollout,
+        )
+        return ReferenceOutput(logprobs)
+
+    def _further_of(
+        self, rollout: Rollout, packing: RolloutPacking | None
+    ) -> dict[str, Further]:
+        of_batch = None if packing is None else packing.batch
+        inside = self.recipe.penalty.needs_logits
+
+        def logprobs(name: str, model: Frozen) -> Array:
+            return frozen_models.run_beside(
+                lambda there: self._further[name](
+                    model, rollout=there, packing=of_batch
+                ),
+                model,
+                rollout,
+            )
+
+        weights = {each.name: each.weight for each in self._config.reference.references}
+        return {
+            name: Further(
+                frozen=model if inside else None,
+                logprobs=logprobs(name, model),
+                weight=weights[name],
+            )
+            for name, model in self._models.further.items()
+        }
+
+    def _values_of(
+        self,
+        train: TrainState,
+        critic: SupervisedState | None,
+        rollout: Rollout,
+        packing: RolloutPacking | None,
+    ) -> Array:
+        if self._critic is not None:
+            assert critic is not None  # it is apart
+            return self._critic.values(critic, rollout=rollout, packing=packing)
+        base = FrozenModels(base=self._models.base)
+        return self._values(train, rollout=rollout, frozen=base, packing=packing)
+
+    def learn(
+        self,
+        train: TrainState,
+        critic: SupervisedState | None,
+        *,
+        rollout: Rollout,
+        scores: Array | Scores | None,
+        reference: Frozen | None,
+        read: Read,
+        key: Array,
+        ptx: Sequences | None,
+    ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
+        """`policy_gradient.iteration.learn`; a critic apart is updated beside it."""
+        inside = self._models.head
+        if (
+            inside is None
+            and self.recipe.penalty.needs_logits
+            and read.reference is not None
+        ):
+            inside = reference
+        of_frozen = FrozenModels(inside, self._models.base, read.further)
+        arguments: dict[str, Any] = {
+            "rollout": rollout,
+            "scores": scores,
+            "frozen": of_frozen,
+            "ref_output": read.reference,
+            "values": read.values,
+            "packing": read.packing,
+        }
+        if self._critic is None:
+            train, stats, scored = self._learn(train, **arguments, key=key, ptx=ptx)
+            return train, None, stats, scored
+        train, experience, stats, scored = self._make_experience(train, **arguments)
+        key = self._shuffle_key(key)
+        assert critic is not None  # that is apart
+        critic, critic_stats = self._critic.update(
+            critic, experience=experience, key=key, packing=read.packing
+        )
+        train, update_stats = self._update(
+            train,
+            experience=experience,
+            key=key,
+            frozen=of_frozen,
+            ptx=ptx,
+            packing=read.packing,
+        )
+        return train, critic, update_stats | stats | critic_stats, scored
+
+    @property
+    def critic_base(self) -> Frozen | None:
+        """The base under the adapters of a critic apart, on its own devices."""
+        return None if self._critic is None else self._critic.base
+
+    def likeliest(
+        self, policy: Params, reference: Frozen | None, rollout: Rollout
+    ) -> tuple[Array, Array, Array] | None:
+        """`sampled_tokens.likeliest` of the rows shown, or None where not asked for."""
+        watch = self._config.watch
+        if not watch.num_alternatives or not watch.num_shown:
+            return None
+        assert reference is not None  # as the capability table has it
+        tokens, mask = row_sharding.local_rows((rollout.tokens, rollout.mask))
+        rows = slice(watch.num_shown)
+        return self._likeliest(policy, reference.stored, tokens[rows], mask[rows])
+
+    def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
+        """`drift.weight_drift` of the policy, merged with its base under LoRA."""
+        policy = frozen.beside(reference, policy)
+        return self._drift(policy, reference, self._models.base)
+
+    def _drift_of(
+        self, policy: Params, reference: Frozen, base: Frozen | None
+    ) -> dict[str, Any]:
+        lora, anchor = self.recipe.lora, reference.stored
+        if base is None or lora is None:
+            return drift.weight_drift(policy, anchor)
+        start = frozen.read(base)
+        if self._models.adapters_are_the_reference:
+            anchor = merge(start, anchor, lora=lora)
+        return drift.weight_drift(merge(start, policy, lora=lora), anchor)

@@ -1,0 +1,128 @@
+"""What a run reads before it draws: prompts, held-out prompts and texts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rlhf_jax.algorithms.batch import Sequences
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches, digests
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.receipts import Receipts, items
+from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.train.build import Meshes, Models
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.watch import WatchTexts
+from rlhf_jax.train.responses import Data, Responder
+from rlhf_jax.train.rewards import RewardPools
+from rlhf_jax.train.start import prompts_given
+
+
+class ReadData(NamedTuple):
+    """What a run reads, as its loop takes it."""
+
+    responder: Responder
+    data: Data
+    held_out: Data | None
+    prompts: Batches[Any]
+    ptx: Batches[Sequences] | None
+    texts: Mapping[str, Sequences]
+    meta: dict[str, Any]  # of snapshots: digests that a resume must find again
+
+
+def read_data(
+    config: PolicyGradientConfig,
+    models: Models,
+    *,
+    start: Pretrained,
+    meshes: Meshes,
+    pools: RewardPools,
+    receipts: Receipts,
+    stack: contextlib.ExitStack,
+) -> ReadData:
+    """Prompts, held-out prompts and texts, each with its receipt.
+
+    Raises:
+      InputError: a file is unreadable or empty, or a row does not fit; names its place.
+    """
+    contexts = [each.max_positions for each in models.reward_shapes]
+    responder = Responder(
+        config,
+        start=start,
+        meshes=meshes,
+        context=min([start.model.max_positions, *contexts]),
+        stack=stack,
+    )
+    receipt = receipts.source("--prompts", config.data.prompts)
+    data = responder.read(config.data.prompts, pools=pools, receipt=receipt)
+    receipt.use("training", items.of_prompts(data.tokens))
+    held_out, watch = None, config.watch
+    if watch.held_out is not None:
+        other = receipts.source("--held-out", watch.held_out)
+        held_out = responder.read(watch.held_out, pools=pools, receipt=other)
+        count = watch.held_out_rows
+        other.keep(count, reason=f"after the first {count} (--held-out-rows)")
+        held_out = held_out.first(count)
+        other.use("held out", items.of_prompts(held_out.tokens))
+    of_held_out = [] if held_out is None else [held_out.rows, held_out.tokens]
+    processes.agree(
+        "the prompts", digests.of_values([data.rows, data.tokens, of_held_out])
+    )
+    mesh, share = meshes.policy, row_sharding.row_share(meshes.policy)
+    put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
+    prompts = batches.prompt_batches(
+        data.tokens,
+        batch_size=config.batch.batch_size,
+        samples_per_prompt=models.recipe.rows_per_prompt,
+        seed=config.seed,
+        pad_id=start.pad_id,
+        buckets=config.data.buckets,
+        share=share,
+    ).map(put_rows)
+    texts = read_texts(watch, start, receipts=receipts)
+    meta = {"data_digest": digests.of_tokens(data.tokens), **start.meta}
+    if pools.reads_rows or watch.judge is not None or config.sampler.environment:
+        meta["rows_digest"] = digests.of_rows(data.rows)  # all that they are given
+    if (
+        pools.reads_prompts or watch.judge is not None
+    ) and not config.sampler.environment:
+        meta |= prompts_given(data.asked)
+    ptx = None
+    if config.data.ptx is not None:
+        mixed_in = receipts.source("--ptx", config.data.ptx)
+        examples = pretrained.read_examples(
+            start,
+            config.data.ptx,
+            max_length=config.data.ptx_max_length,
+            receipt=mixed_in,
+        )
+        mixed_in.use("training", items.of_texts(examples))
+        meta["ptx_digest"] = digests.of_tokens(examples)
+        ptx = batches.sequence_batches(
+            examples,
+            batch_size=config.data.ptx_batch_size,
+            seed=config.seed,
+            pad_id=start.pad_id,
+            share=share,
+        ).map(put_rows)
+    return ReadData(responder, data, held_out, prompts, ptx, texts, meta)
+
+
+def read_texts(
+    watch: WatchTexts, start: Pretrained, *, receipts: Receipts
+) -> Mapping[str, Sequences]:
+    """The texts of --texts, by their names."""
+    return {
+        text.name: pretrained.read_texts(
+            start,
+            text.source,
+            batch_size=min(8, watch.text_rows),
+            max_rows=watch.text_rows,
+            receipt=receipts.source(f"--texts {text.name}", text.source),
+        )
+        for text in watch.texts
+    }

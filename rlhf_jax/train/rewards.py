@@ -1,0 +1,352 @@
+"""The weighted rewards of a run, as its loop calls them.
+
+begin      in processes: verifiers start on the texts, and devices go on
+finish     here: reward models, Python functions, the length; and the weighted sum
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.checkpoints.frozen_models import RewardModel
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.receipts import Receipt
+from rlhf_jax.data.text import Written
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.roles import rewards
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.rewards import verifiers
+from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.roles.rewards.text import TextReward
+from rlhf_jax.roles.rewards.verifiers import Verifier
+from rlhf_jax.runs import command_line
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.rewards import (
+    Environment,
+    Function,
+    Length,
+    Model,
+    Reward,
+)
+from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
+from rlhf_jax.train.packed_rollouts import EndPacker
+from rlhf_jax.verification.pool import VerifierPool
+
+Array = jax.Array
+Early = dict[str, Scores]  # of the rewards that processes compute, by name
+Programmed = Callable[[Rollout], Array | Scores]
+
+
+class RewardPools:
+    """What rewards need for as long as the run lasts: processes, and frozen models."""
+
+    def __init__(
+        self,
+        config: PolicyGradientConfig,
+        *,
+        mesh: Mesh,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Loads the user's functions; processes start with the first response.
+
+        Args:
+          mesh: of the policy, where scores are wanted.
+          stack: that ends the processes.
+
+        Raises:
+          InputError: there is no such function or verifier.
+        """
+        self.config, self.mesh = config, mesh
+        self.functions: dict[str, Any] = {}
+        self.verifiers: dict[str, Verifier] = {}
+        self.pools: dict[str, VerifierPool] = {}
+        for each in config.sources:
+            if isinstance(each.source, Function):
+                self.functions[each.name] = command_line.load_function(
+                    each.source.function
+                )
+            if isinstance(each.source, VerifierChoice):
+                verifier = make_verifier(each.source)
+                self.verifiers[each.name] = verifier
+                self.pools[each.name] = stack.enter_context(
+                    VerifierPool(
+                        verifier,
+                        num_workers=config.rewards.num_workers,
+                        timeout=config.rewards.timeout,
+                        on_failure=config.rewards.on_failure,
+                    )
+                )
+            if isinstance(each.source, Environment) and not config.sampler.environment:
+                raise InputError(
+                    f"--rewards {each}: expected --environment with it, got none"
+                )
+
+    def check_answers(self, located: Callable[[], Any]) -> None:
+        """Refuses rows whose right answer a verifier cannot read.
+
+        Args:
+          located: (place, row) of every row, read when a verifier asks for it.
+        """
+        for verifier in self.verifiers.values():
+            if isinstance(verifier, verifiers.Readable):
+                verifiers.check_answers(located(), verifier=verifier)
+
+    def tell(self, receipt: Receipt) -> None:
+        """Tells a receipt which fields of the rows the rewards read."""
+        for each in self.config.sources:
+            match each.source:
+                case Function(name):
+                    receipt.gives(f"{_option(self.config, each)} {name}")
+                case VerifierChoice(name) if ":" in name:
+                    receipt.gives(f"{_option(self.config, each)} {name}")
+                case VerifierChoice():
+                    receipt.reads(each.source.answer_field)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a reward is given the rows of the data."""
+        return bool(self.functions or self.pools)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a function of the user's is given the prompts."""
+        own = [
+            each
+            for each in self.config.sources
+            if isinstance(each.source, VerifierChoice) and ":" in each.source.name
+        ]
+        return bool(self.functions or own)
+
+
+class RewardList:
+    """The rewards of the responses to some rows."""
+
+    def __init__(
+        self,
+        pools: RewardPools,
+        *,
+        models: Sequence[RewardModel],
+        pack: EndPacker,
+        policy: Pretrained,
+        rows: list[Row],
+        asked: Sequence[Written],
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          models: of the config, in its order.
+          pack: of a run, which packs what reward models see or leaves it padded.
+          policy: whose tokenizer decodes.
+          rows: that `rollout.index` points into.
+          asked: their prompts as they were written.
+        """
+        self._mesh, config = pools.mesh, pools.config
+        self._sources = config.sources
+        self._pooled = {
+            name: pool.reward(decode=policy.decode, rows=rows, asked=asked)
+            for name, pool in pools.pools.items()
+        }
+        self._programmed: dict[str, Programmed] = {}
+        left = list(models)
+        for each in self._sources:
+            match each.source:
+                case Model(paths):
+                    mine, left = left[: len(paths)], left[len(paths) :]
+                    self._programmed[each.name] = model_reward(
+                        mine, pack=pack, source=each.source
+                    )
+                case Function(spec):
+                    reward = TextReward(
+                        function=pools.functions[each.name],
+                        decode=policy.decode,
+                        rows=rows,
+                        called=f"{_option(config, each)} {spec}",
+                        asked=asked,
+                    )
+                    self._programmed[each.name] = text_reward(reward, mesh=pools.mesh)
+                case Length():
+                    self._programmed[each.name] = jax.jit(_length)
+        self._combined = jax.jit(self._combine)
+        short = {config.rewards.reward_model, config.rewards.reward}
+        self._named = bool(config.rewards.rewards) and short == {None}
+
+    @property
+    def on_host(self) -> bool:
+        """Whether a reward runs on the host, so that devices would wait for it."""
+        of_models = all(
+            isinstance(each.source, Model | Length) for each in self._sources
+        )
+        return not (of_models and self._sources)
+
+    def begin(self, shown: Rollout) -> Callable[[], Early]:
+        """Starts verifiers on what the reward sees; returns what waits for them."""
+        if not self._pooled:
+            return dict
+        mine = row_sharding.local_rows(shown)
+        pending = {name: one.submit(mine) for name, one in self._pooled.items()}
+        return lambda: {
+            name: row_sharding.put_computed(one.collect(), mesh=self._mesh)
+            for name, one in pending.items()
+        }
+
+    def finish(self, shown: Rollout, early: Early) -> Array | Scores | None:
+        """The scores of a rollout; None of a run without rewards.
+
+        Args:
+          shown: what the reward sees of it.
+          early: what processes and environments computed.
+        """
+        scores: dict[str, Array | Scores] = {
+            each.name: early[each.name]
+            if each.name in early
+            else self._programmed[each.name](shown)
+            for each in self._sources
+        }
+        if not scores:
+            return None
+        if not self._named:
+            (alone,) = scores.values()
+            return alone
+        return self._combined(scores)
+
+    def _combine(self, scores: dict[str, Array | Scores]) -> Scores:
+        weights = {each.name: each.weight for each in self._sources}
+        # Of scores that are at hand, as rewards of nothing.
+        parts = {
+            name: (weights[name], lambda _, one=one: one)
+            for name, one in scores.items()
+        }
+        return rewards.weighted(parts)(None)
+
+
+def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) -> None:
+    """Stops a run of whose first batch no response could be scored.
+
+    Args:
+      scores: of the first batch.
+      sources: of the config, for the message.
+
+    Raises:
+      StopError: every response failed.
+    """
+    if not isinstance(scores, Scores):
+        return
+    for name, part in scores.parts.items():
+        failing = name.rpartition("/")[2] == "failed"
+        if not failing or not (failed := processes.whole(part)).all():
+            continue
+        named = ", ".join(str(each) for each in sources)
+        raise StopError(
+            f"reward {named}: expected a number for some response of the first batch, "
+            f"got none for {failed.size} of {failed.size} (the warning above says "
+            f"why); mend it: a verifier is verify(prompt, response, row) -> float, and "
+            f"an environment answers step(state, response)"
+        )
+
+
+def _option(config: PolicyGradientConfig, reward: Reward) -> str:
+    """How a reward stands on the command line, for messages."""
+    if config.rewards.rewards:
+        return f"--rewards {reward.name}"
+    return "--reward" if isinstance(reward.source, Function) else "--verifier"
+
+
+def _length(rollout: Rollout) -> Array:
+    return rollout.response_mask.sum(axis=1).astype(jnp.float32)
+
+
+def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
+    """A Python function of texts as a reward; each process scores its own rows."""
+
+    def scored(rollout: Rollout) -> Array:
+        return row_sharding.put_computed(
+            reward(row_sharding.local_rows(rollout)), mesh=mesh
+        )
+
+    return scored
+
+
+def model_reward(
+    scorers: Sequence[RewardModel], *, pack: EndPacker, source: Model
+) -> Programmed:
+    """Reward models, run on their own devices, on packed rows where that is less work.
+
+    Args:
+      scorers: one model, or several to combine.
+      pack: of a run, which packs what it sees or leaves it padded.
+      source: how several are combined.
+    """
+    # An argument of the program: a closure would bake its parameters in.
+    members = [rewards.from_model(each.frozen, model=each.model) for each in scorers]
+    mesh = frozen.mesh_of(scorers[0].frozen)
+    apply = jax.jit(
+        sharding.on(mesh, lambda reward, rollout, packing: reward(rollout, packing))
+    )
+    combine = jax.jit(
+        functools.partial(
+            rewards.combine,
+            how=source.combine,
+            std_coef=1.0 if source.std_coef is None else source.std_coef,
+        )
+    )
+
+    def scored(rollout: Rollout) -> Array | Scores:
+        packing = pack(rollout)
+        scores = [
+            frozen_models.run_beside(
+                functools.partial(apply, member, packing=packing), each.frozen, rollout
+            )
+            for member, each in zip(members, scorers, strict=True)
+        ]
+        return scores[0] if len(scores) == 1 else combine(scores)
+
+    return scored
+
+
+def make_verifier(choice: VerifierChoice) -> Verifier:
+    """The verifier that a choice names.
+
+    "gsm8k", "integer" and "exact" compare a response with the answer of its row:
+    the number after ####, the last number, and the whole text. "module:function" is
+    verify(prompt, response, row) -> float of an installed module, or one in the working
+    directory; it reads the fields of the row that it needs.
+
+    Raises:
+      InputError: there is no such verifier, or it does not read a key that is set.
+      StopError: the module calls `sys.exit` when it is imported.
+    """
+    name, field, plain = choice.name, choice.answer_field, VerifierChoice(choice.name)
+    if name != "gsm8k" and choice.unmarked != plain.unmarked:
+        raise InputError(
+            f"--verifier {name}: expected unmarked with gsm8k alone, got "
+            f"{choice.unmarked}; leave it out"
+        )
+    match name:
+        case "gsm8k":
+            return verifiers.Gsm8k(field, choice.unmarked)
+        case "integer":
+            return verifiers.LastInteger(field)
+        case "exact":
+            return verifiers.ExactMatch(field)
+    if ":" not in name:
+        raise InputError(
+            f"--verifier: expected gsm8k, integer, exact or module:function, got "
+            f"{name!r}; choose one"
+        )
+    if field != plain.answer_field:
+        raise InputError(
+            f"--verifier {name}: expected no answer_field, as the function reads the "
+            f"row itself, got {field}; leave it out"
+        )
+    return command_line.load_function(name)

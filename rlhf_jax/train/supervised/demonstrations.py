@@ -1,0 +1,121 @@
+"""The data of `rlhf-jax sft`: demonstrations, episodes of several turns, or text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import encoding, files, formats, json_lines, turns
+from rlhf_jax.data.examples import Text
+from rlhf_jax.data.receipts import Receipt
+from rlhf_jax.data.text.messages import AssistantTurns
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """What is learned."""
+
+    data: str
+    """Demonstrations or text: JSONL, .txt, or hf:NAME:SPLIT."""
+    prompt_field: str = "prompt"
+    """Field of --data with the prompts."""
+    response_field: str = "response"
+    """Field of --data with the responses."""
+    assistant_turns: AssistantTurns = "last"
+    """Turns of the assistant that are learned in a conversation: the last, all, or the
+    marked ones. A message's own mark (weight, train or loss_mask, 0 or 1) takes
+    precedence."""
+    max_length: int | None = None
+    """Longest example, or block of text, tokens; None is the model's context."""
+    overlong: Literal["error", "drop"] = "error"
+    """Treatment of longer examples: an error, or drop them."""
+    buckets: tuple[int, ...] | None = None
+    """Widths to which a batch may be padded, tokens; None is the longest example."""
+    row_width: int | None = None
+    """Width of a row into which examples are packed, tokens; None is one row per
+    example."""
+
+    def __post_init__(self) -> None:
+        if self.row_width is not None:
+            checks.positive(row_width=self.row_width)
+        if self.row_width is not None and self.buckets is not None:
+            raise InputError(
+                f"--row-width: expected no --buckets, as all rows are as wide as the "
+                f"fullest, got {self.buckets}; leave one of them out"
+            )
+
+    @property
+    def widest(self) -> int | None:
+        """Tokens that a row of a batch has room for; None where it takes any."""
+        if self.buckets is not None:
+            return max(self.buckets, default=0)
+        return self.row_width
+
+
+def read(options: Demonstrations, *, receipt: Receipt | None = None) -> Any:
+    """The text of a .txt file, else rows with prompts and responses or turns.
+
+    Raises:
+      InputError: the file is empty or malformed.
+    """
+    if formats.is_text(options.data):
+        return json_lines.read_text(options.data)
+    return files.read_demonstrations(
+        options.data,
+        prompt=options.prompt_field,
+        response=options.response_field,
+        turns=True,
+        receipt=receipt,
+    )
+
+
+def encode(
+    rows: Any,
+    *,
+    options: Demonstrations,
+    start: Pretrained,
+    receipt: Receipt | None = None,
+) -> Sequence[Text]:
+    """Responses to prompts, episodes of several turns, or blocks of plain text.
+
+    Args:
+      rows: of `read`.
+      receipt: of the same rows; it is told of those that are left out.
+
+    Raises:
+      InputError: a row is too long, or only some of them have turns.
+    """
+    longest = start.limit(options.max_length)
+    if isinstance(rows, str):
+        blocks = encoding.encode_text(start.tokenizer, rows, block_size=longest)
+        if receipt is not None:
+            receipt.text(len(blocks), size=longest)
+        return blocks
+    limits: dict[str, Any] = {
+        "max_length": longest,
+        "prompt": options.prompt_field,
+        "stop_ids": start.stop_ids,
+        "overlong": options.overlong,
+        "widest": options.widest,
+        "receipt": receipt,
+    }
+    of_turns = [row for row in rows if row.get(options.response_field) is None]
+    if of_turns and len(of_turns) < len(rows):
+        raise InputError(
+            f"{options.data}: expected {options.response_field!r} in every row, or "
+            f"'turns' in every row, got {len(of_turns)} of {len(rows)} rows with "
+            f"turns; write a response as a list of one turn"
+        )
+    if of_turns:
+        return turns.encode_episodes(start.tokenizer, rows, **limits)
+    return encoding.encode_demonstrations(
+        start.tokenizer,
+        rows,
+        response=options.response_field,
+        assistant_turns=options.assistant_turns,
+        **limits,
+    )

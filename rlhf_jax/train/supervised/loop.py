@@ -1,0 +1,235 @@
+"""The loop of SFT, reward model and DPO, from its config to the summary.
+
+read      the data, before a model is loaded
+build     what is trained, the base under adapters, the reference
+rehearse  one update as shapes, before there is a run folder
+learn     one program: gradients, the optimizer
+watch     what is held out, texts, drift
+end       save, evaluate, summarise
+
+What a command learns is its `Task`; nothing else here knows which one it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms import state
+from rlhf_jax.algorithms.state import Optimizer, SupervisedState
+from rlhf_jax.checkpoints import hf
+from rlhf_jax.checkpoints.frozen_models import Load
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import digests
+from rlhf_jax.data.receipts import Receipts
+from rlhf_jax.devices import processes, sharding
+from rlhf_jax.functional import masked
+from rlhf_jax.functional.masked import Stats
+from rlhf_jax.planning import memory_check, profiled
+from rlhf_jax.planning.memory_check import Part
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.runs import alarms, folder, plots, report, run
+from rlhf_jax.train import shapes
+from rlhf_jax.train.config.supervised import SupervisedConfig
+from rlhf_jax.train.config.watch import WatchTexts
+from rlhf_jax.train.reading import read_texts
+from rlhf_jax.train.start import receipt_of
+from rlhf_jax.train.supervised.task import Models, Session, Task
+from rlhf_jax.train.supervised.watcher import Watcher
+
+Array = jax.Array
+Params = Any
+Masks = tuple[Any, Any]  # segments or mask [B, S], response tokens [B, S]
+Config = TypeVar("Config", bound=SupervisedConfig)
+
+
+def main(task: Task[Any]) -> None:
+    """Runs a task, from its config to the summary."""
+    started = time.perf_counter()
+    config, receipts = task.config, Receipts()
+    mesh = config.placement.policy_mesh()
+    rows = task.read(receipts)
+    if config.check_memory:
+        check_memory(task, mesh=mesh)
+    start = task.load(mesh)
+    data = task.encode(rows, start=start, mesh=mesh, receipts=receipts)
+    processes.agree(
+        f"the {task.called}", digests.of_tokens([*data.trained_on, *data.held_out])
+    )
+    num_steps = config.num_steps
+    if num_steps is None:
+        num_steps = data.batches.steps_per_epoch
+    optimizer = config.optimizer.make(num_steps)
+    initial, models = build(task, start, mesh=mesh, optimizer=optimizer)
+    if not task.samples:
+        start = start._replace(params=None)  # the first update takes them
+    session, first = Session(start, mesh, models, data), data.batches[0]
+    update = sharding.on(mesh, task.update(model=start.model, optimizer=optimizer))
+    update = jax.jit(update, donate_argnums=0)
+    # What does not fit is refused here, before there is a run folder.
+    ahead = task.rehearse(session)
+    jax.eval_shape(update, initial, batch=first, base=models.base, **ahead)
+    texts = {}
+    if isinstance(config.watch, WatchTexts):
+        texts = read_texts(config.watch, start, receipts=receipts)
+    watcher = Watcher(task, session, texts=texts)
+    with run_of(task, session, receipts=receipts, num_steps=num_steps) as job:
+        tell(task, session, initial, columns=task.columns(first))
+        meta: dict[str, Any] = {
+            "data_digest": digests.of_tokens(data.trained_on),
+            **start.meta,
+        }
+        if models.reference is not None:
+            meta["reference"] = frozen.fingerprint_of(models.reference).root
+        initial, models = task.prepare(initial, session=session, job=job)
+        start = start._replace(params=None)
+        session = session._replace(start=start, models=models)
+        watcher.anchored(models)
+        base, before = models.base, means(task.evaluate(initial.params, models.base))
+        beside = models.beside
+        with job.stage(config.stage, initial, meta=meta, beside=beside) as stage:
+            del initial  # a resumed run has its own
+            for step in stage.steps():
+                batch = data.batches[step]
+                watched = watcher.before(stage.state.params, step=step)
+                stage.state, stats = update(
+                    stage.state, batch=batch, base=base, **task.inputs(batch)
+                )
+                watched |= watcher.after(stage.state.params, step=step)
+                stage.end_step(step, stats | watched, texts=task.texts(batch))
+    trained = stage.state.params
+    written, base = task.save(trained, session=session, to=job.folder)
+    after = means(task.evaluate(written, base))
+    summary = {"alarms": job.alarms} | task.summary(before, after, session=session)
+    if "reference" in meta:
+        summary["reference_fingerprint"] = meta["reference"]
+    plots.draw(job.folder)
+    summary |= profiled.summary(
+        job.folder,
+        profile=config.profile,
+        flops=functools.partial(
+            profiled.supervised_flops,
+            model=start.model,
+            head=task.role == "policy",
+            adapters=None if config.start.lora is None else trained,
+            reference=None
+            if models.reference is None
+            else frozen.shape_of(models.reference, policy=start.model),
+        ),
+    )
+    summary["seconds"] = time.perf_counter() - started
+    folder.write_summary(job.folder, summary)
+    saved = job.folder / "model"
+    print(f"{summary['seconds']:.0f} s; go on with {task.option} {saved}")
+
+
+def build(
+    task: Task[Any],
+    start: Pretrained,
+    *,
+    mesh: Mesh,
+    optimizer: Optimizer,
+    load: Load = hf.load,
+) -> tuple[SupervisedState, Models]:
+    """What is trained, and what is frozen: a pure function of parameters.
+
+    Args:
+      task: of the run.
+      start: the checkpoint of --model, whose parameters become what is trained.
+      mesh: of what is trained.
+      optimizer: makes its state.
+      load: how other checkpoints are read.
+
+    Raises:
+      InputError: a checkpoint cannot be read, or does not read the same tokens.
+    """
+    config, base = task.config, None
+    if config.start.lora is not None:
+        base = config.reference.reference_storage.freeze(
+            start.params, place=config.reference_place
+        )
+    reference = task.reference(start, base=base, mesh=mesh, load=load)
+    trained = task.trained(start, jax.random.key(config.seed))
+    initial = state.supervised_state(trained, optimizer=optimizer)
+    # All of it, as what comes back from a frozen model is on the mesh: a state that is
+    # not would be after its first step, and `jit` would compile everything again.
+    initial = sharding.place(initial, mesh=mesh)
+    return initial, Models(base=base, reference=reference)
+
+
+def check_memory(task: Task[Any], *, mesh: Mesh) -> None:
+    """Refuses a run that cannot fit, by the small files of its checkpoints.
+
+    Raises:
+      InputError: the run needs more memory than there is, or there is no such
+        checkpoint.
+    """
+    config, start = task.config, task.described()
+    model = dataclasses.replace(start.model, dtype=config.start.dtype)
+
+    def made() -> tuple[SupervisedState, Models]:
+        begin = start._replace(model=model, params=shapes.params(model))
+        optimizer = config.optimizer.make(1)
+        return build(task, begin, mesh=mesh, optimizer=optimizer, load=shapes.load)
+
+    initial, models = jax.eval_shape(made)
+    parts = [
+        Part(task.role, initial.params, mesh),
+        Part(f"{task.role}'s optimizer", initial.opt, mesh),
+    ]
+    places = {"reference": config.reference_place.memory_mesh(mesh)}
+    alias = models.base is not None and config.reference_is_base
+    for name, model_ in models.beside.items():
+        if not (alias and name == "reference"):
+            parts.append(Part(name, model_.stored, places.get(name, mesh)))
+
+    def passing() -> list[memory_check.Passing]:
+        return [
+            memory_check.gradients("gradients", initial.params, model=model, mesh=mesh)
+        ]
+
+    memory_check.check(
+        parts,
+        passing,
+        change="train adapters with --lora, take an --optimizer with less state such "
+        "as adafactor, or share the model among devices with --placement.policy",
+    )
+
+
+def run_of(
+    task: Task[Any], session: Session, *, receipts: Receipts, num_steps: int
+) -> run.Run:
+    """The run folder."""
+    config = task.config
+    limits = config.watch.alarms
+    return run.Run(
+        config,
+        num_steps={config.stage: num_steps},
+        check=functools.partial(alarms.check, limits=limits),
+        stops=limits.stops if limits.stop else None,
+        data=receipt_of(receipts, start=session.start),
+    )
+
+
+def tell(
+    task: Task[Any], session: Session, initial: SupervisedState, *, columns: int
+) -> None:
+    """Prints the models and the attention of a run."""
+    beside = session.models.beside
+    report.model_table(
+        [
+            (task.role, initial.params, True),
+            *((name, model.stored, False) for name, model in beside.items()),
+        ]
+    )
+    report.engine(session.start.model, columns=columns, mesh=session.mesh)
+
+
+def means(stats: Stats) -> dict[str, float]:
+    """{name: its mean}, on the host."""
+    return {k: float(v) for k, v in jax.device_get(masked.mean_stats(stats)).items()}

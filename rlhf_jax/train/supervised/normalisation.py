@@ -1,0 +1,97 @@
+"""Which responses a reward model's scores are normalised on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+
+from rlhf_jax.algorithms.batch import Sequences
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data.examples import Pair, Tokens
+from rlhf_jax.data.receipts import Receipt, items
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+Array = jax.Array
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Mean 0 and standard deviation 1 on samples of --model, before and after."""
+
+    num_samples: int = 256
+    max_new_tokens: int = 48
+    temperature: float = 0.7
+
+    def __post_init__(self) -> None:
+        checks.positive(**vars(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstrations:
+    """Mean 0 on demonstrations, by a bias alone, after training."""
+
+    source: str
+
+
+def prompts_to_answer(
+    pairs: list[Pair],
+    *,
+    max_new_tokens: int,
+    start: Pretrained,
+    receipt: Receipt | None = None,
+) -> list[Tokens]:
+    """The prompts of the pairs that leave room for a response.
+
+    Args:
+      receipt: of the same pairs; it is told of the others.
+    """
+    room = start.room(max_new_tokens=max_new_tokens)
+    short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
+    if not short:
+        raise InputError(
+            f"expected a prompt of at most {room} tokens to sample a response to (the "
+            f"context of {start.model.max_positions} less max_new_tokens of "
+            f"--normalise samples), got none; ask for fewer new tokens"
+        )
+    if receipt is not None:
+        for where, pair in zip(receipt.places, pairs, strict=True):
+            if len(pair.prompt) > room:
+                asked = f"{max_new_tokens} tokens"
+                receipt.drop(f"no room for a response of {asked}", where=where)
+        receipt.use("normalised on", items.of_prompts(short))
+    return short
+
+
+def demonstrations_to_score(
+    source: str,
+    *,
+    start: Pretrained,
+    max_length: int | None,
+    overlong: Literal["error", "drop"],
+    batch_size: int,
+    receipt: Receipt | None = None,
+) -> tuple[list[Sequences], int]:
+    """What people wrote, in batches, and how many rows of them count.
+
+    Args:
+      receipt: is told of every row, and of those that are left out.
+    """
+    examples = encoding.encode_demonstrations(
+        start.tokenizer,
+        files.read_demonstrations(source, receipt=receipt),
+        max_length=start.limit(max_length),
+        stop_ids=start.stop_ids,
+        overlong=overlong,
+        receipt=receipt,
+    )
+    if receipt is not None:
+        receipt.use("normalised on", items.of_texts(examples))
+    texts = batches.sequences_in_order(
+        examples, batch_size=batch_size, pad_id=start.pad_id
+    )
+    return texts, len(examples)

@@ -1,0 +1,305 @@
+"""Supervised fine-tuning on your own texts, from a checkpoint or from nothing.
+
+    rlhf-jax sft --model gpt2 --data demonstrations.jsonl --out runs/sft
+    rlhf-jax sft --tokenizer gpt2 --data book.txt --learning-rate 1e-3 \\
+        --schedule cosine,warmup=0.05 --num-steps 160 --out runs/fresh
+
+--data holds {"prompt": ..., "response": ...} per line, of which the responses are
+learned, or, as a .txt file, plain text that is cut into blocks. A prompt may be a list
+of messages, and {"messages": [...]} a conversation whose last turn is learned: both are
+written by the tokenizer's chat template. {"prompt": ..., "turns": [...]} is an episode
+of responses and observations in turn, of which the responses are learned. --row-width
+packs examples into rows, where one text does not see another. OUT/model is a Hugging
+Face checkpoint with its tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
+
+--lora 16 trains adapters over a frozen base, and writes OUT/adapter for PEFT too.
+Without it one device holds the parameters in float32 four times over (GPT-2 small: 2
+GiB). The second command, a fresh model of 7.2 million parameters on tiny Shakespeare,
+takes about 5 minutes on 2 laptop cores and brings the held-out loss from 10.8 to 5.9
+nats per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms import sft
+from rlhf_jax.algorithms.batch import Sequences
+from rlhf_jax.algorithms.state import Optimizer as Transformation
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import (
+    batches,
+    packing,
+    splits,
+    tokenization,
+)
+from rlhf_jax.data.examples import Text, Tokens
+from rlhf_jax.data.receipts import Receipt, Receipts, items
+from rlhf_jax.data.text import Asked
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.functional import masked
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.masked import Stats
+from rlhf_jax.models import config as models
+from rlhf_jax.models import decoder, layout
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import report
+from rlhf_jax.train import commands
+from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.optimizer import Optimizer
+from rlhf_jax.train.config.start import Trained
+from rlhf_jax.train.config.supervised import (
+    MicroBatches,
+    SupervisedConfig,
+    WatchPolicy,
+)
+from rlhf_jax.train.start import saved
+from rlhf_jax.train.supervised import demonstrations, loop
+from rlhf_jax.train.supervised.demonstrations import Demonstrations
+from rlhf_jax.train.supervised.task import Data, Masks, Session, Task
+
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start(Trained):
+    """The model that is trained, a checkpoint or a fresh one."""
+
+    model: str | None = None
+    """Model to start from, a checkpoint folder or hub id; None is a fresh model of
+    GPT-2's architecture."""
+    fresh_hidden_size: int = 128
+    """Width of a fresh model."""
+    fresh_num_layers: int = 4
+    """Number of layers of a fresh model."""
+    fresh_num_heads: int = 4
+    """Number of attention heads of a fresh model."""
+    fresh_max_positions: int = 128
+    """Context of a fresh model, tokens."""
+
+    def __post_init__(self) -> None:
+        if self.model is None and (self.tokenizer is None or self.lora is not None):
+            raise InputError(
+                "expected --model, or --tokenizer for a fresh model, which has no base "
+                "for --lora, got neither; name one"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watch(WatchPolicy):
+    """What a run looks at."""
+
+    held_out: float = 0.05
+    """Share of the examples that is held out to measure the loss; 0 holds out none."""
+    held_out_by: Literal["prompt", "row"] = "prompt"
+    """What is held out: prompts with all their examples, so that none is also trained
+    on, or examples whatever their prompt (episodes that all begin alike)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(SupervisedConfig):
+    """The options of `rlhf-jax sft`."""
+
+    name: ClassVar[str] = "sft"
+    start: Annotated[Start, FLAT]
+    """The model that is trained."""
+    data: Annotated[Demonstrations, FLAT]
+    """What is learned."""
+    method: Annotated[MicroBatches, FLAT] = MicroBatches()
+    """How the rows of an update are cut."""
+    optimizer: Annotated[Optimizer, FLAT] = Optimizer(learning_rate=1e-4)
+    """How parameters follow their gradients."""
+    watch: Annotated[Watch, FLAT] = Watch()
+    """What is measured and not trained on."""
+
+
+class SFT(Task[Config]):
+    """Demonstrations or text -> a policy."""
+
+    called = "demonstrations"
+
+    def read(self, receipts: Receipts) -> Any:
+        """Rows of demonstrations, or a text."""
+        data = self.config.data
+        self._receipt = receipts.source("--data", data.data)
+        return demonstrations.read(data, receipt=self._receipt)
+
+    def described(self) -> Pretrained:
+        """--model by its small files, or a fresh model's shape."""
+        if self.config.start.model is None:
+            return fresh(self.config.start)
+        return super().described()
+
+    def load(self, mesh: Mesh) -> Pretrained:
+        """--model, or a fresh model of the tokenizer's vocabulary."""
+        options = self.config.start
+        if options.model is not None:
+            return super().load(mesh)
+        start = fresh(options)
+        key = jax.random.key(self.config.seed)
+        init = functools.partial(decoder.init, key, model=start.model)
+        start = start._replace(
+            model=layout.fastest(start.model), params=sharding.create(init, mesh=mesh)
+        )
+        return saved(start, options.save_dtype)
+
+    def encode(
+        self, rows: Any, *, start: Pretrained, mesh: Mesh, receipts: Receipts
+    ) -> Data:
+        """Rows of one example, or of as many as fit."""
+        del receipts
+        config, receipt = self.config, self._receipt
+        examples = demonstrations.encode(
+            rows, options=config.data, start=start, receipt=receipt
+        )
+        examples, held_out = split(examples, config, start, receipt=receipt)
+        receipt.use("training", items.of_texts(examples))
+        receipt.use("held out", items.of_texts(held_out))
+        stream: dict[str, Any] = {
+            "batch_size": config.batch.batch_size,
+            "seed": config.seed,
+            "pad_id": start.pad_id,
+            "share": row_sharding.row_share(mesh),
+        }
+        width = config.data.row_width
+        if width is None:
+            made = batches.sequence_batches(
+                examples, buckets=config.data.buckets, **stream
+            )
+        else:
+            packed = packing.pack_examples(examples, width=width)
+            made = packing.sequence_batches(packed, **stream)
+        self._held_out = batches.sequences_in_order(
+            held_out, batch_size=config.batch.batch_size, pad_id=start.pad_id
+        )
+        made = made.map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
+        return Data(made, examples, held_out)
+
+    def update(
+        self, *, model: ModelConfig, optimizer: Transformation
+    ) -> Callable[..., Any]:
+        """Cross-entropy of the responses, one optimizer step."""
+        return functools.partial(
+            sft.update,
+            model=model,
+            optimizer=optimizer,
+            micro_batch_size=self.config.method.micro_batch_size,
+            lora=self.config.start.lora,
+        )
+
+    def rehearse(self, session: Session) -> dict[str, Any]:
+        """Makes the program that measures what is held out."""
+        lora, model = self.config.start.lora, session.start.model
+
+        def loss(params: Params, base: Frozen | None, batch: Sequences) -> Stats:
+            params = adapted.params(params, base=base, lora=lora)
+            one = jnp.float32(1.0)  # the weight of the stats says how many there are
+            return sft.loss(params, batch, model=model, num_tokens=one)[1]
+
+        self._loss = jax.jit(sharding.on(session.mesh, loss))
+        return {}
+
+    def texts(self, batch: Sequences) -> list[Masks]:
+        """What a batch holds."""
+        which = batch.mask if batch.segments is None else batch.segments
+        return [(which, batch.response_mask)]
+
+    def evaluate(self, params: Params, base: Frozen | None) -> Stats:
+        """The cross-entropy of the examples that are held out, nats per token."""
+        parts = [self._loss(params, base, batch) for batch in self._held_out]
+        return functools.reduce(masked.add_stats, parts) if parts else {}
+
+    def summary(
+        self,
+        before: dict[str, float],
+        after: dict[str, float],
+        *,
+        session: Session,
+    ) -> dict[str, Any]:
+        """The held-out loss before and after."""
+        name, count = "loss/language_model", len(session.data.held_out)
+        report.table(
+            "Loss [nats per token]",
+            ("", "before", "after"),
+            [(f"{count} held-out examples", before.get(name), after.get(name))],
+        )
+        return {
+            "held_out_loss_before": before.get(name),
+            "held_out_loss": after.get(name),
+            "held_out_examples": count,
+        }
+
+
+def fresh(options: Start) -> Pretrained:
+    """A model of the tokenizer's vocabulary, without parameters."""
+    assert options.tokenizer is not None  # checked by Start
+    tokenizer = tokenization.load_tokenizer(options.tokenizer)
+    vocab_size = 1 + max(tokenizer.get_vocab().values())
+    model = models.gpt2(
+        vocab_size=vocab_size,
+        hidden_size=options.fresh_hidden_size,
+        num_layers=options.fresh_num_layers,
+        num_heads=options.fresh_num_heads,
+        max_positions=options.fresh_max_positions,
+        dtype=options.dtype,
+        remat=options.remat,
+    )
+    unused = tokenization.ids_without_token(tokenizer, vocab_size=vocab_size)
+    return Pretrained(
+        model=dataclasses.replace(
+            model, unused_ids=unused, attention=options.attention
+        ),
+        params=None,
+        tokenizer=tokenizer,
+        stop_ids=(tokenization.eos_token_id(tokenizer),),
+    )
+
+
+def split(
+    examples: Sequence[Text],
+    config: Config,
+    start: Pretrained,
+    *,
+    receipt: Receipt | None = None,
+) -> tuple[list[Text], list[Text]]:
+    """What is trained on, and what is held out."""
+    return splits.hold_out(
+        examples,
+        share=config.watch.held_out,
+        seed=config.seed,
+        by=config.watch.held_out_by,
+        unprompted=no_prompt(start),
+        receipt=receipt,
+        instead="--held-out-by row holds out single examples",
+    )
+
+
+def no_prompt(start: Pretrained) -> Tokens:
+    """The tokens of an empty prompt, for instance BOS."""
+    (tokens,) = start.contract.prompts([Asked("")])
+    return tokens
+
+
+def main(config: Config) -> None:
+    """Runs `rlhf-jax sft` with its options."""
+    loop.main(SFT(config))
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax sft`: from a command line to a run."""
+    commands.supervised(
+        main,
+        Config,
+        description=__doc__,
+        first=("data.row_width", "watch.held_out"),
+        argv=argv,
+    )

@@ -1,0 +1,322 @@
+"""A run of any policy gradient, from its config to the summary.
+
+read      prompts, texts, rewards
+build     every model, on its devices
+rehearse  the first iteration up to its update, before there is a run folder
+improve   the loop
+end       verify what is frozen, save, evaluate, summarise
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from typing import Any
+
+import jax
+
+from rlhf_jax.algorithms import self_check
+from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data.receipts import Receipts
+from rlhf_jax.devices import compile_counts, processes, sharding
+from rlhf_jax.roles.rewards.text import TextReward
+from rlhf_jax.runs import (
+    alarms,
+    command_line,
+    folder,
+    report,
+    run,
+)
+from rlhf_jax.train import memory
+from rlhf_jax.train.build import Meshes, Models, build
+from rlhf_jax.train.conclusion import conclude, verify
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.loop import Loop, improve
+from rlhf_jax.train.outside.sampler import OutsideSampler
+from rlhf_jax.train.outside.samplers import make_sampler
+from rlhf_jax.train.programs import Programs
+from rlhf_jax.train.reading import read_data
+from rlhf_jax.train.responses import environment_reward
+from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
+from rlhf_jax.train.rollouts.queue import RolloutQueue
+from rlhf_jax.train.start import load_start, receipt_of
+from rlhf_jax.train.watch.held_out import make_held_out, of_held_out
+from rlhf_jax.train.watch.judge import Judge
+from rlhf_jax.train.watch.watcher import Watcher
+
+Array = jax.Array
+
+
+def main(config: PolicyGradientConfig) -> None:
+    """Runs a command with its config."""
+    with contextlib.ExitStack() as stack:
+        train(config, stack=stack)
+
+
+def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
+    """From the config to the summary.
+
+    Args:
+      stack: that ends the processes of verifiers, environments and samplers.
+    """
+    started, compiled = time.perf_counter(), compile_counts.so_far()
+    meshes, receipts = Meshes.of(config), Receipts()
+    mesh = meshes.policy
+    pools = RewardPools(config, mesh=mesh, stack=stack)
+    judging = None
+    if config.watch.judge is not None:  # before anything is loaded
+        judging = command_line.load_function(config.watch.judge)
+    if config.reads_hidden_states and config.reference.checkpoint is not None:
+        frozen_models.check_teacher(
+            config.reference.checkpoint,
+            student=config.start.model,
+            tokenizer=config.start.tokenizer,
+        )
+    if config.check_memory:
+        memory.check(config, meshes=meshes)
+    start = load_start(
+        config.start.model,
+        options=config.start,
+        save_dtype=config.start.save_dtype,
+        mesh=mesh,
+    )
+    models = build(config, start, meshes=meshes)
+    start = start._replace(params=None)  # the first update takes them
+    read = read_data(
+        config,
+        models,
+        start=start,
+        meshes=meshes,
+        pools=pools,
+        receipts=receipts,
+        stack=stack,
+    )
+    programs = Programs(models, meshes=meshes, config=config)
+    rewards = functools.partial(
+        RewardList,
+        pools,
+        models=models.reward_models,
+        pack=programs.pack_ends,
+        policy=start,
+    )
+    judge = None
+    if judging is not None:
+        judge = Judge(
+            TextReward(
+                function=judging,
+                decode=start.decode,
+                rows=read.data.rows,
+                called=f"--judge {config.watch.judge}",
+                asked=read.data.asked,
+            ),
+            mesh=mesh,
+            may_fail=config.watch.judge_failure == "warn",
+        )
+    episodes = functools.partial(
+        read.responder.episodes, recipe=models.recipe, base=models.base
+    )
+    held_out = None
+    if read.held_out is not None:
+        held_out = make_held_out(
+            config,
+            read.held_out,
+            rewards=rewards,
+            episodes=episodes,
+            start=start,
+            mesh=mesh,
+        )
+    key = sharding.place(jax.random.key(config.seed), mesh=mesh)
+    loop = Loop(
+        config=config,
+        programs=programs,
+        sampler=make_sampler(config, models, meshes=meshes),
+        episodes=episodes(read.data, rows=config.batch.batch_size),
+        environment=environment_reward(config),
+        rewards=rewards(rows=read.data.rows, asked=read.data.asked),
+        prompts=read.prompts,
+        ptx=read.ptx,
+        watcher=Watcher(
+            config.watch,
+            programs=programs,
+            texts=read.texts,
+            judge=judge,
+            held_out=held_out,
+            policy=start,
+            asked=read.data.asked,
+        ),
+        root_key=key,
+    )
+    if isinstance(loop.sampler, OutsideSampler):
+        stack.enter_context(loop.sampler)
+    rehearse(loop, models, judge=judge)
+    summary: dict[str, Any] = {}
+    if held_out is not None:
+        before = held_out(
+            models.train.policy, programs=programs, reference=models.reference
+        )
+        summary |= of_held_out(before, "before")
+    with run_of(config, receipts=receipts, start=start) as job:
+        columns = read.prompts[0].tokens.shape[1] + config.batch.max_new_tokens
+        tell(models, programs, start=start, columns=columns, meshes=meshes)
+        trained, reference = run_stage(loop, models, job=job, meta=read.meta)
+    verify(models, reference)
+    pretrained.save(
+        job.folder,
+        trained,
+        start=start,
+        base=models.base,
+        lora=models.recipe.lora,
+        name=config.start.model,
+    )
+    if held_out is not None:
+        after = held_out(trained, programs=programs, reference=reference)
+        summary |= of_held_out(after, "after")
+    summary |= conclude(
+        config, models, programs, job=job, trained=trained, reference=reference
+    )
+    if isinstance(loop.sampler, OutsideSampler):
+        summary["sampler_retries"] = loop.sampler.retries.count
+    summary["compiled"] = compile_counts.since(compiled)
+    summary["seconds"] = time.perf_counter() - started
+    folder.write_summary(job.folder, summary)
+    if held_out is not None:
+        print(
+            f"held-out score {summary['held_out_score_before']:.3f} before, "
+            f"{summary['held_out_score_after']:.3f} after"
+        )
+    print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
+
+
+def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
+    """The first iteration up to its update, before there is a run folder.
+
+    A reward function that fails stops the run now, and so does whatever does not fit.
+
+    Raises:
+      SelfCheckError: the policy's log-probs are not the sampler's, or the KL to the
+        reference does not start at 0.
+    """
+    config, programs, train = loop.config, loop.programs, models.train
+    key = loop.key(0)
+    rollout, early = loop.draw(
+        train.policy, prompts=loop.prompts[0], key=key, version=train.step
+    )
+    read = programs.read(
+        train,
+        models.critic,
+        rollout,
+        reference=models.reference,
+        key=key,
+        values_first=loop.values_first,
+    )
+    scores = loop.scores(rollout, early)
+    require_some(scores, sources=config.sources)
+    if judge is not None:
+        judge(loop.shown(rollout))
+    jax.eval_shape(
+        functools.partial(programs.learn, train, models.critic),
+        rollout=rollout,
+        scores=scores,
+        reference=models.reference,
+        read=read,
+        key=key,
+        ptx=None if loop.ptx is None else loop.ptx[0],
+    )
+    own = (
+        None if read.reference is None or config.reads_hidden_states else read.reference
+    )
+    measured = programs.measure(
+        train.policy,
+        base=models.base,
+        rollout=rollout,
+        ref_logprobs=None if own is None else own.logprobs,
+    )
+    self_check.require(
+        processes.whole(measured),
+        tolerance=self_check.TOLERANCE[config.start.dtype],
+        sampler_tolerance=config.sampler_tolerance,
+        storage_tolerance=config.storage_tolerance,
+        expect_equal=own is not None and config.reference.checkpoint is None,
+    )
+
+
+def run_of(
+    config: PolicyGradientConfig, *, receipts: Receipts, start: Pretrained
+) -> run.Run:
+    """The run folder."""
+    check = functools.partial(
+        alarms.check,
+        limits=config.watch.alarms.allowing(staleness=config.staleness),
+        kl_target=config.kl.kl_control.target_per_response,
+    )
+    return run.Run(
+        config,
+        num_steps={config.name: config.num_steps},
+        check=check,
+        stops=config.watch.alarms.stops if config.watch.alarms.stop else None,
+        stop_timeout=config.stop_timeout,
+        data=receipt_of(receipts, start=start),
+    )
+
+
+def tell(
+    models: Models,
+    programs: Programs,
+    *,
+    start: Pretrained,
+    columns: int,
+    meshes: Meshes,
+) -> None:
+    """Prints the models and the attention of a run."""
+    critic = models.train.critic if models.critic is None else models.critic.params
+    reference = None if models.reference is models.base else models.reference
+    apart = meshes.sampler is not meshes.policy
+    report.model_table(
+        [
+            ("policy", models.train.policy, True),
+            ("critic", critic, True),
+            ("reference", None if reference is None else reference.stored, False),
+            *((name, one.stored, False) for name, one in models.beside.items()),
+            *([("sampler", None, True)] if apart else []),
+        ],
+        meshes={"sampler": meshes.sampler} if apart else {},
+    )
+    report.engine(start.model, columns=columns, mesh=meshes.policy)
+
+
+def run_stage(
+    loop: Loop, models: Models, *, job: run.Run, meta: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The stage of the run; the policy and the reference at its end."""
+    config, reference = loop.config, models.reference
+    kept: dict[str, Any] = {"train": models.train, "root_key": loop.root_key}
+    if models.critic is not None:
+        kept["critic"] = models.critic
+    beside = dict(models.beside)
+    if loop.programs.critic_base is not None:
+        beside["critic_base"] = loop.programs.critic_base
+    kept["reference"] = None if reference is models.base else reference
+    queue: RolloutQueue | None = None
+    if config.staleness:
+        queue = RolloutQueue(
+            loop.draw_ahead,
+            hand_over=loop.sampler.hand_over,
+            prompts=loop.prompts.__getitem__,
+            key=loop.root_key,
+            staleness=config.staleness,
+            num_steps=config.num_steps,
+            threaded=loop.sampler.threaded,
+            patience=config.stop_timeout,
+        )
+        kept |= queue.first(models.train.policy, version=models.train.step)
+    moving = ("reference",) if config.reference.lifecycle.moves else ()
+    with (
+        job.stage(config.name, kept, meta=meta, beside=beside, moving=moving) as stage,
+        contextlib.nullcontext() if queue is None else queue,
+    ):
+        of_base = reference is not None and reference is models.base
+        improve(loop, stage, queue=queue, base=reference if of_base else None)
+    final = reference if of_base else stage.state["reference"]
+    return stage.state["train"].policy, final

@@ -1,0 +1,1 @@
+"""What a run measures and does not train on, for any method."""

@@ -1,0 +1,216 @@
+"""--held-out: prompts that are never trained on, and what the policy makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.functional import statistics
+from rlhf_jax.functional.masked import Stats
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards.scores import Scores, scores_of
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.programs import Programs
+from rlhf_jax.train.responses import Data, environment_reward
+from rlhf_jax.train.rewards import RewardList
+
+Array = jax.Array
+Params = Any
+HostArray = Any
+GREEDY = "eval/greedy_score"
+
+
+class HeldOut:
+    """Evaluates a policy on held-out prompts, by the rewards of the run."""
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        batch_size: int,
+        samples: int,
+        pad_id: int,
+        mesh: Mesh,
+        rewards: RewardList,
+        environment: str | None,
+        episodes: dict[bool, EpisodeSampler | None],
+        seed: int,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          data: the rows, every one of which is evaluated.
+          batch_size: responses at a time, which the row axes of the mesh divide.
+          samples: responses drawn for each row; 0 draws none.
+          pad_id: fills up rows of prompts.
+          mesh: of the policy.
+          rewards: of these rows.
+          environment: name of the environment's own reward among them.
+          episodes: draws episodes with the likeliest tokens (True), or from the policy
+            (False); None draws responses.
+          seed: of the samples, the same in every evaluation.
+        """
+        self._data, self._samples, self._mesh = data, samples, mesh
+        self._rewards, self._environment = rewards, environment
+        self._episodes, self._key = episodes, jax.random.key(seed)
+        self._size = batch_size
+        self._batches = batches.prompt_batches(
+            data.tokens,
+            batch_size=batch_size,
+            seed=0,
+            pad_id=pad_id,
+            share=row_sharding.row_share(mesh),
+        )
+
+    def __call__(
+        self, policy: Params, *, programs: Programs, reference: Frozen | None
+    ) -> Stats:
+        """Statistics of greedy responses, and of drawn ones where there are some.
+
+        Args:
+          policy: its parameters or adapters.
+          programs: of the run.
+          reference: of the KL of drawn responses; None takes none.
+
+        Returns:
+          `eval/greedy_score`, the mean score of the likeliest responses. With samples
+          `eval/score`, their mean score; `eval/pass_at_k`, the share of rows of whose k
+          samples one scores above 0; `eval/kl`, k1 to the reference, nats per response;
+          and `eval/length`, tokens.
+        """
+        scores = [scored for _, scored in self._drawn(policy, programs, greedy=True)]
+        stats: Stats = {GREEDY: _mean(self._of_rows(scores))}
+        if not self._samples:
+            return stats
+        every, lengths, kls = [], [], []
+        for sample in range(self._samples):
+            drawn = [*self._drawn(policy, programs, greedy=False, sample=sample)]
+            every.append(self._of_rows([scored for _, scored in drawn]))
+            for rollout, _ in drawn:
+                lengths.append(processes.whole(rollout.response_mask.sum(axis=1)))
+                if reference is not None:
+                    output = programs.reference_output(reference, rollout)
+                    kls.append(processes.whole(_kl(rollout, output.logprobs)))
+        table = np.stack(every)  # [k, rows]
+        stats["eval/score"] = _mean(table)
+        stats["eval/pass_at_k"] = _mean((table > 0).any(axis=0))
+        per_pass = len(lengths) // self._samples
+        for name, parts in {"eval/length": lengths, "eval/kl": kls}.items():
+            if parts:
+                of_samples = [
+                    self._of_rows(parts[i : i + per_pass])
+                    for i in range(0, len(parts), per_pass)
+                ]
+                stats[name] = _mean(np.stack(of_samples))
+        return stats
+
+    def _drawn(
+        self, policy: Params, programs: Programs, *, greedy: bool, sample: int = 0
+    ) -> Iterator[tuple[Rollout, HostArray]]:
+        """Rollouts of all rows, batch by batch, with their scores on the host.
+
+        Verifiers work on one batch while the next is drawn.
+        """
+        episodes, waiting = self._episodes[greedy], None
+        for number in range(-(-len(self._data.rows) // self._size)):
+            prompts = self._batches[number]
+            if sample:
+                shifted = np.asarray(prompts.sample) + sample
+                prompts = dataclasses.replace(prompts, sample=shifted)
+            # Greedy responses need no key; draws are the same in every evaluation.
+            prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
+            if episodes is None:
+                rollout = programs.respond(
+                    policy, prompts=prompts, key=self._key, greedy=greedy
+                )
+                early = self._rewards.begin(rollout)
+            else:
+                rollout, scores = episodes(
+                    policy, prompts=prompts, key=self._key, version=jnp.int32(0)
+                )
+                pooled = self._rewards.begin(rollout)
+                early = self._with(pooled, scores)
+            if waiting is not None:
+                yield self._scored(*waiting)
+            waiting = rollout, early
+        if waiting is not None:
+            yield self._scored(*waiting)
+        if episodes is not None:
+            episodes.free()  # of its cache, until the next evaluation
+
+    def _with(self, pooled: Any, scores: Scores) -> Any:
+        name = self._environment
+        return lambda: pooled() | ({} if name is None else {name: scores})
+
+    def _scored(self, rollout: Rollout, early: Any) -> tuple[Rollout, HostArray]:
+        scores = self._rewards.finish(rollout, early())
+        if scores is None:
+            return rollout, np.zeros(len(rollout.index), np.float32)
+        return rollout, processes.whole(scores_of(scores).total)
+
+    def _of_rows(self, parts: list[HostArray]) -> HostArray:
+        """One number per row: the last batch is filled with rows of the first ones."""
+        return np.concatenate(parts)[: len(self._data.rows)]
+
+
+def _kl(rollout: Rollout, ref_logprobs: Array) -> Array:
+    """Σ_t log π - log π_ref of each response, f32[B], nats."""
+    distance = jnp.where(rollout.response_mask, rollout.old_logprobs - ref_logprobs, 0)
+    return distance.sum(axis=1)
+
+
+def _mean(numbers: HostArray) -> tuple[Array, Array]:
+    return jnp.float32(np.sum(numbers, dtype=np.float64)), jnp.float32(numbers.size)
+
+
+def make_held_out(
+    config: PolicyGradientConfig,
+    data: Data,
+    *,
+    rewards: Any,
+    episodes: Any,
+    start: Pretrained,
+    mesh: Mesh,
+) -> HeldOut:
+    """The evaluation on --held-out.
+
+    Args:
+      rewards: makes the rewards of some rows.
+      episodes: makes what draws episodes of some rows.
+    """
+    blocks = row_sharding.row_share(mesh).count  # of rows, which divide every batch
+    size = min(config.batch.batch_size, -(-len(data.rows) // blocks) * blocks)
+    return HeldOut(
+        data,
+        batch_size=size,
+        samples=config.watch.held_out_samples,
+        pad_id=start.pad_id,
+        mesh=mesh,
+        rewards=rewards(rows=data.rows, asked=data.asked),
+        environment=environment_reward(config),
+        episodes={
+            greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
+        },
+        seed=config.seed,
+    )
+
+
+def of_held_out(stats: Stats, when: str) -> dict[str, float]:
+    """Evaluations for the summary: held_out_score_before and so on."""
+    means = {name: float(value) for name, value in statistics.mean_stats(stats).items()}
+    names = {GREEDY: "held_out_score"}
+    return {
+        f"{names.get(name, name.replace('eval/', 'held_out_'))}_{when}": mean
+        for name, mean in means.items()
+    }

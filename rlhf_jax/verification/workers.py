@@ -1,0 +1,346 @@
+"""Worker processes that hold one object of the user's, and answer calls of it.
+
+    submit ──queue──> process 0   call  call          in_flight calls at a time
+                      process 1   call
+           <──────────            a result, or why there is none
+
+The object is a verifier (`pool`), an environment or a sampler. Processes are spawned
+when calls need them, import its module and nothing of this process, and end with it. A
+call is a pure function, so one that a process has not begun when it dies is sent to
+another. Of several that it had begun each is asked again, alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from multiprocessing import connection
+from typing import Any, Self
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.verification import worker
+from rlhf_jax.verification.spawned import Spawned
+
+STARTS = 3  # processes in a row that end before they are ready, and the pool gives up
+
+
+class Ended(Exception):
+    """Why a call has no result: its process was ended, or ended by itself."""
+
+    def __init__(self, why: str, *, timed_out: bool = False, status: int | None = None):
+        super().__init__(why)
+        self.why, self.timed_out = why, timed_out
+        self.status = status  # of a process that ended by itself
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    number: int
+    data: bytes  # pickled function and arguments
+    timeout: float
+    future: Future[Any]
+    deaths: int = 0  # of processes that had begun it
+    deadline: float = float("inf")  # once it has begun
+
+
+class _Process:
+    """A worker process, and the calls that it has."""
+
+    def __init__(self, pickled: bytes, *, in_flight: int) -> None:
+        self.link, other = multiprocessing.get_context("spawn").Pipe()
+        arguments = (pickled, other, in_flight > 1)
+        self._worker = Spawned(target=worker.serve, args=arguments, daemon=True)
+        self._worker.start()
+        other.close()  # so that its end is the end of the file here
+        self.ready, self.calls = False, dict[int, _Call]()
+        self._kill_at = float("inf")
+
+    def end(self) -> None:
+        """Asks it to end; `is_gone` sees to it that it does."""
+        self.link.close()
+        self._worker.terminate()
+        self._kill_at = time.monotonic() + worker.GRACE_SECONDS
+
+    def is_gone(self) -> bool:
+        """Whether a process that was asked to end has ended."""
+        if time.monotonic() > self._kill_at:
+            self._worker.kill()
+        return not self._worker.is_alive()
+
+    def status(self) -> int | None:
+        """The exit status of a process whose link has ended."""
+        self._worker.join(worker.GRACE_SECONDS)
+        return self._worker.exitcode
+
+
+class Workers:
+    """Processes that answer calls; a context manager that ends them.
+
+    None runs before the first call.
+    """
+
+    def __init__(
+        self,
+        pickled: bytes,
+        *,
+        of: str,
+        num_workers: int | None = None,
+        in_flight: int = 1,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+          pickled: the object that they hold, of `user_objects.pickled`.
+          of: whose processes they are, for messages, as "of the environment".
+          num_workers: processes; None is one per processor.
+          in_flight: calls of a process at a time, each a coroutine where above 1.
+        """
+        if num_workers is None:
+            num_workers = os.cpu_count() or 1
+        checks.positive(num_workers=num_workers, in_flight=in_flight)
+        if num_workers != int(num_workers):
+            raise InputError(
+                f"num_workers: expected a whole number, got {num_workers}; choose one"
+            )
+        self._pickled, self._of = pickled, of
+        self._num_workers, self._in_flight = int(num_workers), in_flight
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[_Call] = collections.deque()
+        self._cancelled: list[int] = []
+        self._processes: list[_Process] = []
+        self._ending: list[_Process] = []
+        self._wake, self._waker = multiprocessing.Pipe(duplex=False)
+        self._thread: threading.Thread | None = None
+        self._stopping, self._numbers, self._failed_starts = False, 0, 0
+        self._broken: StopError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def submit(
+        self, function: Callable[..., Any], *args: Any, timeout: float
+    ) -> Future[Any]:
+        """Starts a call and returns at once.
+
+        Args:
+          function: of what is held, pickled, and of `args`; a coroutine function where
+            several calls are in flight.
+          timeout: seconds, from when a process begins it.
+
+        Returns:
+          What becomes the function's result, or raises `Ended`. A running call that is
+          cancelled is ended.
+
+        Raises:
+          StopError: it cannot be sent, or no process starts.
+        """
+        try:
+            data = pickle.dumps((function, args))
+        except Exception as error:  # whatever its parts raise
+            raise self._error(f"{type(error).__name__}: {error}") from error
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            self._numbers += 1
+            call = _Call(self._numbers, data, timeout, Future())
+            self._waiting.append(call)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+        call.future.add_done_callback(lambda future: self._done(future, call.number))
+        self._waker.send_bytes(b"+")
+        return call.future
+
+    def close(self) -> None:
+        """Ends the processes; calls under way are cancelled."""
+        with self._lock:
+            self._stopping, thread = True, self._thread
+        if thread is not None:
+            self._waker.send_bytes(b"+")
+            thread.join()
+            self._thread = None
+
+    def _done(self, future: Future[Any], number: int) -> None:
+        if future.cancelled() and not self._stopping:
+            with self._lock:
+                self._cancelled.append(number)
+            self._waker.send_bytes(b"+")
+
+    def _run(self) -> None:
+        """The thread that hands out calls, and takes results."""
+        try:
+            while not self._stopping:
+                self._drop_cancelled()
+                self._hand_out()
+                self._wait()
+                self._end_late()
+        finally:
+            with self._lock:
+                left = [*self._waiting]
+            for process in self._processes:
+                left += process.calls.values()
+                self._end(process)
+            for call in left:
+                call.future.cancel()
+            while not all(process.is_gone() for process in self._ending):
+                time.sleep(0.01)
+
+    def _wait(self) -> None:
+        """Until a process or a caller has something, or a call has been too long."""
+        deadlines = [
+            call.deadline for each in self._processes for call in each.calls.values()
+        ]
+        left = max(0.0, min(deadlines, default=float("inf")) - time.monotonic())
+        if self._ending:
+            left = min(left, 0.1)
+        links: dict[Any, _Process] = {each.link: each for each in self._processes}
+        timeout = None if left == float("inf") else left
+        for ready in connection.wait([self._wake, *links], timeout):
+            if ready is self._wake:
+                self._wake.recv_bytes()
+            else:
+                self._receive(links[ready])
+        self._ending = [each for each in self._ending if not each.is_gone()]
+
+    def _receive(self, process: _Process) -> None:
+        try:
+            kind, number, value = process.link.recv()
+        except (EOFError, OSError):
+            self._lost(process)
+            return
+        if kind is worker.Kind.READY:
+            process.ready, self._failed_starts = True, 0
+            return
+        call = process.calls.get(number)
+        if call is None:
+            return  # cancelled meanwhile
+        if kind is worker.Kind.BEGUN:
+            # One of several ends by itself; that a process hangs is seen behind it.
+            grace = worker.GRACE_SECONDS if self._in_flight > 1 else 0.0
+            call.deadline = time.monotonic() + call.timeout + grace
+            return
+        del process.calls[number]
+        if kind is worker.Kind.RESULT:
+            _set(call.future, value)
+        elif kind is worker.Kind.TIMED_OUT:
+            _set(call.future, _late(call))
+        else:
+            _set(call.future, self._error(value))
+
+    def _lost(self, process: _Process) -> None:
+        """Sees to the calls of a process that has ended by itself."""
+        status = process.status()
+        if not process.ready:
+            self._failed_starts += 1
+        begun = [
+            call for call in process.calls.values() if call.deadline < float("inf")
+        ]
+        for call in begun:
+            call.deaths += 1
+            if len(begun) == 1 or call.deaths > 1:
+                del process.calls[call.number]
+                why = f"ended its process (status {status})"
+                _set(call.future, Ended(why, status=status))
+        self._end(process)
+        if self._failed_starts >= STARTS:
+            self._give_up(f"{STARTS} in a row ended as they started (status {status})")
+
+    def _end_late(self) -> None:
+        """Ends processes with a call that has been too long."""
+        now = time.monotonic()
+        for process in [*self._processes]:
+            late = [call for call in process.calls.values() if call.deadline < now]
+            for call in late:
+                del process.calls[call.number]
+                _set(call.future, _late(call))
+            if late:
+                for call in process.calls.values():
+                    call.deaths += call.deadline < float("inf")
+                self._end(process)
+
+    def _end(self, process: _Process) -> None:
+        """Ends a process; the calls that it has left are asked again."""
+        self._processes.remove(process)
+        process.end()
+        self._ending.append(process)
+        for call in process.calls.values():
+            call.deadline = float("inf")
+        with self._lock:
+            self._waiting.extendleft(reversed(process.calls.values()))
+
+    def _drop_cancelled(self) -> None:
+        with self._lock:
+            numbers, self._cancelled = {*self._cancelled}, []
+            left = [call for call in self._waiting if call.number not in numbers]
+            self._waiting = collections.deque(left)
+        for process in [*self._processes]:
+            for number in numbers & process.calls.keys():
+                del process.calls[number]
+                if self._in_flight == 1:
+                    self._end(process)  # it would go on
+                else:
+                    self._send(process, (number, None, 0.0))
+
+    def _hand_out(self) -> None:
+        """Sends calls to the processes that have fewest, or to new ones."""
+        while self._waiting:
+            free = [each for each in self._processes if self._takes(each)]
+            process = min(free, key=lambda each: len(each.calls), default=None)
+            if process is None or process.calls:
+                if len(self._processes) < self._num_workers:
+                    process = _Process(self._pickled, in_flight=self._in_flight)
+                    self._processes.append(process)
+                elif process is None:
+                    return
+            with self._lock:
+                call = self._waiting.popleft()
+            process.calls[call.number] = call
+            self._send(process, (call.number, call.data, call.timeout))
+
+    def _takes(self, process: _Process) -> bool:
+        """Whether a process may have the next call beside those that it has."""
+        calls = [*process.calls.values(), self._waiting[0]]
+        alone = any(call.deaths for call in calls)
+        return len(calls) <= (1 if alone else self._in_flight)
+
+    def _send(self, process: _Process, message: tuple[Any, ...]) -> None:
+        with contextlib.suppress(OSError):  # it has ended, as `_receive` will see
+            process.link.send(message)
+
+    def _give_up(self, why: str) -> None:
+        broken = self._error(
+            f"{why}, expected them to wait for calls; see what ended them, such as a "
+            f"lack of memory, and resume the run"
+        )
+        with self._lock:
+            self._broken = broken
+            left, self._waiting = self._waiting, collections.deque()
+        for call in left:
+            _set(call.future, broken)
+
+    def _error(self, why: str) -> StopError:
+        return StopError(f"the processes {self._of} do not work: {why}")
+
+
+def _late(call: _Call) -> Ended:
+    return Ended(f"took longer than {call.timeout:g} s", timed_out=True)
+
+
+def _set(future: Future[Any], value: Any) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)

@@ -1,0 +1,113 @@
+"""Environments with `async def step`: many calls under way in one process."""
+
+import os
+import pickle
+import time
+
+import pytest
+import toy_async_environment
+from toy_async_environment import Slow
+
+from rlhf_jax.environments import demonstrations
+from rlhf_jax.environments.pool import EnvironmentPool
+from rlhf_jax.verification import worker
+
+START = pickle.dumps(0)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with EnvironmentPool(Slow(), num_workers=1, timeout=60.0) as made:
+        yield made
+
+
+def said(pool, *responses):
+    futures = [pool.step(START, response) for response in responses]
+    return [future.result() for future in futures]
+
+
+def test_calls_wait_beside_each_other(pool):
+    """Each of 40 goes on once all of them are there."""
+    (begun,) = pool.reset([{"prompt": "a"}])
+    assert (begun.prompt, pickle.loads(begun.state)) == ("a", 0)
+    answers = said(pool, *["meet 40"] * 40)
+    assert [answer.why for answer in answers] == [""] * 40
+    assert len({answer.observation for answer in answers}) == 1  # a process
+    assert {pickle.loads(answer.state) for answer in answers} == {1}
+
+
+@pytest.mark.parametrize(
+    ("response", "why"),
+    [
+        ("raise", "raised KeyError: 'gold'"),
+        ("cancel", "raised CancelledError: "),
+        ("late", "raised TimeoutError: of a server"),
+    ],
+)
+def test_a_failure_ends_its_call_alone(pool, response, why):
+    one, failed, other = said(pool, "nap", response, "nap")
+    assert (failed.why, failed.timed_out) == (why, False)
+    assert one == other
+    assert one.why == ""
+
+
+def test_a_call_that_hangs_is_ended_and_its_process_goes_on():
+    with EnvironmentPool(Slow(), num_workers=1, timeout=0.5) as pool:
+        one, hangs, other = said(pool, "nap", "hang", "nap")
+        (after,) = said(pool, "a")
+    assert (hangs.why, hangs.timed_out) == ("took longer than 0.5 s", True)
+    assert one.observation == other.observation == after.observation
+
+
+def test_calls_of_a_process_that_ends_are_asked_again():
+    """Which of them ended it is seen as each is asked alone."""
+    with EnvironmentPool(Slow(), num_workers=1, timeout=60.0) as pool:
+        answers = said(pool, "nap", "die", "nap", "die", "nap")
+    assert [answer.why for answer in answers] == [
+        *("", "ended its process (status 3)", ""),
+        *("ended its process (status 3)", ""),
+    ]
+
+
+@pytest.mark.slow
+def test_a_call_that_blocks_its_process_is_ended(monkeypatch):
+    monkeypatch.setattr(worker, "GRACE_SECONDS", 0.5)
+    with EnvironmentPool(Slow(), num_workers=1, timeout=1.0) as pool:
+        blocks, other = pool.step(START, "block"), pool.step(START, "nap")
+        assert blocks.result().why == "took longer than 1 s"
+        assert blocks.result().timed_out
+        assert other.result().why == ""
+
+
+def test_calls_that_are_under_way_at_the_end_clear_away(tmp_path):
+    made = tmp_path / "made", tmp_path / "too"
+    with EnvironmentPool(Slow(), num_workers=1) as pool:
+        cancelled, _ = [pool.step(START, f"made {path}") for path in made]
+        until(lambda: all(path.exists() for path in made))
+        cancelled.cancel()
+        until(lambda: not made[0].exists())
+        assert made[1].exists()
+    until(lambda: not made[1].exists())
+
+
+def test_what_returns_a_coroutine_is_waited_for():
+    with EnvironmentPool(toy_async_environment.Wrapped(), num_workers=1) as pool:
+        assert pool.reset([{"prompt": "a"}])[0].prompt == "a"
+        assert [answer.reward for answer in said(pool, "nap", "a")] == [0.5, 0.5]
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_expert_plays_them():
+    class Two(Slow):
+        async def step(self, state, response):
+            turn = await super().step(state, response)
+            return turn._replace(done=state == 1)
+
+    played = demonstrations.play(Two(), {"prompt": "a"}, expert=lambda row, turns: "b")
+    assert played == ("a", ["b", str(os.getpid()), "b"], 1.0)

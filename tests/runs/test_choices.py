@@ -1,0 +1,236 @@
+"""Choices as one option: what is written, parsed and written again."""
+
+import dataclasses
+import json
+import typing
+
+import pytest
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix, Reset
+from rlhf_jax.runs import choices, command_line, run_config
+from rlhf_jax.train import commands
+from rlhf_jax.train.config import batch, optimizer, rewards, sampler, start
+from rlhf_jax.train.config.optimizer import Adam, Custom, TFAdam
+from rlhf_jax.train.methods import distill, grpo, nash_md, online_dpo, ppo, reinforce
+
+CONFIGS = [each.Config for each in (ppo, grpo, reinforce, online_dpo, nash_md, distill)]
+WRITTEN = {  # of every union: what is written, as short as it can be
+    Control: [
+        "fixed",
+        "linear,end=0.0",
+        "adaptive,target=6.0,unit=response",
+        "pi,target=0.1,unit=token",
+        "lagrangian,target=6.0,unit=response",
+    ],
+    start.Adapters: [
+        "None",
+        "lora",
+        "rank=8",
+        "rank=8,alpha=8.0,modules=attention/*+mlp/*",
+    ],
+    batch.Packing: ["None", "auto", "auto,width=64,max_tokens_per_device=512"],
+    optimizer.Rule: [
+        "adam",
+        "adam,eps=1e-05,b2=0.95,mu_dtype=bfloat16",
+        "tf_adam",
+        "adamw,weight_decay=0.1,decay=matrices",
+        "adafactor",
+        "adafactor,momentum=0.9",
+        "muon,beta=0.9,ns_steps=6",
+        "my_module:make",
+    ],
+    optimizer.ScheduleKind: [
+        "constant",
+        "linear,warmup=0.1",
+        "cosine,end=0.1",
+        "wsd,warmup=0.1,decay=0.3",
+    ],
+    sampler.Sampler: [
+        "here",
+        "here,dtype=int8,embeddings=bfloat16,cache=int8,prefill_chunk=64",
+        "process",
+        "process,weights=a/folder,timeout=5.0",
+        "http://localhost:8000",
+        "http://localhost:8000,model=mine,check_tolerance=0.1",
+    ],
+    sampler.Episodes | None: ["None", "name=rooms", "name=rooms,max_turns=2"],
+    rewards.Model | None: ["None", "paths=a", "paths=a+b,combine=minimum"],
+    rewards.Verifier | None: ["None", "name=gsm8k", "name=gsm8k,answer_field=gold"],
+    Reset | Mix | None: ["None", "reset,every=10", "mix,every=10,rate=0.5"],
+}
+LISTS = {
+    rewards.Listed: (
+        *("right=verifier:gsm8k", "kind=model:a+b,combine=minimum,weight=0.5"),
+        *("short=length,weight=-0.001", "own=environment", "f=function:my:score"),
+    ),
+}
+
+
+def unions(kind):
+    """Every union of dataclasses among a config's fields, groups included."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        kinds = choices.kinds_of(hint) if choices.is_union(hint) else {}
+        if kinds and not any(hasattr(each, "parse") for each in kinds.values()):
+            yield hint
+        elif dataclasses.is_dataclass(hint):
+            yield from unions(hint)
+
+
+def test_every_union_of_the_configs_is_here_with_every_kind():
+    of_configs = {union for config in CONFIGS for union in unions(config)}
+    assert {Control, optimizer.Rule} < of_configs
+    assert of_configs <= {*WRITTEN, *(None | each for each in WRITTEN)}
+    for union, texts in WRITTEN.items():
+        made = {type(choices.parse(text, union)) for text in texts}
+        assert made >= set(choices.kinds_of(union).values())
+
+
+@pytest.mark.parametrize("union", WRITTEN, ids=lambda union: WRITTEN[union][-1])
+def test_what_is_written_is_parsed_and_written_again(union):
+    for text in WRITTEN[union]:
+        value = choices.parse(text, union)
+        assert choices.text(value, union) == text
+        assert choices.parse(choices.text(value, union), union) == value
+
+
+@pytest.mark.parametrize("text", LISTS[rewards.Listed])
+def test_a_reward_of_the_list_is_parsed_and_written_again(text):
+    assert str(rewards.Reward.parse(text)) == text
+
+
+def test_what_a_text_stands_for():
+    def parsed(text, union):
+        return choices.parse(text, union)
+
+    assert parsed("adaptive,target=6,unit=response", Control) == Adaptive(
+        target=6.0, unit="response"
+    )
+    assert parsed("pi,unit=token,target=1", Control) == PI(target=1.0, unit="token")
+    assert isinstance(parsed("lagrangian,target=6,unit=token", Control), Lagrangian)
+    assert parsed("fixed", Control) == Fixed()
+    assert parsed("16", start.Adapters) == LoRA(rank=16)
+    assert parsed("16,alpha=8", start.Adapters) == LoRA(rank=16, alpha=8.0)
+    assert parsed("None", start.Adapters) is None
+    assert parsed("tf-adam,mu-dtype=bfloat16", optimizer.Rule) == TFAdam(
+        mu_dtype="bfloat16"
+    )
+    assert parsed("my:make", optimizer.Rule) == Custom("my:make")
+    assert parsed("auto,width=64", batch.Packing) == batch.Auto(width=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "union", "message"),
+    [
+        ("adamm", optimizer.Rule, "expected one of adam, adamw, tf_adam, adafactor"),
+        ("adam,epsilon=1", optimizer.Rule, "before an equals sign, got epsilon"),
+        ("adam,target=1", optimizer.Rule, "before an equals sign, got target"),
+        ("adam,momentum=1", optimizer.Rule, "expected eps, b1, b2, mu_dtype, each"),
+        ("adam,eps=small", optimizer.Rule, "expected eps to be a number, got 'small'"),
+        ("adam,mu_dtype=int8", optimizer.Rule, "mu_dtype to be float32 or bfloat16"),
+        ("adam,eps=1,eps=2", optimizer.Rule, "expected eps once, got it twice"),
+        ("adaptive,unit=token", Control, "expected target with adaptive, got none"),
+        ("fixed,target=1", Control, "expected fixed alone, which has no options"),
+        ("sixteen", start.Adapters, "expected rank to be an integer, got 'sixteen'"),
+        ("mix,every=2", Reset | Mix | None, "expected rate with mix, got none"),
+        ("never", Reset | Mix | None, "expected one of reset, mix, None, got 'never'"),
+    ],
+)
+def test_a_text_that_is_no_choice_names_what_there_is(text, union, message):
+    with pytest.raises(InputError) as error:
+        choices.parse(text, union)
+    assert message in str(error.value)
+
+
+NEEDED = ("--out=x", "--model=m", "--prompts=p", "--verifier=gsm8k")
+
+
+def parse(*argv, module=grpo):
+    return command_line.parse(
+        module.Config,
+        description="A test.",
+        renamed=commands.RENAMED,
+        argv=[*NEEDED, *map(str, argv)],
+    )
+
+
+FILES = {
+    "options.toml": """
+num_steps = 7
+[optimizer]
+learning_rate = 1e-5
+optimizer = "adam,eps=1e-5"
+[kl]
+kl_control = { kind = "adaptive", target = 6.0, unit = "response" }
+[start]
+lora = { rank = 16 }
+[reference.lifecycle]
+kl_every = 2
+""",
+    "options.yaml": """
+num_steps: 7
+optimizer: {learning_rate: 1.0e-5, optimizer: "adam,eps=1e-5"}
+kl: {kl_control: {kind: adaptive, target: 6.0, unit: response}}
+start: {lora: {rank: 16}}
+reference: {lifecycle: {kl_every: 2}}
+""",
+    "options.json": json.dumps(
+        {
+            "num_steps": 7,
+            "optimizer": {"learning_rate": 1e-5, "optimizer": "adam,eps=1e-5"},
+            "kl": {
+                "kl_control": {"kind": "adaptive", "target": 6.0, "unit": "response"}
+            },
+            "start": {"lora": {"rank": 16}},
+            "reference": {"lifecycle": {"kl_every": 2}},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_sets_any_part_of_the_tree_and_a_flag_wins(name, tmp_path):
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    config = parse("--config", path)
+    assert config.num_steps == 7
+    assert config.optimizer.learning_rate == 1e-5
+    assert config.optimizer.optimizer == Adam(eps=1e-5)
+    assert config.kl.kl_control == Adaptive(target=6.0, unit="response")
+    assert config.start.lora == LoRA(rank=16)
+    assert config.reference.lifecycle == Lifecycle(kl_every=2)
+    assert config.batch == parse().batch  # the others have their defaults
+    won = parse("--config", path, "--num-steps=9", "--lora=8", "--kl-control=fixed")
+    assert (won.num_steps, won.start.lora, won.kl.kl_control) == (
+        *(9, LoRA(rank=8)),
+        Fixed(),
+    )
+    assert won.optimizer == config.optimizer
+
+
+@pytest.mark.parametrize("module", [ppo, distill])
+def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
+    config = (
+        parse(
+            *("--lora=16,alpha=8", "--kl-control=linear,end=0.5", "--reference=other"),
+            *("--references", "a=b,weight=2", "--optimizer=adamw,weight_decay=0.1"),
+            *("--texts", "code=c", "--packing=None", "--sampler=here,dtype=float32"),
+            module=module,
+        )
+        if module is ppo
+        else parse("--reference=t", "--lora=4", module=module)
+    )
+    fields = json.loads(json.dumps(run_config.to_json(config)))
+    source = tmp_path / "config.json"
+    assert run_config.from_json(module.Config, fields, source=source) == config
+
+
+@pytest.mark.parametrize("option", commands.RENAMED)
+def test_an_option_that_is_gone_names_its_successor(option):
+    with pytest.raises(InputError) as error:
+        parse(f"{option}=1", module=grpo)
+    assert f"write {commands.RENAMED[option]}" in str(error.value)
