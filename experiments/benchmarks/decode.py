@@ -125,10 +125,10 @@ def prompts(rows: int, options: Config) -> dict[str, Array]:
     }
 
 
-def program(params: Any, given: dict[str, Array], **static: Any) -> Any:
+def program(params: Any, batch: dict[str, Array], **static: Any) -> Any:
     """`decode.generate`, compiled."""
     generate = jax.jit(functools.partial(decode.generate, **static))
-    return generate.lower(params, **given).compile()
+    return generate.lower(params, **batch).compile()
 
 
 def in_turns(sides: dict[Any, Run], *, repeats: int) -> dict[Any, float]:
@@ -173,18 +173,18 @@ def uneven(params: Any, options: Config) -> dict[str, Any]:
     def in_batches() -> list[Generated]:
         return [plain(params, **part) for part in parts]
 
-    wanted = jax.tree.map(lambda *leaves: np.concatenate(leaves), *in_batches())
+    expected = jax.tree.map(lambda *leaves: np.concatenate(leaves), *in_batches())
     for compiled in programs.values():
         responses = compiled(params, **queue)
-        check_same(np.asarray(responses.tokens), np.asarray(wanted.tokens))
-    tokens = int(wanted.response_mask.sum())
+        check_same(np.asarray(responses.tokens), np.asarray(expected.tokens))
+    tokens = int(expected.response_mask.sum())
     runs: dict[str, Run] = {
         name: functools.partial(compiled, params, **queue)
         for name, compiled in programs.items()
     }
     seconds = in_turns({"batches": in_batches, **runs}, repeats=options.repeats)
     return {
-        "mean_length": tokens / len(wanted.tokens),
+        "mean_length": tokens / len(expected.tokens),
         "tokens_per_second": {name: tokens / took for name, took in seconds.items()},
         "ratio": seconds["batches"] / seconds["continuous"],
         "temporary_mib": {
@@ -194,24 +194,24 @@ def uneven(params: Any, options: Config) -> dict[str, Any]:
     }
 
 
-def check_same(found: np.ndarray, wanted: np.ndarray) -> None:
+def check_same(actual: np.ndarray, expected: np.ndarray) -> None:
     """That responses are the same, but for draws that rounding moves to the next token.
 
     Args:
-      found, wanted: i32[N, S], tokens.
+      actual, expected: i32[N, S], tokens.
 
     Raises:
       RuntimeError: responses part at tokens that are no neighbours, or more of them
         part than one and 1 % of N (of 512 one at most was found to).
     """
-    apart = found != wanted
+    apart = actual != expected
     rows = np.flatnonzero(apart.any(axis=1))
     at = rows, apart[rows].argmax(axis=1)  # where each parts; what follows is another
-    strides = np.abs(found[at] - wanted[at])
-    if len(rows) > 1 + len(found) // 100 or (strides != 1).any():
+    strides = np.abs(actual[at] - expected[at])
+    if len(rows) > 1 + len(actual) // 100 or (strides != 1).any():
         raise RuntimeError(
             f"expected both ways to draw the same responses, but for a few "
-            f"that part at neighbouring tokens, got {len(rows)} of {len(found)} that "
+            f"that part at neighbouring tokens, got {len(rows)} of {len(actual)} that "
             f"part, by {strides.tolist()} tokens; continuous batching is at fault: "
             f"please report it"
         )
@@ -219,10 +219,10 @@ def check_same(found: np.ndarray, wanted: np.ndarray) -> None:
 
 def of_length(params: Any, options: Config, *, rows: int, size: int) -> Run:
     """Responses of `size` tokens each."""
-    given = prompts(rows, options)
+    batch = prompts(rows, options)
     static = {"model": options.model, "max_new_tokens": size, "stop_ids": ()}
-    compiled = program(params, given, **static)
-    return lambda: compiled(params, **given)
+    compiled = program(params, batch, **static)
+    return lambda: compiled(params, **batch)
 
 
 def more_rows(params: Any, options: Config) -> list[dict[str, float]]:
@@ -245,7 +245,7 @@ def more_rows(params: Any, options: Config) -> list[dict[str, float]]:
 
 def longer(params: Any, options: Config) -> list[dict[str, float]]:
     """Seconds of a response, and how they grow beside its length."""
-    found = []
+    rates = []
     for rows in options.length_rows:
         seconds = in_turns(
             {
@@ -255,7 +255,7 @@ def longer(params: Any, options: Config) -> list[dict[str, float]]:
             repeats=options.repeats,
         )
         first = options.response_sizes[0]
-        found += [
+        rates += [
             {
                 "rows": rows,
                 "tokens": size,
@@ -264,7 +264,7 @@ def longer(params: Any, options: Config) -> list[dict[str, float]]:
             }
             for size, took in seconds.items()
         ]
-    return found
+    return rates
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -279,13 +279,13 @@ def main(options: Config) -> None:
     )
     summary: dict[str, Any] = {}
     if options.batches:
-        summary["uneven"] = found = uneven(params, options)
-        speed = found["tokens_per_second"]
+        summary["uneven"] = uneven_rate = uneven(params, options)
+        speed = uneven_rate["tokens_per_second"]
         show(
-            f"Response tokens a second, of {found['mean_length']:.1f} a response",
-            [{**speed, "continuous / batches": found["ratio"]}],
+            f"Response tokens a second, of {uneven_rate['mean_length']:.1f} a response",
+            [{**speed, "continuous / batches": uneven_rate["ratio"]}],
         )
-        show("Temporary memory, MiB", [found["temporary_mib"]])
+        show("Temporary memory, MiB", [uneven_rate["temporary_mib"]])
     summary["rows"] = more_rows(params, options)
     show("A step of decoding; growth is beside the rows'", summary["rows"])
     summary["lengths"] = longer(params, options)

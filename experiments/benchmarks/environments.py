@@ -97,26 +97,26 @@ def python_of(environment: str | None, *, folder: Path) -> Path:
         return Path(sys.executable)
     home = folder / environment
     python = home / "bin" / "python"
-    wanted = ENVIRONMENTS[environment]
-    if python.exists() and _complete(python, wanted):
+    packages = ENVIRONMENTS[environment]
+    if python.exists() and _complete(python, packages):
         return python
-    print(f"installing {' '.join(wanted)} into {home}: takes minutes", flush=True)
+    print(f"installing {' '.join(packages)} into {home}: takes minutes", flush=True)
     try:
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", home], check=True)
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        subprocess.run([*pip, *wanted], check=True)
+        subprocess.run([*pip, *packages], check=True)
     except (subprocess.CalledProcessError, OSError) as error:
         raise PeerError(
-            f"expected an environment with {wanted[0]} at {home}, got: {error}; make "
-            f"one by hand (python -m venv, pip install {' '.join(wanted)}) and name "
+            f"expected an environment with {packages[0]} at {home}, got: {error}; make "
+            f"one by hand (python -m venv, pip install {' '.join(packages)}) and name "
             f"its parent with --environments, or leave the peer out"
         ) from None
     return python
 
 
-def _complete(python: Path, wanted: Sequence[str]) -> bool:
-    pins = [pin.split("==") for pin in wanted if ";" not in pin]
+def _complete(python: Path, packages: Sequence[str]) -> bool:
+    pins = [pin.split("==") for pin in packages if ";" not in pin]
     code = (
         "import sys, json; from importlib.metadata import version\n"
         "pins = json.loads(sys.argv[1])\n"

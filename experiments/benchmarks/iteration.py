@@ -85,15 +85,15 @@ class Config:
     def __post_init__(self) -> None:
         checks.positive(rounds=self.rounds, limit=self.limit, mean=self.mean)
         others = [name for name in PEERS if name not in (OURS, OURS_PADDED)]
-        for option, given, known in (
+        for option, names, known in (
             ("--workloads", self.workloads, list(WORKLOADS)),
             ("--peers", self.peers, others),
         ):
-            unknown = [name for name in given if name not in known]
-            if unknown or len({*given}) < len(given):
+            unknown = [name for name in names if name not in known]
+            if unknown or len({*names}) < len(names):
                 raise InputError(
                     f"{option}: expected some of {', '.join(known)}, each once, got "
-                    f"{', '.join(given)}; choose among them"
+                    f"{', '.join(names)}; choose among them"
                 )
         if not self.workloads:
             raise InputError(
@@ -122,15 +122,15 @@ def machine() -> dict[str, Any]:
     Raises:
       RuntimeError: the measurement failed.
     """
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, FOLDER / "machine.py"],
         env=surroundings(None),
         capture_output=True,
         text=True,
         check=False,
     )
-    if found.returncode:
-        raise RuntimeError(f"peers/machine.py failed:\n{found.stderr}")
+    if process.returncode:
+        raise RuntimeError(f"peers/machine.py failed:\n{process.stderr}")
     cpuinfo, model = Path("/proc/cpuinfo"), platform.processor()
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
@@ -140,7 +140,7 @@ def machine() -> dict[str, Any]:
         "cpu": model,
         "cores": os.cpu_count(),
         "system": platform.platform(),
-        **json.loads(found.stdout.splitlines()[-1]),
+        **json.loads(process.stdout.splitlines()[-1]),
     }
 
 
@@ -148,8 +148,8 @@ def commit() -> str | None:
     """Of this checkout, with a mark if files differ from it; None outside of one."""
     command = ["git", "-C", FOLDER, "describe", "--always", "--dirty", "--abbrev=40"]
     with contextlib.suppress(OSError):
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        return found.stdout.strip() or None
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        return process.stdout.strip() or None
     return None
 
 
@@ -167,7 +167,7 @@ def measure(
       while others had their turns}}, "failed": {name: why}}; who failed is in the
       latter alone.
     """
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     failed: dict[str, str] = {}
     running: dict[str, Participant] = {}
     folder = tempfile.TemporaryDirectory(prefix="rlhf_jax-benchmark-")
@@ -190,7 +190,7 @@ def measure(
         print(f"error: {error}", flush=True)
         failed[name] = str(error)
         running.pop(name, None)
-        found.pop(name, None)
+        measured.pop(name, None)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder)
@@ -201,7 +201,7 @@ def measure(
                     cold = first.ready() | first.end()
                 running[name] = stack.enter_context(start(name))
                 line = running[name].ready()
-                found[name] = {"cold": cold, "start": line, "rounds": []}
+                measured[name] = {"cold": cold, "start": line, "rounds": []}
             except PeerError as error:
                 left_out(name, error)
                 continue
@@ -210,12 +210,12 @@ def measure(
         for _ in range(options.rounds):
             for name, participant in list(running.items()):
                 try:
-                    found[name]["rounds"].append(participant.go())
+                    measured[name]["rounds"].append(participant.go())
                 except PeerError as error:
                     left_out(name, error)
         for name, participant in list(running.items()):
             try:
-                found[name]["end"] = {
+                measured[name]["end"] = {
                     **participant.end(),
                     "idle_seconds": participant.idle_seconds,
                     "idle_cpu_seconds": participant.idle_cpu,
@@ -224,7 +224,7 @@ def measure(
                 left_out(name, error)
     return {
         "workload": dataclasses.asdict(workload),
-        "participants": found,
+        "participants": measured,
         "failed": failed,
     }
 

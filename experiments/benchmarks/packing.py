@@ -180,8 +180,8 @@ def main(options: Config) -> None:
     for _ in range(options.rounds):
         for name, packed in kinds.items():
             times[name].append(run(packed)[:2])
-    for name, each in times.items():
-        print(f"{name}: {np.median(each, axis=0)} s (wall, CPU)")
+    for name, times_of_program in times.items():
+        print(f"{name}: {np.median(times_of_program, axis=0)} s (wall, CPU)")
     ratios = np.array(times["packed"]) / np.array(times["padded"])
     for name, ratio in zip(("ratio", "ratio of CPU time"), ratios.T, strict=True):
         print(f"{name} {np.median(ratio):.3f} ({ratio.min():.3f} to {ratio.max():.3f})")

@@ -163,11 +163,11 @@ class Participant:
             )
         return line
 
-    def _died(self, wanted: str) -> PeerError:
+    def _died(self, expectation: str) -> PeerError:
         status = self._process.wait()
         return PeerError(
-            f"{self.name}: expected it {wanted}, got its end with status {status}; the "
-            f"others go on without it.{self._last_lines()}"
+            f"{self.name}: expected it {expectation}, got its end with status "
+            f"{status}; the others go on without it.{self._last_lines()}"
         )
 
     def _last_lines(self) -> str:

@@ -60,7 +60,16 @@ ROW_OF_A_CHIP = {"v5e": 8192}  # tokens, a quarter of it for 70B
 LONGEST_OF_A_CHIP = 32_768  # of the other chips
 LAST_LINES = 3  # of a plan that says why it is refused
 WORK = ("flops", "memory_bytes", "sent_bytes", "network_bytes")
-KEPT = ("name", "stage", "bytes", "seconds", "model_flops", "mfu", "turns", *WORK)
+PROGRAM_FIELDS = (
+    "name",
+    "stage",
+    "bytes",
+    "seconds",
+    "model_flops",
+    "mfu",
+    "turns",
+    *WORK,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,27 +197,30 @@ def plan(cell: Cell, *, python: Path | None, limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return row | {"refused": f"not compiled within {limit:g} s"}
         if not file.exists():
-            told = done.stderr.strip().splitlines()[-LAST_LINES:]
-            return row | {"refused": " ".join(told) or f"status {done.returncode}"}
+            last_lines = done.stderr.strip().splitlines()[-LAST_LINES:]
+            return row | {
+                "refused": " ".join(last_lines) or f"status {done.returncode}"
+            }
         made = json.loads(file.read_text())
     refused = [
         f"{program['name']}: {program['refused']}"
         for program in made["programs"]
         if program["refused"]
     ]
-    kept = (
+    plan_fields = (
         *("command", "versions", "compiler", "chips", "attention", "fits"),
         *("parameters", "peak", "held", "seconds", "model_flops", "mfu", "tokens"),
         *("tokens_per_second_per_chip", "shares"),
     )
     return row | {
-        **{name: made.get(name) for name in kept},
+        **{name: made.get(name) for name in plan_fields},
         "memory": made["chip"]["memory"],
         "rows": cell.responses,
         "meshes": _meshes(cell),
         "refused": "; ".join(refused) or None,
         "programs": [
-            {name: program.get(name) for name in KEPT} for program in made["programs"]
+            {name: program.get(name) for name in PROGRAM_FIELDS}
+            for program in made["programs"]
         ],
     }
 
@@ -271,8 +283,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _figures(row: dict[str, Any]) -> list[str]:
     cell = Cell(**row["cell"])
     if row.get("peak") is None:
-        told = f"no plan: {row['refused']}"
-        return [str(cell.responses), _meshes(cell), told, *[""] * 5]
+        reason = f"no plan: {row['refused']}"
+        return [str(cell.responses), _meshes(cell), reason, *[""] * 5]
     layout = [str(row["rows"]), row["meshes"]]
     peak = f"{row['peak']['total'] / GIB:.1f} of {row['memory'] / GIB:.1f}"
     if row["refused"] is not None or not row["fits"]:
@@ -304,8 +316,8 @@ def main(options: Config) -> None:
         for chip in CHIPS
     }
     by_name = {cell.name: cell for cell in CELLS}
-    asked = [by_name[name] for name in options.cells or by_name]
-    left = [cell for cell in asked if cell not in done and pythons[cell.chip]]
+    cells = [by_name[name] for name in options.cells or by_name]
+    left = [cell for cell in cells if cell not in done and pythons[cell.chip]]
     for cell in left[: options.most]:
         print(shlex.join(["rlhf-jax", *cell.command()]), file=sys.stderr, flush=True)
         alike = done.get(dataclasses.replace(cell, chip="h100"))

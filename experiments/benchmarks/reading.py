@@ -96,13 +96,13 @@ def write(path: Path, *, rows: int, chat: bool, seed: int) -> None:
 
     with path.open("w", encoding="utf-8") as file:
         for number in range(rows):
-            asked: Any = text(20)
-            same: Any = "w0 w1" if number % 2 else asked
+            prompt: Any = text(20)
+            same: Any = "w0 w1" if number % 2 else prompt
             if chat:
-                asked = [{"role": "user", "content": asked}]
+                prompt = [{"role": "user", "content": prompt}]
                 same = [{"role": "user", "content": same}]
             chosen, rejected = f" {text(30)} w1", f" {text(30)} w2"
-            row = {"prompt": asked, "response": chosen}
+            row = {"prompt": prompt, "response": chosen}
             row |= {"chosen": chosen, "rejected": rejected}
             row |= {"same": same, "label": number % 3 == 0}
             file.write(json.dumps(row) + "\n")

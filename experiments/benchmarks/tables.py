@@ -34,11 +34,11 @@ def ratio(
 ) -> str:
     """Of the wall, with the least and the most of the rounds, and of the CPU."""
     wall = _ratios(ours, theirs, phase)
-    told = f"{statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f})"
+    shown = f"{statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f})"
     mine, their = ([line.get("cpu") for line in lines] for lines in (ours, theirs))
     if None in (*mine, *their):
-        return told
-    return f"{told}, CPU {statistics.median(_ratios(mine, their, phase)):.2f}"
+        return shown
+    return f"{shown}, CPU {statistics.median(_ratios(mine, their, phase)):.2f}"
 
 
 def _ratios(ours: Sequence[Any], theirs: Sequence[Any], phase: str) -> list[float]:

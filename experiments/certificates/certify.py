@@ -174,7 +174,7 @@ def certify_gradients(job: run.Run, options: Config) -> list[Finding]:
                 [claim for claim, _ in group],
                 temperature=setting.temperature,
             )
-            for setting, group in itertools.groupby(left, key=lambda each: each[1])
+            for setting, group in itertools.groupby(left, key=lambda item: item[1])
         )
         for step, finding in zip(stage.steps(), findings, strict=True):
             figures = jnp.asarray(finding[3:], jnp.float32)

@@ -56,20 +56,20 @@ def show(findings: list[Finding], *, seed: int) -> None:
         ("correction", "gradient of", "error", "at π*", "cut", *map(str, STALE), ""),
         [
             (
-                each.claim.name,
-                each.claim.target,
-                f"{max(stale.error for stale in each.stale):.0e}",
-                f"{each.at_optimum:.0e}",
-                f"{each.cut:.2f}",
-                *(f"{stale.cosine:.3f}" for stale in each.stale),
-                "holds" if each.holds else "FAILS",
+                finding.claim.name,
+                finding.claim.target,
+                f"{max(stale.error for stale in finding.stale):.0e}",
+                f"{finding.at_optimum:.0e}",
+                f"{finding.cut:.2f}",
+                *(f"{stale.cosine:.3f}" for stale in finding.stale),
+                "holds" if finding.holds else "FAILS",
             )
-            for each in findings
+            for finding in findings
         ],
     )
-    for each in findings:
-        if each.claim.bias:
-            print(f"{each.claim.name} is biased by {each.claim.bias}")
+    for finding in findings:
+        if finding.claim.bias:
+            print(f"{finding.claim.name} is biased by {finding.claim.bias}")
 
 
 def main(options: Config) -> None:
@@ -85,19 +85,20 @@ def main(options: Config) -> None:
             findings = list(gradients.certify(case, rewards))
             show(findings, seed=seed)
             shown |= {
-                f"{each.claim.name}, seed {seed}": each.holds for each in findings
+                f"{finding.claim.name}, seed {seed}": finding.holds
+                for finding in findings
             }
             rows += [
                 {
                     "seed": seed,
-                    "name": each.claim.name,
-                    "target": each.claim.target,
-                    "bias": each.claim.bias,
-                    "at_optimum": each.at_optimum,
-                    "cut": each.cut,
-                    "stale": [stale._asdict() for stale in each.stale],
+                    "name": finding.claim.name,
+                    "target": finding.claim.target,
+                    "bias": finding.claim.bias,
+                    "at_optimum": finding.at_optimum,
+                    "cut": finding.cut,
+                    "stale": [stale._asdict() for stale in finding.stale],
                 }
-                for each in findings
+                for finding in findings
             ]
     conclusion.conclude(
         job.folder,

@@ -165,8 +165,10 @@ def certify_estimators(seed: int) -> list[Certificate]:
         if finding.claim.bias:
             print(f"{finding.claim.name} is biased by {finding.claim.bias}")
     return [
-        Certificate(f"estimator: {each.claim.name}, {each.lengths} tokens", each.holds)
-        for each in findings
+        Certificate(
+            f"estimator: {finding.claim.name}, {finding.lengths} tokens", finding.holds
+        )
+        for finding in findings
     ]
 
 
@@ -244,7 +246,7 @@ def main(options: Config) -> None:
         shown,
         figures={
             **{
-                name: [each._asdict() for each in figures]
+                name: [figure._asdict() for figure in figures]
                 for name, figures in reached.items()
             },
         },

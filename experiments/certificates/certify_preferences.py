@@ -46,7 +46,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import command_line, report, run, run_config
 
-SEEN = 0.03  # nats from π*, of a bias that is claimed
+LEAST_DISTANCE = 0.03  # nats from π*, of a bias that is claimed
 SIMPO_BETA = 2.0
 MIXTURE = 0.125  # of Nash-MD, the share of the reference
 NASH_NATS = 0.02  # from its fixed point: a policy gradient without any baseline
@@ -67,7 +67,7 @@ class Finding(NamedTuple):
     def holds(self) -> bool:
         """The formula's gradient, and the optimum's policy or a bias that is seen."""
         small = math.isnan(self.error) or self.error <= TOLERANCE
-        ends = self.from_best > SEEN if self.biased else True
+        ends = self.from_best > LEAST_DISTANCE if self.biased else True
         return small and ends and not self.distance > self.within
 
 
@@ -118,21 +118,21 @@ def offline(world: World, options: Config) -> list[Finding]:
     """DPO, cDPO and robust DPO under flipped labels; SimPO and KTO."""
     beta, rate = options.beta, options.flip_rate
     best = world.optimum(beta).log_policy
-    asked = preferences.clean(world.rewards)
-    noisy = preferences.flipped(asked, rate)
+    clean = preferences.clean(world.rewards)
+    noisy = preferences.flipped(clean, rate)
     twice = preferences.flipped(noisy, rate)
     rng = np.random.default_rng(0)
     somewhere = world.log_ref + rng.normal(size=len(best))
     somewhere -= np.logaddexp.reduce(somewhere)
     cases = {  # of DPO: labels, options, and the labels whose gradient it has
-        "DPO, clean labels": (asked, {}, asked),
+        "DPO, clean labels": (clean, {}, clean),
         "DPO, flipped labels": (noisy, {}, noisy),
-        "cDPO, clean labels": (asked, {"label_smoothing": rate}, noisy),
+        "cDPO, clean labels": (clean, {"label_smoothing": rate}, noisy),
         "cDPO, flipped labels": (noisy, {"label_smoothing": rate}, twice),
         "robust DPO, flipped labels": (
             noisy,
             {"kind": "robust", "label_smoothing": rate},
-            asked,
+            clean,
         ),
     }
     findings = []
@@ -141,7 +141,7 @@ def offline(world: World, options: Config) -> list[Finding]:
         named = preferences.dpo_gradient(world, somewhere, target, beta=beta)
         reached = preferences.reach(loss, world, steps=options.steps)
         optimum = preferences.dpo_optimum(world, target, beta=beta)
-        exact = target is asked
+        exact = target is clean
         findings.append(
             Finding(
                 method,
@@ -323,14 +323,14 @@ def show(findings: list[Finding], *, seed: int) -> None:
         ("method", "ends at", "formula", "KL to it", "KL to π*", ""),
         [
             (
-                each.method,
-                each.optimum,
-                "" if math.isnan(each.error) else f"{each.error:.0e}",
-                f"{each.distance:.1e}",
-                f"{each.from_best:.1e}",
-                "holds" if each.holds else "FAILS",
+                finding.method,
+                finding.optimum,
+                "" if math.isnan(finding.error) else f"{finding.error:.0e}",
+                f"{finding.distance:.1e}",
+                f"{finding.from_best:.1e}",
+                "holds" if finding.holds else "FAILS",
             )
-            for each in findings
+            for finding in findings
         ],
     )
 
@@ -358,14 +358,16 @@ def main(options: Config) -> None:
             ]
             findings.append(nash(world, options, seed=seed, job=job))
             show(findings, seed=seed)
-            shown |= {f"{each.method}, seed {seed}": each.holds for each in findings}
+            shown |= {
+                f"{finding.method}, seed {seed}": finding.holds for finding in findings
+            }
             rows += [
                 {"seed": seed}
                 | {
                     name: None if value != value else value
-                    for name, value in each._asdict().items()
+                    for name, value in finding._asdict().items()
                 }
-                for each in findings
+                for finding in findings
             ]
     conclusion.conclude(
         job.folder,

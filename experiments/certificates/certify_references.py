@@ -55,7 +55,7 @@ Known = dict[Key, Params]
 WEIGHT = 0.5  # β_2 / β_1
 TOTAL = 1.0 + WEIGHT  # Σβ / β_1
 TEMPERATURE = 0.7  # of the gradients
-SEEN = 0.05  # share of a gradient that the second reference is seen to be
+LEAST_SHARE = 0.05  # share of a gradient that the second reference is seen to be
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,11 +177,11 @@ def certify_gradients(seed: int) -> tuple[list[Finding], list[Certificate]]:
             for claim in TABLE
         ]
     shown = []
-    for each in findings:
-        moved = not each.claim.penalty.terms or each.second > SEEN
-        name = f"{_name(each.claim)}, seed {seed}"
+    for finding in findings:
+        moved = not finding.claim.penalty.terms or finding.second > LEAST_SHARE
+        name = f"{_name(finding.claim)}, seed {seed}"
         shown.append(
-            Certificate(f"gradient: {name}", each.error <= TOLERANCE and moved)
+            Certificate(f"gradient: {name}", finding.error <= TOLERANCE and moved)
         )
     report.table(
         f"Expected gradient with two references, seed {seed} (error at most "
@@ -189,13 +189,13 @@ def certify_gradients(seed: int) -> tuple[list[Finding], list[Certificate]]:
         ("penalty", "of each reference", "error", "second", ""),
         [
             (
-                _name(each.claim),
-                each.claim.penalty.gradient,
-                f"{each.error:.0e}",
-                f"{each.second:.2f}",
+                _name(finding.claim),
+                finding.claim.penalty.gradient,
+                f"{finding.error:.0e}",
+                f"{finding.second:.2f}",
                 "holds" if certificate.holds else "FAILS",
             )
-            for each, certificate in zip(findings, shown, strict=True)
+            for finding, certificate in zip(findings, shown, strict=True)
         ],
     )
     return findings, shown
@@ -282,9 +282,9 @@ def main(options: Config) -> None:
             other = second(seed, hidden_size=options.hidden_size // 2)
             reached += reach(world, other, seed=seed, job=job, options=options)
     shown += [
-        each
-        for each in verdicts.show_optimum(reached, name="PPO, two references")
-        if not each.name.startswith("world")
+        certificate
+        for certificate in verdicts.show_optimum(reached, name="PPO, two references")
+        if not certificate.name.startswith("world")
     ]
     conclusion.conclude(
         job.folder,
@@ -292,18 +292,19 @@ def main(options: Config) -> None:
         figures={
             "gradients": [
                 {
-                    "penalty": _name(each.claim),
-                    "of each reference": each.claim.penalty.gradient,
-                    "is the gradient of E[r] less the KLs": each.claim.gradient
+                    "penalty": _name(finding.claim),
+                    "of each reference": finding.claim.penalty.gradient,
+                    "is the gradient of E[r] less the KLs": finding.claim.gradient
                     == FULL_REVERSE,
-                    "error": each.error,
-                    "second": each.second,
+                    "error": finding.error,
+                    "second": finding.second,
                 }
-                for each in findings
+                for finding in findings
             ],
             "annealed": [
-                each._asdict() | {"sum_of_betas": each.beta, "beta": each.beta / TOTAL}
-                for each in reached
+                figure._asdict()
+                | {"sum_of_betas": figure.beta, "beta": figure.beta / TOTAL}
+                for figure in reached
             ],
         },
         started=started,

@@ -57,18 +57,18 @@ def show(findings: list[turns.Finding], *, seed: int) -> None:
         ("estimator", "share", "rewards of turns", "error", ""),
         [
             (
-                each.claim.name,
-                "biased" if each.claim.share is None else f"{each.claim.share:g}",
-                "at their turns" if each.claim.turns else "at the end",
-                f"{each.error:.0e}",
-                "holds" if each.holds else "FAILS",
+                finding.claim.name,
+                "biased" if finding.claim.share is None else f"{finding.claim.share:g}",
+                "at their turns" if finding.claim.turns else "at the end",
+                f"{finding.error:.0e}",
+                "holds" if finding.holds else "FAILS",
             )
-            for each in findings
+            for finding in findings
         ],
     )
-    for each in findings:
-        if each.claim.bias:
-            print(f"{each.claim.name}, is biased by {each.claim.bias}")
+    for finding in findings:
+        if finding.claim.bias:
+            print(f"{finding.claim.name}, is biased by {finding.claim.bias}")
 
 
 def main(options: Config) -> None:
@@ -84,17 +84,18 @@ def main(options: Config) -> None:
             findings = list(turns.certify(case))
             show(findings, seed=seed)
             shown |= {
-                f"{each.claim.name}, seed {seed}": each.holds for each in findings
+                f"{finding.claim.name}, seed {seed}": finding.holds
+                for finding in findings
             }
             rows += [
                 {
                     "seed": seed,
-                    "name": each.claim.name,
-                    "share": each.claim.share,
-                    "turns": each.claim.turns,
-                    "error": each.error,
+                    "name": finding.claim.name,
+                    "share": finding.claim.share,
+                    "turns": finding.claim.turns,
+                    "error": finding.error,
                 }
-                for each in findings
+                for finding in findings
             ]
     conclusion.conclude(
         job.folder, list(shown.items()), figures={"findings": rows}, started=started

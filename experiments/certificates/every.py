@@ -116,7 +116,7 @@ def _check_same(folder: Path, options: Config) -> None:
             )
 
 
-def told(outcome: Outcome) -> str:
+def line_of(outcome: Outcome) -> str:
     """A line for a person."""
     if outcome.status:
         return f"{outcome.name}: ended with status {outcome.status}; see its log"
@@ -133,17 +133,17 @@ def main(options: Config) -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         outcomes = []
         for outcome in pool.map(lambda name: certify(name, options), options.only):
-            print(told(outcome), flush=True)
+            print(line_of(outcome), flush=True)
             outcomes.append(outcome)
     print(
-        f"{sum(each.certificates - len(each.failed) for each in outcomes)} of "
-        f"{sum(each.certificates for each in outcomes)} certificates hold, "
+        f"{sum(outcome.certificates - len(outcome.failed) for outcome in outcomes)} of "
+        f"{sum(outcome.certificates for outcome in outcomes)} certificates hold, "
         f"{time.perf_counter() - started:.0f} s"
     )
-    ended = [each.name for each in outcomes if each.status]
+    ended = [outcome.name for outcome in outcomes if outcome.status]
     if ended:
         print(f"not counted: {', '.join(ended)}, which ended otherwise")
-    return sum(not each.holds for each in outcomes)
+    return sum(not outcome.holds for outcome in outcomes)
 
 
 if __name__ == "__main__":

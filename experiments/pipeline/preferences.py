@@ -49,7 +49,9 @@ def label_pairs(
     while len(sampled) < 2 * options.num_pairs:
         batch = prompts[len(sampled) // options.num_evaluated]
         sampled += answers_in(generate(params, prompts=batch, key=key))
-    gold = np.array([judge(prompt.split(), said.split()) for prompt, said in sampled])
+    gold = np.array(
+        [judge(prompt.split(), response.split()) for prompt, response in sampled]
+    )
     labels = reviews.noisy_preferences(
         np.random.default_rng(options.seed), gold[::2], gold[1::2], options.label_noise
     )

@@ -177,10 +177,10 @@ def from_samples(
     optimizer = adam(options, options.num_steps)
 
     def step(train: Any, teacher: Frozen, prompts: Prompts, key: Array) -> Any:
-        said = respond(
+        responses = respond(
             frozen.read(teacher), model=teacher_model, prompts=prompts, key=key
         )
-        batch = Sequences(said.tokens, said.mask, said.response_mask)
+        batch = Sequences(responses.tokens, responses.mask, responses.response_mask)
         return sft.update(train, batch=batch, model=model, optimizer=optimizer)[0]
 
     train = state.supervised_state(storage.store(student), optimizer=optimizer)
@@ -214,7 +214,7 @@ def on_policy(
             train,
             prompts=prompts,
             frozen=FrozenModels(reference=teacher),
-            reward=lambda said: jnp.zeros(said.index.shape, jnp.float32),
+            reward=lambda responses: jnp.zeros(responses.index.shape, jnp.float32),
             key=key,
             recipe=algorithm,
         )[0]
@@ -251,8 +251,8 @@ def run_steps(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def several(train: Any, teacher: Frozen, prompts: Prompts, keys: Array) -> Any:
-        def one(train: Any, given: tuple[Prompts, Array]) -> tuple[Any, None]:
-            return step(train, teacher, *given), None
+        def one(train: Any, prompts_and_key: tuple[Prompts, Array]) -> tuple[Any, None]:
+            return step(train, teacher, *prompts_and_key), None
 
         return jax.lax.scan(one, train, (prompts, keys))[0]
 
@@ -261,8 +261,8 @@ def run_steps(
         keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(
             first + jnp.arange(count)
         )
-        given = stacked(stream, first=first, count=count)
-        train = several(train, teacher, given, keys)
+        batches = stacked(stream, first=first, count=count)
+        train = several(train, teacher, batches, keys)
     return train
 
 
@@ -304,12 +304,12 @@ def main(options: Config) -> None:
                 num_steps = steps_of(
                     way, options, student=student, teacher=teacher.stored
                 )
-                given = {"seed": seed, "model": small, "options": options}
+                settings = {"seed": seed, "model": small, "options": options}
                 if way == OF_TEACHER:
-                    learned = from_samples(student, teacher, **given)
+                    learned = from_samples(student, teacher, **settings)
                 else:
                     learned = on_policy(
-                        RECIPES[way], student, teacher, num_steps=num_steps, **given
+                        RECIPES[way], student, teacher, num_steps=num_steps, **settings
                     )
                 row = {"seed": seed, "way": way, "steps": num_steps}
                 row |= measure(learned) | {"seconds": time.perf_counter() - begun}

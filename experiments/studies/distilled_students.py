@@ -64,16 +64,16 @@ def kl_of_responses(
     params, its_model = student, model
     if writer == "teacher":
         params, its_model = frozen.read(teacher), teacher_model
-    said = respond(params, model=its_model, prompts=prompts, key=key)
+    responses = respond(params, model=its_model, prompts=prompts, key=key)
     states = distill.teacher_states(
         teacher,
-        rollout=said,
+        rollout=responses,
         model=model,
         max_new_tokens=RESPONSE_COLUMNS,
         temperature=1.0,
     )
     hidden = decoder.hidden_states(
-        student, model=model, tokens=said.tokens, mask=said.mask
+        student, model=model, tokens=responses.tokens, mask=responses.mask
     )
     assert states.hidden is not None  # of a teacher
     kl = policy.exact_kl(
@@ -83,11 +83,11 @@ def kl_of_responses(
         states.hidden,
         model=model,
         ref_model=teacher_model,
-        mask=said.mask,
+        mask=responses.mask,
         first_column=PROMPT_COLUMNS,
         direction="forward" if writer == "teacher" else "reverse",
     )
-    return said, jnp.where(said.response_mask, kl, 0.0).sum(axis=1).mean()
+    return responses, jnp.where(responses.response_mask, kl, 0.0).sum(axis=1).mean()
 
 
 def look(
@@ -97,11 +97,11 @@ def look(
     prompts = prompts_of(HELD_OUT_PROMPTS, count=num_answers, seed=seed)[0]
     key = jax.random.fold_in(jax.random.key(seed), 1_000_000)
     measure = functools.partial(kl_of_responses, student, teacher, prompts, key)
-    said, reverse = measure(model=model, writer="student")
+    responses, reverse = measure(model=model, writer="student")
     _, forward = measure(model=model, writer="teacher")
     parsed = [
         reviews.parses(prompt.split(), response.split())
-        for prompt, response in preferences.answers_in(said)
+        for prompt, response in preferences.answers_in(responses)
     ]
     return {
         "kl_to_teacher": float(reverse),

@@ -260,8 +260,8 @@ def prefixes(pair: Pair, options: Config, *, key: Array) -> list[Row]:
     for name, prefix in chosen.items():
         same, logprob = measure(pair.policy, pair.reference, prefix, texts)
         own_texts = respond(pair.policy, _with_prefix(prefix, prompts))
-        kept = np.delete(own_texts, np.s_[1 : 1 + prefix.size], axis=1)
-        own, _ = measure(pair.policy, pair.reference, prefix, kept)
+        other_texts = np.delete(own_texts, np.s_[1 : 1 + prefix.size], axis=1)
+        own, _ = measure(pair.policy, pair.reference, prefix, other_texts)
         row: Row = {"prefix": name, "words": " ".join(map(str, prefix))}
         row["ref_logprob"] = float(logprob)
         for which, kl_of_rows in (("same", same), ("own", own)):

@@ -25,15 +25,15 @@ def held(path: Path, *, prepares: Path, check: Callable[[], None]) -> Iterator[N
     import fcntl  # not at the top of the file: only POSIX systems have it
 
     with path.open("w") as file:
-        told = False
+        has_printed = False
         while True:
             check()
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told:
+                if not has_printed:
                     print(f"waiting for the run that prepares {prepares}", flush=True)
-                told = True
+                has_printed = True
                 time.sleep(BETWEEN)
         yield

@@ -161,7 +161,7 @@ def measured(out: Path) -> Row:
     rows = metrics.read(out / "metrics.jsonl")
     waits = [row.get("waits") or {} for row in metrics.read(out / "timings.jsonl")]
     summary = json.loads((out / "summary.json").read_text())
-    found: Row = {
+    row: Row = {
         "before": summary["held_out_score_before"],
         "right": summary["held_out_score_after"],
         "score_first": rows[0]["objective/scores"],
@@ -171,11 +171,11 @@ def measured(out: Path) -> Row:
     }
     distances = [r["policy/sampler_check"] for r in rows if "policy/sampler_check" in r]
     if distances:
-        found["largest_distance"] = max(distances)
+        row["largest_distance"] = max(distances)
     for what in ("hand_over", "draw"):
         if what in waits[-1]:
-            found[f"{what}_seconds"] = float(np.median([each[what] for each in waits]))
-    return found
+            row[f"{what}_seconds"] = float(np.median([wait[what] for wait in waits]))
+    return row
 
 
 def bits(out: Path) -> Any:

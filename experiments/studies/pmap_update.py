@@ -177,14 +177,16 @@ def mapped(function: Any, *, num_devices: int) -> Any:
         devices=devices,
         donate_argnums=0,
     )
-    each = NamedSharding(Mesh(np.array(devices), (DEVICES,)), PartitionSpec(DEVICES))
+    sharding = NamedSharding(
+        Mesh(np.array(devices), (DEVICES,)), PartitionSpec(DEVICES)
+    )
 
     def run(train: TrainState, rows: Experience, key: Array) -> Any:
         copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_devices), train)
         parts = jax.tree.map(
             lambda leaf: leaf.reshape(num_devices, -1, *leaf.shape[1:]), rows
         )
-        results = program(*jax.device_put((copies, parts), each), key)
+        results = program(*jax.device_put((copies, parts), sharding), key)
         return jax.tree.map(lambda leaf: leaf[0], jax.device_get(results))
 
     return run

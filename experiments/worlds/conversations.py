@@ -167,8 +167,10 @@ def objective(
 ) -> Array:
     """J(π), reward units, as a sum over all episodes that reads logits alone."""
     own, reference = (
-        sampled_logprobs(each, episodes, model=model, temperature=temperature).sum(1)
-        for each in (params, ref_params)
+        sampled_logprobs(
+            model_params, episodes, model=model, temperature=temperature
+        ).sum(1)
+        for model_params in (params, ref_params)
     )
     return (episodes.chance * jnp.exp(own)) @ (totals - beta * (own - reference))
 
@@ -195,8 +197,8 @@ def discounted(
       gamma: γ, per sampled token.
     """
     own, reference = (
-        sampled_logprobs(each, episodes, model=model, temperature=temperature)
-        for each in (params, ref_params)
+        sampled_logprobs(model_params, episodes, model=model, temperature=temperature)
+        for model_params in (params, ref_params)
     )
     sampled = episodes.response_mask[:, 1:]
     number = jnp.cumsum(sampled, axis=1)

@@ -143,9 +143,9 @@ def grammar_of(plural: bool) -> Grammar:
     return grammar
 
 
-def open_options(options: Options, said: Iterable[str]) -> Options:
-    """The options that repeat no opinion word of `said`; weights are probabilities."""
-    taken = GRADES.keys() & said
+def open_options(options: Options, words: Iterable[str]) -> Options:
+    """The options that repeat no opinion word of `words`; weights are probabilities."""
+    taken = GRADES.keys() & words
     left = [(w, expansion) for w, expansion in options if taken.isdisjoint(expansion)]
     total = sum(weight for weight, _ in left)
     return [(weight / total, expansion) for weight, expansion in left]

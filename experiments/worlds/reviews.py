@@ -87,20 +87,20 @@ def sample_reviews(
     """`n` pairs (prompt, response with <eos>), prompts drawn evenly from `prompts`."""
     rng = random.Random(seed)
 
-    def grow(symbol: str, grammar: Grammar, said: list[str]) -> None:
+    def grow(symbol: str, grammar: Grammar, words: list[str]) -> None:
         if symbol not in grammar:
-            said.append(symbol)
+            words.append(symbol)
             return
-        weights, expansions = zip(*open_options(grammar[symbol], said), strict=True)
+        weights, expansions = zip(*open_options(grammar[symbol], words), strict=True)
         for part in rng.choices(expansions, weights)[0]:
-            grow(part, grammar, said)
+            grow(part, grammar, words)
 
     reviews = []
     for _ in range(n):
         prompt = rng.choice(prompts)
-        said: list[str] = []
-        grow("REVIEW", grammar_of(_PRODUCT_OF[prompt].plural), said)
-        reviews.append((prompt, (*said, EOS)))
+        words: list[str] = []
+        grow("REVIEW", grammar_of(_PRODUCT_OF[prompt].plural), words)
+        reviews.append((prompt, (*words, EOS)))
     return reviews
 
 

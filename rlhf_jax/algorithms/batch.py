@@ -118,7 +118,7 @@ class Scored:
     turn_rewards: Float32[Array, "B S"] | None = None
     # Responses that have a score: the others have no token, and count nowhere. None is
     # all.
-    kept: Bool[Array, " B"] | None = None
+    row_mask: Bool[Array, " B"] | None = None
 
 
 @flax.struct.dataclass

@@ -217,9 +217,11 @@ def count_skips(
       `update/skipped_in_a_row`, the most so far.
     """
     skipped = jnp.where(finite, 0, skipped + 1)
-    kept: masked.Stats = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats)
+    finite_stats: masked.Stats = jax.tree.map(
+        lambda leaf: jnp.where(finite, leaf, 0.0), stats
+    )
     missed = 1.0 - finite.astype(jnp.float32)
-    return skipped, kept | {
+    return skipped, finite_stats | {
         "update/skipped": (missed, jnp.ones_like(missed)),
         "update/skipped_in_a_row": (skipped.astype(jnp.float32), None),
     }

@@ -56,7 +56,7 @@ class FurtherReference:
         # A mesh has commas and equals signs of its own.
         first, *rest = re.split(rf",(?=(?:{'|'.join(KEYS)})=)", text.strip())
         name, _, path = first.partition("=")
-        fields = dict(each.split("=", 1) for each in rest)
+        fields = dict(field.split("=", 1) for field in rest)
         if not name or not path or len(fields) != len(rest):
             raise InputError(f"--references: expected {FORM}, got {text!r}")
         unknown = re.search(r",(\w+)=", path)
@@ -106,8 +106,8 @@ def _storage(**kinds: Any) -> Storage:
     hints = typing.get_type_hints(Storage)
     for key, kind in kinds.items():
         parts = (hints[key], *typing.get_args(hints[key]))  # a Literal, or None too
-        known = [each for part in parts for each in typing.get_args(part)]
-        known = [each for each in known if isinstance(each, str)]
+        known = [choice for part in parts for choice in typing.get_args(part)]
+        known = [choice for choice in known if isinstance(choice, str)]
         if kind not in known:
             raise InputError(
                 f"expected {key} to be one of {', '.join(known)}, got {kind!r}"
@@ -136,14 +136,14 @@ def load(
       InputError: a checkpoint cannot be read, or reads other tokens than the policy.
     """
     return {
-        each.name: frozen_models.load_reference(
-            each.path,
+        reference.name: frozen_models.load_reference(
+            reference.path,
             policy=policy,
-            storage=each.storage,
-            place=each.place,
+            storage=reference.storage,
+            place=reference.place,
             mesh=mesh,
             sharding=sharding,
             load=load,
         )
-        for each in references
+        for reference in references
     }

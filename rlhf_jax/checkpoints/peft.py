@@ -267,10 +267,10 @@ def _supported(config: Mapping[str, Any]) -> None:
         plain = _PLAIN.get(option, ())
         if option not in _READ and value and value not in plain:
             problems.append(f"{option} = {value!r}")
-    kept = set(config.get("modules_to_save") or ())
+    trained_modules = set(config.get("modules_to_save") or ())
     heads = {"classifier", "score"} if config.get("task_type") == "SEQ_CLS" else set()
-    if kept - heads:
-        problems.append(f"modules_to_save = {sorted(kept)!r}")
+    if trained_modules - heads:
+        problems.append(f"modules_to_save = {sorted(trained_modules)!r}")
     if problems:
         raise InputError(
             f"{_CONFIG}: expected adapters W + (alpha / rank) · A B of linear layers "

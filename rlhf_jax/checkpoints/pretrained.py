@@ -65,7 +65,7 @@ class Pretrained(NamedTuple):
     @property
     def meta(self) -> dict[str, list[list[int]]]:
         """What snapshots say of the vocabulary: ids without a token, if any."""
-        unused = [list(each) for each in self.model.unused_ids]
+        unused = [list(edges) for edges in self.model.unused_ids]
         return {"unused_ids": unused} if unused else {}
 
     def limit(self, max_length: int | None) -> int:

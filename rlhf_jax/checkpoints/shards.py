@@ -128,10 +128,10 @@ class Tensors:
         for start in range(0, size, rows):
             # Opened anew, as above.
             one, two = (
-                open_file(self._files[each]).get_slice(each)[
+                open_file(self._files[leaf_name]).get_slice(leaf_name)[
                     start : min(start + rows, size)
                 ]
-                for each in (name, other)
+                for leaf_name in (name, other)
             )
             if not np.array_equal(one, two):
                 return False

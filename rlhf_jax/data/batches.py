@@ -97,12 +97,12 @@ def prompt_batches(
 
     def collate(visits: Sequence[Visit]) -> Prompts:
         width = _width(max(len(prompts[visit.row]) for visit in visits), widths)
-        asked = [
+        samples = [
             (visit.row, visit.epoch * samples_per_prompt + k)
             for visit in visits
             for k in range(samples_per_prompt)
         ]
-        index, sample = np.array([asked[place] for place in mine], np.int32).T
+        index, sample = np.array([samples[place] for place in mine], np.int32).T
         tokens, mask = pad(
             [prompts[row] for row in index], width=width, pad_id=pad_id, left=True
         )
@@ -127,7 +127,7 @@ def sequence_batches(
     Column 0 is never in `response_mask`: nothing predicts it. Arguments, errors as in
     `prompt_batches`, with the width that of prompt and response together.
     """
-    widths = _widths([each.length for each in examples], buckets)
+    widths = _widths([example.length for example in examples], buckets)
     mine = share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Sequences:
@@ -205,7 +205,7 @@ def sequences_in_order(
     Rows that fill up the last batch are one token with none to predict: they add
     nothing to a loss, and a score a row is cut to `len(examples)`.
     """
-    width = max((each.length for each in examples), default=0)
+    width = max((example.length for example in examples), default=0)
     fillers = [Example((pad_id,), ())] * (-len(examples) % batch_size)
     rows = [*examples, *fillers]
     return [
@@ -256,13 +256,13 @@ def _width(longest: int, widths: Sequence[int]) -> int:
 
 def _sequences(examples: Sequence[Text], *, width: int, pad_id: int) -> Sequences:
     tokens, mask = pad(
-        [[*each.prompt, *each.response] for each in examples],
+        [[*example.prompt, *example.response] for example in examples],
         width=width,
         pad_id=pad_id,
         left=False,
     )
     response_mask: HostArray = np.zeros(mask.shape, bool)
-    response_mask[mask] = np.concatenate([each.trained for each in examples])
+    response_mask[mask] = np.concatenate([example.trained for example in examples])
     return Sequences(tokens=tokens, mask=mask, response_mask=response_mask)
 
 

@@ -11,7 +11,7 @@ from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.data.text import Asked, TextContract, Written, asked, messages
+from rlhf_jax.data.text import Question, TextContract, Written, messages, read_question
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
@@ -30,7 +30,7 @@ def encode_prompts(
     overlong: Overlong = "error",
     widest: int | None = None,
     more: str = "allow more",
-    questions: Sequence[Asked] | None = None,
+    questions: Sequence[Question] | None = None,
     receipt: Receipt | None = None,
 ) -> tuple[list[Row], list[Tokens]]:
     """The rows whose prompts fit, and the tokens of these prompts.
@@ -52,7 +52,7 @@ def encode_prompts(
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     if questions is None:
-        questions = _asked(rows, field=field)
+        questions = _questions(rows, field=field)
     places, prompts = _places(rows), contract.prompts(questions)
     for tokens, where, row in zip(prompts, places, rows, strict=True):
         if not tokens:
@@ -107,20 +107,20 @@ def encode_demonstrations(
         line.
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
-    questions = _asked(rows, field=prompt)
+    questions = _questions(rows, field=prompt)
     written = [row[response] for row in rows]
     examples = contract.examples(
         questions,
         written,
         turns=[
-            _learned(each, text, which=assistant_turns)
-            for each, text in zip(questions, written, strict=True)
+            _learned(question, text, which=assistant_turns)
+            for question, text in zip(questions, written, strict=True)
         ],
     )
     fits = lengths.fits(
         [example.length for example in examples],
         texts=[row[prompt] for row in rows],
-        places=[each.where for each in questions],
+        places=[question.where for question in questions],
         max_length=max_length,
         overlong=overlong,
         widest=widest,
@@ -158,12 +158,14 @@ def encode_preferences(
         `encode_demonstrations`.
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
-    questions, places = _asked(rows, field="prompt"), _places(rows)
+    questions, places = _questions(rows, field="prompt"), _places(rows)
     for side in ("chosen", "rejected"):
-        for each, row in zip(questions, rows, strict=True):
-            if not isinstance(each.written, str):
+        for question, row in zip(questions, rows, strict=True):
+            if not isinstance(question.written, str):
                 turn = messages.as_turn(row[side])
-                messages.check_unmarked([*each.messages, *turn], where=each.where)
+                messages.check_unmarked(
+                    [*question.messages, *turn], where=question.where
+                )
     prompts = contract.prompts(questions)
     responses = functools.partial(contract.responses, questions, prompts=prompts)
     chosen = responses([row["chosen"] for row in rows])
@@ -227,21 +229,21 @@ def _places(rows: Sequence[Row]) -> list[str]:
     return [json_lines.place(row, i) for i, row in enumerate(rows)]
 
 
-def _asked(rows: Sequence[Row], *, field: str) -> list[Asked]:
+def _questions(rows: Sequence[Row], *, field: str) -> list[Question]:
     return [
-        asked(row, field=field, where=where)
+        read_question(row, field=field, where=where)
         for row, where in zip(rows, _places(rows), strict=True)
     ]
 
 
 def _learned(
-    each: Asked, response: Written, *, which: AssistantTurns
+    question: Question, response: Written, *, which: AssistantTurns
 ) -> list[int] | None:
     """The messages of a conversation that are learned; None for its response alone."""
-    if isinstance(each.written, str):
+    if isinstance(question.written, str):
         return None
-    conversation = [*each.messages, *messages.as_turn(response)]
-    learned = messages.learned_turns(conversation, which=which, where=each.where)
+    conversation = [*question.messages, *messages.as_turn(response)]
+    learned = messages.learned_turns(conversation, which=which, where=question.where)
     return None if learned == [len(conversation) - 1] else learned
 
 

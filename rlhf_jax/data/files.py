@@ -50,7 +50,7 @@ def read_prompts(
     else:
         located = json_lines.read_located(source, receipt=receipt)
     for where, row in located:
-        if not chat.content(_asked(where, row, field)).strip():
+        if not chat.content(_read_prompt(where, row, field)).strip():
             raise InputError(
                 f"{where}: expected a prompt in {field!r}, got an empty text; remove"
                 " the row"
@@ -87,15 +87,18 @@ def read_demonstrations(
         row, reads = written, (prompt, response)
         if turns and row.get(response) is None and TURNS in row:
             _check_encodable(where, TURNS, row[TURNS])
-            asked = _asked(where, row, prompt)
-            by_template = not isinstance(asked, str)
+            prompt_value = _read_prompt(where, row, prompt)
+            by_template = not isinstance(prompt_value, str)
             chat.check_turns(row[TURNS], where=where, by_template=by_template)
             reads = (prompt, TURNS)
         else:
             if row.get(response) is None and "messages" in row:
-                asked, last_turn = _last_turn(where, row, "messages")
-                row, reads = row | {prompt: asked, response: last_turn}, ("messages",)
-            _check_response(where, row, _asked(where, row, prompt), response)
+                prompt_value, last_turn = _last_turn(where, row, "messages")
+                row, reads = (
+                    row | {prompt: prompt_value, response: last_turn},
+                    ("messages",),
+                )
+            _check_response(where, row, _read_prompt(where, row, prompt), response)
         rows.append(row)
         if receipt is not None:
             reads = (*reads, *read_beside(row[prompt]))
@@ -118,12 +121,12 @@ def checked_response(
     Raises:
       InputError: a text is missing, or blank (a response with blank="error").
     """
-    asked = _asked(where, row, "prompt")
-    if not chat.content(asked).strip():
+    prompt = _read_prompt(where, row, "prompt")
+    if not chat.content(prompt).strip():
         raise InputError(
             f"{where}: expected a prompt in 'prompt', got an empty text; remove the row"
         )
-    _check_response(where, row, asked, response)
+    _check_response(where, row, prompt, response)
     return _unless_blank(where, row, (response,), blank=blank)
 
 
@@ -213,7 +216,7 @@ def _preference(where: str, row: Row) -> Row:
             " 'rejected'; remove the pair"
         )
     if "prompt" in row:
-        _check_responses(where, row, _asked(where, row, "prompt"))
+        _check_responses(where, row, _read_prompt(where, row, "prompt"))
         return row
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return row | _conversations(where, row)
@@ -242,16 +245,16 @@ def _preference(where: str, row: Row) -> Row:
 
 def _conversations(where: str, row: Row) -> Row:
     """Two conversations of messages, cut before their last turns."""
-    (asked, chosen), (other, rejected) = (
+    (prompt, chosen), (other, rejected) = (
         _last_turn(where, row, side) for side in SIDES
     )
-    if asked != other:
+    if prompt != other:
         raise InputError(
             f"{where}: expected conversations that differ in their last turn alone, as"
             " both follow one prompt, got others before it; cut them where they part,"
             " or remove the pair"
         )
-    return {"prompt": asked, "chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
@@ -298,12 +301,12 @@ def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
             )
 
 
-def _asked(where: str, row: Row, field: str) -> str | list[Any]:
+def _read_prompt(where: str, row: Row, field: str) -> str | list[Any]:
     """A prompt; of messages, one that waits for the assistant."""
-    asked = _written(where, row, field)
-    if not isinstance(asked, str):
-        chat.check_prompt(asked, where=where, field=field)
-    return asked
+    prompt = _written(where, row, field)
+    if not isinstance(prompt, str):
+        chat.check_prompt(prompt, where=where, field=field)
+    return prompt
 
 
 def _check_response(where: str, row: Row, prompt: str | list[Any], field: str) -> None:

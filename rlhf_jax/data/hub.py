@@ -55,9 +55,9 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
             name, allow_patterns=list(patterns)
         )
     except (OSError, HFValidationError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
+        message = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
-            f"{missing}; there is no such folder, and the hub says: {said:.200}"
+            f"{missing}; there is no such folder, and the hub says: {message:.200}"
         ) from error
     return Path(downloaded)
 

@@ -86,7 +86,7 @@ def hold_out(
             receipt.note(reason, count=len(rows))
         return list(rows), []
     order = np.random.default_rng(seed).permutation(len(sizes))
-    drawn = _drawn(sizes[order].tolist(), wanted=share * len(rows))
+    drawn = _drawn(sizes[order].tolist(), num_rows=share * len(rows))
     apart = np.zeros(len(sizes), bool)
     apart[order[drawn]] = True
     sides: tuple[list[Item], list[Item]] = ([], [])
@@ -118,30 +118,30 @@ def numbered(prompts: Iterable[Sequence[int]]) -> list[int]:
 
     Equal prompts have equal numbers, those without tokens too.
     """
-    found: dict[bytes | None, int] = {}
-    return [found.setdefault(digest(prompt), len(found)) for prompt in prompts]
+    numbers: dict[bytes | None, int] = {}
+    return [numbers.setdefault(digest(prompt), len(numbers)) for prompt in prompts]
 
 
 def _numbers(rows: Sequence[Any], *, unprompted: Sequence[int] = ()) -> list[int]:
     """As `numbered`, of rows; one without a prompt has a number of its own."""
     none = digest(unprompted)
-    found: dict[bytes | int, int] = {}
+    number_of: dict[bytes | int, int] = {}
     numbers = []
     for place, row in enumerate(rows):
         prompt = digest(row)
         own = place if prompt is None or prompt == none else prompt
-        numbers.append(found.setdefault(own, len(found)))
+        numbers.append(number_of.setdefault(own, len(number_of)))
     return numbers
 
 
-def _drawn(sizes: Sequence[int], *, wanted: float) -> list[int]:
+def _drawn(sizes: Sequence[int], *, num_rows: float) -> list[int]:
     """Which prompts to hold out, by their numbers of rows, in the order of the draw.
 
     Args:
-      wanted: rows to hold out.
+      num_rows: rows to hold out.
     """
     drawn: list[int] = []
-    rest, left = wanted, sum(sizes)
+    rest, left = num_rows, sum(sizes)
     for place, size in enumerate(sizes):
         # Nearer with it than without it; of two that are as near, the even number of
         # prompts, as `round` has it.

@@ -41,8 +41,8 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # the tokenizers library raises bare Exception
-        said = " ".join(str(error).split())
-        raise InputError(f"{expected}: {said:.200}") from error
+        message = " ".join(str(error).split())
+        raise InputError(f"{expected}: {message:.200}") from error
     if tokenizer.vocab_size == 0:  # what transformers makes of a config.json alone
         raise InputError(
             f"{expected} none of its files; save the tokenizer there, or name the"
@@ -95,9 +95,11 @@ def differing(
     digests = digest(own, texts), digest(other, texts)
     if digests[0] == digests[1]:
         return None
-    encoded = (encode(each, texts, special=False) for each in (own, other))
+    encoded = (encode(tokenizer, texts, special=False) for tokenizer in (own, other))
     text, mine, theirs = next(
-        each for each in zip(texts, *encoded, strict=True) if each[1] != each[2]
+        text_and_ids
+        for text_and_ids in zip(texts, *encoded, strict=True)
+        if text_and_ids[1] != text_and_ids[2]
     )
     return (
         text[:40],

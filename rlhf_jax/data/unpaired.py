@@ -176,11 +176,11 @@ def _next_of_another(prompts: Sequence[int]) -> list[int]:
     Two passes from the end: what a place finds, its neighbour of the same prompt finds.
     """
     size = len(prompts)
-    found = [0] * size
+    next_of_another = [0] * size
     following = 0
     for place in reversed([*range(size), *range(size)]):
         after = (place + 1) % size
         if prompts[after] != prompts[place]:
             following = after
-        found[place] = following
-    return found
+        next_of_another[place] = following
+    return next_of_another

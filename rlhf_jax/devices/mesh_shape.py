@@ -113,7 +113,7 @@ MeshOption = Annotated[
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="AXIS=SIZE,...",
-        instance_from_str=lambda given: MeshShape.parse(given[0]),
+        instance_from_str=lambda arguments: MeshShape.parse(arguments[0]),
         is_instance=lambda value: isinstance(value, MeshShape),
         str_from_instance=lambda value: [str(value)],
     ),

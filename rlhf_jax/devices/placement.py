@@ -73,14 +73,14 @@ class Place:
             raise InputError(
                 f"place: expected @{PINNED} or nothing after the devices, got {text!r}"
             )
-        kept: Any = PINNED if at else "device"
+        place_memory: Any = PINNED if at else "device"
         if where in ("policy", "last", "cpu"):
-            return cls(where, memory=kept)
+            return cls(where, memory=place_memory)
         devices, colon, axes = where.partition(":")
         if not colon and "=" in where:
-            return cls("policy", MeshShape.parse(where), kept)
+            return cls("policy", MeshShape.parse(where), place_memory)
         if colon and devices == "last":
-            return cls("last", MeshShape.parse(axes), kept)
+            return cls("last", MeshShape.parse(axes), place_memory)
         raise InputError(f"place: expected {FORMS}, got {text!r}; @{PINNED} may follow")
 
     def __str__(self) -> str:
@@ -115,7 +115,9 @@ class Place:
             return policy
         if self.devices == "last":
             return self._shape.make(jax.devices()[-self.num_last :])
-        return self._shape.make(sorted(policy.devices.flat, key=lambda each: each.id))
+        return self._shape.make(
+            sorted(policy.devices.flat, key=lambda device: device.id)
+        )
 
     def memory_mesh(self, policy: Mesh) -> Mesh | None:
         """The mesh whose memory keeps the parameters; None is the host's memory.

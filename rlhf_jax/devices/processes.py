@@ -98,11 +98,11 @@ def check_platform() -> None:
     try:
         jax.devices()
     except RuntimeError as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        asked = os.environ.get("JAX_PLATFORMS")
+        message = next(iter(str(error).splitlines()), type(error).__name__)
+        platforms = os.environ.get("JAX_PLATFORMS")
         raise InputError(
             f"JAX_PLATFORMS: expected platforms that JAX has here (cpu always), got "
-            f"{asked!r:.80} ({said:.200}); correct it, or unset it"
+            f"{platforms!r:.80} ({message:.200}); correct it, or unset it"
         ) from None
 
 
@@ -116,14 +116,14 @@ def on_first(check: Callable[[], None]) -> None:
     if jax.process_count() == 1:
         check()
         return
-    told = ""
+    message = ""
     if is_first():
         try:
             check()
         except Exception as error:  # the others wait to be told, whatever it is
-            told = str(error) or type(error).__name__
-    if told := from_first(told):
-        raise InputError(told)
+            message = str(error) or type(error).__name__
+    if message := from_first(message):
+        raise InputError(message)
 
 
 def from_first(text: str) -> str:
@@ -192,8 +192,8 @@ def whole(tree: Any) -> Any:
         if not isinstance(leaf, Array) or leaf.is_fully_addressable:
             return leaf
         if not leaf.is_fully_replicated:
-            held: Any = leaf.sharding
-            leaf = jax.device_put(leaf, NamedSharding(held.mesh, PartitionSpec()))
+            sharding: Any = leaf.sharding
+            leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
         return np.asarray(leaf.addressable_data(0))
 
     return jax.device_get(jax.tree.map(read, tree))
@@ -211,13 +211,13 @@ class Vote:
         devices = np.array(jax.devices())
         self._rows = NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device"))
         everywhere = NamedSharding(self._rows.mesh, PartitionSpec())
-        self._any = jax.jit(lambda wanted: wanted.any(), out_shardings=everywhere)
+        self._any = jax.jit(lambda votes: votes.any(), out_shardings=everywhere)
 
-    def __call__(self, wanted: bool) -> bool:
+    def __call__(self, vote: bool) -> bool:
         """The answer to the last call; with one process, to this one."""
         if jax.process_count() == 1:
-            return wanted
-        mine = np.full(jax.local_device_count(), wanted)
-        asked = self._any(jax.make_array_from_process_local_data(self._rows, mine))
-        before, self._pending = self._pending, asked
+            return vote
+        mine = np.full(jax.local_device_count(), vote)
+        answer = self._any(jax.make_array_from_process_local_data(self._rows, mine))
+        before, self._pending = self._pending, answer
         return before is not None and bool(np.asarray(before))

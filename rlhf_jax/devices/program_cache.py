@@ -39,11 +39,11 @@ def use_default() -> None:
     By JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE. Without a place to
     write to nothing is kept.
     """
-    told = jax.config.values
-    if told["jax_compilation_cache_dir"] is not None:
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] is not None:
         return
     folder = default_folder()
-    if folder is None or not told["jax_enable_compilation_cache"]:
+    if folder is None or not settings["jax_enable_compilation_cache"]:
         return
     try:
         use(folder)

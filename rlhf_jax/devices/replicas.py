@@ -63,10 +63,10 @@ def of_mesh(mesh: Mesh) -> Replicas:
     of_process: dict[int, list[Any]] = {}
     for device in mesh.devices.flat:
         of_process.setdefault(device.process_index, []).append(device)
-    for number, held in of_process.items():
-        if len(held) % size:
+    for number, devices in of_process.items():
+        if len(devices) % size:
             raise InputError(
-                f"expected {TENSOR} to divide the {len(held)} devices of process "
+                f"expected {TENSOR} to divide the {len(devices)} devices of process "
                 f"{number}, as each process draws rows of its own, got {size}; make it "
                 f"smaller, in --placement.policy or --placement.sampler"
             )
@@ -75,7 +75,9 @@ def of_mesh(mesh: Mesh) -> Replicas:
         array = np.reshape(np.array(devices), (-1, 1, 1, size))
         return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
-    everyone = [device for _, held in sorted(of_process.items()) for device in held]
+    everyone = [
+        device for _, devices in sorted(of_process.items()) for device in devices
+    ]
     return Replicas(made(everyone), made(processes.local_devices(mesh)))
 
 
@@ -100,11 +102,13 @@ def place(tree: Any, *, replicas: Replicas) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = of_own(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        held: Any = leaf.sharding  # along `data` each replica has the same
+        sharding: Any = leaf.sharding  # along `data` each replica has the same
         parts = {shard.device: shard.data for shard in leaf.addressable_shards}
         return jax.make_array_from_single_device_arrays(
             leaf.shape,
-            NamedSharding(replicas.own, held.spec, memory_kind=held.memory_kind),
+            NamedSharding(
+                replicas.own, sharding.spec, memory_kind=sharding.memory_kind
+            ),
             [parts[device] for device in replicas.own.devices.flat],
         )
 

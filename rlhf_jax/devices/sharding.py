@@ -90,8 +90,8 @@ def shardings(
 
     def of(path: Any, leaf: Any) -> NamedSharding:
         spec = _spec(_names(path), leaf.shape, mesh=mesh, rules=rules, small=small)
-        held = isinstance(leaf, Array) and not isinstance(leaf, core.Tracer)
-        kind = leaf.sharding.memory_kind if held else None
+        is_placed = isinstance(leaf, Array) and not isinstance(leaf, core.Tracer)
+        kind = leaf.sharding.memory_kind if is_placed else None
         return NamedSharding(mesh, spec, memory_kind=kind)
 
     return jax.tree_util.tree_map_with_path(of, tree)
@@ -130,29 +130,29 @@ def _spec(
     taken: list[str] = []
     scales = False  # of an int8 kernel, one for all numbers along a sharded axis
     for name, size in zip(names or (None,) * len(shape), shape, strict=True):
-        found = () if name is None else _axes(name, rules=rules, sizes=sizes)
-        found = tuple(axis for axis in found if sizes[axis] > 1)
-        if not found or size == 1:
-            scales |= bool(found)
+        mesh_axes = () if name is None else _axes(name, rules=rules, sizes=sizes)
+        mesh_axes = tuple(axis for axis in mesh_axes if sizes[axis] > 1)
+        if not mesh_axes or size == 1:
+            scales |= bool(mesh_axes)
             placed.append(None)
             continue
-        for axis in found:
+        for axis in mesh_axes:
             if axis in taken:
                 raise InputError(
                     f"{where}: expected one dimension on mesh axis {axis!r}, got two, "
                     f"{names}; map them to different axes"
                 )
-        devices = math.prod(sizes[axis] for axis in found)
+        devices = math.prod(sizes[axis] for axis in mesh_axes)
         if size % devices:
-            several = "axes" if len(found) > 1 else "axis"
+            several = "axes" if len(mesh_axes) > 1 else "axis"
             raise InputError(
                 f"{where}: expected mesh {several} "
-                f"{' and '.join(map(repr, found))} to divide its {name!r} dimension, "
-                f"got {devices} devices and {size} of {shape}; make the {several} "
-                f"smaller, or map {name!r} to another"
+                f"{' and '.join(map(repr, mesh_axes))} to divide its {name!r} "
+                f"dimension, got {devices} devices and {size} of {shape}; make the "
+                f"{several} smaller, or map {name!r} to another"
             )
-        taken += found
-        placed.append(found[0] if len(found) == 1 else found)
+        taken += mesh_axes
+        placed.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes)
     sharded = any(size > 1 for axis, size in sizes.items() if axis != "data")
     if sharded and not any(placed) and not scales and math.prod(shape) > small:
         raise InputError(

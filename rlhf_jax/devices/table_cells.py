@@ -21,11 +21,17 @@ def cells(params: Params) -> tuple[str, str]:
     """
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     shardings = {array.sharding for array in arrays}
-    devices = {device for each in shardings for device in each.device_set}
-    memories = {each.memory_kind for each in shardings if each.memory_kind is not None}
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    memories = {
+        sharding.memory_kind
+        for sharding in shardings
+        if sharding.memory_kind is not None
+    }
     memories -= {"device", *(device.default_memory().kind for device in devices)}
-    meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
-    mesh = next((each for each in meshes if isinstance(each, Mesh)), None)
+    meshes = [
+        sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)
+    ]
+    mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
     shown = ", ".join([_devices_cell(devices), *sorted(memories)])
     return shown, "none" if mesh is None else _mesh_cell(mesh)
 
@@ -44,7 +50,7 @@ def _mesh_cell(mesh: Mesh) -> str:
 def _devices_cell(devices: set[Any]) -> str:
     parts = []
     for platform in sorted({device.platform for device in devices}):
-        ids = sorted(each.id for each in devices if each.platform == platform)
+        ids = sorted(device.id for device in devices if device.platform == platform)
         whole = len(ids) > 1 and ids == list(range(ids[0], ids[-1] + 1))
         shown = f"{ids[0]}-{ids[-1]}" if whole else ",".join(map(str, ids))
         parts.append(f"{platform} {shown}")

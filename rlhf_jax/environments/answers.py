@@ -117,11 +117,11 @@ def _written(value: Any, *, called: str, most: int) -> Written:
                 ' {"role": "user", "content": "Hi"}'
             )
         message: Message = {}
-        for key, said in one.items():
-            if said is None and key not in ("role", "content"):
+        for key, content in one.items():
+            if content is None and key not in ("role", "content"):
                 continue  # as a table has it: templates know absent keys, not null
             name = _text(key, called=f"field of the {called}", most=100)
-            message[name] = _text(said, called=called, most=left)
+            message[name] = _text(content, called=called, most=left)
             left -= len(message[name])
         messages.append(message)
     return messages

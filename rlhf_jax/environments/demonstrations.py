@@ -60,4 +60,4 @@ def demonstrations(
 ) -> list[dict[str, Any]]:
     """Rows of the expert's episodes, prompt and turns, for `rlhf-jax sft`."""
     played = [play(environment, row, expert=expert) for row in rows]
-    return [{"prompt": each.prompt, "turns": each.turns} for each in played]
+    return [{"prompt": episode.prompt, "turns": episode.turns} for episode in played]

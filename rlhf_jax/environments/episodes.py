@@ -93,10 +93,12 @@ class Play:
                 while self._read():
                     pass
                 self._check_none_is_forgotten()
-                if any(each.drawing for each in self._live):
+                if any(episode.drawing for episode in self._live):
                     self._advance(steps)
                 elif self._live:
-                    answers = [each.future for each in self._live if each.future]
+                    answers = [
+                        episode.future for episode in self._live if episode.future
+                    ]
                     concurrent.futures.wait(
                         answers, timeout=POLL, return_when="FIRST_COMPLETED"
                     )
@@ -116,12 +118,12 @@ class Play:
         if len(tokens) > self.device.chunk:
             episode.first = next(
                 (
-                    each
-                    for each in self._live
-                    if each.begins
-                    and each.first is None
-                    and self._places.share(each) == self._places.share(episode)
-                    and int(self.prompts.index[each.row]) == index
+                    candidate
+                    for candidate in self._live
+                    if candidate.begins
+                    and candidate.first is None
+                    and self._places.share(candidate) == self._places.share(episode)
+                    and int(self.prompts.index[candidate.row]) == index
                 ),
                 None,
             )
@@ -131,9 +133,11 @@ class Play:
         """The next columns of what some episodes are to read; False if none are."""
         size, chunk = self.device.arriving, self.device.chunk
         reading = self._places.slots(
-            each
-            for each in self._live
-            if each.reading is not None and each.first is None and each.place != NOWHERE
+            episode
+            for episode in self._live
+            if episode.reading is not None
+            and episode.first is None
+            and episode.place != NOWHERE
         )
         if not reading:
             return False
@@ -166,11 +170,11 @@ class Play:
         """Copies what has been read of a prompt, but for its last columns."""
         size, chunk = self.device.arriving, self.device.chunk
         while ready := self._places.slots(
-            each
-            for each in self._live
-            if each.first is not None
-            and not each.first.begins
-            and len(each.first.reading or ()) <= chunk
+            episode
+            for episode in self._live
+            if episode.first is not None
+            and not episode.first.begins
+            and len(episode.first.reading or ()) <= chunk
         ):
             source, of_row = np.zeros((2, size), np.int32)
             place = np.full(size, self.device.places, np.int32)
@@ -184,9 +188,9 @@ class Play:
     def _check_none_is_forgotten(self) -> None:
         """RuntimeError if an episode would wait for ever: a mistake of this module."""
         rows = [
-            each.row
-            for each in self._live
-            if not (each.drawing or each.future or each.returns)
+            episode.row
+            for episode in self._live
+            if not (episode.drawing or episode.future or episode.returns)
         ]
         if rows:
             raise RuntimeError(
@@ -196,7 +200,7 @@ class Play:
 
     def _advance(self, steps: int) -> None:
         """Draws on, and hands the turns that ended to the pool."""
-        drawing = [each for each in self._live if each.drawing]
+        drawing = [episode for episode in self._live if episode.drawing]
         count = np.zeros(self.device.shares, np.int32)
         for episode in drawing:
             count[self._places.share(episode)] += 1
@@ -208,12 +212,12 @@ class Play:
             start, end = episode.prompt + episode.size, view.length[episode.place]
             tokens = view.tokens[episode.place, start:end].tolist()
             episode.drawing = False
-            episode.size = episode.kept = int(end) - episode.prompt
+            episode.size = episode.turns_size = int(end) - episode.prompt
             episode.stopped = tokens[-1] in self.stop_ids
-            said = self.decode(tokens[:-1] if episode.stopped else tokens)
+            response = self.decode(tokens[:-1] if episode.stopped else tokens)
             where = f"row {int(self.prompts.index[episode.row])}"
-            episode.future = self.pool.step(episode.state, said, where=where)
-            episode.asked = time.monotonic()
+            episode.future = self.pool.step(episode.state, response, where=where)
+            episode.submitted = time.monotonic()
 
     def _take_answers(self) -> None:
         for episode in list(self._live):
@@ -262,13 +266,13 @@ class Play:
         for episode in list(self._live):
             if episode.drawing:
                 length = int(self._view.length[episode.place])
-                episode.kept = length - episode.prompt
+                episode.turns_size = length - episode.prompt
             self._end(episode, "late")
         self._finished.parts["late"][waiting] = 1.0
 
     def _end(self, episode: Episode, why: str | None) -> None:
         """Keeps what the episode has come to, and frees its place."""
-        if self._view is not None and episode.kept:
+        if self._view is not None and episode.turns_size:
             finished.keep(
                 self._finished,
                 Written.of(self._view, episode.place)
@@ -276,7 +280,7 @@ class Play:
                 else Written.of(episode.parked),
                 row=episode.row,
                 start=episode.prompt,
-                size=episode.kept,
+                size=episode.turns_size,
                 rewards=episode.rewards,
             )
         if why is not None:

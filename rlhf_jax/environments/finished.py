@@ -108,13 +108,13 @@ def keep(
     """
     rollout: Any = finished.rollout
     first = finished.first
-    there, here = slice(start, start + size), slice(first, first + size)
-    sampled = written.sampled[there]
-    rollout.tokens[row, here] = written.tokens[there]
+    columns, here = slice(start, start + size), slice(first, first + size)
+    sampled = written.sampled[columns]
+    rollout.tokens[row, here] = written.tokens[columns]
     rollout.mask[row, here] = True
     rollout.response_mask[row, here] = sampled
-    rollout.old_logprobs[row, here] = np.where(sampled, written.logprobs[there], 0)
-    rollout.entropy[row, here] = np.where(sampled, written.entropy[there], 0)
+    rollout.old_logprobs[row, here] = np.where(sampled, written.logprobs[columns], 0)
+    rollout.entropy[row, here] = np.where(sampled, written.entropy[columns], 0)
     last = int(np.flatnonzero(sampled)[-1])
     for number, reward in rewards:
         if number < last:  # else it is the rest of the total

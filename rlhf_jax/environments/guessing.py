@@ -46,18 +46,18 @@ class Guessing:
 
     def step(self, state: State, response: str) -> Turn:
         """Whether the number is higher or lower."""
-        found = _NUMBER.findall(response)
-        guess = int(found[-1]) if found else None
+        numbers = _NUMBER.findall(response)
+        guess = int(numbers[-1]) if numbers else None
         if guess == state.number:
             return Turn("", max(0.0, 1 - self.guess_cost * state.guesses), True, None)
         guesses = state.guesses + 1
         if guesses >= self.max_guesses:
             return Turn("", 0.0, True, None)
         if guess is None:
-            said = "a number, please"
+            observation = "a number, please"
         else:
-            said = "higher" if guess < state.number else "lower"
-        return Turn(f"{said}\n", 0.0, False, state._replace(guesses=guesses))
+            observation = "higher" if guess < state.number else "lower"
+        return Turn(f"{observation}\n", 0.0, False, state._replace(guesses=guesses))
 
 
 def rows(count: int, *, seed: int, largest: int = 20) -> list[Row]:
@@ -82,8 +82,8 @@ class Bisection:
 
     def __call__(self, row: Row, turns: list[Written]) -> str:
         low, high = 1, self.largest
-        for guess, said in zip(turns[::2], turns[1::2], strict=True):
-            if str(said).strip() == "higher":
+        for guess, observation in zip(turns[::2], turns[1::2], strict=True):
+            if str(observation).strip() == "higher":
                 low = int(str(guess)) + 1
             else:
                 high = int(str(guess)) - 1

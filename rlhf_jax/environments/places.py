@@ -41,10 +41,10 @@ class Episode:
     drawing: bool = False  # a turn is under way
     stopped: bool = True  # the turn that ended last has a stop token
     size: int = 0  # tokens behind the prompt, without those that are being drawn
-    kept: int = 0  # tokens behind it up to the end of the turn that ended last
+    turns_size: int = 0  # tokens behind it up to the end of the turn that ended last
     rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     future: concurrent.futures.Future[Answer] | None = None
-    asked: float = 0.0  # time of the turn that `future` answers, seconds
+    submitted: float = 0.0  # time of the turn that `future` answers, seconds
     parked: Episodes | None = None  # what stood in its place, while it has none
     # An episode of the same prompt, which reads it first. What it has read is copied to
     # this one, but for the last columns: to read those gives the bits of reading all.
@@ -77,17 +77,19 @@ class Places:
           live: episodes under way.
           beginning: episodes that have not begun.
         """
-        back = [each for each in live if each.returns]
-        wanted = len(back) + beginning - len(self.free)
-        if wanted > 0:
-            self._park(live, count=wanted)
+        back = [episode for episode in live if episode.returns]
+        num_missing = len(back) + beginning - len(self.free)
+        if num_missing > 0:
+            self._park(live, count=num_missing)
         for episode in back[: len(self.free)]:
             episode.place = self.free.pop()
         size = self._device.arriving
         while slots := self.slots(
-            each for each in back if each.place != NOWHERE and each.parked is not None
+            episode
+            for episode in back
+            if episode.place != NOWHERE and episode.parked is not None
         ):
-            rows = [(slot, each.parked) for slot, each in slots if each.parked]
+            rows = [(slot, episode.parked) for slot, episode in slots if episode.parked]
             self._device.put(_together(rows, size=size), place=self._array(slots))
             for _, episode in slots:
                 episode.parked = None
@@ -95,11 +97,13 @@ class Places:
     def _park(self, live: Sequence[Episode], *, count: int) -> None:
         since = time.monotonic() - PATIENCE
         slow = [
-            each
-            for each in live
-            if each.place != NOWHERE and each.future and each.asked < since
+            episode
+            for episode in live
+            if episode.place != NOWHERE and episode.future and episode.submitted < since
         ][:count]
-        while slots := self.slots(each for each in slow if each.place != NOWHERE):
+        while slots := self.slots(
+            episode for episode in slow if episode.place != NOWHERE
+        ):
             rows = self._device.take(place=self._array(slots))
             for slot, episode in slots:
                 episode.parked = _parked(rows, slot)

@@ -55,30 +55,32 @@ class Programming:
 
     def reset(self, row: Row) -> Started:
         """The task, and how to run code."""
-        asked = row[self.field]
-        if not isinstance(asked, str):
-            raise TypeError(f"expected a text in {self.field!r}, got {asked!r:.60}")
-        return Started(f"{asked}{HOW}", State(self.tests.gold(row), "", 0))
+        prompt = row[self.field]
+        if not isinstance(prompt, str):
+            raise TypeError(f"expected a text in {self.field!r}, got {prompt!r:.60}")
+        return Started(f"{prompt}{HOW}", State(self.tests.gold(row), "", 0))
 
     def step(self, state: State, response: str) -> Turn:
         """What the code prints, or whether it is right."""
-        found = verifier.last_block(response)
-        code = state.code if found is None else found
+        block = verifier.last_block(response)
+        code = state.code if block is None else block
         runs = state.runs + 1
         if _FINAL.search(response) or runs > self.max_runs:
             right = bool(code.strip()) and self.tests.run(code, state.tests).right
             return Turn("", float(right), True, None)
         state = state._replace(code=code, runs=runs)
-        if found is None:
+        if block is None:
             return Turn("error: expected a ```python block\n", 0.0, False, state)
-        ran = self.tests.show(found)
-        said = ran.printed
+        ran = self.tests.show(block)
+        output = ran.printed
         if ran.why:
-            said = f"{said}{'' if said.endswith(chr(10)) or not said else chr(10)}"
-            said += f"error: {ran.why}\n"
-        if len(said) > self.shown:
-            said = f"{said[: self.shown]}...\n"
-        return Turn(said or "(no output)\n", 0.0, False, state)
+            output = (
+                f"{output}{'' if output.endswith(chr(10)) or not output else chr(10)}"
+            )
+            output += f"error: {ran.why}\n"
+        if len(output) > self.shown:
+            output = f"{output[: self.shown]}...\n"
+        return Turn(output or "(no output)\n", 0.0, False, state)
 
 
 TASKS: tuple[tuple[str, str, Callable[[int, int], int]], ...] = (
@@ -100,10 +102,10 @@ def rows(count: int) -> list[Row]:
     """Small tasks of two whole numbers with tests, the same ones over and over."""
     made = []
     for place in range(count):
-        told, source, right = TASKS[place % len(TASKS)]
+        task, source, right = TASKS[place % len(TASKS)]
         made.append(
             {
-                "prompt": f"Write a function solve(a, b) that returns {told}.",
+                "prompt": f"Write a function solve(a, b) that returns {task}.",
                 "tests": [f"assert solve({a}, {b}) == {right(a, b)}" for a, b in PAIRS],
                 "solution": f"def solve(a, b):\n    return {source}\n",
             }

@@ -67,24 +67,24 @@ class Rooms:
 
     def step(self, state: State, response: str) -> Turn:
         """One move; what the room says."""
-        said = " ".join(response.split()).lower()
+        command = " ".join(response.split()).lower()
         state = state._replace(moves=state.moves + 1)
         house, reward = state.house, 0.0
-        word, _, rest = said.partition(" ")
+        word, _, rest = command.partition(" ")
         if word == "go" and rest in house.doors[state.room]:
             state = state._replace(room=rest)
-            told = _look(state)
-        elif said == "take key" and state.room == house.key and not state.has_key:
+            observation = _look(state)
+        elif command == "take key" and state.room == house.key and not state.has_key:
             state = state._replace(has_key=True)
-            told, reward = "You have the key.", self.key_reward
-        elif said == "open" and state.room == house.exit and state.has_key:
+            observation, reward = "You have the key.", self.key_reward
+        elif command == "open" and state.room == house.exit and state.has_key:
             return Turn("", 1.0, True, None)
-        elif said == "open" and state.room == house.exit:
-            told = "It is locked."
+        elif command == "open" and state.room == house.exit:
+            observation = "It is locked."
         else:
-            told = "You cannot do that."
+            observation = "You cannot do that."
         done = state.moves >= self.max_moves
-        return Turn("" if done else f"{told}\n", reward, done, state)
+        return Turn("" if done else f"{observation}\n", reward, done, state)
 
 
 def build(seed: int, *, num_rooms: int) -> House:
@@ -126,12 +126,14 @@ class Walker:
 
 def _look(state: State) -> str:
     house = state.house
-    told = f"You are in the {state.room}. Doors: {', '.join(house.doors[state.room])}."
+    description = (
+        f"You are in the {state.room}. Doors: {', '.join(house.doors[state.room])}."
+    )
     if state.room == house.key and not state.has_key:
-        told += " There is a key."
+        description += " There is a key."
     if state.room == house.exit:
-        told += " There is a locked door."
-    return told
+        description += " There is a locked door."
+    return description
 
 
 def _way(house: House, start: str, end: str) -> list[str]:

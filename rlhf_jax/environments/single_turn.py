@@ -27,7 +27,7 @@ class SingleTurn:
 
     def step(self, state: Row, response: str) -> Turn:
         """The score of the response, and the end."""
-        asked = state[self.field]
-        if not isinstance(asked, str):
-            asked = "\n".join(message["content"] for message in asked)
-        return Turn("", self.verifier(asked, response, state), True, None)
+        prompt = state[self.field]
+        if not isinstance(prompt, str):
+            prompt = "\n".join(message["content"] for message in prompt)
+        return Turn("", self.verifier(prompt, response, state), True, None)

@@ -69,11 +69,11 @@ class VerifiersLibrary:
         state = asyncio.run(_begun(environment, row))
         prompt = [self._message(message) for message in state["prompt"]]
         if state["tool_defs"]:
-            told = TOOLS.format("\n".join(map(_signature, state["tool_defs"])))
+            system = TOOLS.format("\n".join(map(_signature, state["tool_defs"])))
             if prompt[0]["role"] == "system":
                 first = prompt.pop(0)["content"]
-                told = f"{first}\n\n{told}"
-            prompt.insert(0, {"role": "system", "content": told})
+                system = f"{first}\n\n{system}"
+            prompt.insert(0, {"role": "system", "content": system})
         return Started(prompt, _bare(state))
 
     def step(self, state: dict[str, Any], response: str) -> Turn:
@@ -84,11 +84,11 @@ class VerifiersLibrary:
     async def _step(self, environment: Any, state: Any, response: str) -> Turn:
         library = _library()
         environment._get_usage_tracker(state, create_if_missing=True)
-        asked = state["asked"]
-        said = _assistant(response, tools=bool(state["tool_defs"]))
+        prompt = state["asked"]
+        message = _assistant(response, tools=bool(state["tool_defs"]))
         step = library.types.TrajectoryStep(
-            prompt=asked,
-            completion=[said],
+            prompt=prompt,
+            completion=[message],
             response=None,
             tokens=None,
             reward=None,
@@ -105,8 +105,8 @@ class VerifiersLibrary:
             )
             if state.get("final_env_response") is None:
                 state["asked"] = messages
-                seen = messages[len(asked) + 1 :]
-                observation = [self._message(message) for message in seen]
+                new_messages = messages[len(prompt) + 1 :]
+                observation = [self._message(message) for message in new_messages]
                 return Turn(observation, 0.0, False, _bare(state))
             await environment.is_completed(state)  # which says why it is over
         await environment.cleanup(state)
@@ -135,18 +135,18 @@ def dataset(load: Load, *, num_rows: int = -1, seed: int | None = None) -> list[
       num_rows: the first so many; -1 is all.
       seed: of a shuffle before; None is none.
     """
-    found = _environment(load).get_dataset(n=num_rows, seed=seed)
-    return [dict(row) for row in found.to_list()]
+    dataset = _environment(load).get_dataset(n=num_rows, seed=seed)
+    return [dict(row) for row in dataset.to_list()]
 
 
 @functools.lru_cache(maxsize=4)
 def _environment(load: Load) -> Any:
     """The library's environment, without the handlers that it sets for signals."""
-    kept = {number: signal.getsignal(number) for number in (2, 15)}
+    handlers = {number: signal.getsignal(number) for number in (2, 15)}
     try:
         return load()
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -161,8 +161,8 @@ def _library() -> Any:
 async def _begun(environment: Any, row: Row) -> Any:
     """The library's state of a row, ready for the first response."""
     config = _library().types.ClientConfig(api_base_url="http://127.0.0.1:9")
-    given: dict[str, Any] = {"example_id": 0, **row}
-    state = await environment.init_state(given, config, "policy", None)
+    input_row: dict[str, Any] = {"example_id": 0, **row}
+    state = await environment.init_state(input_row, config, "policy", None)
     made: Coroutine[Any, Any, Any] = environment.setup_state(state)
     state = await made or state
     messages = await environment.get_prompt_messages(state)
@@ -188,10 +188,10 @@ def _assistant(text: str, *, tools: bool) -> Any:
     """
     types = _library().types
     calls = []
-    for place, found in enumerate(_CALL.findall(text) if tools else ()):
-        name, arguments = "", found.strip()
+    for place, call in enumerate(_CALL.findall(text) if tools else ()):
+        name, arguments = "", call.strip()
         try:
-            read = json.loads(found)
+            read = json.loads(call)
             name, arguments = str(read["name"]), json.dumps(read.get("arguments", {}))
         except (ValueError, KeyError, TypeError, AttributeError):
             pass  # its text, as arguments of no function

@@ -91,7 +91,7 @@ def judged(
       StopError: the judge called `sys.exit`.
     """
 
-    def ask(first: Sequence[str], second: Sequence[str]) -> list[float]:
+    def probabilities(first: Sequence[str], second: Sequence[str]) -> list[float]:
         try:
             returned = judge(
                 copy.deepcopy([*prompts]),
@@ -116,8 +116,10 @@ def judged(
 
     if not prompts:
         return []
-    policy_first = ask(responses, ref_responses)
-    policy_second = [1 - each for each in ask(ref_responses, responses)]
+    policy_first = probabilities(responses, ref_responses)
+    policy_second = [
+        1 - probability for probability in probabilities(ref_responses, responses)
+    ]
     return list(map(Verdict, policy_first, policy_second))
 
 
@@ -127,7 +129,7 @@ def _probabilities(returned: Any, *, count: int, called: str) -> list[float]:
         f"the first response is better"
     )
     try:
-        numbers = [float(each) for each in returned]
+        numbers = [float(number) for number in returned]
     except (TypeError, ValueError):
         raise InputError(
             f"{expected}, got {returned!r:.80}; return a list of floats"

@@ -88,9 +88,11 @@ PerPrompt = list[list[Response]]  # responses of one model, by prompt and sample
 def by_prompt(responses: Sequence[Response], *, model: str, decoding: str) -> PerPrompt:
     """The responses of one model in one way of decoding, in order."""
     prompts: dict[int, list[Response]] = {}
-    for each in sorted(responses, key=lambda each: (each.row, each.sample)):
-        if (each.model, each.decoding) == (model, decoding):
-            prompts.setdefault(each.row, []).append(each)
+    for response in sorted(
+        responses, key=lambda response: (response.row, response.sample)
+    ):
+        if (response.model, response.decoding) == (model, decoding):
+            prompts.setdefault(response.row, []).append(response)
     return list(prompts.values())
 
 
@@ -149,7 +151,7 @@ def of_model(
             figures[f"pass@{k}"] = over_prompts(
                 [
                     success.pass_at_k(
-                        sum(each.right for each in samples),
+                        sum(response.right for response in samples),
                         num_samples=len(samples),
                         k=k,
                     )
@@ -168,8 +170,8 @@ def of_model(
             figures[f"majority@{k}"] = over_prompts(
                 [
                     success.majority_at_k(
-                        [each.answer for each in samples],
-                        [each.right for each in samples],
+                        [response.answer for response in samples],
+                        [response.right for response in samples],
                         k=k,
                     )
                     for samples in prompts
@@ -179,24 +181,28 @@ def of_model(
             )
     if kind in CHECKED:
         figures["failed"] = over_prompts(
-            _means(prompts, lambda each: each.failed), share=True, trials=single
+            _means(prompts, lambda response: response.failed), share=True, trials=single
         )
     if kind == "environment":
         figures |= _of_turns(prompts)
-    figures["length"] = over_prompts(_means(prompts, lambda each: each.length))
+    figures["length"] = over_prompts(_means(prompts, lambda response: response.length))
     figures["ended"] = over_prompts(
-        _means(prompts, lambda each: each.ended), share=True, trials=single
+        _means(prompts, lambda response: response.ended), share=True, trials=single
     )
     if count > 1:
         figures["distinct"] = over_prompts(
-            [len({each.response for each in p}) / len(p) for p in prompts],
+            [len({response.response for response in p}) / len(p) for p in prompts],
             share=True,
         )
     if prompts[0][0].ref_logprob is not None:
         figures["log_perplexity"] = over_prompts(_means(prompts, _log_perplexity))
     if prompts[0][0].kl is not None:
-        figures["kl"] = over_prompts(_means(prompts, lambda each: _given(each.kl)))
-        figures["kl_k1"] = over_prompts(_means(prompts, lambda each: _given(each.k1)))
+        figures["kl"] = over_prompts(
+            _means(prompts, lambda response: _required(response.kl))
+        )
+        figures["kl_k1"] = over_prompts(
+            _means(prompts, lambda response: _required(response.k1))
+        )
     return figures
 
 
@@ -224,10 +230,12 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
         )
     if policy[0][0].verdict is not None:
         figures["win_rate_by_judge"] = over_prompts(
-            _means(policy, lambda each: _verdict(each).win), share=True, trials=single
+            _means(policy, lambda response: _verdict(response).win),
+            share=True,
+            trials=single,
         )
         figures["judge_prefers_first"] = over_prompts(
-            _means(policy, lambda each: _verdict(each).first),
+            _means(policy, lambda response: _verdict(response).first),
             share=True,
             trials=single,
         )
@@ -238,13 +246,17 @@ def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
     """Of episodes: their turns, what was observed, and how they ended."""
     single = _single(prompts)
     figures = {
-        "turns": over_prompts(_means(prompts, lambda each: _given(each.turns))),
-        "observed": over_prompts(_means(prompts, lambda each: _given(each.observed))),
+        "turns": over_prompts(
+            _means(prompts, lambda response: _required(response.turns))
+        ),
+        "observed": over_prompts(
+            _means(prompts, lambda response: _required(response.observed))
+        ),
     }
     for end in ENDS:
         figures[end] = over_prompts(
             [
-                float(np.mean([each.end == end for each in samples]))
+                float(np.mean([response.end == end for response in samples]))
                 for samples in prompts
             ],
             share=True,
@@ -255,7 +267,7 @@ def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
 
 def distinct_share(prompts: PerPrompt) -> float:
     """Share of the responses to all prompts that no other one before is equal to."""
-    texts = [each.response for samples in prompts for each in samples]
+    texts = [response.response for samples in prompts for response in samples]
     return len(set(texts)) / len(texts)
 
 
@@ -266,16 +278,19 @@ def _single(prompts: PerPrompt) -> bool:
 
 def _means(prompts: PerPrompt, number: Callable[[Response], float]) -> list[float]:
     """The mean over a prompt's samples, for each prompt."""
-    return [float(np.mean([number(each) for each in samples])) for samples in prompts]
+    return [
+        float(np.mean([number(response) for response in samples]))
+        for samples in prompts
+    ]
 
 
 def _score(response: Response) -> float:
-    return _given(response.score)
+    return _required(response.score)
 
 
 def _log_perplexity(response: Response) -> float:
     """-(1/T) Σ log π_ref(token), nats per token."""
-    return -_given(response.ref_logprob) / response.length
+    return -_required(response.ref_logprob) / response.length
 
 
 def _verdict(response: Response) -> Verdict:
@@ -283,6 +298,6 @@ def _verdict(response: Response) -> Verdict:
     return Verdict(*response.verdict)
 
 
-def _given(number: float | None) -> float:
+def _required(number: float | None) -> float:
     assert number is not None  # all have one, or none
     return number

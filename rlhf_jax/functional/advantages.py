@@ -106,7 +106,7 @@ def group_relative(
     group_size: int,
     normalise: bool = True,
     eps: float = 1e-6,
-    kept: Bool[Array, " B"] | None = None,
+    row_mask: Bool[Array, " B"] | None = None,
 ) -> Float32[Array, " B"]:
     """A_i = (s_i - mean(s)) / (std(s) + eps) over the responses to one prompt.
 
@@ -130,8 +130,8 @@ def group_relative(
       group_size: G, 2 or more; divides B.
       normalise: divide by the standard deviation of the group (ddof 1), as published.
       eps: added to the deviation, reward units.
-      kept: bool[B], responses that count; the others are in neither mean nor deviation,
-        and have no advantage. None keeps all.
+      row_mask: bool[B], responses that count; the others are in neither mean nor
+        deviation, and have no advantage. None keeps all.
 
     Returns:
       f32[B], in standard deviations, or in reward units where not normalised; 0 for a
@@ -152,7 +152,7 @@ def group_relative(
     [  0. -10.  10.   0.   0.   0.]
     """
     groups = _groups(scores, group_size)
-    within = _within(scores, kept, group_size)
+    within = _within(scores, row_mask, group_size)
     centred = groups - jnp.mean(groups, axis=1, keepdims=True, where=within)
     # The mean of equal scores may be rounded; their advantages are 0 all the same.
     equal = _all_equal(groups, within)
@@ -169,7 +169,7 @@ def leave_one_out(
     scores: Float32[Array, " B"],
     *,
     group_size: int,
-    kept: Bool[Array, " B"] | None = None,
+    row_mask: Bool[Array, " B"] | None = None,
 ) -> Float32[Array, " B"]:
     """A_i = s_i - mean of the other responses' scores to the same prompt.
 
@@ -184,7 +184,7 @@ def leave_one_out(
     Args:
       scores: f32[B], reward units, each group in G neighbouring rows.
       group_size: G, 2 or more; divides B.
-      kept: bool[B], responses that count: the mean is that of the others which are
+      row_mask: bool[B], responses that count: the mean is that of the others which are
         kept, and the rest has no advantage. None keeps all.
 
     Returns:
@@ -203,12 +203,12 @@ def leave_one_out(
     [ 0.  -1.5  1.5  0.   0.   0. ]
     >>> print(leave_one_out(scores, group_size=2))
     [ 1. -1. -2.  2.  0.  0.]
-    >>> kept = jnp.array([True, False, True, True, False, False])
-    >>> print(leave_one_out(scores, group_size=3, kept=kept))
+    >>> row_mask = jnp.array([True, False, True, True, False, False])
+    >>> print(leave_one_out(scores, group_size=3, row_mask=row_mask))
     [-1.  0.  1.  0.  0.  0.]
     """
     groups = _groups(scores, group_size)
-    within = _within(scores, kept, group_size)
+    within = _within(scores, row_mask, group_size)
     others = jnp.sum(groups, axis=1, keepdims=True, where=within) - groups
     if within is None:
         advantages = groups - others / (group_size - 1)
@@ -223,15 +223,15 @@ def equal_groups(
     scores: Float32[Array, " B"],
     *,
     group_size: int,
-    kept: Bool[Array, " B"] | None = None,
+    row_mask: Bool[Array, " B"] | None = None,
 ) -> Bool[Array, " groups"]:
     """Groups whose scores are all equal: their advantages are 0.
 
     Args:
       scores: f32[B], reward units, each group in G neighbouring rows.
       group_size: G, 2 or more; divides B.
-      kept: bool[B], responses that count; a group that keeps none or one is equal. None
-        keeps all.
+      row_mask: bool[B], responses that count; a group that keeps none or one is equal.
+        None keeps all.
 
     Returns:
       bool[B / G].
@@ -247,7 +247,7 @@ def equal_groups(
     >>> print(equal_groups(scores, group_size=2))
     [False False  True]
     """
-    within = _within(scores, kept, group_size)
+    within = _within(scores, row_mask, group_size)
     return _all_equal(_groups(scores, group_size), within)[:, 0]
 
 
@@ -258,19 +258,19 @@ def _groups(scores: Array, group_size: int) -> Array:
     return scores.reshape(-1, group_size)
 
 
-def _within(scores: Array, kept: Array | None, group_size: int) -> Array | None:
+def _within(scores: Array, row_mask: Array | None, group_size: int) -> Array | None:
     """bool[B / G, G], or None."""
-    if kept is None:
+    if row_mask is None:
         return None
-    checks.same_shape(scores=scores, kept=kept)
-    checks.boolean(kept=kept)
-    return kept.reshape(-1, group_size)
+    checks.same_shape(scores=scores, row_mask=row_mask)
+    checks.boolean(row_mask=row_mask)
+    return row_mask.reshape(-1, group_size)
 
 
 def _all_equal(groups: Array, within: Array | None = None) -> Array:
     """bool[B / G, 1]."""
     if within is None:
         return (groups == groups[:, :1]).all(axis=1, keepdims=True)
-    kept = {"axis": 1, "keepdims": True, "where": within}
-    largest = jnp.max(groups, initial=-jnp.inf, **kept)
-    return largest <= jnp.min(groups, initial=jnp.inf, **kept)
+    reduction = {"axis": 1, "keepdims": True, "where": within}
+    largest = jnp.max(groups, initial=-jnp.inf, **reduction)
+    return largest <= jnp.min(groups, initial=jnp.inf, **reduction)

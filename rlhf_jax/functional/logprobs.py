@@ -164,24 +164,24 @@ def token_logprobs_from_hidden(
     if first_column >= columns or batch == 0:
         zeros = jnp.zeros((batch, columns), jnp.float32)
         return zeros, zeros
-    wanted = tokens[:, first_column:]
+    predicted = tokens[:, first_column:]
     # Rows and columns as one axis: products of matrices, the fastest everywhere.
     flat = logprob_chunks.logprobs_and_entropy(
-        hidden[:, first_column - 1 : -1].reshape(wanted.size, -1),
+        hidden[:, first_column - 1 : -1].reshape(predicted.size, -1),
         head,
-        wanted.reshape(-1),
+        predicted.reshape(-1),
         temperature=temperature,
         plan=logprob_chunks.plan(
             vocab_size=vocab_size,
             rows=padded,
-            positions=wanted.size,
+            positions=predicted.size,
             max_logits=max_logits,
             softcap=softcap,
             unused=unused,
         ),
     )
     logprobs, entropies = (
-        jnp.pad(array.reshape(wanted.shape), before) for array in flat
+        jnp.pad(array.reshape(predicted.shape), before) for array in flat
     )
     return logprobs, entropies
 

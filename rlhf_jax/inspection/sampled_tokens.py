@@ -50,9 +50,9 @@ def columns(
     Returns:
       One record per row.
     """
-    told = {"logprobs": logprobs}
+    arrays = {"logprobs": logprobs}
     if ref_logprobs is not None:
-        told["ref_logprobs"] = ref_logprobs
+        arrays["ref_logprobs"] = ref_logprobs
     every_token, sampled = np.asarray(rollout.tokens), np.asarray(rollout.response_mask)
     every_read = transcripts.observed_of(np.asarray(rollout.mask), sampled)
     rows = []
@@ -63,7 +63,7 @@ def columns(
         row: dict[str, Any] = {
             "tokens": tokenization.pieces(tokens[shown].tolist(), decode=decode)
         }
-        for name, array in told.items():
+        for name, array in arrays.items():
             numbers = iter(rounded(array[at][mask]))
             row[name] = [next(numbers) if own else None for own in mask[shown]]
         if read.any():
@@ -97,18 +97,18 @@ def likeliest(
     """
 
     def of_row(row: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        tokens, mask = (each[None] for each in row)
+        tokens, mask = (array[None] for array in row)
         every, ref_every = (
             jax.nn.log_softmax(
-                policy.logits(each, model=model, tokens=tokens, mask=mask)[0]
+                policy.logits(model_params, model=model, tokens=tokens, mask=mask)[0]
                 / temperature
             )
-            for each in (params, ref_params)
+            for model_params in (params, ref_params)
         )
         likely, ids = jax.lax.top_k(every, count)
         ref_likely = jnp.take_along_axis(ref_every, ids, axis=-1)
         ids, likely, ref_likely = (
-            jnp.roll(each, 1, axis=0) for each in (ids, likely, ref_likely)
+            jnp.roll(array, 1, axis=0) for array in (ids, likely, ref_likely)
         )
         return ids, likely, ref_likely
 
@@ -130,13 +130,13 @@ def alternatives(
       likely: of `likeliest`, on the host.
       decode: ids -> text.
     """
-    told = []
+    records = []
     sampled = np.asarray(rollout.response_mask)
     every_read = transcripts.observed_of(np.asarray(rollout.mask), sampled)
     for row, (tokens, read) in enumerate(zip(rollout.tokens, every_read, strict=True)):
         places = np.flatnonzero(sampled[row] | read)
         response = np.asarray(tokens)[places].tolist()
-        told.append(
+        records.append(
             [
                 [
                     [
@@ -148,14 +148,14 @@ def alternatives(
                         *rounded(numbers),
                     ]
                     for token, *numbers in zip(
-                        *(each[row, place] for each in likely), strict=True
+                        *(array[row, place] for array in likely), strict=True
                     )
                     if not read[place]
                 ]
                 for at, place in enumerate(places)
             ]
         )
-    return told
+    return records
 
 
 def rounded(numbers: Any) -> list[float]:

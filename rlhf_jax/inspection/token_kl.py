@@ -70,11 +70,11 @@ class Options:
 def summary(tokens: Sequence[Token]) -> str:
     """One line: the tokens, the sums of k1 and exact KL, the perplexity under both."""
     predicted = [token.divergence for token in tokens if token.divergence is not None]
-    k1 = math.fsum(each.k1 for each in predicted)
-    exact = math.fsum(each.exact for each in predicted)
+    k1 = math.fsum(divergence.k1 for divergence in predicted)
+    exact = math.fsum(divergence.exact for divergence in predicted)
     own, ref = (
         math.exp(-math.fsum(column) / len(predicted))
-        for column in zip(*(each[:2] for each in predicted), strict=True)
+        for column in zip(*(divergence[:2] for divergence in predicted), strict=True)
     )
     return (
         f"{len(predicted)} tokens: k1 {k1:.4g} nats in all, exact KL {exact:.4g} nats "
@@ -124,9 +124,9 @@ def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
     )
     rows = "".join(
         f"<tr><td>{place}</td><td><code>{escape(_on_one_line(token.text))}</code></td>"
-        f"<td>{each.k1:+.3f}</td><td>{each.exact:.3f}</td>"
-        f"<td>{each.logprob:.3f}</td><td>{each.ref_logprob:.3f}</td></tr>"
-        for place, token, each in largest(tokens)
+        f"<td>{divergence.k1:+.3f}</td><td>{divergence.exact:.3f}</td>"
+        f"<td>{divergence.logprob:.3f}</td><td>{divergence.ref_logprob:.3f}</td></tr>"
+        for place, token, divergence in largest(tokens)
     )
     return _PAGE.format(
         title=escape(title),
@@ -146,28 +146,30 @@ def largest(tokens: Sequence[Token]) -> list[tuple[int, Token, Divergence]]:
         for place, token in enumerate(tokens)
         if token.divergence is not None
     ]
-    return sorted(predicted, key=lambda each: -each[2].exact)[:LARGEST]
+    return sorted(predicted, key=lambda entry: -entry[2].exact)[:LARGEST]
 
 
 def _span(token: Token, place: int, *, limit: float) -> str:
     text = _escape(token.text)
     if token.divergence is None:
         return f'<span class="first" title="{place}: not predicted">{text}</span>'
-    each = token.divergence
-    told = [
+    divergence = token.divergence
+    title = [
         f"{place}: {_on_one_line(token.text)}",
-        f"k1 {each.k1:+.3f} nats, exact KL {each.exact:.3f} nats",
-        f"log π {each.logprob:.3f}, log π_ref {each.ref_logprob:.3f}",
+        f"k1 {divergence.k1:+.3f} nats, exact KL {divergence.exact:.3f} nats",
+        f"log π {divergence.logprob:.3f}, log π_ref {divergence.ref_logprob:.3f}",
         *(
             f"or {_on_one_line(other.text)}  log π {other.logprob:.3f}, "
             f"log π_ref {other.ref_logprob:.3f}"
-            for other in each.alternatives
+            for other in divergence.alternatives
         ),
     ]
-    colour = "37,99,235" if each.k1 > 0 else "234,88,12"
-    strength, line = (min(1.0, abs(x) / limit) for x in (each.k1, each.exact))
+    colour = "37,99,235" if divergence.k1 > 0 else "234,88,12"
+    strength, line = (
+        min(1.0, abs(x) / limit) for x in (divergence.k1, divergence.exact)
+    )
     return (
-        f'<span title="{escape(chr(10).join(told))}" '
+        f'<span title="{escape(chr(10).join(title))}" '
         f'style="background:rgba({colour},{0.55 * strength:.3f});'
         f'border-color:rgba(147,51,234,{line:.3f})">{text}</span>'
     )
@@ -272,8 +274,14 @@ def run(options: Options) -> None:
         "Largest exact KL",
         ("place", "token", "k1 [nats]", "exact KL [nats]", "log π", "log π_ref"),
         [
-            (place, _on_one_line(token.text), each.k1, each.exact, *each[:2])
-            for place, token, each in largest(tokens)
+            (
+                place,
+                _on_one_line(token.text),
+                divergence.k1,
+                divergence.exact,
+                *divergence[:2],
+            )
+            for place, token, divergence in largest(tokens)
         ],
     )
     print(summary(tokens))

@@ -132,21 +132,22 @@ def _window(
     """Of i32[W] tokens: log-probs, KL [W] and alternatives [W, A], about tokens[t]."""
     row, mask = tokens[None], jnp.ones((1, tokens.size), jnp.bool_)
     logits, ref_logits = (
-        policy.logits(each, model=shape, tokens=row, mask=mask)
-        for each, shape in ((params, model), (ref_params, ref_model))
+        policy.logits(model_params, model=shape, tokens=row, mask=mask)
+        for model_params, shape in ((params, model), (ref_params, ref_model))
     )
     own, ref = (
-        logprobs.token_logprobs(each, row, temperature=temperature)[0]
-        for each in (logits, ref_logits)
+        logprobs.token_logprobs(model_logits, row, temperature=temperature)[0]
+        for model_logits in (logits, ref_logits)
     )
     exact = kl.exact(logits, ref_logits, temperature=temperature)[0]
     every, ref_every = (
-        jax.nn.log_softmax(each[0] / temperature) for each in (logits, ref_logits)
+        jax.nn.log_softmax(model_logits[0] / temperature)
+        for model_logits in (logits, ref_logits)
     )
     likely, ids = jax.lax.top_k(every, alternatives)
     ref_likely = jnp.take_along_axis(ref_every, ids, axis=-1)
     # Entry t of these is about the token after tokens[t].
-    shifted = (jnp.roll(each, 1, axis=0) for each in (exact, ids, likely, ref_likely))
+    shifted = (jnp.roll(array, 1, axis=0) for array in (exact, ids, likely, ref_likely))
     return (own, ref, *shifted)
 
 

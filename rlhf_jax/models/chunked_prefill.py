@@ -61,8 +61,8 @@ def prefill(
             return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
 
         at, here = own(positions), (start + jnp.arange(chunk, dtype=jnp.int32))[:, None]
-        seen = mask[:, None] & (number[None] <= here)[None]
-        near = seen & (number[None] > here - window)[None]
+        visible = mask[:, None] & (number[None] <= here)[None]
+        near = visible & (number[None] > here - window)[None]
         everything, narrow = (
             angles(at, model=model, local=local) for local in (False, True)
         )
@@ -72,7 +72,7 @@ def prefill(
             x, cache = blocks.Block(model).apply(
                 {"params": leaves.read(params)},
                 x,
-                mask=jnp.where(local, near, seen),
+                mask=jnp.where(local, near, visible),
                 rotary=jax.tree.map(
                     lambda few, all_: jnp.where(local, few, all_), narrow, everything
                 ),

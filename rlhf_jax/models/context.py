@@ -185,11 +185,11 @@ def per_prediction(
         return jax.tree.map(lambda x: x[:, 1:], results)
 
     results = per_token(of_part, *hidden, padded(tokens[:, 1:], 1))
-    wanted = jnp.arange(tokens.shape[1], dtype=jnp.int32) >= first_column
+    predicted = jnp.arange(tokens.shape[1], dtype=jnp.int32) >= first_column
 
     def shifted(x: Array) -> Array:
         x = jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
-        return jnp.where(wanted[None], x, 0)
+        return jnp.where(predicted[None], x, 0)
 
     return jax.tree.map(shifted, results)
 

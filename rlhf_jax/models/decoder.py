@@ -207,8 +207,8 @@ def _run(
     if cut is None:
         return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), keys_values
     hidden = cut.whole_of_balanced(hidden)[:, :columns]
-    wanted = jnp.arange(columns, dtype=jnp.int32) >= first_column
-    return jnp.where(wanted[None, :, None], hidden, 0), keys_values
+    predicted = jnp.arange(columns, dtype=jnp.int32) >= first_column
+    return jnp.where(predicted[None, :, None], hidden, 0), keys_values
 
 
 def _check(

@@ -24,7 +24,7 @@ Array = jax.Array
 Params = Any  # nested dict of arrays
 Sight = tuple[AttentionMask, Any]  # what is attended to, and the rotary table
 
-KEPT: dict[Remat, Callable[..., Any]] = {
+REMAT_POLICIES: dict[Remat, Callable[..., Any]] = {
     # Every projection is a matrix product; attention's two have batch dimensions. A
     # layer that is stored in int8 or on the host is read by no product: never kept.
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -72,7 +72,9 @@ def run(
         if remat == "none":
             return run
         # Only a loop keeps the two passes apart by itself.
-        return jax.checkpoint(run, policy=KEPT[remat], prevent_cse=model.unroll)
+        return jax.checkpoint(
+            run, policy=REMAT_POLICIES[remat], prevent_cse=model.unroll
+        )
 
     if model.unroll and not stored:
         key_values = []
@@ -82,7 +84,7 @@ def run(
             one = functools.partial(_layer, model=model, sight=sight, first=first)
             x, key_value = rematerialised(one)(x, layer)
             key_values.append(key_value)
-        return x, jax.tree.map(lambda *each: jnp.stack(each), *key_values)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *key_values)
 
     mixed = any(model.local_layers) and not all(model.local_layers)
     local = jnp.asarray(model.local_layers) if mixed else None

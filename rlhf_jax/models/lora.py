@@ -242,9 +242,9 @@ def _moved(
         change = jnp.matmul(
             flat[f"{at}/lora_a"], flat[f"{at}/lora_b"], precision="highest"
         )
-        kept = rounded_to is None or kernel.dtype == rounded_to
+        keeps_dtype = rounded_to is None or kernel.dtype == rounded_to
         moved[at + _KERNEL] = (kernel + scale * change).astype(
-            kernel.dtype if kept else jnp.float32
+            kernel.dtype if keeps_dtype else jnp.float32
         )
     return _nested(moved)
 

@@ -94,7 +94,7 @@ def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
             return frequency / scaling.factor
         case "llama3":
             turns = scaling.original_max_positions * frequency / (2 * math.pi)
-            kept = (turns - scaling.low_freq_factor) / (
+            unscaled = (turns - scaling.low_freq_factor) / (
                 scaling.high_freq_factor - scaling.low_freq_factor
             )
         case "yarn":
@@ -110,9 +110,9 @@ def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, 2 * half - 1)
             high = high + 0.001 if high == low else high  # as theirs
-            kept = 1 - (jnp.arange(half, dtype=jnp.float32) - low) / (high - low)
-    kept = jnp.clip(kept, 0.0, 1.0)  # 0: long waves, divided; 1: short
-    return (1 - kept) * frequency / scaling.factor + kept * frequency
+            unscaled = 1 - (jnp.arange(half, dtype=jnp.float32) - low) / (high - low)
+    unscaled = jnp.clip(unscaled, 0.0, 1.0)  # 0: long waves, divided; 1: short
+    return (1 - unscaled) * frequency / scaling.factor + unscaled * frequency
 
 
 def rotate(x: Array, table: tuple[Array, Array]) -> Array:

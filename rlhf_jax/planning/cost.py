@@ -83,8 +83,8 @@ def cost(
     walker = functools.partial(_Walker, computations, named=named, per_node=per_node)
     total = walker(trips=trips).of(entry)
     if total.unknown_loops not in (0, len(trips)):
-        each = (sum(trips),) * total.unknown_loops
-        total = walker(trips=each).of(entry)
+        trips_per_loop = (sum(trips),) * total.unknown_loops
+        total = walker(trips=trips_per_loop).of(entry)
     return total
 
 

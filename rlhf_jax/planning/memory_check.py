@@ -139,7 +139,7 @@ def _account(resident: Sequence[Part]) -> dict[Any, dict[str, int]]:
         if mesh is None:
             _add(account, HOST, name, storage.nbytes(shapes))
             continue
-        size = _on_each(shapes, mesh=mesh)
+        size = _bytes_per_device(shapes, mesh=mesh)
         for device in processes.local_devices(mesh):
             _add(account, _place(device), name, size)
     return account
@@ -150,7 +150,7 @@ def _add(account: dict[Any, dict[str, int]], place: Any, name: str, size: int) -
     parts[name] = parts.get(name, 0) + size
 
 
-def _on_each(shapes: PyTree, *, mesh: Mesh) -> int:
+def _bytes_per_device(shapes: PyTree, *, mesh: Mesh) -> int:
     """Bytes on each device of a mesh; what is replicated counts whole."""
     placed = jax.tree.leaves(sharding.shardings(shapes, mesh=mesh))
     return sum(
@@ -196,15 +196,15 @@ def limit(place: Any) -> int | None:
         return (place.memory_stats() or {}).get("bytes_limit")
     if jax.process_count() > 1 or not MEMINFO.exists():
         return None
-    told = {
+    meminfo = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in MEMINFO.read_text().splitlines()
         if line.startswith(("MemAvailable:", "SwapFree:"))
     }
-    if "MemAvailable" not in told:
+    if "MemAvailable" not in meminfo:
         return None
-    limits = [told["MemAvailable"]]
+    limits = [meminfo["MemAvailable"]]
     for path in CGROUP_LIMITS:
-        said = path.read_text().strip() if path.exists() else "max"
-        limits += [int(said)] if said.isdecimal() else []
-    return min(limits) + told.get("SwapFree", 0)
+        text = path.read_text().strip() if path.exists() else "max"
+        limits += [int(text)] if text.isdecimal() else []
+    return min(limits) + meminfo.get("SwapFree", 0)

@@ -56,8 +56,8 @@ def policy_gradient_flops(
     """
     flops = {
         "rollout": _forward(model, texts, head=True, group_size=group_size),
-        "reference": sum(_forward(each, texts, head=True) for each in references),
-        "reward": sum(_forward(each, texts, head=False) for each in rewards),
+        "reference": sum(_forward(model, texts, head=True) for model in references),
+        "reward": sum(_forward(model, texts, head=False) for model in rewards),
         "values": 0.0,
         "loss": trained
         * num_epochs
@@ -138,7 +138,7 @@ def summary(
         "trace": profiled.trace,
         "source": "trace" if times else "timings.jsonl",
         "seconds_per_step": profiled.seconds / profiled.steps,
-        "seconds": {name: each / profiled.steps for name, each in seconds.items()},
+        "seconds": {name: total / profiled.steps for name, total in seconds.items()},
         "tokens_per_second": tokens / profiled.seconds if tokens else None,
         "model_flops_per_step": sum(work.values()) / profiled.steps if work else None,
         "mfu": whole,
@@ -153,12 +153,12 @@ def summary(
     rows = [
         (
             name,
-            each / profiled.steps,
-            _share(each / profiled.seconds),
+            total / profiled.steps,
+            _share(total / profiled.seconds),
             work[name] / profiled.steps / 1e12 if work.get(name) else None,
-            _share(mfu(work.get(name, 0.0), each)),
+            _share(mfu(work.get(name, 0.0), total)),
         )
-        for name, each in [*seconds.items(), ("step", profiled.seconds)]
+        for name, total in [*seconds.items(), ("step", profiled.seconds)]
     ]
     report.table(
         f"Where the time goes: {profiled.stage}, steps {profiled.first} to "
@@ -238,8 +238,8 @@ def _seconds(
     for row in metrics.read(run_folder / "timings.jsonl"):
         inside = profiled.first <= row["step"] < profiled.end
         if row["stage"] == profiled.stage and inside:
-            for phase, each in row["phases"].items():
-                seconds[phase] += each
+            for phase, spent in row["phases"].items():
+                seconds[phase] += spent
     return dict(seconds)
 
 
@@ -255,10 +255,10 @@ def _by_prompt(texts: Sequence[Text]) -> list[Texts]:
     return [
         Texts(
             prompt,
-            tuple(text.response for text in each),
-            tuple(text.observed for text in each),
+            tuple(text.response for text in of_prompt),
+            tuple(text.observed for text in of_prompt),
         )
-        for prompt, each in by_prompt.items()
+        for prompt, of_prompt in by_prompt.items()
     ]
 
 
@@ -266,8 +266,8 @@ def _forward(
     model: ModelConfig, texts: Sequence[Text], *, head: bool, group_size: int = 1
 ) -> float:
     return sum(
-        model_flops.forward(model, each, head=head, group_size=group_size)
-        for each in _by_prompt(texts)
+        model_flops.forward(model, of_prompt, head=head, group_size=group_size)
+        for of_prompt in _by_prompt(texts)
     )
 
 
@@ -278,6 +278,6 @@ def _training(
     if adapters is not None:
         count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
     return sum(
-        model_flops.training(model, each, head=head, adapters=count)
-        for each in _by_prompt(texts)
+        model_flops.training(model, of_prompt, head=head, adapters=count)
+        for of_prompt in _by_prompt(texts)
     )

@@ -104,8 +104,8 @@ def received(
         ):
             # Parts of one sharding are equal or have nothing in common.
             before, after = np.unique(before, axis=0), np.unique(after, axis=0)
-            kept = _overlap(after[:, None], before[None]).sum()
-            of_node[node] += size * (_overlap(after, after).sum() - kept)
+            stays = _overlap(after[:, None], before[None]).sum()
+            of_node[node] += size * (_overlap(after, after).sum() - stays)
     across = 0.0 if per_node is None else float(of_node.max()) / per_node
     return Received(int(lacking.max()), across, int(written.max()))
 

@@ -54,14 +54,14 @@ def show(result: dict[str, Any]) -> None:
         [
             (
                 one["name"],
-                each["kind"],
-                each["size"] / 1e6,
-                each["times"],
-                each["sent"] / 1e9,
+                collective["kind"],
+                collective["size"] / 1e6,
+                collective["times"],
+                collective["sent"] / 1e9,
             )
             for one in programs
-            for each in one["collectives"]
-            if each["sent"] > SHOWN * one["sent_bytes"]
+            for collective in one["collectives"]
+            if collective["sent"] > SHOWN * one["sent_bytes"]
         ],
     )
     report.table(

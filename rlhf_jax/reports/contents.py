@@ -84,16 +84,18 @@ def contents(
     }
     records, rows = [], []
     for number, run in enumerate(runs):
-        group = next(g for g, each in enumerate(groups.groups) if number in each.runs)
+        group = next(
+            g for g, candidate in enumerate(groups.groups) if number in candidate.runs
+        )
         of_run = samples.rows_of(run)
         rows.append(of_run)
         records.append(_record(run, group=group, rows=of_run))
     data["runs"] = records
     left = max(size - document.written(data), FEWEST * len(runs))
-    kept = _shared_out(rows, size=left)
-    for record, mine, all_ in zip(records, kept, rows, strict=True):
+    shown_rows = _shared_out(rows, size=left)
+    for record, mine, all_ in zip(records, shown_rows, rows, strict=True):
         record |= {"samples": mine, "sampled": len(all_)}
-    shown, recorded = (sum(map(len, each)) for each in (kept, rows))
+    shown, recorded = (sum(map(len, lists)) for lists in (shown_rows, rows))
     if shown < recorded:
         notes.append(
             f"{shown} of {recorded} recorded responses are shown, to bound the page: "
@@ -155,8 +157,12 @@ def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[list[str]]
 def _glossary(drawn: Mapping[str, Json]) -> dict[str, dict[str, str]]:
     entries = glossary.read()
     names = {name for of_stage in drawn["stages"].values() for name in of_stage}
-    told = {name: glossary.entry_of(name, entries=entries) for name in sorted(names)}
-    return {name: entry._asdict() for name, entry in told.items() if entry.text}
+    glossary_entries = {
+        name: glossary.entry_of(name, entries=entries) for name in sorted(names)
+    }
+    return {
+        name: entry._asdict() for name, entry in glossary_entries.items() if entry.text
+    }
 
 
 def _record(
@@ -181,7 +187,7 @@ def _record(
         "last": last,
         "gold": finite(summary.get("gold_policy")),
         "verdict": verdict._asdict(),
-        "alarms": [each._asdict() for each in verdicts.alarms_of(run)],
+        "alarms": [alarm._asdict() for alarm in verdicts.alarms_of(run)],
         "tokens": samples.common_tokens(rows),
         "reference": {
             "fingerprint": summary.get(
@@ -212,7 +218,7 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     waits = [row["waits"] for row in rows if "waits" in row]
     if waits:  # the sampler's own is beside the step, not in it
         sums["waiting for rollouts"] = sum(
-            finite(each["trainer"]) or 0.0 for each in waits
+            finite(wait["trainer"]) or 0.0 for wait in waits
         )
     sums["other"] = sum(map(_seconds, rows)) - sum(sums.values())
     return {name: round(value / len(rows), 4) for name, value in sums.items()}
@@ -229,13 +235,13 @@ def _shared_out(
 
     What runs with few rows leave is shared among the others.
     """
-    costs = [sum(document.written(row) + 2 for row in each) for each in rows]
+    costs = [sum(document.written(row) + 2 for row in of_run) for of_run in rows]
     shares = [0] * len(rows)
     left, open_ = size, sorted(range(len(rows)), key=lambda number: costs[number])
     for at, number in enumerate(open_):
         shares[number] = min(costs[number], left // (len(open_) - at))
         left -= shares[number]
     return [
-        samples.within(each, size=share)
-        for each, share in zip(rows, shares, strict=True)
+        samples.within(of_run, size=share)
+        for of_run, share in zip(rows, shares, strict=True)
     ]

@@ -84,17 +84,17 @@ def curves(
     stages: dict[str, dict[str, dict[str, Json]]] = {}
     for table in of_groups:
         times = FINER if table.metric in fine else 1
-        kept = thinned(len(table.steps), points=times * points)
+        columns = thinned(len(table.steps), points=times * points)
         if table.metric in (SCORE, KL):
             judged = together.get((table.group, table.stage), set())
             at = {k for k, step in enumerate(table.steps) if step in judged}
-            kept = sorted(at.union(kept))
+            columns = sorted(at.union(columns))
         curve = {
-            "x": steps.number([table.steps[k] for k in kept]),
+            "x": steps.number([table.steps[k] for k in columns]),
             "n": len(table.values),
         }
         of_metric = stages.setdefault(table.stage, {}).setdefault(table.metric, {})
-        of_metric[str(table.group)] = curve | _bands(table.values[:, kept])
+        of_metric[str(table.group)] = curve | _bands(table.values[:, columns])
     return {"steps": steps.lists, "stages": stages}
 
 

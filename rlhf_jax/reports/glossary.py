@@ -24,10 +24,10 @@ def read() -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for named, units, text in ROW.findall(section):
         names = re.findall(r"`([^`]+)`", named)
-        told = [unit.strip() for unit in units.split(", ")]
-        if len(told) != len(names):  # one for all of them
-            told = [units.strip()] * len(names)
-        for name, unit in zip(names, told, strict=True):
+        unit_of = [unit.strip() for unit in units.split(", ")]
+        if len(unit_of) != len(names):  # one for all of them
+            unit_of = [units.strip()] * len(names)
+        for name, unit in zip(names, unit_of, strict=True):
             entries[name] = Entry(unit, text.replace("`", ""))
     return entries
 

@@ -56,12 +56,14 @@ def grouped(runs: Sequence[Run]) -> Groups:
 
 def settings(run: Run) -> dict[str, Any]:
     """{option: value} of all that may change a result; versions too."""
-    kept = {
+    options = {
         name: value
         for name, value in flatten(run.config).items()
         if RECORDING.isdisjoint(_with_groups(name))
     }
-    return kept | {f"version of {name}": value for name, value in run.versions.items()}
+    return options | {
+        f"version of {name}": value for name, value in run.versions.items()
+    }
 
 
 def _with_groups(name: str) -> list[str]:
@@ -113,11 +115,11 @@ def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
         short if last.count(short) == 1 else option
         for option, short in zip(options, last, strict=True)
     ]
-    told = [
+    settings_shown = [
         f"{name}={shown(config.get(option))}"
         for option, name in zip(options, names, strict=True)
     ]
-    name = ", ".join(told)
+    name = ", ".join(settings_shown)
     return name if len(name) <= LONGEST else ""
 
 

@@ -74,11 +74,11 @@ def folders(paths: Sequence[Path]) -> list[Path]:
     Raises:
       InputError: a path is neither; names what is there.
     """
-    found: dict[Path, None] = {}
+    run_folders: dict[Path, None] = {}
     for path in paths:
         _check_reachable(path)
         if (path / folder.CONFIG).is_file():
-            found[path] = None
+            run_folders[path] = None
         elif (path / BEGUN).is_file():
             runs = sorted((path / "runs").rglob(folder.CONFIG))
             if not runs:
@@ -86,17 +86,17 @@ def folders(paths: Sequence[Path]) -> list[Path]:
                     f"{path}: expected a sweep with runs, got none that has begun; "
                     f"wait for the first"
                 )
-            found |= dict.fromkeys(run.parent for run in runs)
+            run_folders |= dict.fromkeys(run.parent for run in runs)
         else:
             names = (
-                sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+                sorted(child.name for child in path.iterdir()) if path.is_dir() else []
             )
             got = ", ".join(names[:4]) or ("nothing" if path.is_dir() else "no folder")
             raise InputError(
                 f"{path}: expected the folder of a run, with {folder.CONFIG}, or of a "
                 f"sweep, with {BEGUN}, got {got}; give the --out of a run"
             )
-    return list(found)
+    return list(run_folders)
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -169,11 +169,11 @@ def short_names(places: Sequence[Path]) -> list[str]:
     """Paths without the folders that all of them are in."""
     parts = [place.resolve().parts for place in places]
     shared = 0
-    while all(len(each) > shared + 1 for each in parts) and (
-        len({each[shared] for each in parts}) == 1
+    while all(len(path_parts) > shared + 1 for path_parts in parts) and (
+        len({path_parts[shared] for path_parts in parts}) == 1
     ):
         shared += 1
-    return ["/".join(each[shared:]) for each in parts]
+    return ["/".join(path_parts[shared:]) for path_parts in parts]
 
 
 def _rows(path: Path) -> list[Row]:

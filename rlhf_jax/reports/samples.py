@@ -39,7 +39,7 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
         if not isinstance(prompt, str) or not isinstance(response, str):
             continue
         judge = finite(row.get("judge", row.get("gold")))
-        kept: dict[str, Json] = {
+        record: dict[str, Json] = {
             "stage": row["stage"],
             "step": row["step"],
             "prompt": prompt,
@@ -48,24 +48,26 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
             "judge": None if judge is None else round(judge, 4),
         }
         if isinstance(row.get("reference"), str):
-            kept["reference"] = row["reference"]
+            record["reference"] = row["reference"]
         numbers = {
-            name: [finite(each) for each in row[name]]
+            name: [finite(number) for number in row[name]]
             for name in ("logprobs", "ref_logprobs")
             if isinstance(row.get(name), list)
         }
         if isinstance(row.get("tokens"), list):
-            kept["tokens"] = row["tokens"][:LONGEST]
-        kept |= {name: each[:LONGEST] for name, each in numbers.items()}
+            record["tokens"] = row["tokens"][:LONGEST]
+        record |= {name: values[:LONGEST] for name, values in numbers.items()}
         if isinstance(row.get("alternatives"), list):
-            kept["alternatives"] = _alternatives(row["alternatives"][:LONGEST])
-        kept["length"] = len(row.get("tokens", ()))
+            record["alternatives"] = _alternatives(row["alternatives"][:LONGEST])
+        record["length"] = len(row.get("tokens", ()))
         if isinstance(row.get("observed"), list):
-            kept["observed"] = [bool(each) for each in row["observed"][:LONGEST]]
-            kept["read"] = sum(map(bool, row["observed"]))
-            kept["length"] -= kept["read"]
-        kept["kl"] = _kl(numbers)
-        rows.append({k: v for k, v in kept.items() if v is not None})
+            record["observed"] = [
+                bool(observed) for observed in row["observed"][:LONGEST]
+            ]
+            record["read"] = sum(map(bool, row["observed"]))
+            record["length"] -= record["read"]
+        record["kl"] = _kl(numbers)
+        rows.append({k: v for k, v in record.items() if v is not None})
     return rows
 
 
@@ -89,9 +91,9 @@ def common_tokens(rows: Sequence[Row]) -> list[dict[str, Json]]:
                 sums.setdefault(text.strip() or text, []).append(own - ref)
     most = sorted(sums.items(), key=lambda item: -sum(item[1]))[:COMMON]
     return [
-        {"text": text, "count": len(each), "kl": round(sum(each), 3)}
-        for text, each in most
-        if 0 < sum(each) < math.inf
+        {"text": text, "count": len(differences), "kl": round(sum(differences), 3)}
+        for text, differences in most
+        if 0 < sum(differences) < math.inf
     ]
 
 
@@ -104,12 +106,12 @@ def within(rows: Sequence[dict[str, Json]], *, size: int) -> list[dict[str, Json
     costs = [document.written(row) + 2 for row in rows]
     if sum(costs) <= size:
         return list(rows)
-    kept, left = set(), size
+    chosen, left = set(), size
     for number in _in_order(rows):
-        if number not in kept and costs[number] <= left:
-            kept.add(number)
+        if number not in chosen and costs[number] <= left:
+            chosen.add(number)
             left -= costs[number]
-    return [row for number, row in enumerate(rows) if number in kept]
+    return [row for number, row in enumerate(rows) if number in chosen]
 
 
 def _in_order(rows: Sequence[Row]) -> list[int]:
@@ -137,7 +139,7 @@ def _in_order(rows: Sequence[Row]) -> list[int]:
 def _alternatives(places: Sequence[Sequence[Sequence[Any]]]) -> Json:
     """[[text, log π, log π_ref], ...] of each place; None for what is no number."""
     return [
-        [[text, *(finite(each) for each in logprobs)] for text, *logprobs in place]
+        [[text, *(finite(number) for number in logprobs)] for text, *logprobs in place]
         for place in places
     ]
 

@@ -43,8 +43,8 @@ def alarms_of(run: Run) -> list[Raised]:
     """The alarms that were raised, each time they began, with what was seen if told."""
     if run.summary is not None and isinstance(run.summary.get("alarms"), list):
         return [
-            Raised(each["stage"], each["name"], each["step"], each["message"])
-            for each in run.summary["alarms"]
+            Raised(alarm["stage"], alarm["name"], alarm["step"], alarm["message"])
+            for alarm in run.summary["alarms"]
         ]
     raised, active = [], set()
     for row in run.metrics:  # of a run under way
@@ -72,22 +72,22 @@ def verdict(run: Run) -> Verdict:
     if len(score) < 2:
         why = "its first step" if score else "no reward"
         return Verdict("none", why, None)
-    raised = {each.name: each for each in reversed(alarms_of(run))}
+    raised = {alarm.name: alarm for alarm in reversed(alarms_of(run))}
     since = fallen_since(score, judge)
-    rise = f"reward {_told(score[0][1])} → {_told(score[-1][1])}"
+    rise = f"reward {_number(score[0][1])} → {_number(score[-1][1])}"
     if judge:
         best = max(judge, key=lambda pair: pair[1])
-        rise += f", judge {_told(best[1])} at best → {_told(judge[-1][1])}"
+        rise += f", judge {_number(best[1])} at best → {_number(judge[-1][1])}"
     began = _still_raised(run, "reward_hacking")
     if began is not None or since is not None:
         return Verdict("hacked", rise, since if began is None else began)
     lost = [raised[name] for name in LOST if name in raised]
     if lost and score[-1][1] > score[0][1]:
-        first = min(lost, key=lambda each: each.step)
-        names = " and ".join(each.name.replace("_", " ") for each in lost)
+        first = min(lost, key=lambda alarm: alarm.step)
+        names = " and ".join(alarm.name.replace("_", " ") for alarm in lost)
         return Verdict("degraded", f"{rise}; {names}", first.step)
     if raised:
-        first = min(raised.values(), key=lambda each: each.step)
+        first = min(raised.values(), key=lambda alarm: alarm.step)
         return Verdict("alarm", ", ".join(raised).replace("_", " "), first.step)
     if not judge:
         return Verdict("unjudged", f"{rise}; no held-out judge looked", None)
@@ -123,7 +123,7 @@ def fallen_since(score: Series, judge: Series) -> int | None:
 def _still_raised(run: Run, name: str) -> int | None:
     """The step at which an alarm last began that the run's last rows still have."""
     last = run.metrics[-max(1, len(run.metrics) // LATE) :]
-    began = [each for each in alarms_of(run) if each.name == name]
+    began = [alarm for alarm in alarms_of(run) if alarm.name == name]
     if not began:
         return None
     newest = began[-1]
@@ -132,7 +132,7 @@ def _still_raised(run: Run, name: str) -> int | None:
     return newest.step if of_last else None
 
 
-def _told(value: float) -> str:
+def _number(value: float) -> str:
     return f"{value:.3g}".replace("-", "−")
 
 
@@ -147,13 +147,13 @@ def _autocorrelation(parts: Sequence[np.ndarray]) -> float:
     (2 + 4 r) / L too small, which is added.
     """
     deviations = [_from_line(part) for part in parts]
-    variance = sum((each**2).sum() for each in deviations)
-    pairs = sum(len(each) - 1 for each in deviations)
+    variance = sum((deviation**2).sum() for deviation in deviations)
+    pairs = sum(len(deviation) - 1 for deviation in deviations)
     count = sum(map(len, deviations))
     whole = sum(((part - part.mean()) ** 2).sum() for part in parts)
     if pairs < 1 or variance <= 1e-12 * whole:  # lines but for rounding
         return 0.0
-    covariance = sum((each[1:] * each[:-1]).sum() for each in deviations)
+    covariance = sum((deviation[1:] * deviation[:-1]).sum() for deviation in deviations)
     r = (covariance / pairs) / (variance / count)
     return float(np.clip(r + (2 + 4 * r) / (count / len(parts)), 0.0, MOST))
 

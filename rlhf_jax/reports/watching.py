@@ -37,7 +37,7 @@ class Source:
         """
         self._paths, self._load = paths, load
         self._lock = threading.Lock()
-        self._seen = self._version()
+        self._last_version = self._version()
         self._data = load()
         self._number = 0
 
@@ -48,13 +48,13 @@ class Source:
         """
         with self._lock:
             now = self._version()
-            if now != self._seen:
+            if now != self._last_version:
                 try:
                     self._data = self._load()
                 except (InputError, OSError, ValueError) as error:
                     print(f"not read again yet: {error}", file=sys.stderr)
                 else:
-                    self._seen, self._number = now, self._number + 1
+                    self._last_version, self._number = now, self._number + 1
             return f'"{self._number}"', self._data
 
     def _version(self) -> Version:

@@ -57,7 +57,7 @@ class Deadline:
         self._over = threading.Event()
         self._until: float | None = None  # of the monotonic clock, once a signal came
 
-    def asked(self) -> None:
+    def on_signal(self) -> None:
         """For the handler of the signal, where it runs."""
         self._start()
         signal.setitimer(signal.ITIMER_VIRTUAL, TICK, TICK)

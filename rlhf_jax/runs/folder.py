@@ -68,7 +68,7 @@ def check_run(config: RunConfig) -> None:
         )
     try:
         is_file = out.exists() and not out.is_dir()
-        names = [] if is_file else _held(out)
+        names = [] if is_file else _contents(out)
     except OSError as error:
         raise InputError(
             f"--out {out!s:.200}: expected a folder that can be read, got: "
@@ -137,7 +137,7 @@ def open_run(config: RunConfig) -> Path:
 def _open(config: RunConfig) -> None:
     check_run(config)
     out, path = config.out, config.out / CONFIG
-    if _held(out):
+    if _contents(out):
         recorded = _read(path)["versions"]
         for name, now in versions().items():
             if recorded.get(name) != now:
@@ -149,8 +149,8 @@ def _open(config: RunConfig) -> None:
         fields = to_json(config)
         for before, names in _changes(config):
             resume.tell_changes(before, fields, names)
-        said = read_config(path)
-        if resume.differing(said, fields, but=frozenset(MAY_DIFFER)):
+        recorded_config = read_config(path)
+        if resume.differing(recorded_config, fields, but=frozenset(MAY_DIFFER)):
             write_json(path, _read(path) | {"config": fields})
         return
     try:
@@ -214,7 +214,7 @@ def write_text(path: Path, text: str) -> None:
             raise
 
 
-def _held(folder: Path) -> list[str]:
+def _contents(folder: Path) -> list[str]:
     """What a folder holds, apart from what a killed process left: its lock, a *.tmp."""
     if not folder.exists():
         return []

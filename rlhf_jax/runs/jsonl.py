@@ -54,9 +54,9 @@ def ranges(steps: Sequence[int]) -> str:
             runs[-1][1] = step
         else:
             runs.append([step, step])
-    told = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs[:8]]
+    shown = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs[:8]]
     more = ["and more"] if len(runs) > 8 else []
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(told + more)}"
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown + more)}"
 
 
 def cut(path: Path, *, step: int, begun: Sequence[str]) -> None:
@@ -66,15 +66,15 @@ def cut(path: Path, *, step: int, begun: Sequence[str]) -> None:
     back has written its last rows again.
     """
     *earlier, stage = begun
-    kept = [
+    rows = [
         (line + b"\n", row["stage"])
         for line, row in lines(path)
         if row["stage"] != stage or row["step"] < step
     ]
-    order = [of for _, of in kept if of == stage or of in earlier]
+    order = [of for _, of in rows if of == stage or of in earlier]
     moves = order != sorted(order, key=begun.index)
     if moves:
-        kept.sort(key=lambda row: row[1] == stage)
-    text = b"".join(line for line, _ in kept)
+        rows.sort(key=lambda row: row[1] == stage)
+    text = b"".join(line for line, _ in rows)
     if moves or len(text) < path.stat().st_size:
         write_text(path, text.decode())

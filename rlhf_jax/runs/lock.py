@@ -32,7 +32,7 @@ NAME = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # By folder, with how often it is held: any other opened descriptor of the file would
 # give the lock back when it is closed.
-_held: dict[Path, tuple[int, int]] = {}
+_locks: dict[Path, tuple[int, int]] = {}
 
 
 @contextlib.contextmanager
@@ -63,19 +63,19 @@ def take(folder: Path) -> None:
       InputError: another process holds it; says which.
     """
     folder = folder.resolve()
-    if folder in _held:
-        descriptor, count = _held[folder]
+    if folder in _locks:
+        descriptor, count = _locks[folder]
     else:
         descriptor, count = _locked(folder), 0
-    _held[folder] = descriptor, count + 1
+    _locks[folder] = descriptor, count + 1
 
 
 def give_back(folder: Path) -> None:
     """Undoes one `take`; the last one gives the lock back, and removes its file."""
     folder = folder.resolve()
-    descriptor, count = _held.pop(folder)
+    descriptor, count = _locks.pop(folder)
     if count > 1:
-        _held[folder] = descriptor, count - 1
+        _locks[folder] = descriptor, count - 1
         return
     with contextlib.suppress(OSError):
         (folder / NAME).unlink()
@@ -163,14 +163,16 @@ def _sign(descriptor: int, folder: Path) -> None:
 
 def _holder(descriptor: int) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-        told = json.loads(os.pread(descriptor, 1000, 0))
-        return f"process {told['process']} on {told['host']}, since {told['since']}"
+        holder = json.loads(os.pread(descriptor, 1000, 0))
+        return (
+            f"process {holder['process']} on {holder['host']}, since {holder['since']}"
+        )
     return "another process"
 
 
 def _unwritable(folder: Path, why: OSError | ValueError | str) -> InputError:
-    told = write_errors.reason(why) if isinstance(why, OSError) else str(why)
+    reason = write_errors.reason(why) if isinstance(why, OSError) else str(why)
     return InputError(
         f"--out {folder}: expected a folder that can be made and written to, got: "
-        f"{told}; give another --out, or see to that one"
+        f"{reason}; give another --out, or see to that one"
     )

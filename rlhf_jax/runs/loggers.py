@@ -43,16 +43,16 @@ def check(*, tensorboard: bool, wandb: bool, trackio: bool) -> None:
         "wandb": (wandb, "wandb"),
         "trackio": (trackio, "trackio"),
     }
-    for extra, (wanted, package) in packages.items():
-        if not wanted:
+    for extra, (enabled, package) in packages.items():
+        if not enabled:
             continue
         try:
             importlib.import_module(package)
         except Exception as error:  # they do as they like when they are imported
-            said = " ".join(str(error).split()) or type(error).__name__
+            message = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
                 f"--{extra}: expected the package {package} to be imported, got: "
-                f"{said:.200}; pip install 'rlhf-jax[{extra}]' again, or leave "
+                f"{message:.200}; pip install 'rlhf-jax[{extra}]' again, or leave "
                 f"--{extra} out"
             ) from error
 

@@ -113,7 +113,7 @@ class Recorder:
             more or fewer rows of before `step` than `rows` says.
         """
         self.flush()
-        kept = {
+        steps_of_file = {
             name: [
                 row["step"]
                 for row in read(path)
@@ -122,8 +122,8 @@ class Recorder:
             for name, path in self._paths.items()
         }
         if rows is not None:
-            self._check_rows(stage, step, kept, rows)
-        self.rows = {name: len(steps) for name, steps in kept.items()}
+            self._check_rows(stage, step, steps_of_file, rows)
+        self.rows = {name: len(steps) for name, steps in steps_of_file.items()}
         if stage not in self._begun:
             self._begun.append(stage)
         for name, path in self._paths.items():
@@ -234,11 +234,11 @@ class Recorder:
         self,
         stage: str,
         step: int,
-        kept: Mapping[str, Sequence[int]],
+        steps_of_file: Mapping[str, Sequence[int]],
         rows: Mapping[str, int],
     ) -> None:
         """InputError, or a warning, where a file is not as the snapshot left it."""
-        for name, steps in kept.items():
+        for name, steps in steps_of_file.items():
             if len(steps) == rows.get(name):
                 continue
             lost = sorted(set(range(step)) - set(steps))
@@ -247,16 +247,16 @@ class Recorder:
             if name in EVERY_STEP:
                 which = f" (missing are {jsonl.ranges(lost)})" if lost else ""
                 which += f" (more than once {jsonl.ranges(twice)})" if twice else ""
-            told = (
+            message = (
                 f"{self._paths[name]}: expected the {rows.get(name)} rows of {stage} "
                 f"that snapshot {step} was saved with, got {len(steps)}{which}"
             )
             if not self._accept_lost_rows:
                 raise InputError(
-                    f"{told}; put the file back as it was, or go on without them with "
-                    f"--accept-lost-rows, which changes nothing in what is trained"
+                    f"{message}; put the file back as it was, or go on without them "
+                    f"with --accept-lost-rows, which changes nothing in what is trained"
                 )
-            print(f"warning: {told}; the run goes on without them", file=sys.stderr)
+            print(f"warning: {message}; the run goes on without them", file=sys.stderr)
 
     def _restart(self, now: float) -> None:
         """Begins the timings of the next step."""

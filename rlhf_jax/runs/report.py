@@ -224,14 +224,14 @@ def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
       mesh: where it computes.
     """
     backend = engine_choice.backend_of(mesh.abstract_mesh)
-    found = engine_choice.choose(
+    chosen = engine_choice.choose(
         model,
         columns=columns,
         backend=backend,
         context=mesh.shape.get(axes.CONTEXT_AXIS, 1),
     )
     Console().print(
-        f"attention over rows of {columns:,} tokens: {found.engine}, {found.reason}"
+        f"attention over rows of {columns:,} tokens: {chosen.engine}, {chosen.reason}"
     )
 
 

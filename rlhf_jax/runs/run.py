@@ -130,7 +130,7 @@ class Run:
         self.versions = versions()
         self.resume_from = config.resume_from  # None once a stage has gone back to it
         self.interrupt = command_line.Interrupt(
-            on_request=None if self.deadline is None else self.deadline.asked
+            on_request=None if self.deadline is None else self.deadline.on_signal
         )
         self.vote = processes.Vote()
 

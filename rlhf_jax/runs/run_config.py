@@ -77,8 +77,8 @@ class RunConfig:
             "wandb": (self.wandb, "wandb"),
             "trackio": (self.trackio, "trackio"),
         }
-        for extra, (wanted, package) in extras.items():
-            if wanted and importlib.util.find_spec(package) is None:
+        for extra, (enabled, package) in extras.items():
+            if enabled and importlib.util.find_spec(package) is None:
                 raise InputError(
                     f"--{extra} needs the package {package}, which is not installed; "
                     f"pip install 'rlhf-jax[{extra}]', or leave --{extra} out"
@@ -354,4 +354,4 @@ def _record(fields: Mapping[str, Any], kind: Any) -> Any:
         made = _made(kind, values, nested)
         if not nested:
             return made
-    raise TypeError("; ".join(each.strip() for each in [*wrong, *nested]))
+    raise TypeError("; ".join(fault.strip() for fault in [*wrong, *nested]))

@@ -102,7 +102,7 @@ class Stage:
         if begun.went_back:
             run.resume_from = None
         self.state, self.start = begun.state, begun.step
-        self._whole = self._kept(self.start)
+        self._whole = self._copy(self.start)
         run.record.begin(name, step=self.start, rows=begun.rows)
 
     def __enter__(self) -> Self:
@@ -165,7 +165,7 @@ class Stage:
         record.write(step, stats, positions=positions, waits=waits)
         record.write_samples(step, samples)
         done = step + 1
-        self._whole = self._kept(done)
+        self._whole = self._copy(done)
         stop = self._run.vote(self._run.interrupt.requested)
         due = stop or done == self._num_steps or done % config.snapshot_every == 0
         if due:
@@ -188,7 +188,7 @@ class Stage:
         meta[beginning.ROWS] = dict(self._run.record.rows)
         self._snapshots.save(done, arrays=state, meta=meta)
 
-    def _kept(self, done: int) -> tuple[int, PyTree]:
+    def _copy(self, done: int) -> tuple[int, PyTree]:
         """The arrays of the state as it is now, in a tree that no step changes."""
         if self._run.deadline is None:
             return done, None
@@ -207,9 +207,9 @@ class Stage:
             self._snapshots.close()
         limit, config = self._run.deadline, self._run.config
         assert limit is not None  # as it calls this
-        asked = signal.Signals(signum).name
+        signal_name = signal.Signals(signum).name
         return (
             f"stopped: step {done} did not come through its sampler, reward or judge "
-            f"within {limit.seconds:g} s of {asked} (--stop-timeout); "
+            f"within {limit.seconds:g} s of {signal_name} (--stop-timeout); "
             f"{saved}; {command_line.go_on(config)}"
         )

@@ -27,7 +27,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_ALLOWED = (errno.EROFS, errno.EACCES, errno.EPERM)
 FAILING = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
-TOLD = (*NO_ROOM, *NOT_ALLOWED, *FAILING)
+NAMED = (*NO_ROOM, *NOT_ALLOWED, *FAILING)
 
 
 class WriteError(StopError):
@@ -48,17 +48,17 @@ def reason(error: BaseException) -> str | None:
     An OSError says it itself; others that were raised from one, or that quote the
     system as tensorstore does, are looked through.
     """
-    told: BaseException | None = error
-    while told is not None:
-        if isinstance(told, OSError) and told.errno is not None:
-            return told.strerror
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause.strerror
         # safetensors writes "(os error 28)", tensorstore "[os_error_code='28']".
-        if code := re.search(r"\bos[ _]error(?:_code=')? ?(\d+)", str(told)):
+        if code := re.search(r"\bos[ _]error(?:_code=')? ?(\d+)", str(cause)):
             return os.strerror(int(code[1]))
-        for code in TOLD:
-            if os.strerror(code) in str(told):
+        for code in NAMED:
+            if os.strerror(code) in str(cause):
                 return os.strerror(code)
-        told = told.__cause__ or told.__context__
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
@@ -89,7 +89,7 @@ def of_run(error: OSError, *, folder: Path) -> WriteError | None:
     inside = isinstance(error.filename, str | Path) and Path(
         error.filename
     ).absolute().is_relative_to(folder.absolute())
-    if error.errno not in NO_ROOM and not (inside and error.errno in TOLD):
+    if error.errno not in NO_ROOM and not (inside and error.errno in NAMED):
         return None
     name = "a file" if error.filename is None else error.filename
     return WriteError(name, str(error.strerror))

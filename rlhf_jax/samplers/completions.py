@@ -71,7 +71,7 @@ def request(
 def response(
     answer: dict[str, Any],
     *,
-    asked: dict[str, Any],
+    request: dict[str, Any],
     vocab_size: int,
     url: str,
     unused: Ranges = (),
@@ -80,7 +80,7 @@ def response(
 
     Args:
       answer: to `request`.
-      asked: the request.
+      request: the request.
       vocab_size: of the policy.
       url: of the server, for messages.
       unused: ranges of ids that no token has; the policy's log-prob of them is -inf.
@@ -115,15 +115,15 @@ def response(
         )
     if not all(math.isfinite(number) and number <= 1e-3 for number in logprobs):
         raise _wrong(url, "finite log-probs of at most 0", choice, "see to its weights")
-    seen = choice.get("prompt_token_ids")
-    if seen is not None and seen != asked["prompt"]:
+    prompt_ids = choice.get("prompt_token_ids")
+    if prompt_ids is not None and prompt_ids != request["prompt"]:
         raise _wrong(
             url,
-            f"a response to the prompt {asked['prompt']}",
-            {"prompt_token_ids": seen},
+            f"a response to the prompt {request['prompt']}",
+            {"prompt_token_ids": prompt_ids},
             "have the server change no prompt",
         )
-    most, stops = asked["max_tokens"], asked["stop_token_ids"]
+    most, stops = request["max_tokens"], request["stop_token_ids"]
     ended = len(tokens) == most or (bool(tokens) and tokens[-1] in stops)
     whole = 1 <= len(tokens) <= most and ended
     if not whole or any(token in stops for token in tokens[:-1]):

@@ -102,8 +102,8 @@ def rollout_of(prompts: Prompts, drawn: Drawn, *, version: int | None) -> Rollou
         return np.concatenate([np.asarray(prompt), of_response], axis=1)
 
     def behind(of_response: Any) -> Any:
-        kept = np.where(response, of_response, 0.0).astype(np.float32)
-        return beside(np.zeros((rows, before), np.float32), kept)
+        of_rows = np.where(response, of_response, 0.0).astype(np.float32)
+        return beside(np.zeros((rows, before), np.float32), of_rows)
 
     response_mask = beside(np.zeros((rows, before), bool), response)
     stamped = None

@@ -165,7 +165,7 @@ class ServerSampler:
         seeds = jax.device_get(
             self._seeds(key, index=prompts.index, sample=prompts.sample)
         )
-        asked = [
+        requests = [
             completions.request(
                 tokens[mask].tolist(),
                 model=self._model,
@@ -180,8 +180,10 @@ class ServerSampler:
             )
         ]
         responses: dict[int, completions.Response] = {}
-        self._retries(lambda: self._respond_to_rest(asked, responses), after=Overloaded)
-        rows = len(asked)
+        self._retries(
+            lambda: self._respond_to_rest(requests, responses), after=Overloaded
+        )
+        rows = len(requests)
         tokens = np.zeros((rows, max_new_tokens), np.int32)
         logprobs = np.zeros((rows, max_new_tokens), np.float32)
         lengths = np.zeros(rows, np.int32)
@@ -193,7 +195,7 @@ class ServerSampler:
 
     def _respond_to_rest(
         self,
-        asked: list[dict[str, Any]],
+        requests: list[dict[str, Any]],
         responses: dict[int, completions.Response],
     ) -> None:
         """Adds the responses that are missing.
@@ -205,7 +207,7 @@ class ServerSampler:
         """
         futures = {
             row: self._threads.submit(self._respond, request)
-            for row, request in enumerate(asked)
+            for row, request in enumerate(requests)
             if row not in responses
         }
         failures: list[Overloaded] = []
@@ -222,11 +224,11 @@ class ServerSampler:
             count = f" ({len(failures)} of {len(futures)} requests)"
             raise Overloaded(f"{failures[0]}{count}") from failures[0]
 
-    def _respond(self, asked: dict[str, Any]) -> completions.Response:
-        answer = self._server.post(completions.PATH, asked)
+    def _respond(self, request: dict[str, Any]) -> completions.Response:
+        answer = self._server.post(completions.PATH, request)
         return completions.response(
             answer,
-            asked=asked,
+            request=request,
             vocab_size=self._recipe.model.vocab_size,
             url=self._server.url,
             unused=self._recipe.model.unused_ids,
@@ -245,16 +247,16 @@ class ServerSampler:
             ) from error
         listed = answer.get("data")
         models = {
-            each["id"]: each
-            for each in (listed if isinstance(listed, list) else [])
-            if isinstance(each, dict) and isinstance(each.get("id"), str)
+            model["id"]: model
+            for model in (listed if isinstance(listed, list) else [])
+            if isinstance(model, dict) and isinstance(model.get("id"), str)
         }
         if name is None and len(models) == 1:
             (name,) = models
         if name is None or name not in models:
-            wanted = "one model" if name is None else f"the model {name}"
+            expected = "one model" if name is None else f"the model {name}"
             raise InputError(
-                f"--sampler: expected {wanted} at {self._server.url}, got "
+                f"--sampler: expected {expected} at {self._server.url}, got "
                 f"{', '.join(models) or 'none'}; name one of them as model="
             )
         context, needed = models[name].get("max_model_len"), self._recipe.max_new_tokens
@@ -270,4 +272,6 @@ class ServerSampler:
 def _seeds(key: Array, *, index: Array, sample: Array) -> Array:
     """u32[B], below 2^31: of each row, whatever batch it stands in."""
     keys = decode.row_keys(key, index=index, sample=sample)
-    return jax.vmap(lambda each: jax.random.bits(each, dtype=jnp.uint32) >> 1)(keys)
+    return jax.vmap(lambda row_key: jax.random.bits(row_key, dtype=jnp.uint32) >> 1)(
+        keys
+    )

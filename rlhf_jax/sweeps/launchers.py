@@ -81,24 +81,24 @@ class Workers:
         """Gives a run to a process that is idle, or to a new one."""
         run.log.parent.mkdir(parents=True, exist_ok=True)
         while self._idle:
-            given = self._idle.pop()
+            chosen = self._idle.pop()
             try:
-                given.give(run)
+                chosen.give(run)
             except BrokenPipeError:  # something has ended it since its last run
-                given.end()
+                chosen.end()
             else:
-                return given
-        given = _Worker(self._idle, self._leaving, log=run.log)
-        given.give(run)
-        return given
+                return chosen
+        chosen = _Worker(self._idle, self._leaving, log=run.log)
+        chosen.give(run)
+        return chosen
 
     def close(self) -> None:
         """Ends the processes, whose runs have ended."""
-        for each in self._idle:
-            each.end()
+        for idle in self._idle:
+            idle.end()
         self._idle.clear()
-        for each in self._leaving:
-            each.end(within=LEAVING)
+        for leaving in self._leaving:
+            leaving.end(within=LEAVING)
         self._leaving.clear()
 
 

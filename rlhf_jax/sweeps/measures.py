@@ -46,19 +46,19 @@ def absent(measures: Mapping[str, Measure], *, runs: Sequence[Path]) -> list[str
     Args:
       runs: folders of runs that are done, at least one.
     """
-    told = []
+    messages = []
     for name, measure in measures.items():
         if any(measured(run, measure) is not None for run in runs):
             continue
         known = _known(runs[0], of_summary=measure.summary is not None)
-        wanted = measure.summary or measure.metric or ""
-        near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.4) or known[:5]
+        metric = measure.summary or measure.metric or ""
+        near = difflib.get_close_matches(metric, known, n=3, cutoff=0.4) or known[:5]
         where = "summary.json" if measure.summary else "metrics.jsonl"
-        told.append(
-            f"measure {name}: expected a finite number in {where}, got {wanted}, which "
+        messages.append(
+            f"measure {name}: expected a finite number in {where}, got {metric}, which "
             f"no run has; there are {', '.join(near) or 'none'}"
         )
-    return told
+    return messages
 
 
 def _known(run: Path, *, of_summary: bool) -> list[str]:

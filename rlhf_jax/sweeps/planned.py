@@ -115,7 +115,7 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         what differs.
     """
     path = out / BEGUN
-    asked = _plain(
+    plan = _plain(
         {
             "trainer": sweep.trainer,
             "program": sweep.program,
@@ -131,9 +131,9 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         begun = _read(path)
         before = {name: begun.get(name) for name in ("trainer", "program", "options")}
         cells = begun.get("cells", {})
-        known = {name: now for name, now in asked["cells"].items() if name in cells}
+        known = {name: now for name, now in plan["cells"].items() if name in cells}
         for name, value, now in [
-            *((name, value, asked[name]) for name, value in before.items()),
+            *((name, value, plan[name]) for name, value in before.items()),
             *((f"cell {name}", cells[name], now) for name, now in known.items()),
         ]:
             if value != now:
@@ -142,16 +142,16 @@ def begin(sweep: Sweep, *, out: Path) -> None:
                     f"whose {_difference(name, value, now)}; give another --out, or "
                     f"change it back"
                 )
-        folder.write_json(path, asked | {"cells": cells | asked["cells"]})
+        folder.write_json(path, plan | {"cells": cells | plan["cells"]})
         return
-    names = sorted(each.name for each in out.iterdir()) if out.is_dir() else []
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     if out.exists() and (names or not out.is_dir()):
         raise InputError(
             f"--out {out}: expected a folder of a sweep, or none, got "
             f"{', '.join(names[:4]) or 'a file'}; give another"
         )
     out.mkdir(parents=True, exist_ok=True)
-    folder.write_json(path, asked)
+    folder.write_json(path, plan)
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _difference(name: str, begun: Any, now: Any) -> str:
     if not isinstance(begun, dict) or not isinstance(now, dict):
         return f"{name} was {begun}, got {now}"
     fields: Sequence[str] = sorted(begun.keys() | now.keys())
-    field = next(each for each in fields if begun.get(each) != now.get(each))
+    field = next(name for name in fields if begun.get(name) != now.get(name))
     return (
         f"{name}.{field} was {begun.get(field, 'not given')}, got "
         f"{now.get(field, 'none')}"

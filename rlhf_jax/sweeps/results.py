@@ -146,8 +146,10 @@ def _means(values: Numbers) -> tuple[str, str]:
     """Mean and interquartile mean, with intervals."""
     if not values:
         return "-", "-"
-    told = statistics.estimate(list(values.values()))
-    return _cell(told.mean, told.interval), _cell(told.iqm, told.iqm_interval)
+    estimate = statistics.estimate(list(values.values()))
+    return _cell(estimate.mean, estimate.interval), _cell(
+        estimate.iqm, estimate.iqm_interval
+    )
 
 
 def _cell(value: float | None, interval: Interval | None) -> str:

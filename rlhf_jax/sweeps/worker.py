@@ -36,17 +36,17 @@ MOST_MAPPINGS = Path("/proc/sys/vm/max_map_count")
 
 def main() -> None:
     """Does the runs that its input names, until that ends."""
-    asked, answers = os.fdopen(os.dup(0)), os.fdopen(int(sys.argv[1]), "w")
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(sys.argv[1]), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    for line in asked:
-        given: dict[str, Any] = json.loads(line)
-        log = os.open(given["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for line in requests:
+        request: dict[str, Any] = json.loads(line)
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        status = run(given["argv"], module=given["module"])
+        status = run(request["argv"], module=request["module"])
         last = full()
         print(status, LAST if last else "", file=answers, flush=True)
         if last:

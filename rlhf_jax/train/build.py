@@ -206,9 +206,9 @@ def build(
         reference=reference,
         head=head,
         further=further,
-        rewards=tuple(each.frozen for each in reward_models),
+        rewards=tuple(reward_model.frozen for reward_model in reward_models),
         recipe=recipe,
-        reward_shapes=tuple(each.model for each in reward_models),
+        reward_shapes=tuple(reward_model.model for reward_model in reward_models),
     )
 
 

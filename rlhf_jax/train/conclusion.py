@@ -86,8 +86,8 @@ def conclude(
         print(f"reference verified, fingerprint {root}")
     if models.further:
         summary["reference_fingerprints"] = {
-            name: frozen.fingerprint_of(each).root
-            for name, each in models.further.items()
+            name: frozen.fingerprint_of(model).root
+            for name, model in models.further.items()
         }
     if reference is not None and reference.model is None:  # leaf by leaf
         moved = processes.whole(programs.drift(trained, reference))
@@ -114,9 +114,9 @@ def conclude(
                 adapters=None if recipe.lora is None else trained,
                 trained=config.trained_share,
                 references=[
-                    frozen.shape_of(each, policy=recipe.model)
-                    for each in references
-                    if each is not None
+                    frozen.shape_of(reference, policy=recipe.model)
+                    for reference in references
+                    if reference is not None
                 ],
                 rewards=models.reward_shapes,
                 critic=getattr(recipe, "critic_model", None),

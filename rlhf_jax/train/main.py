@@ -70,10 +70,10 @@ def usage() -> str:
     """All commands, on one screen."""
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
     titled = {
-        "Train": {name: each.says for name, each in TRAINERS.items()},
+        "Train": {name: trainer.says for name, trainer in TRAINERS.items()},
         "Compare": EVALUATE | SWEEP | REPORT,
         "Ask": PLAN | QUERIES,
-        "Of other packages": {name: each.value for name, each in outside().items()},
+        "Of other packages": {name: entry.value for name, entry in outside().items()},
     }
     for title, commands in titled.items():
         if not commands:

@@ -78,9 +78,13 @@ def parts(
         whole.append(Part("reference", models.reference.stored, reference_mesh))
     if models.head is not None:
         whole.append(Part("reference's head", models.head.stored, mesh))
-    for each in chosen.references:
-        held = models.further[each.name].stored
-        whole.append(Part(f"reference {each.name}", held, each.place.memory_mesh(mesh)))
+    for reference in chosen.references:
+        stored = models.further[reference.name].stored
+        whole.append(
+            Part(
+                f"reference {reference.name}", stored, reference.place.memory_mesh(mesh)
+            )
+        )
     for name, one in zip(reward_names(models), models.rewards, strict=True):
         place = placement.reward.memory_mesh(mesh)
         whole.append(Part(name, one.stored, place))

@@ -94,15 +94,15 @@ class Programs:
             )
         moving = models.adapters_are_the_reference
         self._reference_base = models.base if moving else None
-        there = on
+        placed = on
         if models.reference is not None:  # it may be on another mesh
-            there = bind(sharding.on, frozen.mesh_of(models.reference))
+            placed = bind(sharding.on, frozen.mesh_of(models.reference))
         compute = bind(
             score.reference_logprobs, lora=recipe.lora if moving else None, **shape
         )
         if models.head is not None:
             compute = bind(teacher.teacher_states, **shape)
-        self._reference: Callable[..., Any] = jit(there(compute))
+        self._reference: Callable[..., Any] = jit(placed(compute))
         self._further = {
             name: jit(
                 bind(
@@ -199,14 +199,14 @@ class Programs:
         """The reference's log-probs, computed on the reference's devices."""
         if self._models.head is not None:
             return frozen_models.run_beside(
-                lambda there: self._reference(reference, rollout=there),
+                lambda moved: self._reference(reference, rollout=moved),
                 reference,
                 rollout,
             )
         logprobs = frozen_models.run_beside(
-            lambda there: self._reference(
+            lambda moved: self._reference(
                 reference,
-                rollout=there,
+                rollout=moved,
                 base=self._reference_base,
                 packing=None if packing is None else packing.batch,
             ),
@@ -223,14 +223,17 @@ class Programs:
 
         def logprobs(name: str, model: Frozen) -> Array:
             return frozen_models.run_beside(
-                lambda there: self._further[name](
-                    model, rollout=there, packing=of_batch
+                lambda moved: self._further[name](
+                    model, rollout=moved, packing=of_batch
                 ),
                 model,
                 rollout,
             )
 
-        weights = {each.name: each.weight for each in self._config.reference.references}
+        weights = {
+            reference.name: reference.weight
+            for reference in self._config.reference.references
+        }
         return {
             name: Further(
                 frozen=model if inside else None,

@@ -49,7 +49,7 @@ def read_data(
     Raises:
       InputError: a file is unreadable or empty, or a row does not fit; names its place.
     """
-    contexts = [each.max_positions for each in models.reward_shapes]
+    contexts = [model.max_positions for model in models.reward_shapes]
     responder = Responder(
         config,
         start=start,
@@ -90,7 +90,7 @@ def read_data(
     if (
         pools.reads_prompts or watch.judge is not None
     ) and not config.sampler.environment:
-        meta |= prompts_given(data.asked)
+        meta |= prompts_given(data.written_prompts)
     ptx = None
     if config.data.ptx is not None:
         mixed_in = receipts.source("--ptx", config.data.ptx)

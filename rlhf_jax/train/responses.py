@@ -18,8 +18,8 @@ from rlhf_jax.data import encoding, files, json_lines
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row, place
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.data.text import Asked, Written, asked, messages
-from rlhf_jax.data.text.asked import PLACE
+from rlhf_jax.data.text import Question, Written, messages, read_question
+from rlhf_jax.data.text.question import PLACE
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.build import Meshes
@@ -42,7 +42,7 @@ class Data(NamedTuple):
 
     rows: list[Row]
     tokens: Sequence[Tokens]  # of the prompts
-    asked: Sequence[Written]  # the prompts as they were written
+    written_prompts: Sequence[Written]  # the prompts as they were written
     begun: BegunRows | None = None  # by an environment
 
     def first(self, count: int) -> Data:
@@ -50,7 +50,7 @@ class Data(NamedTuple):
         return Data(
             self.rows[:count],
             self.tokens[:count],
-            self.asked[:count],
+            self.written_prompts[:count],
             None if self.begun is None else self.begun.first(count),
         )
 
@@ -123,7 +123,7 @@ class Responder:
                 receipt=receipt,
             )
             pools.tell(receipt)
-            return Data(begun.rows, begun.prompts, begun.asked, begun)
+            return Data(begun.rows, begun.prompts, begun.written_prompts, begun)
         field = options.prompt_field
         rows = files.read_prompts(source, field=field, receipt=receipt)
         pools.tell(receipt)
@@ -183,7 +183,9 @@ class Responder:
 def environment_reward(config: PolicyGradientConfig) -> str | None:
     """The name of the reward that an environment gives, if the run reads it."""
     names = [
-        each.name for each in config.sources if isinstance(each.source, Environment)
+        source.name
+        for source in config.sources
+        if isinstance(source.source, Environment)
     ]
     return names[0] if names else None
 
@@ -198,9 +200,13 @@ def put(written: Written, *, options: AskedPrompts) -> Written:
     return [{"role": "user", "content": text}] if options.chat else text
 
 
-def question(row: Row, *, options: AskedPrompts, where: str) -> Asked:
+def question(row: Row, *, options: AskedPrompts, where: str) -> Question:
     """How a row's prompt is read: what of what is asked is its text."""
-    each = asked(row, field=options.prompt_field, where=where, chat=options.chat)
-    if isinstance(each.written, str) and not options.chat:
-        return each._replace(template=options.template)
-    return each._replace(written=put(each.written, options=options))
+    question_of_row = read_question(
+        row, field=options.prompt_field, where=where, chat=options.chat
+    )
+    if isinstance(question_of_row.written, str) and not options.chat:
+        return question_of_row._replace(template=options.template)
+    return question_of_row._replace(
+        written=put(question_of_row.written, options=options)
+    )

@@ -71,15 +71,15 @@ class RewardPools:
         self.functions: dict[str, Any] = {}
         self.verifiers: dict[str, Verifier] = {}
         self.pools: dict[str, VerifierPool] = {}
-        for each in config.sources:
-            if isinstance(each.source, Function):
-                self.functions[each.name] = command_line.load_function(
-                    each.source.function
+        for source in config.sources:
+            if isinstance(source.source, Function):
+                self.functions[source.name] = command_line.load_function(
+                    source.source.function
                 )
-            if isinstance(each.source, VerifierChoice):
-                verifier = make_verifier(each.source)
-                self.verifiers[each.name] = verifier
-                self.pools[each.name] = stack.enter_context(
+            if isinstance(source.source, VerifierChoice):
+                verifier = make_verifier(source.source)
+                self.verifiers[source.name] = verifier
+                self.pools[source.name] = stack.enter_context(
                     VerifierPool(
                         verifier,
                         num_workers=config.rewards.num_workers,
@@ -87,9 +87,12 @@ class RewardPools:
                         on_failure=config.rewards.on_failure,
                     )
                 )
-            if isinstance(each.source, Environment) and not config.sampler.environment:
+            if (
+                isinstance(source.source, Environment)
+                and not config.sampler.environment
+            ):
                 raise InputError(
-                    f"--rewards {each}: expected --environment with it, got none"
+                    f"--rewards {source}: expected --environment with it, got none"
                 )
 
     def check_answers(self, located: Callable[[], Any]) -> None:
@@ -104,14 +107,14 @@ class RewardPools:
 
     def tell(self, receipt: Receipt) -> None:
         """Tells a receipt which fields of the rows the rewards read."""
-        for each in self.config.sources:
-            match each.source:
+        for source in self.config.sources:
+            match source.source:
                 case Function(name):
-                    receipt.gives(f"{_option(self.config, each)} {name}")
+                    receipt.gives(f"{_option(self.config, source)} {name}")
                 case VerifierChoice(name) if ":" in name:
-                    receipt.gives(f"{_option(self.config, each)} {name}")
+                    receipt.gives(f"{_option(self.config, source)} {name}")
                 case VerifierChoice():
-                    receipt.reads(each.source.answer_field)
+                    receipt.reads(source.source.answer_field)
 
     @property
     def reads_rows(self) -> bool:
@@ -122,9 +125,9 @@ class RewardPools:
     def reads_prompts(self) -> bool:
         """Whether a function of the user's is given the prompts."""
         own = [
-            each
-            for each in self.config.sources
-            if isinstance(each.source, VerifierChoice) and ":" in each.source.name
+            source
+            for source in self.config.sources
+            if isinstance(source.source, VerifierChoice) and ":" in source.source.name
         ]
         return bool(self.functions or own)
 
@@ -140,7 +143,7 @@ class RewardList:
         pack: EndPacker,
         policy: Pretrained,
         rows: list[Row],
-        asked: Sequence[Written],
+        written_prompts: Sequence[Written],
     ) -> None:
         """Compiles nothing yet.
 
@@ -149,34 +152,36 @@ class RewardList:
           pack: of a run, which packs what reward models see or leaves it padded.
           policy: whose tokenizer decodes.
           rows: that `rollout.index` points into.
-          asked: their prompts as they were written.
+          written_prompts: their prompts as they were written.
         """
         self._mesh, config = pools.mesh, pools.config
         self._sources = config.sources
         self._pooled = {
-            name: pool.reward(decode=policy.decode, rows=rows, asked=asked)
+            name: pool.reward(
+                decode=policy.decode, rows=rows, written_prompts=written_prompts
+            )
             for name, pool in pools.pools.items()
         }
         self._programmed: dict[str, Programmed] = {}
         left = list(models)
-        for each in self._sources:
-            match each.source:
+        for source in self._sources:
+            match source.source:
                 case Model(paths):
                     mine, left = left[: len(paths)], left[len(paths) :]
-                    self._programmed[each.name] = model_reward(
-                        mine, pack=pack, source=each.source
+                    self._programmed[source.name] = model_reward(
+                        mine, pack=pack, source=source.source
                     )
                 case Function(spec):
                     reward = TextReward(
-                        function=pools.functions[each.name],
+                        function=pools.functions[source.name],
                         decode=policy.decode,
                         rows=rows,
-                        called=f"{_option(config, each)} {spec}",
-                        asked=asked,
+                        called=f"{_option(config, source)} {spec}",
+                        written_prompts=written_prompts,
                     )
-                    self._programmed[each.name] = text_reward(reward, mesh=pools.mesh)
+                    self._programmed[source.name] = text_reward(reward, mesh=pools.mesh)
                 case Length():
-                    self._programmed[each.name] = jax.jit(_length)
+                    self._programmed[source.name] = jax.jit(_length)
         self._combined = jax.jit(self._combine)
         short = {config.rewards.reward_model, config.rewards.reward}
         self._named = bool(config.rewards.rewards) and short == {None}
@@ -185,7 +190,7 @@ class RewardList:
     def on_host(self) -> bool:
         """Whether a reward runs on the host, so that devices would wait for it."""
         of_models = all(
-            isinstance(each.source, Model | Length) for each in self._sources
+            isinstance(source.source, Model | Length) for source in self._sources
         )
         return not (of_models and self._sources)
 
@@ -208,10 +213,10 @@ class RewardList:
           early: what processes and environments computed.
         """
         scores: dict[str, Array | Scores] = {
-            each.name: early[each.name]
-            if each.name in early
-            else self._programmed[each.name](shown)
-            for each in self._sources
+            source.name: early[source.name]
+            if source.name in early
+            else self._programmed[source.name](shown)
+            for source in self._sources
         }
         if not scores:
             return None
@@ -221,7 +226,7 @@ class RewardList:
         return self._combined(scores)
 
     def _combine(self, scores: dict[str, Array | Scores]) -> Scores:
-        weights = {each.name: each.weight for each in self._sources}
+        weights = {source.name: source.weight for source in self._sources}
         # Of scores that are at hand, as rewards of nothing.
         parts = {
             name: (weights[name], lambda _, one=one: one)
@@ -246,7 +251,7 @@ def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) ->
         failing = name.rpartition("/")[2] == "failed"
         if not failing or not (failed := processes.whole(part)).all():
             continue
-        named = ", ".join(str(each) for each in sources)
+        named = ", ".join(str(source) for source in sources)
         raise StopError(
             f"reward {named}: expected a number for some response of the first batch, "
             f"got none for {failed.size} of {failed.size} (the warning above says "
@@ -288,7 +293,9 @@ def model_reward(
       source: how several are combined.
     """
     # An argument of the program: a closure would bake its parameters in.
-    members = [rewards.from_model(each.frozen, model=each.model) for each in scorers]
+    members = [
+        rewards.from_model(scorer.frozen, model=scorer.model) for scorer in scorers
+    ]
     mesh = frozen.mesh_of(scorers[0].frozen)
     apply = jax.jit(
         sharding.on(mesh, lambda reward, rollout, packing: reward(rollout, packing))
@@ -305,9 +312,11 @@ def model_reward(
         packing = pack(rollout)
         scores = [
             frozen_models.run_beside(
-                functools.partial(apply, member, packing=packing), each.frozen, rollout
+                functools.partial(apply, member, packing=packing),
+                scorer.frozen,
+                rollout,
             )
-            for member, each in zip(members, scorers, strict=True)
+            for member, scorer in zip(members, scorers, strict=True)
         ]
         return scores[0] if len(scores) == 1 else combine(scores)
 

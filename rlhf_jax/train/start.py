@@ -13,8 +13,8 @@ from rlhf_jax.checkpoints.hf import SaveDtype
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.data.text import Asked
-from rlhf_jax.data.text.asked import Written
+from rlhf_jax.data.text import Question
+from rlhf_jax.data.text.question import Written
 from rlhf_jax.devices import sharding
 from rlhf_jax.models import axes, engine_choice
 from rlhf_jax.train.config.start import Compute
@@ -28,17 +28,17 @@ def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
       start: whose tokenizer shows an example, its special tokens among them.
     """
     decode = functools.partial(tokenization.decode, start.tokenizer)
-    (unprompted,) = start.contract.prompts([Asked("")])
+    (unprompted,) = start.contract.prompts([Question("")])
     return receipts.to_json(decode=decode, unprompted=unprompted)
 
 
-def prompts_given(asked: Iterable[Written]) -> dict[str, str]:
+def prompts_given(written_prompts: Iterable[Written]) -> dict[str, str]:
     """What snapshots say of the prompts that a user's function scores, if of messages.
 
     Args:
-      asked: a text or messages of each row.
+      written_prompts: a text or messages of each row.
     """
-    of_texts = all(isinstance(each, str) for each in asked)
+    of_texts = all(isinstance(prompt, str) for prompt in written_prompts)
     return {} if of_texts else {"prompts_given": "messages"}
 
 

@@ -200,19 +200,23 @@ class Workers:
     def _wait(self) -> None:
         """Until a process or a caller has something, or a call has been too long."""
         deadlines = [
-            call.deadline for each in self._processes for call in each.calls.values()
+            call.deadline
+            for process in self._processes
+            for call in process.calls.values()
         ]
         left = max(0.0, min(deadlines, default=float("inf")) - time.monotonic())
         if self._ending:
             left = min(left, 0.1)
-        links: dict[Any, _Process] = {each.link: each for each in self._processes}
+        links: dict[Any, _Process] = {
+            process.link: process for process in self._processes
+        }
         timeout = None if left == float("inf") else left
         for ready in connection.wait([self._wake, *links], timeout):
             if ready is self._wake:
                 self._wake.recv_bytes()
             else:
                 self._receive(links[ready])
-        self._ending = [each for each in self._ending if not each.is_gone()]
+        self._ending = [process for process in self._ending if not process.is_gone()]
 
     def _receive(self, process: _Process) -> None:
         try:
@@ -296,8 +300,10 @@ class Workers:
     def _hand_out(self) -> None:
         """Sends calls to the processes that have fewest, or to new ones."""
         while self._waiting:
-            free = [each for each in self._processes if self._takes(each)]
-            process = min(free, key=lambda each: len(each.calls), default=None)
+            free = [process for process in self._processes if self._takes(process)]
+            process = min(
+                free, key=lambda candidate: len(candidate.calls), default=None
+            )
             if process is None or process.calls:
                 if len(self._processes) < self._num_workers:
                     process = _Process(self._pickled, in_flight=self._in_flight)

@@ -73,14 +73,14 @@ def test_advantages_are_those_of_trl():
         np.testing.assert_allclose(ours, RECORDED[f"advantages/{name}"], atol=1e-6)
     kept = ~RECORDED["left_out"]
     for name, which in {"rloo": None, "rloo_without": kept}.items():
-        ours = advantages.leave_one_out(REWARDS, group_size=4, kept=which)
+        ours = advantages.leave_one_out(REWARDS, group_size=4, row_mask=which)
         np.testing.assert_allclose(ours, RECORDED[f"advantages/{name}"], atol=1e-6)
 
 
 def test_what_is_not_kept_is_in_no_mean_and_no_deviation():
     scores = jnp.array([1.0, 0.0, 2.0, 9.0, 4.0, 5.0, 6.0, 7.0])
     kept = jnp.array([True, True, True, False, True, False, False, False])
-    few = {"group_size": 4, "kept": kept}
+    few = {"group_size": 4, "row_mask": kept}
     plain = advantages.group_relative(scores, normalise=False, **few)
     np.testing.assert_array_equal(plain, [0, -1, 1, 0, 0, 0, 0, 0])
     scaled = advantages.group_relative(scores, eps=1e-12, **few)
@@ -90,8 +90,8 @@ def test_what_is_not_kept_is_in_no_mean_and_no_deviation():
     np.testing.assert_array_equal(
         advantages.leave_one_out(bad, **few)[:4], [0, -1.5, 1.5, 0]
     )
-    with pytest.raises(ValueError, match="kept"):
-        advantages.leave_one_out(scores, group_size=4, kept=kept[:4])
+    with pytest.raises(ValueError, match="row_mask"):
+        advantages.leave_one_out(scores, group_size=4, row_mask=kept[:4])
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -136,7 +136,7 @@ def test_what_returns_in_time_is_left_alone():
     threads = set(threading.enumerate())  # those of other tests may end meanwhile
     with (
         deadline.Deadline(30.0) as limited,
-        command_line.Interrupt(on_request=limited.asked),
+        command_line.Interrupt(on_request=limited.on_signal),
     ):
         with limited.limit(pytest.fail):
             signal.raise_signal(signal.SIGTERM)

@@ -220,9 +220,9 @@ def main(options: Config) -> None:
         turn = Turns(options, pool=pool)
         for number in range(options.rounds + 1):
             for k, measured in turns.items():
-                told = turn(k)
+                measurement = turn(k)
                 if number:  # the first one compiles
-                    measured.append(told)
+                    measured.append(measurement)
     first = turns[options.staleness[0]]
     figures = []
     for k, measured in turns.items():
@@ -233,7 +233,7 @@ def main(options: Config) -> None:
         figures.append(
             {"staleness": k, "ratio": statistics.median(ratios), "ratios": ratios}
             | {
-                name: statistics.median(each[name] for each in measured)
+                name: statistics.median(measurement[name] for measurement in measured)
                 for name in ("seconds", "trainer", "sampler")
             }
         )
@@ -249,8 +249,8 @@ def main(options: Config) -> None:
         ],
     )
     if options.output is not None:
-        told = {"options": dataclasses.asdict(options), "figures": figures}
-        text = json.dumps(told, default=str, indent=1)
+        measurement = {"options": dataclasses.asdict(options), "figures": figures}
+        text = json.dumps(measurement, default=str, indent=1)
         options.output.write_text(f"{text}\n")
 
 

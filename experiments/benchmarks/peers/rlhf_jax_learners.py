@@ -32,7 +32,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Params = Any
-Found = tuple[masked.Stats, Scored]
+Output = tuple[masked.Stats, Scored]
 Lap = Callable[[str, Any], None]  # (phase, what it is over with)
 
 
@@ -136,7 +136,7 @@ class Together:
             ).compile()
             self.about = {"compile": time.perf_counter() - began}
 
-    def iteration(self, *, prompts: Prompts, key: Array) -> Found:
+    def iteration(self, *, prompts: Prompts, key: Array) -> Output:
         if self.pack is None:
             models = FrozenModels(reference=self._reference)
             done = self._iteration(self.train, prompts=prompts, frozen=models, key=key)
@@ -181,11 +181,13 @@ class Apart:
         pack: Pack | None,
     ) -> None:
         self.pack: Pack | None = pack
-        here, there = (MeshShape().make([device]) for device in jax.devices()[:2])
+        here, sampler_mesh = (
+            MeshShape().make([device]) for device in jax.devices()[:2]
+        )
         place = functools.partial(sharding.place, mesh=here)
         self._reference = place(frozen.freeze(params))
         self._devices = critic_devices.CriticDevices(
-            recipe=algorithm, mesh=there, home=here
+            recipe=algorithm, mesh=sampler_mesh, home=here
         )
         self._critic = self._devices.state_of(
             critic.from_policy(params, model=algorithm.critic_model)
@@ -211,12 +213,12 @@ class Apart:
         self._update = donated(functools.partial(ppo.update, recipe=algorithm))
         self._shuffle_key = jax.jit(ppo.shuffle_key)
 
-    def iteration(self, *, prompts: Prompts, key: Array) -> Found:
-        found = self.phases(prompts=prompts, key=key, lap=lambda phase, done: None)
+    def iteration(self, *, prompts: Prompts, key: Array) -> Output:
+        output = self.phases(prompts=prompts, key=key, lap=lambda phase, done: None)
         jax.block_until_ready((self.train, self._critic))
-        return found
+        return output
 
-    def phases(self, *, prompts: Prompts, key: Array, lap: Lap) -> Found:
+    def phases(self, *, prompts: Prompts, key: Array, lap: Lap) -> Output:
         answered = self._sample(self.train.policy, prompts=prompts, key=key)
         lap("rollout", answered)
         packing = None if self.pack is None else self.pack(answered, key=key)

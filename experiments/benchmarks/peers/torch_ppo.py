@@ -77,13 +77,13 @@ def token_logprobs(
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, workload: Workload):
     """Whitened advantages and returns, [B, R], of the tokens in the mask."""
     last = torch.zeros_like(values[:, 0])
-    found = []
+    reversed_advantages = []
     for t in reversed(range(values.shape[1])):
         following = values[:, t + 1] if t + 1 < values.shape[1] else 0.0
         delta = rewards[:, t] + workload.gamma * following - values[:, t]
         last = delta + workload.gamma * workload.lam * last
-        found.append(last)
-    advantages = torch.stack(found[::-1], 1)
+        reversed_advantages.append(last)
+    advantages = torch.stack(reversed_advantages[::-1], 1)
     std, mean = torch.std_mean(advantages[mask])
     return (advantages - mean) / (std + 1e-8), advantages + values
 

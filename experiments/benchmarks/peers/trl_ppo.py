@@ -140,7 +140,7 @@ def main(workload: Workload) -> None:
         value_model=critic,
     )
     before = policy.transformer.ln_f.weight.detach().clone()
-    clock, seen = Clock(), {}
+    clock, scoring = Clock(), {}
 
     def wait() -> None:
         if trainer.accelerator.device.type == "cuda":
@@ -151,27 +151,27 @@ def main(workload: Workload) -> None:
     get_reward = ppo_trainer.get_reward
 
     def timed_generation(*args: Any, **named: Any) -> Any:
-        found = batch_generation(*args, **named)
+        output = batch_generation(*args, **named)
         wait()
         clock.lap("rollout")
-        seen["scored"] = False
-        return found
+        scoring["scored"] = False
+        return output
 
     def timed_forward(model: Any, *args: Any, **named: Any) -> Any:
-        if model is trainer.model and not seen["scored"]:
+        if model is trainer.model and not scoring["scored"]:
             wait()
             clock.lap("score")
-            seen["scored"] = True
+            scoring["scored"] = True
         return forward(model, *args, **named)
 
     def token_reward(model: Any, tokens: Any, pad: int, prompt_length: int) -> Any:
         if model is not trainer.reward_model:
             return get_reward(model, tokens, pad, prompt_length)
         responses = tokens[:, prompt_length:]
-        kept = responses != pad
-        worth = (responses % line_protocol.DIVISOR == 0) & kept
-        scores = worth.sum(1) / kept.sum(1)
-        seen.update(kept=kept, scores=scores)
+        response_mask = responses != pad
+        worth = (responses % line_protocol.DIVISOR == 0) & response_mask
+        scores = worth.sum(1) / response_mask.sum(1)
+        scoring.update(response_mask=response_mask, scores=scores)
         return None, scores, None
 
     ppo_trainer.batch_generation = timed_generation
@@ -179,17 +179,17 @@ def main(workload: Workload) -> None:
     ppo_trainer.get_reward = token_reward
     log = trainer.log
 
-    def kept_log(metrics: dict[str, float], *args: Any) -> None:
-        seen["loss"] = metrics["loss/policy_avg"]
+    def log_kept(metrics: dict[str, float], *args: Any) -> None:
+        scoring["loss"] = metrics["loss/policy_avg"]
         log(metrics, *args)
 
-    trainer.log = kept_log
+    trainer.log = log_kept
 
     def check() -> dict[str, float]:
         return {
-            "response_tokens": int(seen["kept"].sum()),
-            "mean_score": seen["scores"].mean().item(),
-            "loss": seen["loss"],
+            "response_tokens": int(scoring["kept"].sum()),
+            "mean_score": scoring["scores"].mean().item(),
+            "loss": scoring["loss"],
             "moved": (policy.transformer.ln_f.weight.cpu() - before).abs().max().item(),
         }
 

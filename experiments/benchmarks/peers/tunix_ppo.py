@@ -131,7 +131,7 @@ def small(model: Qwen2) -> Qwen2:
 
 def main(workload: Workload) -> None:
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    seen: dict[str, Any] = {"scores": []}
+    scoring: dict[str, Any] = {"scores": []}
     clock = Clock()
 
     def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
@@ -142,7 +142,7 @@ def main(workload: Workload) -> None:
             (row % line_protocol.DIVISOR == 0).sum() / size
             for row, size in zip(rows, sizes, strict=True)
         ]
-        seen["scores"].append((scores, sum(sizes)))
+        scoring["scores"].append((scores, sum(sizes)))
         return scores
 
     if workload.lengths:
@@ -206,10 +206,10 @@ def main(workload: Workload) -> None:
         def method(*args: Any, **named: Any) -> Any:
             if before is not None:
                 clock.lap(before)
-            found = called(*args, **named)
+            output = called(*args, **named)
             wait()
             clock.lap(after)
-            return found
+            return output
 
         setattr(cluster, name, method)
 
@@ -221,8 +221,8 @@ def main(workload: Workload) -> None:
     before = jax.device_get(actor.final_norm.w[...])
 
     def check() -> dict[str, float]:
-        scores, counts = zip(*seen["scores"], strict=True)
-        seen["scores"] = []
+        scores, counts = zip(*scoring["scores"], strict=True)
+        scoring["scores"] = []
         trained = cluster.actor_trainer
         after = jax.device_get(trained.model.final_norm.w[...])
         loss = trained._prev_buffered_train_metrics.loss

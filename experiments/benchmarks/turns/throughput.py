@@ -86,17 +86,17 @@ def by_episodes(params: Any, *, options: Config, sampler: EpisodeSampler) -> Mea
     return Measured(tokens, sampled, run, seconds, programs.seconds)
 
 
-def check_same(found: HostArray, wanted: HostArray) -> None:
+def check_same(actual: HostArray, expected: HostArray) -> None:
     """That the loops drew the same episodes, but for a few that rounding parts.
 
     Raises:
       RuntimeError: more than one and 2 % of the rows differ.
     """
-    apart = int((found != wanted).any(axis=1).sum())
-    if apart > 1 + len(found) // 50:
+    apart = int((actual != expected).any(axis=1).sum())
+    if apart > 1 + len(actual) // 50:
         raise RuntimeError(
             f"expected both loops to draw the same episodes, but for one and 2 % of "
-            f"them at most, got {apart} of {len(found)} that differ; the loop of "
+            f"them at most, got {apart} of {len(actual)} that differ; the loop of "
             f"episodes is at fault: please report it"
         )
 
@@ -146,8 +146,8 @@ def main(options: Config) -> None:
         check_same(rounds["episodes"][0].responses, rounds["whole"][0].responses)
         for name, measured in rounds.items():
             timed = measured[1:]
-            seconds = statistics.median(each.seconds for each in timed)
-            waits = [1 - each.device_seconds / each.seconds for each in timed]
+            seconds = statistics.median(lap.seconds for lap in timed)
+            waits = [1 - lap.device_seconds / lap.seconds for lap in timed]
             table.append(
                 {
                     "latency": latency,

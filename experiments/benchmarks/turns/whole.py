@@ -45,14 +45,14 @@ class Whole:
 
     def __call__(self, params: Any) -> Measured:
         options, began = self._options, time.perf_counter()
-        given, encoder = prompts(options), Encoder(options)
+        batch, encoder = prompts(options), Encoder(options)
         key, _ = jax.random.split(jax.random.key(options.seed))
-        keys = decode.row_keys(key, index=given.index, sample=given.sample)
+        keys = decode.row_keys(key, index=batch.index, sample=batch.sample)
         behind: dict[int, list[int]] = {row: [] for row in range(options.rows)}
         going, sampled, run, device = list(behind), 0, 0, 0.0
         for turn in range(options.num_turns):
             start = time.perf_counter()
-            state = self._drawn(params, given, behind, going, keys)
+            state = self._drawn(params, batch, behind, going, keys)
             lengths, tokens = jax.device_get((state.length, state.tokens))
             device += time.perf_counter() - start
             futures = {}
@@ -61,7 +61,7 @@ class Whole:
                 behind[row] = tokens[row, options.prompt_size : lengths[row]].tolist()
                 sampled += len(behind[row]) - before
                 run += int(lengths[row]) - 1
-                begun = bytes([int(given.index[row]), turn])
+                begun = bytes([int(batch.index[row]), turn])
                 futures[row] = self._tool.step(begun, "")
             answers = {row: future.result() for row, future in futures.items()}
             going = [
@@ -80,7 +80,7 @@ class Whole:
     def _drawn(
         self,
         params: Any,
-        given: Prompts,
+        batch: Prompts,
         behind: dict[int, list[int]],
         going: list[int],
         keys: Any,
@@ -100,7 +100,7 @@ class Whole:
         turn: Any = np.full(options.rows, options.turn_size, np.int32)
         arrivals = Arrivals(
             place=place,
-            tokens=given.tokens,
+            tokens=batch.tokens,
             count=jnp.full(options.rows, options.prompt_size, jnp.int32),
             begins=yes,
             prompt=yes,

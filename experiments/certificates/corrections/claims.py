@@ -88,11 +88,11 @@ def kept_likelihood(
     gap = total - jnp.log(drawn)
     if mean:
         gap = gap / known.mask.sum(axis=1)
-    kept = (jnp.exp(gap) <= cap) & (jnp.exp(gap) >= floor)
-    kept = jax.lax.stop_gradient(kept.astype(jnp.float32))
-    share = 2 / (1 + kept)[None, :]  # 1 where the other is kept too, 2 where not
+    accepted = (jnp.exp(gap) <= cap) & (jnp.exp(gap) >= floor)
+    accepted = jax.lax.stop_gradient(accepted.astype(jnp.float32))
+    share = 2 / (1 + accepted)[None, :]  # 1 where the other is kept too, 2 where not
     pairs = share * (known.rewards[:, None] - known.rewards[None, :])
-    return (drawn * kept * total) @ pairs @ drawn
+    return (drawn * accepted * total) @ pairs @ drawn
 
 
 def reverse_kl(logprobs: Array, known: Known) -> Array:

@@ -26,7 +26,7 @@ from worlds.enumerable import Float64
 from certificates.cases import OPTIMIZER, Case, flat
 from certificates.corrections.claims import CLAIMS, Claim, Known, expected_reward
 from certificates.measured import groups
-from certificates.measured.ratios import BETA, SEEN, STALE, STEP, outside
+from certificates.measured.ratios import BETA, LEAST_BIAS, STALE, STEP, outside
 from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import frozen, grpo, masked
 from rlhf_jax.algorithms.batch import PolicyExperience
@@ -62,10 +62,10 @@ class Finding(NamedTuple):
     @property
     def holds(self) -> bool:
         """It is the target's; and where a bias is claimed, that is seen."""
-        small = all(each.error <= TOLERANCE for each in self.stale)
+        small = all(stale.error <= TOLERANCE for stale in self.stale)
         small &= self.at_optimum <= TOLERANCE
         small &= (self.cut > 0) == self.claim.bounded
-        return small and (self.stale[-1].outside > SEEN) == bool(self.claim.bias)
+        return small and (self.stale[-1].outside > LEAST_BIAS) == bool(self.claim.bias)
 
 
 def certify(
@@ -99,7 +99,7 @@ def know(case: Case, rewards: Array) -> Known:
         jnp.asarray(mask),
         rewards,
         ref_logprobs,
-        *(jnp.asarray(each, jnp.float32) for each in (met, earned, same)),
+        *(jnp.asarray(array, jnp.float32) for array in (met, earned, same)),
     )
 
 
@@ -186,10 +186,10 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
         def beside(first: Array) -> tuple[Params, Array]:
             """Of the minibatches (first, j), each by its probability."""
             pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
-            seen = groups.take(scored, pairs.reshape(-1))
-            experience, _ = algorithm.experience(seen, kl_coef=beta)
+            drawn = groups.take(scored, pairs.reshape(-1))
+            experience, _ = algorithm.experience(drawn, kl_coef=beta)
             experience, stats = corrected(
-                experience, rollout=seen.rollout, step=jnp.int32(0), recipe=algorithm
+                experience, rollout=drawn.rollout, step=jnp.int32(0), recipe=algorithm
             )
             minibatches = jax.tree.map(
                 lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), experience

@@ -66,13 +66,13 @@ def of_penalties(
             temperature=temperature,
             stop_ids=stop_ids,
         )
-        found: dict[Key, Array] = {}
+        sums_of: dict[Key, Array] = {}
         for per in ("token", "response"):
             for name, value in _sums(tables, whole=per == "response").items():
-                found[name, per] = value
+                sums_of[name, per] = value
         for name, value in _divided(tables).items():
-            found[name, "length"] = value
-        return found
+            sums_of[name, "length"] = value
+        return sums_of
 
     values, pull = jax.vjp(sums, params)
     names = list(values)
@@ -83,9 +83,9 @@ def of_penalties(
     # One after the other: where many cotangents are mapped over one x (`vmap`, and so
     # `jax.jacrev`) XLA for CPU, as of JAX 0.10.2, compiles the gradient of a
     # normalisation wrongly.
-    found = jax.lax.map(of, jnp.eye(len(names)))
+    gradients = jax.lax.map(of, jnp.eye(len(names)))
     return {
-        name: jax.tree.map(lambda leaf, i=i: leaf[i], found)
+        name: jax.tree.map(lambda leaf, i=i: leaf[i], gradients)
         for i, name in enumerate(names)
     }
 
@@ -142,9 +142,13 @@ def _bucketed(words: Array, ref_words: Array) -> Array:
     )
     p, q = (
         jnp.concatenate(
-            [each[..., :TOP_K], each[..., TOP_K:].sum(axis=-1, keepdims=True)], axis=-1
+            [
+                probabilities[..., :TOP_K],
+                probabilities[..., TOP_K:].sum(axis=-1, keepdims=True),
+            ],
+            axis=-1,
         )
-        for each in (p, q)
+        for probabilities in (p, q)
     )
     return (p * jnp.log(p / q)).sum(axis=-1)
 
@@ -166,23 +170,24 @@ def _tables(
     within = mask[:, enumerable.PROMPT :, None]
     words, ref_words = (
         jax.nn.log_softmax(
-            policy.logits(each, model=shape, tokens=tokens, mask=mask)[:, :-1]
+            policy.logits(model_params, model=shape, tokens=tokens, mask=mask)[:, :-1]
             / temperature
         )
-        for each, shape in (
+        for model_params, shape in (
             (params, model),
             (ref_params, model if ref_model is None else ref_model),
         )
     )
     chosen = tokens[:, enumerable.PROMPT :, None]
     taken, ref_taken = (
-        jnp.where(within, jnp.take_along_axis(each, chosen, axis=-1), 0.0)[..., 0]
-        for each in (words, ref_words)
+        jnp.where(within, jnp.take_along_axis(logprobs, chosen, axis=-1), 0.0)[..., 0]
+        for logprobs in (words, ref_words)
     )
     # The same of both, so that no divergence is added.
     behind = jnp.log(jnp.full(enumerable.VOCABULARY, 1 / enumerable.VOCABULARY))
     words, ref_words = (
-        jnp.where(within, each, behind[None, None, :]) for each in (words, ref_words)
+        jnp.where(within, logprobs, behind[None, None, :])
+        for logprobs in (words, ref_words)
     )
     lengths = within[..., 0].sum(axis=1, dtype=jnp.float32)
     return _Tables(words, ref_words, taken, ref_taken, lengths)
@@ -201,7 +206,8 @@ def means(
         params, ref_params, model=model, temperature=temperature, stop_ids=stop_ids
     )
     taken, ref_taken = (
-        np.asarray(each, np.float64) for each in (tables.taken, tables.ref_taken)
+        np.asarray(logprobs, np.float64)
+        for logprobs in (tables.taken, tables.ref_taken)
     )
     probabilities, x = np.exp(taken.sum(axis=1)), taken - ref_taken
     return {

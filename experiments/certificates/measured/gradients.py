@@ -142,7 +142,7 @@ def _finding(
         temperature=temperature,
         stops=stops,
         error=max(errors),
-        nearest=min(error_of(each) for each in gradients_of_kls.values()),
+        nearest=min(error_of(other) for other in gradients_of_kls.values()),
         value=value,
         bias=bias,
         value_error=value_error / values["kl"],

@@ -165,16 +165,16 @@ def finder(
     chance = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
     alone = jnp.arange(len(chance))
 
-    def learned(seen: Scored, rows: Array, beta: Array) -> PolicyExperience:
+    def learned(scored: Scored, rows: Array, beta: Array) -> PolicyExperience:
         if critic:
             return experience.gae_experience(
-                take(seen, rows),
+                take(scored, rows),
                 kl_coef=beta,
                 gamma=1.0,
                 lam=1.0,
                 whiten_advantages=None,
             )
-        return algorithm.experience(take(seen, rows), kl_coef=beta)[0]
+        return algorithm.experience(take(scored, rows), kl_coef=beta)[0]
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def gradients(params: Params, beta: Array, within: Array, scores: Array) -> Params:
@@ -183,11 +183,11 @@ def finder(
         def beside(first: Array) -> Params:
             """Of the minibatches (first, j), each by its probability."""
             pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
-            seen = learned(rescored, pairs.reshape(-1), beta)
-            advantages = jnp.where(within[None, :], seen.advantages, 0.0)
-            seen = dataclasses.replace(seen, advantages=advantages)
+            experience = learned(rescored, pairs.reshape(-1), beta)
+            advantages = jnp.where(within[None, :], experience.advantages, 0.0)
+            experience = dataclasses.replace(experience, advantages=advantages)
             minibatches = jax.tree.map(
-                lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), seen
+                lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), experience
             )
 
             def loss(params: Params, minibatch: PolicyExperience) -> Array:

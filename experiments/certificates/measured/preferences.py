@@ -64,9 +64,9 @@ def of_pairs(
         def one(chosen: Array, rejected: Array) -> Array:
             return pair_loss(chosen, rejected)[0]
 
-        each = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+        losses = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
         known = read(log_policy)
-        return jnp.sum(jnp.sum(weights * each(known, known), axis=1))
+        return jnp.sum(jnp.sum(weights * losses(known, known), axis=1))
 
     return expected
 
@@ -159,9 +159,9 @@ def dpo_gradient(
 ) -> Float64:
     """f64[256] by log π, of DPO on these labels: Σ_j β(σ(βh) - P), over the pairs."""
     ratio = log_policy - world.log_ref
-    wanted = 1 / (1 + np.exp(-beta * (ratio[:, None] - ratio[None, :])))
+    probability = 1 / (1 + np.exp(-beta * (ratio[:, None] - ratio[None, :])))
     count = len(ratio)
-    return beta * (wanted - preference).sum(axis=1) / (count * (count - 1) / 2)
+    return beta * (probability - preference).sum(axis=1) / (count * (count - 1) / 2)
 
 
 def dpo_optimum(world: World, preference: Float64, *, beta: float) -> Float64:
@@ -170,17 +170,17 @@ def dpo_optimum(world: World, preference: Float64, *, beta: float) -> Float64:
     def value(log_ratio: Float64) -> tuple[float, Float64]:
         margin = beta * (log_ratio[:, None] - log_ratio[None, :])
         loss = (preference * np.logaddexp(0, -margin)).sum()
-        wanted = 1 / (1 + np.exp(-margin))
-        return float(loss), beta * (wanted - preference).sum(axis=1)
+        probability = 1 / (1 + np.exp(-margin))
+        return float(loss), beta * (probability - preference).sum(axis=1)
 
-    found = scipy.optimize.minimize(
+    solution = scipy.optimize.minimize(
         value,
         np.zeros(len(preference)),
         jac=True,
         method="L-BFGS-B",
         options={"maxiter": 5000, "ftol": 1e-15, "gtol": 1e-10},
     )
-    tilted = world.log_ref + found.x
+    tilted = world.log_ref + solution.x
     return tilted - np.logaddexp.reduce(tilted)
 
 

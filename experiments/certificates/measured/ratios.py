@@ -36,7 +36,7 @@ Params = Any
 
 STALE = (0, 1, 2, 4)  # updates since the samples were drawn
 STEP = 0.05  # norm of the first step: methods have learning rates of their own
-SEEN = 1e-3  # of a bias that is claimed, share of the norm of what is measured
+LEAST_BIAS = 1e-3  # of a bias that is claimed, share of the norm of what is measured
 BETA = 0.3
 
 
@@ -66,10 +66,10 @@ class Finding(NamedTuple):
     @property
     def holds(self) -> bool:
         """It is the formula's; and on policy the target's, or seen to be biased."""
-        small = all(each.error <= TOLERANCE for each in self.stale)
+        small = all(stale.error <= TOLERANCE for stale in self.stale)
         small &= math.isnan(self.at_optimum) or self.at_optimum <= TOLERANCE
         if self.claim.share is None:
-            return small and self.on_policy > SEEN
+            return small and self.on_policy > LEAST_BIAS
         return small and self.on_policy <= TOLERANCE
 
 

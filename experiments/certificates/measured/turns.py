@@ -38,7 +38,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Params = Any
-SEEN = 1e-2  # the error of what is claimed to be no gradient of J is larger
+LEAST_ERROR = 1e-2  # the error of what is claimed to be no gradient of J is larger
 
 
 class Finding(NamedTuple):
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
     def holds(self) -> bool:
         """The error of what is claimed is small, that of a known bias is not."""
         if self.claim.share is None:
-            return self.error > SEEN
+            return self.error > LEAST_ERROR
         return self.error <= TOLERANCE
 
 
@@ -91,10 +91,10 @@ def certify(case: Case, *, claims: Iterable[Claim] = CLAIMS) -> Iterator[Finding
         share = 1.0 if claim.share is None else claim.share
         of_kl = share if claim.recipe.penalty.placement == "reward" else 1.0
         if isinstance(claim.recipe, ppo.Recipe) and claim.recipe.gamma < 1:
-            wanted = expected_to_go(case, gamma=claim.recipe.gamma)
+            expected = expected_to_go(case, gamma=claim.recipe.gamma)
         else:
-            wanted = share * of_reward - of_kl * of_penalty
-        error = np.abs(ascent - wanted).max() / np.abs(of_objective).max()
+            expected = share * of_reward - of_kl * of_penalty
+        error = np.abs(ascent - expected).max() / np.abs(of_objective).max()
         yield Finding(claim, float(error))
 
 

@@ -33,7 +33,9 @@ FAILURES = {
     "fluency": "fluency lost",
     "distinct": "collapsed",
 }
-KEPT = 0.8  # as alarms.Limits.distinct: a failure below this share of the reference
+LEAST_SHARE = (
+    0.8  # as alarms.Limits.distinct: a failure below this share of the reference
+)
 
 
 class Fit(NamedTuple):
@@ -106,8 +108,8 @@ def summarise(
             values[f"net_{name}"] = now[name] - kl_coef * now["kl"]
         failures = {
             "hacking": (values["score_gain"] > 0) & (values["gold_gain"] < 0),
-            "fluency": now["fluency"] < KEPT * first["fluency"],
-            "distinct": now["distinct"] < KEPT * first["distinct"],
+            "fluency": now["fluency"] < LEAST_SHARE * first["fluency"],
+            "distinct": now["distinct"] < LEAST_SHARE * first["distinct"],
         }
         of_betas[kl_coef] = {
             **{name: float(of_seeds.mean()) for name, of_seeds in values.items()},

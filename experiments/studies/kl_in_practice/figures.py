@@ -96,7 +96,7 @@ def lead(run: Finished, unpenalised: Finished) -> float | None:
     at = max(own["kl"], 0.0) ** 0.5
     before = path[0]
     for row in path[1:]:
-        low, high = (max(each["kl"], 0.0) ** 0.5 for each in (before, row))
+        low, high = (max(point["kl"], 0.0) ** 0.5 for point in (before, row))
         if low <= at <= high:
             share = (at - low) / (high - low) if high > low else 0.0
             other = before["gold"] + share * (row["gold"] - before["gold"])
@@ -146,11 +146,11 @@ def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
     for of_cell in cells.values():
         for name, by_seed in of_cell["by_seed"].items():
             values = list(by_seed.values())
-            told = statistics.estimate(values) if values else None
-            of_cell[name] = told and {
-                "seeds": told.seeds,
-                "mean": told.mean,
-                "interval": told.interval and list(told.interval),
+            estimate = statistics.estimate(values) if values else None
+            of_cell[name] = estimate and {
+                "seeds": estimate.seeds,
+                "mean": estimate.mean,
+                "interval": estimate.interval and list(estimate.interval),
             }
     return {"target": target, "reference": start, "cells": cells}
 
@@ -190,13 +190,13 @@ def tell(figures: Row) -> None:
             )
 
 
-def _cell(told: Row | None) -> str:
-    if told is None:
+def _cell(row: Row | None) -> str:
+    if row is None:
         return "-"
     spread = ""
-    if told["interval"] is not None:
-        spread = f" ±{(told['interval'][1] - told['interval'][0]) / 2:.2g}"
-    return f"{told['mean']:.3g}{spread} ({told['seeds']})"
+    if row["interval"] is not None:
+        spread = f" ±{(row['interval'][1] - row['interval'][0]) / 2:.2g}"
+    return f"{row['mean']:.3g}{spread} ({row['seeds']})"
 
 
 def draw(figures: Row, runs: Sequence[Finished]) -> Figure:

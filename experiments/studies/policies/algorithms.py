@@ -188,11 +188,11 @@ def _online(
         reward: Reward,
         key: Array,
     ) -> tuple[TrainState, masked.Stats, Scored]:
-        seen = policy_gradient.seen_by_reward(batch, recipe=recipe)
+        rewarded = policy_gradient.seen_by_reward(batch, recipe=recipe)
         return policy_gradient.learn(
             train,
             rollout=batch,
-            scores=reward(seen),
+            scores=reward(rewarded),
             frozen=FrozenModels(reference=reference),
             key=key,
             recipe=recipe,

@@ -79,9 +79,9 @@ def improve(
     with job.stage(options.algorithm, stage_state, meta={}) as stage:
         train, reference = stage.state["train"], stage.state["reference"]
         for step in stage.steps():
-            seen = []
+            sample_rows = []
             if step % options.sample_every == 0:
-                seen = [measure(train.policy, reference, held_out, key=test_key)]
+                sample_rows = [measure(train.policy, reference, held_out, key=test_key)]
             step_key = jax.random.fold_in(key, step)
             answered = programs.sample(
                 train.policy, prompts=prompts[step], key=step_key
@@ -94,11 +94,11 @@ def improve(
                 key=step_key,
             )
             stage.state["train"] = train
-            if seen:
-                seen += shown.rows_of(
+            if sample_rows:
+                sample_rows += shown.rows_of(
                     scored, count=SHOWN, decode=decode_text, judge=right
                 )
-            stage.end_step(step, stats, seen)
+            stage.end_step(step, stats, sample_rows)
     return train.policy
 
 

@@ -75,14 +75,14 @@ def look(
     *,
     num_answers: int,
     options: Config,
-    to_each: int = 1,
+    responses_per_prompt: int = 1,
 ) -> Row:
     """A row about held-out prompts.
 
     Args:
       policy: the parameters that respond.
       num_answers: in all.
-      to_each: of these, how many each prompt has.
+      responses_per_prompt: of these, how many each prompt has.
 
     Returns:
       "score" as the policy is trained by it, "unshaped_score" of the reward model
@@ -93,19 +93,21 @@ def look(
         HELD_OUT_PROMPTS,
         batch_size=num_answers,
         seed=models.seed,
-        samples_per_prompt=to_each,
+        samples_per_prompt=responses_per_prompt,
     )[0]
     answered, mean, unshaped, kl = measure(
         policy, models.reference, models.reward, prompts, models.test_key
     )
-    said = judgement(
-        answered, num_prompts=num_answers // to_each, batch_size=options.batch_size
+    judged = judgement(
+        answered,
+        num_prompts=num_answers // responses_per_prompt,
+        batch_size=options.batch_size,
     )
     return {
         "score": float(mean),
         "unshaped_score": float(unshaped),
         "kl": float(kl),
-        **said,
+        **judged,
     }
 
 

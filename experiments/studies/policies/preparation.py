@@ -153,7 +153,9 @@ def judgement(answered: Rollout, *, batch_size: int) -> Row:
     return {
         "gold": float(np.mean([reviews.careful_gold(*pair) for pair in split])),
         "fluency": float(np.mean([reviews.parses(*pair) for pair in split])),
-        "distinct": float(np.mean([len(set(said)) / len(said) for said in of_batches])),
+        "distinct": float(
+            np.mean([len(set(responses)) / len(responses) for responses in of_batches])
+        ),
     }
 
 

@@ -112,14 +112,14 @@ def train(
             )
             stats |= old
             if step % every == 0 and scored is not None:
-                said = preparation.judgement(
+                judged = preparation.judgement(
                     scored.rollout, batch_size=options.batch_size
                 )
-                stats |= {"judge/score": (jnp.float32(said["gold"]), jnp.float32(1))}
+                stats |= {"judge/score": (jnp.float32(judged["gold"]), jnp.float32(1))}
                 if options.look == "training":
                     means = masked.mean_stats(stats)
                     score, kl = means["objective/scores"], means["objective/kl"]
-                    rows = [{"score": float(score), "kl": float(kl), **said}]
+                    rows = [{"score": float(score), "kl": float(kl), **judged}]
                 rows += shown.rows_of(
                     scored, count=SHOWN, decode=text_of, judge=careful_gold
                 )
@@ -140,7 +140,7 @@ def main(options: Config) -> None:
             look,
             models=models,
             num_answers=options.num_evaluated,
-            to_each=options.responses_per_prompt,
+            responses_per_prompt=options.responses_per_prompt,
             options=options,
         )
         measured["reference"] = at_end(models.reference.stored)
@@ -148,8 +148,8 @@ def main(options: Config) -> None:
             policy = train(trainer, models, job=job, options=options)
             measured["policy"] = at_end(policy)
         else:
-            of_each = best_of(models, options=options)
-            measured |= {f"best of {row['n']}": row for row in of_each}
+            rows = best_of(models, options=options)
+            measured |= {f"best of {row['n']}": row for row in rows}
     models.verify()
     report.table(
         "Responses to held-out prompts",

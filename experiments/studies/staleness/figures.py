@@ -64,10 +64,10 @@ def summarise(runs: Sequence[Finished]) -> list[dict[str, Any]]:
             row[name] = float(np.mean(late)) if late else None
         for name in MEASURED:
             by_seed = {str(run.seed): run.summary["policy"][name] for run in of_cell}
-            told = statistics.estimate([*by_seed.values()])
+            estimate = statistics.estimate([*by_seed.values()])
             row[name] = {
-                "mean": told.mean,
-                "interval": told.interval and list(told.interval),
+                "mean": estimate.mean,
+                "interval": estimate.interval and list(estimate.interval),
                 "by_seed": by_seed,
             }
         rows.append(row)
@@ -83,14 +83,14 @@ def tell(rows: Sequence[dict[str, Any]]) -> None:
             (
                 row["sampler"],
                 f"{row['kl_coef']:g}",
-                *(_told(row[name]) for name in MEASURED),
+                *(_shown(row[name]) for name in MEASURED),
             )
             for row in rows
         ],
     )
 
 
-def _told(estimate: dict[str, Any]) -> str:
+def _shown(estimate: dict[str, Any]) -> str:
     if estimate["interval"] is None:
         return f"{estimate['mean']:.3g}"
     low, high = estimate["interval"]

@@ -67,23 +67,23 @@ def check(options: Config) -> None:
         options or of another text; says which.
     """
     text = _digest(options.text)
-    wanted = options.preparation()
-    recorded = wanted.out / folder.CONFIG
+    config = options.preparation()
+    recorded = config.out / folder.CONFIG
     if not recorded.exists():
         return
-    before, now = folder.read_config(recorded), run_config.to_json(wanted)
+    before, now = folder.read_config(recorded), run_config.to_json(config)
     but = frozenset(run_config.MAY_DIFFER)
     for name in resume.differing(before, now, but=but):
         raise InputError(
-            f"--prepared {wanted.out.parent}: expected what was prepared with the "
+            f"--prepared {config.out.parent}: expected what was prepared with the "
             f"options of this run, got {name} {before.get(name)} there and "
             f"{now.get(name)} here; give another folder, or the same options"
         )
-    if (wanted.out / SUMMARY).exists():
-        prepared_of = _summary(wanted.out)[TEXT]
+    if (config.out / SUMMARY).exists():
+        prepared_of = _summary(config.out)[TEXT]
         if prepared_of != text:
             raise InputError(
-                f"--prepared {wanted.out.parent}: expected what was prepared of "
+                f"--prepared {config.out.parent}: expected what was prepared of "
                 f"{options.text}, got that of another text, as the file was changed; "
                 f"give another folder, or the same text"
             )
@@ -95,13 +95,13 @@ def get(options: Config) -> Prepared:
     Raises:
       InputError: as `check`, or the checkpoint is not what it was.
     """
-    wanted = options.preparation()
-    with _alone(wanted.out):
+    config = options.preparation()
+    with _alone(config.out):
         check(options)
-        if not (wanted.out / SUMMARY).exists():
-            begun = (wanted.out / folder.CONFIG).exists()
-            _prepare(dataclasses.replace(wanted, resume=begun))
-    return _read(wanted)
+        if not (config.out / SUMMARY).exists():
+            begun = (config.out / folder.CONFIG).exists()
+            _prepare(dataclasses.replace(config, resume=begun))
+    return _read(config)
 
 
 def _prepare(options: Preparation) -> None:
@@ -198,10 +198,10 @@ def _read(options: Preparation) -> Prepared:
 def _alone(place: Path) -> Iterator[None]:
     """While one run prepares, the others wait here."""
     path = place.with_name(f"{place.name}.lock")
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locked:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locks.held(path, prepares=place, check=lambda: None))
+            locked.enter_context(locks.held(path, prepares=place, check=lambda: None))
         except OSError as error:
             raise InputError(
                 f"--prepared {place.parent}: expected a folder that can be made, "

@@ -110,8 +110,8 @@ def tell(rows: list[Row], *, loss: float) -> None:
 
 def draw(rows: list[Row]) -> Figure:
     """One panel per column of the table, one bar per storage."""
-    wanted = ("held_mib", "peak_mib", "tpu_peak_mib", "logprob_error", "kl_error")
-    shown = [name for name in wanted if any(row[name] is not None for row in rows)]
+    columns = ("held_mib", "peak_mib", "tpu_peak_mib", "logprob_error", "kl_error")
+    shown = [name for name in columns if any(row[name] is not None for row in rows)]
     figure = Figure(figsize=(3 * len(shown), 3.6), layout="constrained")
     axes = figure.subplots(1, len(shown), sharey=True)
     for axis, column in zip(axes, shown, strict=True):

@@ -159,25 +159,25 @@ def played(
     return {"before": before, "after": after}
 
 
-def summarise(found: Mapping[str, Any]) -> dict[str, Any]:
+def summarise(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Adds of each β how much the success rises, with its 95% interval over seeds.
 
     Args:
-      found: of `played`.
+      measured: of `played`.
     """
     rises = {}
-    for kl_coef, after in found["after"].items():
+    for kl_coef, after in measured["after"].items():
         rise = [
-            of["success"] - found["before"][seed]["success"]
+            of["success"] - measured["before"][seed]["success"]
             for seed, of in after.items()
         ]
-        told = statistics.estimate(rise)
+        estimate = statistics.estimate(rise)
         rises[kl_coef] = {
             "least": min(rise),
-            "mean": told.mean,
-            "interval": told.interval and list(told.interval),
+            "mean": estimate.mean,
+            "interval": estimate.interval and list(estimate.interval),
         }
-    return {**found, "rise_of_success": rises}
+    return {**measured, "rise_of_success": rises}
 
 
 def tell(figures: Mapping[str, Any]) -> None:
@@ -211,7 +211,7 @@ def tell(figures: Mapping[str, Any]) -> None:
 
 def _range(values: Sequence[float]) -> str:
     shown = [float(np.mean(values)), min(values), max(values)]
-    mean, least, most = (round(each, 2) + 0.0 for each in shown)  # no -0.00
+    mean, least, most = (round(number, 2) + 0.0 for number in shown)  # no -0.00
     return f"{mean:.2f} ({least:.2f} to {most:.2f})"
 
 

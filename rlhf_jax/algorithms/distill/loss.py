@@ -74,8 +74,8 @@ def distillation_loss(
     )
     if not recipe.reads_advantages:  # no policy loss, and no backward pass for one
         loss = jnp.zeros_like(loss)
-        kept = ("policy/sampler_mismatch", ledger.PREFIX)
-        stats = {name: x for name, x in stats.items() if name.startswith(kept)}
+        prefixes = ("policy/sampler_mismatch", ledger.PREFIX)
+        stats = {name: x for name, x in stats.items() if name.startswith(prefixes)}
     if recipe.divergence is None:
         return loss, stats
     teacher = frozen.reference

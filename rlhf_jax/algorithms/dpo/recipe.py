@@ -77,8 +77,8 @@ class DPORecipe:
         unread["target_margin"] = self.target_margin != 0.0 and self.kind != "simpo"
         for name in ("desirable_weight", "undesirable_weight"):
             unread[name] = getattr(self, name) != 1.0 and self.kind != "kto"
-        for name, given in unread.items():
-            if given:
+        for name, is_set in unread.items():
+            if is_set:
                 raise InputError(
                     f"{name}: expected none with kind {self.kind!r}, which does not "
                     f"read it, got {getattr(self, name)}; leave it out, or choose "

@@ -30,8 +30,8 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
     """
     mask = scored.rollout.response_mask
     ones = counted = jnp.ones(scored.scores.shape, jnp.float32)
-    if scored.kept is not None:
-        counted = scored.kept.astype(jnp.float32)
+    if scored.row_mask is not None:
+        counted = scored.row_mask.astype(jnp.float32)
 
     def per_response(values: Array) -> tuple[Array, Array]:
         return jnp.where(counted > 0, values, 0.0).sum(), counted.sum()

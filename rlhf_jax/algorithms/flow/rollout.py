@@ -130,9 +130,9 @@ def leave_out(rollout: Rollout, *, rows: Array) -> Rollout:
     return _only(rollout, ~(began & rows[:, None]))
 
 
-def _only(rollout: Rollout, kept: Array) -> Rollout:
+def _only(rollout: Rollout, remaining: Array) -> Rollout:
     """The rollout without what stands outside of bool[B, S]."""
-    response_mask = rollout.response_mask & kept
+    response_mask = rollout.response_mask & remaining
     of_tokens = {
         "old_logprobs": rollout.old_logprobs,
         "entropy": rollout.entropy,
@@ -141,7 +141,7 @@ def _only(rollout: Rollout, kept: Array) -> Rollout:
     }
     return dataclasses.replace(
         rollout,
-        mask=rollout.mask & kept,
+        mask=rollout.mask & remaining,
         response_mask=response_mask,
         **jax.tree.map(
             lambda x: jnp.where(response_mask, x, jnp.zeros_like(x)), of_tokens
@@ -186,7 +186,7 @@ def recompute_logprobs(
         )
 
     recomputed = at_size(packing, compute)
-    kept = jnp.where(rollout.response_mask, recomputed, 0.0)
+    old_logprobs = jnp.where(rollout.response_mask, recomputed, 0.0)
     return dataclasses.replace(
-        rollout, old_logprobs=kept, sampler_logprobs=rollout.behaviour_logprobs
+        rollout, old_logprobs=old_logprobs, sampler_logprobs=rollout.behaviour_logprobs
     )

@@ -40,7 +40,7 @@ def score(
     value_after_stop: bool = False,
     packing: SizedPacking | None = None,
     turn_rewards: Array | None = None,
-    kept: Array | None = None,
+    row_mask: Array | None = None,
 ) -> Scored:
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
@@ -63,7 +63,7 @@ def score(
       value_after_stop: value the state after the last token too (N+).
       packing: how the models read these rows packed; None reads them padded.
       turn_rewards: f32[B, S], reward units, of `rewards.Scores.turns`; None is none.
-      kept: bool[B], responses that have a score; None is all.
+      row_mask: bool[B], responses that have a score; None is all.
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
@@ -112,7 +112,7 @@ def score(
         )
         kl = estimate if penalty.in_reward else None
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
-            rows = num_responses(mask, kept=kept)
+            rows = num_responses(mask, row_mask=row_mask)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
     if critic is not None and values is None:
         if critic_model is None:
@@ -133,7 +133,7 @@ def score(
         kl=kl,
         kl_stats=kl_stats,
         turn_rewards=turn_rewards,
-        kept=kept,
+        row_mask=row_mask,
     )
 
 
@@ -196,8 +196,10 @@ def _exact_kl(
         return texts.padded(exact), texts.padded(ref_logprobs)
 
     exact, ref_logprobs = at_size(packing, compute)
-    kept = rollout.response_mask
-    return jnp.where(kept, exact, 0.0), jnp.where(kept, ref_logprobs, 0.0)
+    response_mask = rollout.response_mask
+    return jnp.where(response_mask, exact, 0.0), jnp.where(
+        response_mask, ref_logprobs, 0.0
+    )
 
 
 def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
@@ -224,16 +226,16 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     return mask | ((columns == last + 1) & (last >= 0))
 
 
-def num_responses(mask: Array, *, kept: Array | None) -> Array:
+def num_responses(mask: Array, *, row_mask: Array | None) -> Array:
     """f32[]: responses of a batch that count.
 
     Args:
       mask: bool[B, S], response tokens.
-      kept: bool[B], of `Scored`; None is all.
+      row_mask: bool[B], of `Scored`; None is all.
     """
-    if kept is None:
+    if row_mask is None:
         return jnp.asarray(mask.shape[0], jnp.float32)
-    return kept.sum(dtype=jnp.float32)
+    return row_mask.sum(dtype=jnp.float32)
 
 
 def _last(mask: Array) -> tuple[Array, Array]:

@@ -59,8 +59,8 @@ def best_of_n(
     checks.groups(rows, group_size=group_size)
     groups = finite_or_lowest(scores).reshape(-1, group_size)
     first = jnp.arange(0, rows, group_size, dtype=jnp.int32)
-    kept = first + jnp.argmax(groups, axis=1).astype(jnp.int32)
-    return jax.tree.map(lambda leaf: leaf[kept], rollout), scores[kept]
+    best = first + jnp.argmax(groups, axis=1).astype(jnp.int32)
+    return jax.tree.map(lambda leaf: leaf[best], rollout), scores[best]
 
 
 def refilled(
@@ -94,7 +94,7 @@ def refilled(
         equal_groups(
             scores.total,
             group_size=group_size,
-            kept=None if scores.left_out is None else ~scores.left_out,
+            row_mask=None if scores.left_out is None else ~scores.left_out,
         )
         for _, scores in (batch, drawn)
     )

@@ -134,18 +134,18 @@ def shape(
 
 
 def next_moments(
-    moments: RunningMoments, scores: Array, *, kept: Array | None = None
+    moments: RunningMoments, scores: Array, *, row_mask: Array | None = None
 ) -> RunningMoments:
     """Moments with those of a batch, which does not count if a score is not finite.
 
     Args:
       moments: of the scores before.
       scores: f32[B], reward units, as the reward returned them.
-      kept: bool[B], scores that count; None keeps all.
+      row_mask: bool[B], scores that count; None keeps all.
     """
     return jax.tree.map(
         lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
-        update_moments(moments, scores, kept=kept),
+        update_moments(moments, scores, row_mask=row_mask),
         moments,
     )
 

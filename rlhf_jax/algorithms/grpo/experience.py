@@ -36,7 +36,7 @@ def group_experience(
     With R_i the sum of a response's token rewards, the score and -β·KL where that is
     in the reward, every token of response i has the advantage below. A response is the
     whole episode where it has several turns, and its score that of all of them; one
-    that `scored.kept` leaves out is none of its group.
+    that `scored.row_mask` leaves out is none of its group.
 
         group            R_i - mean(R), over std(R) where normalised by the group
         leave_one_out    R_i - mean of the others
@@ -84,19 +84,22 @@ def group_experience(
             kl_coef=kl_coef,
             turn_rewards=scored.turn_rewards,
         )
-    finished, kept = None, scored.kept
+    finished, row_mask = None, scored.row_mask
     if overlong_mask is not None:
         finished = ended(scored.rollout, stop_ids=stop_ids)
         if overlong_mask == "group":
-            kept = finished if kept is None else finished & kept
+            row_mask = finished if row_mask is None else finished & row_mask
     if baseline == "group":
         of_rows = group_relative(
-            totals, group_size=group_size, normalise=normalise == "group", kept=kept
+            totals,
+            group_size=group_size,
+            normalise=normalise == "group",
+            row_mask=row_mask,
         )
     else:
-        of_rows = leave_one_out(totals, group_size=group_size, kept=kept)
-    alike = equal_groups(totals, group_size=group_size, kept=kept)
-    stats = _group_stats(totals, alike, group_size=group_size, kept=scored.kept)
+        of_rows = leave_one_out(totals, group_size=group_size, row_mask=row_mask)
+    alike = equal_groups(totals, group_size=group_size, row_mask=row_mask)
+    stats = _group_stats(totals, alike, group_size=group_size, row_mask=scored.row_mask)
     trained = finished
     if equal == "leave_out":
         mixed = jnp.repeat(~alike, group_size)
@@ -134,15 +137,15 @@ def _of_one_prompt(index: Array, group_size: int) -> Array:
 
 
 def _group_stats(
-    totals: Array, equal: Array, *, group_size: int, kept: Array | None
+    totals: Array, equal: Array, *, group_size: int, row_mask: Array | None
 ) -> masked.Stats:
     """Of all responses, or of those that count, groups of two or more."""
     groups = totals.reshape(-1, group_size)
     count = spreading = jnp.asarray(equal.size, jnp.float32)
-    if kept is None:
+    if row_mask is None:
         spread = jnp.std(groups, axis=1, ddof=1)
     else:
-        within = kept.reshape(groups.shape)
+        within = row_mask.reshape(groups.shape)
         several = within.sum(axis=1) >= 2
         # A group of one has no deviation: that of all its rows is not counted.
         spread = jnp.std(groups, axis=1, ddof=1, where=within | ~several[:, None])

@@ -81,7 +81,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
 
         Returns:
           PolicyExperience[B, S] and {name: (sum, weight)}; `pair/win`: P(y beats y').
-          A pair of which `scored.kept` leaves one out is not trained on.
+          A pair of which `scored.row_mask` leaves one out is not trained on.
 
         Raises:
           InputError: the number of rows is odd.
@@ -95,8 +95,8 @@ class NashMD(NashMDRecipe, PolicyGradient):
             win = 0.5 * (1 + jnp.sign(gap))
         mine = jnp.arange(len(scored.scores)) % 2 == 0
         both = jnp.ones(win.shape, bool)
-        if scored.kept is not None:
-            both = scored.kept[0::2] & scored.kept[1::2]
+        if scored.row_mask is not None:
+            both = scored.row_mask[0::2] & scored.row_mask[1::2]
             mine &= jnp.repeat(both, 2)
         mask = scored.rollout.response_mask & mine[:, None]
         rewards = token_rewards.token_rewards(

@@ -61,7 +61,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
           PairExperience of N pairs and {name: (sum, weight)}. `pair/score_gap`: the
           difference of the scores, reward units; `pair/tied_fraction`: share of pairs
           with equal scores, which ranked labels leave out. Pairs are of responses that
-          `scored.kept` keeps, and there is none where that is fewer than two.
+          `scored.row_mask` keeps, and there is none where that is fewer than two.
 
         Raises:
           InputError: the groups do not divide the rows, or there is no reference.
@@ -75,15 +75,15 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         rows = len(scored.scores)
         checks.groups(rows, group_size=self.group_size)
         size = self.responses_per_pair
-        kept = jnp.ones(rows, bool) if scored.kept is None else scored.kept
-        kept = kept.reshape(-1, size)
+        row_mask = jnp.ones(rows, bool) if scored.row_mask is None else scored.row_mask
+        row_mask = row_mask.reshape(-1, size)
         scores = scored.scores.reshape(-1, size)
         first = size * jnp.arange(len(scores))
         # Of equal scores the first is the best and the last the worst: two responses.
-        best = first + jnp.argmax(jnp.where(kept, scores, -jnp.inf), axis=1)
-        lowest = jnp.where(kept, scores, jnp.inf)[:, ::-1]
+        best = first + jnp.argmax(jnp.where(row_mask, scores, -jnp.inf), axis=1)
+        lowest = jnp.where(row_mask, scores, jnp.inf)[:, ::-1]
         worst = first + size - 1 - jnp.argmin(lowest, axis=1)
-        compared = kept.sum(axis=1) >= 2
+        compared = row_mask.sum(axis=1) >= 2
         gap = jnp.where(compared, scored.scores[best] - scored.scores[worst], 0.0)
         tied = gap == 0
         pairs = compared & jnp.isfinite(gap)

@@ -97,10 +97,12 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             )
         if self.lora is not None:
             targets(model=self.model, lora=self.lora)  # raises for a bad pattern
-        said = self.penalty.warning
-        if said is not None:
+        warning = self.penalty.warning
+        if warning is not None:
             also = self.length_bias
-            warnings.warn(said if also is None else f"{said}; {also}", stacklevel=5)
+            warnings.warn(
+                warning if also is None else f"{warning}; {also}", stacklevel=5
+            )
 
     @abc.abstractmethod
     def experience(

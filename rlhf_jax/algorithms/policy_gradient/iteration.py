@@ -239,14 +239,14 @@ def make_experience(
         scores = jnp.zeros(rows, jnp.float32)
     returned = rewards.scores_of(scores, rows=rows)
     recipe.refuse_turns(returned.turns)
-    kept = None
+    row_mask = None
     if returned.left_out is not None:
-        kept = ~jnp.asarray(returned.left_out)
-        total = jnp.where(kept, returned.total, 0.0)
+        row_mask = ~jnp.asarray(returned.left_out)
+        total = jnp.where(row_mask, returned.total, 0.0)
         returned = dataclasses.replace(returned, total=total)
         # From here on it has no token: whatever counts tokens leaves it out by itself.
-        rollout = flow.rollout.leave_out(rollout, rows=~kept)
-    moments = flow.shaping.next_moments(state.scores, returned.total, kept=kept)
+        rollout = flow.rollout.leave_out(rollout, rows=~row_mask)
+    moments = flow.shaping.next_moments(state.scores, returned.total, row_mask=row_mask)
     rewarded = seen_by_reward(rollout, recipe=recipe)
     shaped = flow.shaping.shape(
         returned.total,
@@ -275,7 +275,7 @@ def make_experience(
         values=values,
         value_after_stop=critic is not None and critic.after_stop,
         turn_rewards=returned.turns,
-        kept=kept,
+        row_mask=row_mask,
         **scoring,
     )
     scored, further = flow.further.add(scored, further=frozen.further, **scoring)

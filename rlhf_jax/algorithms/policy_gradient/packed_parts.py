@@ -75,8 +75,8 @@ def accumulate_packed(
 
     def add(total: Params, part: PackedParts) -> tuple[Params, masked.Stats]:
         def own(leaf: Array) -> Array:
-            kept = part.members.reshape(-1, *[1] * (leaf.ndim - 1))
-            return jnp.where(kept, leaf, jnp.zeros_like(leaf))
+            members = part.members.reshape(-1, *[1] * (leaf.ndim - 1))
+            return jnp.where(members, leaf, jnp.zeros_like(leaf))
 
         def compute(total: Params) -> tuple[Params, masked.Stats]:
             grads, stats = of_part(part, jax.tree.map(own, minibatch))

@@ -137,10 +137,10 @@ def weighted(
         "sampler_logprobs": sampler_logprobs,
     }
     if importance.rejects(correction):
-        changed["response_mask"] = output.kept
+        changed["response_mask"] = output.mask
         if experience.prompt_scale is not None:
             changed["prompt_scale"] = aggregation.prompt_scale(
-                output.kept, group_size=group_size
+                output.mask, group_size=group_size
             )
     return dataclasses.replace(experience, **changed), stats
 

@@ -221,9 +221,9 @@ def _step(
     if critic_optimizer is not None:
         norms["critic/grad_norm"] = optax.tree.norm(critic_grads)
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, norms.values()))
-    kept, stopped, guard_stats = _guards(stats, recipe)
+    accepted, stopped, guard_stats = _guards(stats, recipe)
     stats |= {name: (norm, jnp.ones_like(norm)) for name, norm in norms.items()}
-    moves = finite & kept
+    moves = finite & accepted
     policy, policy_opt = apply_gradients(
         state.policy,
         state.policy_opt,
@@ -256,15 +256,15 @@ def _guards(
     stats: masked.Stats, recipe: PolicyGradient
 ) -> tuple[Array, Array, masked.Stats]:
     """(apply this minibatch, end the updates of this batch, what to log of it)."""
-    kept, stopped = jnp.bool_(True), jnp.bool_(False)
+    accepted, stopped = jnp.bool_(True), jnp.bool_(False)
     logged: masked.Stats = {}
     one = jnp.ones((), jnp.float32)
     means = masked.mean_stats(stats)
     if recipe.max_ratio_mean is not None:
-        kept &= means["policy/ratio_mean"] <= recipe.max_ratio_mean
-        logged["update/guarded"] = ((~kept).astype(jnp.float32), one)
+        accepted &= means["policy/ratio_mean"] <= recipe.max_ratio_mean
+        logged["update/guarded"] = ((~accepted).astype(jnp.float32), one)
     if recipe.stop_approxkl is not None:
         stopped = means["policy/approxkl"] > recipe.stop_approxkl
-        kept &= ~stopped
+        accepted &= ~stopped
         logged["update/stopped"] = (stopped.astype(jnp.float32), one)
-    return kept, stopped, logged
+    return accepted, stopped, logged

@@ -57,8 +57,8 @@ def write(
         config["tokenizer_class"] = _CLASSES_OF_5.get(str(name), name)
     config |= _special_tokens(config)
     config["model_max_length"] = max_positions
-    kept = {name: config[name] for name in sorted(config) if name not in _LEFT_OUT}
-    shards.write_json(file, kept)
+    entries = {name: config[name] for name in sorted(config) if name not in _LEFT_OUT}
+    shards.write_json(file, entries)
 
 
 def _read_from_one_file(

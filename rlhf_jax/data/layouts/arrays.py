@@ -163,8 +163,10 @@ def _fill_groups(
 def alone(lengths: HostArray, *, form: Form) -> Bins:
     """A packed row for each text of which something is read."""
     sizes, _, reads = needed(lengths, form=form)
-    kept = np.flatnonzero(sizes)
-    return Bins([[int(row)] for row in kept], [int(reads[row]) for row in kept])
+    used_rows = np.flatnonzero(sizes)
+    return Bins(
+        [[int(row)] for row in used_rows], [int(reads[row]) for row in used_rows]
+    )
 
 
 def deal(bins: Bins, *, rows: int, parts: int | None, form: Form) -> list[Part]:
@@ -183,12 +185,12 @@ def deal(bins: Bins, *, rows: int, parts: int | None, form: Form) -> list[Part]:
     capacities = [min(full, max(0, count - full * part)) for part in range(parts)]
     dealt = []
     for numbers in _spread(range(count), bins.reads, capacities):
-        each = -(-len(numbers) // devices)
-        groups = _spread(numbers, bins.reads, [each] * devices)
+        rows_per_device = -(-len(numbers) // devices)
+        groups = _spread(numbers, bins.reads, [rows_per_device] * devices)
         dealt.append(
             Part(
                 [[bins.texts[number] for number in group] for group in groups],
-                rows=each,
+                rows=rows_per_device,
                 reads=max(sum(bins.reads[n] for n in group) for group in groups),
             )
         )
@@ -244,7 +246,7 @@ class Arrays:
         ).reshape(-1, 8)
         first = columns - form.max_new_tokens - lengths[:, 0]  # column of a text
         of_group, at, row, start, count, begin, segment, before = pieces.T
-        piece, token = _each(count)
+        piece, token = _owners_and_places(count)
         place = (of_group * per_group + at)[piece] * width + begin[piece] + token
         source: HostArray = np.full(form.devices * per_group * width, NONE, np.int32)
         source[place] = (row * columns + first[row] + start)[piece] + token
@@ -259,7 +261,7 @@ class Arrays:
             x[ends] for x in (of_group, at, row, start, begin)
         )
         first = first[rows]
-        text, read = _each(counts[rows])
+        text, read = _owners_and_places(counts[rows])
         token = firsts[rows][text] + read  # that is predicted
         group = of_group[text]
         column = 1 + np.arange(len(text))
@@ -316,7 +318,7 @@ class Arrays:
         return pieces
 
 
-def _each(counts: HostArray) -> tuple[HostArray, HostArray]:
+def _owners_and_places(counts: HostArray) -> tuple[HostArray, HostArray]:
     """For counts 2, 3: (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
     owner = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts

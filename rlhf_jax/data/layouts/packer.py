@@ -188,11 +188,11 @@ def _parts(lengths: HostArray, *, sizes: Sizes, form: Form) -> list[Part] | None
         least = max(1, -(-len(bins.texts) // (sizes.rows * form.devices)))
         for count in range(least, sizes.parts + 1):
             parts = deal(bins, rows=sizes.rows, parts=count, form=form)
-            held = [_size_of(part, sizes) for part in parts]
-            if None not in held:
+            fitting = [_size_of(part, sizes) for part in parts]
+            if None not in fitting:
                 return [
                     part._replace(size=size)
-                    for part, size in zip(parts, held, strict=True)
+                    for part, size in zip(parts, fitting, strict=True)
                     if size is not None
                 ]
     return None

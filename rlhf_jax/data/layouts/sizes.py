@@ -117,14 +117,14 @@ def _sizes(
     every = -(-rows // devices)
     limit = every if most is None else most
     needs = np.sort([-(-len(bins.texts) // devices) for bins in drawn])
-    wanted = [-(-limit // 2), limit]
+    row_counts = [-(-limit // 2), limit]
     if needs[-1] <= limit:
-        wanted = [
+        row_counts = [
             max(1, int(np.quantile(needs, share, method="higher")))
             for share in QUANTILES
         ]
         padded = every / form.packed_share(1, rows=1)
-        wanted.append(int(np.ceil(np.sqrt(wanted[-1] * padded))))
+        row_counts.append(int(np.ceil(np.sqrt(row_counts[-1] * padded))))
     dealt = [
         part
         for bins in drawn
@@ -133,7 +133,7 @@ def _sizes(
     rows_dealt = sum(part.rows for part in dealt)
     density = sum(part.reads for part in dealt) / max(1, rows_dealt)
     sizes: list[tuple[int, int]] = []
-    for count in sorted(set(wanted)):
+    for count in sorted(set(row_counts)):
         if count > limit or form.packed_share(count * devices, rows=rows) > GAIN:
             continue
         reads = max((part.reads for part in dealt if part.rows <= count), default=0)

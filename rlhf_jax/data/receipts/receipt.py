@@ -53,10 +53,11 @@ class Receipt:
         self.name, self.source, self.called = name, source, called
         self.read = 0
         self.parts: dict[Use, Part] = {}
-        self._kept: dict[str, int] = {}  # by file and line, in the order of the file
+        # By file and line, in the order of the file.
+        self._row_counts: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._read_fields: dict[str, None] = {}
-        self._given: list[str] = []
+        self._readers: list[str] = []
         self._unread: dict[str, Tally] = {}
         self._left_out: dict[str, Tally] = {}
         self._cut: dict[str, Tally] = {}
@@ -80,7 +81,7 @@ class Receipt:
         """
         self.read += count
         self._order.setdefault(where, len(self._order))
-        self._kept[where] = self._kept.get(where, 0) + count
+        self._row_counts[where] = self._row_counts.get(where, 0) + count
         fields = tuple(reads)
         for field, value in row.items():
             if value is None:
@@ -103,7 +104,7 @@ class Receipt:
 
     def gives(self, to: str) -> None:
         """Whole rows are given to a user's own code, which may read every field."""
-        self._given.append(to)
+        self._readers.append(to)
 
     def drop(self, reason: str, *, where: str, count: int = 1) -> None:
         """A row is left out.
@@ -113,9 +114,9 @@ class Receipt:
           where: its file and line, as `row` was told.
           count: as in `row`.
         """
-        left = self._kept.get(where, 0) - count
+        left = self._row_counts.get(where, 0) - count
         assert left >= 0, f"{where} is left out twice, or was never read"
-        self._kept[where] = left
+        self._row_counts[where] = left
         self._add(self._left_out, reason, where=where, count=count)
 
     def keep(self, count: int, *, reason: str) -> None:
@@ -146,7 +147,9 @@ class Receipt:
     @property
     def places(self) -> list[str]:
         """File and line of each row that is left, in the order of the file."""
-        return [where for where, count in self._kept.items() for _ in range(count)]
+        return [
+            where for where, count in self._row_counts.items() for _ in range(count)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """All of it but the example.
@@ -170,8 +173,8 @@ class Receipt:
             "left_out": _json(self._left_out),
             "fields": {
                 "read": list(self._read_fields),
-                "whole_rows_given_to": self._given,
-                "unread": {} if self._given else _json(self._unread),
+                "whole_rows_given_to": self._readers,
+                "unread": {} if self._readers else _json(self._unread),
             },
             "cut": _json(self._cut),
             "notes": _json(self._notes),
@@ -217,20 +220,22 @@ class Receipts:
             share.
         """
         training = [
-            each.parts["training"] for each in self._sources if "training" in each.parts
+            source.parts["training"]
+            for source in self._sources
+            if "training" in source.parts
         ]
         return {
             "sources": [
-                each.to_json() | {"example": each.example(decode=decode)}
-                for each in self._sources
+                source.to_json() | {"example": source.example(decode=decode)}
+                for source in self._sources
             ],
             "prompts_shared_with_training": {
-                f"{each.name}, {use}": {
+                f"{source.name}, {use}": {
                     "shared": shared_prompts(training, part, unprompted=unprompted),
                     "rows": part.rows,
                 }
-                for each in self._sources
-                for use, part in each.parts.items()
+                for source in self._sources
+                for use, part in source.parts.items()
                 if use in ("held out", "watched") and training and part.rows
             },
         }

@@ -29,12 +29,12 @@ from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Example, Text
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import chat, messages
-from rlhf_jax.data.text.asked import PLACE, Asked, Written
 from rlhf_jax.data.text.control import Control
 from rlhf_jax.data.text.conversations import OPENING, Conversations
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import Message
 from rlhf_jax.data.text.pieces import RowPieces
+from rlhf_jax.data.text.question import PLACE, Question, Written
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 
@@ -83,7 +83,7 @@ class TextContract:
         """What the tokenizer puts in front of a text, as BOS."""
         return self._joining.prefix
 
-    def prompts(self, asked: Sequence[Asked]) -> list[list[int]]:
+    def prompts(self, questions: Sequence[Question]) -> list[list[int]]:
         """The tokens of prompts, BOS included, up to where a response begins.
 
         Raises:
@@ -91,25 +91,27 @@ class TextContract:
             for a token that the tokenizer does not have; names file and line.
         """
         pieces, heads = [], []
-        for each in progress.track(asked, "prompts to text", total=len(asked)):
-            if isinstance(each.written, str):
-                head, body = self._plain_prompt(each)
+        for question in progress.track(
+            questions, "prompts to text", total=len(questions)
+        ):
+            if isinstance(question.written, str):
+                head, body = self._plain_prompt(question)
                 heads.append(head)
                 pieces.append(body)
             else:
                 heads.append([])
-                pieces.append(self._conversations.prompt(each))
+                pieces.append(self._conversations.prompt(question))
         encoded = self._joining.encode(pieces)
         return [[*head, *ids] for head, ids in zip(heads, encoded, strict=True)]
 
     def responses(
         self,
-        asked: Sequence[Asked],
+        questions: Sequence[Question],
         written: Sequence[Written],
         *,
         prompts: Sequence[Sequence[int]],
     ) -> list[list[int]]:
-        """The tokens of responses to `asked`, each with one stop token at its end.
+        """The tokens of responses to `questions`, each with one stop token at its end.
 
         Args:
           written: texts; to messages also messages of one turn of the assistant.
@@ -121,29 +123,37 @@ class TextContract:
             response to a text is of messages.
         """
         responses: dict[int, list[int]] = {}
-        plain = [i for i, each in enumerate(asked) if isinstance(each.written, str)]
+        plain = [
+            i
+            for i, question in enumerate(questions)
+            if isinstance(question.written, str)
+        ]
         of_plain = self._plain_responses(
-            [asked[i] for i in plain],
-            [messages.plain(written[i], where=asked[i].where) for i in plain],
+            [questions[i] for i in plain],
+            [messages.plain(written[i], where=questions[i].where) for i in plain],
             prompts=[prompts[i] for i in plain],
         )
         responses.update(zip(plain, of_plain, strict=True))
-        chats = [i for i, each in enumerate(asked) if not isinstance(each.written, str)]
+        chats = [
+            i
+            for i, question in enumerate(questions)
+            if not isinstance(question.written, str)
+        ]
         conversations = [
-            [*asked[i].messages, *messages.as_turn(written[i])] for i in chats
+            [*questions[i].messages, *messages.as_turn(written[i])] for i in chats
         ]
         of_chats = self._conversations.examples(
-            [asked[i] for i in chats],
+            [questions[i] for i in chats],
             conversations,
-            turns=[[len(each) - 1] for each in conversations],
+            turns=[[len(conversation) - 1] for conversation in conversations],
         )
         for i, example in zip(chats, of_chats, strict=True):
             responses[i] = list(example.response)
-        return [responses[i] for i in range(len(asked))]
+        return [responses[i] for i in range(len(questions))]
 
     def examples(
         self,
-        asked: Sequence[Asked],
+        questions: Sequence[Question],
         written: Sequence[Written],
         *,
         turns: Sequence[Sequence[int] | None],
@@ -158,28 +168,32 @@ class TextContract:
         Raises:
           InputError: as `prompts` and `responses`.
         """
-        several = [i for i, each in enumerate(turns) if each is not None]
-        single = [i for i, each in enumerate(turns) if each is None]
+        several = [i for i, learned in enumerate(turns) if learned is not None]
+        single = [i for i, learned in enumerate(turns) if learned is None]
         texts: dict[int, Text] = {}
-        prompts = self.prompts([asked[i] for i in single])
+        prompts = self.prompts([questions[i] for i in single])
         responses = self.responses(
-            [asked[i] for i in single], [written[i] for i in single], prompts=prompts
+            [questions[i] for i in single],
+            [written[i] for i in single],
+            prompts=prompts,
         )
         texts.update(zip(single, map(Example, prompts, responses), strict=True))
         of_several = self._conversations.examples(
-            [asked[i] for i in several],
-            [[*asked[i].messages, *messages.as_turn(written[i])] for i in several],
+            [questions[i] for i in several],
+            [[*questions[i].messages, *messages.as_turn(written[i])] for i in several],
             turns=[turns[i] or [] for i in several],
         )
         texts.update(zip(several, of_several, strict=True))
-        return [texts[i] for i in range(len(asked))]
+        return [texts[i] for i in range(len(questions))]
 
-    def between(self, each: Asked, *, chat: bool, room: int | None = None) -> list[int]:
+    def between(
+        self, question: Question, *, chat: bool, room: int | None = None
+    ) -> list[int]:
         """The tokens between a sampled stop token and the next response.
 
         Args:
-          each: what was observed, read as its row says; a plain text is a message of
-            the user with `chat`.
+          question: what was observed, read as its row says; a plain text is a message
+            of the user with `chat`.
           chat: whether the chat template writes it.
           room: tokens beyond which it need not be encoded; None is no such limit.
 
@@ -189,15 +203,15 @@ class TextContract:
           OutOfRoom: what was observed has more tokens.
         """
         if not chat:
-            pieces = self._pieces.of_observation(str(each.written), each)
+            pieces = self._pieces.of_observation(str(question.written), question)
             return self._joining.follow(pieces, after=self.stop_ids[:1], room=room)
-        ids = iter(self._conversations.observation(each, room=room))
+        ids = iter(self._conversations.observation(question, room=room))
         for number in ids:  # what the template writes up to its stop token is sampled
             if number in self.stop_ids:
                 break
         return [*ids]
 
-    def turn(self, text: str, *, behind: Asked, after: Sequence[int]) -> list[int]:
+    def turn(self, text: str, *, behind: Question, after: Sequence[int]) -> list[int]:
         """The tokens of a plain response within an episode, its stop token included.
 
         Args:
@@ -218,18 +232,18 @@ class TextContract:
         ids = self._joining.behind(pieces, after=after, size=len(body), joined=joined)
         return self._ended(ids, stop=stop, where=behind.where, text=text)
 
-    def chat_turn(self, text: str, *, each: Asked) -> list[int]:
+    def chat_turn(self, text: str, *, question: Question) -> list[int]:
         """The tokens of a response as the chat template writes it, whatever precedes.
 
         Args:
-          each: the row that it is of.
+          question: the row that it is of.
 
         Raises:
           InputError: as `responses`.
         """
-        opening = each._replace(written=[OPENING])
+        opening = question._replace(written=[OPENING])
         [example] = self._conversations.examples(
-            [opening], [[OPENING, messages.said(text)]], turns=[[1]]
+            [opening], [[OPENING, messages.of_assistant(text)]], turns=[[1]]
         )
         return list(example.response)
 
@@ -261,15 +275,15 @@ class TextContract:
             self.tokenizer, conversation, where="a conversation", continued=continued
         )
 
-    def _plain_prompt(self, each: Asked) -> tuple[list[int], list[str]]:
+    def _plain_prompt(self, question: Question) -> tuple[list[int], list[str]]:
         """(the tokens in front of the text, the text in pieces)."""
-        first, *others = each.template.split(PLACE)
-        text, head = str(each.written), self._joining.prefix
+        first, *others = question.template.split(PLACE)
+        text, head = str(question.written), self._joining.prefix
         if first:
             first, head = self._without_bos(first, head)
         else:
             text, head = self._without_bos(text, head)
-        cut = self._pieces.of_others(text, each)
+        cut = self._pieces.of_others(text, question)
         pieces = [first]
         for other in others:
             pieces = [*pieces[:-1], pieces[-1] + cut[0], *cut[1:]]
@@ -289,15 +303,15 @@ class TextContract:
 
     def _plain_responses(
         self,
-        asked: Sequence[Asked],
+        questions: Sequence[Question],
         written: Sequence[str],
         *,
         prompts: Sequence[Sequence[int]],
     ) -> list[list[int]]:
-        before = [self._plain_prompt(each) for each in asked]
+        before = [self._plain_prompt(question) for question in questions]
         parts = [
-            self._pieces.of_response(text, each)
-            for text, each in zip(written, asked, strict=True)
+            self._pieces.of_response(text, question)
+            for text, question in zip(written, questions, strict=True)
         ]
         joined = tokenization.encode(
             self.tokenizer,
@@ -316,16 +330,16 @@ class TextContract:
                     joined=whole if len(body) == 1 else None,
                 ),
                 stop=stop,
-                where=each.where,
+                where=question.where,
                 text=text,
             )
             for (head, body), (
                 pieces,
                 stop,
-            ), prompt, whole, each, text in progress.track(
-                zip(before, parts, prompts, joined, asked, written, strict=True),
+            ), prompt, whole, question, text in progress.track(
+                zip(before, parts, prompts, joined, questions, written, strict=True),
                 "responses behind their prompts",
-                total=len(asked),
+                total=len(questions),
             )
         ]
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Episode, Example, Text
 from rlhf_jax.data.text import chat, messages
-from rlhf_jax.data.text.asked import Asked
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import Message
 from rlhf_jax.data.text.pieces import RowPieces
+from rlhf_jax.data.text.question import Question
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 
@@ -51,37 +51,37 @@ class Conversations:
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         self._pieces, self._joining = pieces, joining
 
-    def prompt(self, each: Asked) -> list[str]:
+    def prompt(self, question: Question) -> list[str]:
         """The template's text up to a response, in pieces."""
-        messages.check_prompt(each.messages, where=each.where, field="prompt")
-        [text], cut = self._rendered([each.messages], each, asks=[True])
+        messages.check_prompt(question.messages, where=question.where, field="prompt")
+        [text], cut = self._rendered([question.messages], question, asks=[True])
         return text.split(cut)
 
     def examples(
         self,
-        asked: Sequence[Asked],
+        questions: Sequence[Question],
         conversations: Sequence[list[Message]],
         *,
         turns: Sequence[Sequence[int]],
     ) -> list[Text]:
         """Conversations, of which some turns of the assistant are learned."""
         rendered = []
-        rows = zip(asked, conversations, turns, strict=True)
-        if asked and not self._stop_ids:
+        rows = zip(questions, conversations, turns, strict=True)
+        if questions and not self._stop_ids:
             tokenization.eos_token_id(self._tokenizer)  # says that there is none
-        for each, whole, learned in progress.track(
-            rows, "conversations to text", total=len(asked)
+        for question, whole, learned in progress.track(
+            rows, "conversations to text", total=len(questions)
         ):
             beginnings = [whole[:turn] for turn in learned]
             asks = [False, *(True for _ in beginnings)]
-            texts, cut = self._rendered([whole, *beginnings], each, asks=asks)
+            texts, cut = self._rendered([whole, *beginnings], question, asks=asks)
             for turn, text in zip(learned, texts[1:], strict=True):
                 content = self._pieces.without_stop(messages.content([whole[turn]]))[0]
                 chat.check_written(
                     texts[0].replace(cut, ""),
                     beginning=text.replace(cut, ""),
                     content=content,
-                    where=each.where,
+                    where=question.where,
                 )
             rendered.append((texts, cut))
         encoded = iter(
@@ -95,14 +95,14 @@ class Conversations:
                 [next(encoded) for _ in texts],
                 cut=cut,
                 to_the_end=learned[-1] == len(whole) - 1,
-                where=each.where,
+                where=question.where,
             )
-            for (texts, cut), each, whole, learned in zip(
-                rendered, asked, conversations, turns, strict=True
+            for (texts, cut), question, whole, learned in zip(
+                rendered, questions, conversations, turns, strict=True
             )
         ]
 
-    def observation(self, each: Asked, *, room: int | None = None) -> list[int]:
+    def observation(self, question: Question, *, room: int | None = None) -> list[int]:
         """What the template writes behind a turn of the assistant.
 
         Args:
@@ -111,9 +111,9 @@ class Conversations:
         Raises:
           OutOfRoom: there are more.
         """
-        observed = messages.of_user(each.written)
+        observed = messages.of_user(question.written)
         asks = observed[-1]["role"] != messages.ASSISTANT
-        [text], cut = self._rendered([observed], each, asks=[asks], behind=True)
+        [text], cut = self._rendered([observed], question, asks=[asks], behind=True)
         [ids] = self._joining.encode([text.split(cut)], room=room)
         return ids
 
@@ -165,7 +165,7 @@ class Conversations:
     def _rendered(
         self,
         conversations: Sequence[Sequence[Message]],
-        each: Asked,
+        question: Question,
         *,
         asks: Sequence[bool],
         behind: bool = False,
@@ -175,7 +175,7 @@ class Conversations:
         Args:
           conversations: of texts, and of whatever else JSON has, such as calls of
             tools.
-          each: the row that they are of.
+          question: the row that they are of.
           asks: whether a response is asked for at the end of each.
           behind: they follow a turn of the assistant, and what is written up to its
             text is left out.
@@ -183,22 +183,22 @@ class Conversations:
         Returns:
           Texts, and the character that cuts them into pieces.
         """
-        variables = dict(each.variables)
+        variables = dict(question.variables)
         used = json.dumps([*conversations, variables], ensure_ascii=False, default=str)
         mark, cut = _unused(set(used))
 
         def others(text: str) -> str:
             if behind:  # an observation is no row, and no error ends a run for it
-                return cut.join(self._pieces.of_observation(text, each))
-            return cut.join(self._pieces.of_others(text, each))
+                return cut.join(self._pieces.of_observation(text, question))
+            return cut.join(self._pieces.of_others(text, question))
 
         def own(text: str) -> str:
-            return cut.join(self._pieces.of_assistant(text, each))
+            return cut.join(self._pieces.of_assistant(text, question))
 
         def turn(message: Message) -> Message:
             message = messages.unmarked(message)
             if not behind:
-                messages.check_role(message, where=each.where)
+                messages.check_role(message, where=question.where)
             if message.get("role") != messages.ASSISTANT:
                 return _apart(message, others)
             content = self._pieces.without_stop(message.get("content") or "")[0]
@@ -207,7 +207,9 @@ class Conversations:
         turns = [[turn(message) for message in whole] for whole in conversations]
         calls = [0 for _ in turns]
         if behind:
-            turns = [[OPENING, messages.said(mark), *observed] for observed in turns]
+            turns = [
+                [OPENING, messages.of_assistant(mark), *observed] for observed in turns
+            ]
         else:
             marked = [_marked_calls(whole, mark=mark) for whole in turns]
             turns, calls = (
@@ -218,14 +220,14 @@ class Conversations:
             self._tokenizer,
             turns,
             asks=asks,
-            where=each.where,
+            where=question.where,
             variables=_apart(variables, others),
         )
         if any(
             text.count(mark) < count for text, count in zip(texts, calls, strict=True)
         ):
             raise InputError(
-                f"{each.where}: expected a chat template that writes the"
+                f"{question.where}: expected a chat template that writes the"
                 f" {messages.CALLS!r} of a message, got one that leaves them out; use"
                 " another template, or leave them out of the row"
             )

@@ -26,7 +26,7 @@ TOOLS, DOCUMENTS, OPTIONS = "tools", "documents", "chat_template_kwargs"
 CONTROL_TOKENS = "control_tokens"  # that a row asks for by name
 OF_TEMPLATE = (TOOLS, DOCUMENTS, OPTIONS)  # fields of a row that a template reads
 OF_TOKENS = frozenset("<>[]|")  # signs that texts of control tokens begin and end with
-GIVEN = (  # to a template, by name
+TEMPLATE_ARGUMENTS = (  # to a template, by name
     *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
     *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),
 )
@@ -42,7 +42,7 @@ def variables(row: Row, *, where: str) -> dict[str, Any]:
       InputError: one of them is of another kind, or an option has a name of something
         that the template is given anyway.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in (TOOLS, DOCUMENTS):
         value = row.get(name)
         if value is None or value == []:  # as a table has it
@@ -52,32 +52,32 @@ def variables(row: Row, *, where: str) -> dict[str, Any]:
                 f"{where}: expected a list of objects in {name!r}, for the chat"
                 f" template, got {value!r:.60}; correct the row, or rename the field"
             )
-        found[name] = value
+        fields[name] = value
     options = row.get(OPTIONS)
     if options is None:
-        return found
+        return fields
     if not isinstance(options, dict):
         raise InputError(
             f"{where}: expected an object in {OPTIONS!r}, such as"
             f' {{"enable_thinking": false}}, got {options!r:.60}; correct the row'
         )
     for name in options:
-        if name in GIVEN:
+        if name in TEMPLATE_ARGUMENTS:
             raise InputError(
                 f"{where}: expected options of the chat template in {OPTIONS!r}, got"
                 f" {name!r}, which it is given anyway; leave it out"
             )
-    return found | {name: v for name, v in options.items() if v is not None}
+    return fields | {name: v for name, v in options.items() if v is not None}
 
 
-def said(text: str) -> Message:
+def of_assistant(text: str) -> Message:
     """A turn of the assistant."""
     return {"role": ASSISTANT, "content": text}
 
 
 def as_turn(response: str | list[Message]) -> list[Message]:
     """A response as one message of the assistant."""
-    return [said(response)] if isinstance(response, str) else response
+    return [of_assistant(response)] if isinstance(response, str) else response
 
 
 def plain(response: str | list[Message], *, where: str) -> str:

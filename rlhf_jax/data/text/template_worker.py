@@ -35,13 +35,13 @@ def answer(request: dict[str, Any], *, seconds: float = 0) -> dict[str, Any]:
 
     texts = []
     try:
-        for each in request["conversations"]:
+        for conversation in request["conversations"]:
             signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process
             (text,), _ = render_jinja_template(
                 **request
                 | {
-                    "conversations": [each["messages"]],
-                    "add_generation_prompt": each["add_generation_prompt"],
+                    "conversations": [conversation["messages"]],
+                    "add_generation_prompt": conversation["add_generation_prompt"],
                 }
             )
             if len(text) > MAX_CHARACTERS:

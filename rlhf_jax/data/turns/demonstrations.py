@@ -17,7 +17,7 @@ from rlhf_jax.data.examples import Episode
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.data.text import Asked, TextContract, Written, asked, messages
+from rlhf_jax.data.text import Question, TextContract, Written, messages, read_question
 from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
@@ -51,18 +51,18 @@ def encode_episodes(
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     begun = [
-        asked(row, field=prompt, where=json_lines.place(row, number))
+        read_question(row, field=prompt, where=json_lines.place(row, number))
         for number, row in enumerate(rows)
     ]
-    for each in begun:
-        if not isinstance(each.written, str):
+    for question in begun:
+        if not isinstance(question.written, str):
             messages.check_unmarked(
-                [*each.messages, messages.said("")], where=each.where
+                [*question.messages, messages.of_assistant("")], where=question.where
             )
     prompts = contract.prompts(begun)
     episodes = [
-        _episode(contract, each, row[turns], begins=begins)
-        for each, row, begins in progress.track(
+        _episode(contract, question, row[turns], begins=begins)
+        for question, row, begins in progress.track(
             zip(begun, rows, prompts, strict=True),
             "episodes to tokens",
             total=len(rows),
@@ -71,7 +71,7 @@ def encode_episodes(
     fits = lengths.fits(
         [episode.length for episode in episodes],
         texts=[row[prompt] for row in rows],
-        places=[each.where for each in begun],
+        places=[question.where for question in begun],
         max_length=max_length,
         overlong=overlong,
         widest=widest,
@@ -81,22 +81,26 @@ def encode_episodes(
 
 
 def _episode(
-    contract: TextContract, each: Asked, turns: Sequence[Written], *, begins: list[int]
+    contract: TextContract,
+    question: Question,
+    turns: Sequence[Written],
+    *,
+    begins: list[int],
 ) -> Episode:
     """An episode of responses and observations in turn, behind its prompt."""
-    chat = not isinstance(each.written, str)
-    ids, before = list(begins), each
+    chat = not isinstance(question.written, str)
+    ids, before = list(begins), question
     observed: list[tuple[int, int]] = []
     for place, turn in enumerate(turns):
         start = len(ids) - len(begins)
         if place % 2:
-            before = each._replace(written=turn)
+            before = question._replace(written=turn)
             ids += contract.between(before, chat=chat)
             observed.append((start, len(ids) - len(begins)))
         elif not chat and place == 0:
-            ids += contract.responses([each], [str(turn)], prompts=[begins])[0]
+            ids += contract.responses([question], [str(turn)], prompts=[begins])[0]
         elif chat:
-            ids += contract.chat_turn(str(turn), each=each)
+            ids += contract.chat_turn(str(turn), question=question)
         else:
             ids += contract.turn(str(turn), behind=before, after=ids)
     return Episode(begins, ids[len(begins) :], tuple(observed))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_jax.data import tokenization
-from rlhf_jax.data.text import Asked, TextContract, Written, chat, messages
+from rlhf_jax.data.text import Question, TextContract, Written, chat, messages
 from rlhf_jax.data.text.conversations import OPENING
 from rlhf_jax.data.text.joining import OutOfRoom
 from rlhf_jax.functional.checks import InputError
@@ -70,7 +70,7 @@ class TurnEncoder:
             messages.check_prompt(written, where=where, field="prompt")
         else:
             _check_plain(written, where=where)
-        (ids,) = self.contract.prompts([Asked(written, where)])
+        (ids,) = self.contract.prompts([Question(written, where)])
         return ids
 
     def observation(
@@ -96,9 +96,9 @@ class TurnEncoder:
         """
         if not self._chat:
             _check_plain(written, where=where)
-        asked = Asked(written, where)
+        question = Question(written, where)
         try:
-            ids = self.contract.between(asked, chat=self._chat, room=room)
+            ids = self.contract.between(question, chat=self._chat, room=room)
         except OutOfRoom:
             return None
         return None if room is not None and len(ids) > room else ids
@@ -106,7 +106,7 @@ class TurnEncoder:
     def _check_stop(self) -> None:
         """InputError unless the template ends the assistant's turn before the next."""
         where, tokenizer = "the chat template", self.contract.tokenizer
-        turns = [OPENING, messages.said("\ue001"), *messages.of_user("\ue002")]
+        turns = [OPENING, messages.of_assistant("\ue001"), *messages.of_user("\ue002")]
         text = chat.render(tokenizer, turns, where=where)
         between = text.partition("\ue001")[2].partition("\ue002")[0]
         (ids,) = tokenization.encode(tokenizer, [between], special=False)

@@ -277,7 +277,7 @@ class Policy(TemplateLM):
         likelihoods = self._likelihoods(pairs, disable_tqdm=disable_tqdm)
         for (texts, _, _), likelihood in zip(requests, likelihoods, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(likelihood))
-        return [(each.logprob, each.greedy) for each in likelihoods]
+        return [(likelihood.logprob, likelihood.greedy) for likelihood in likelihoods]
 
     def _likelihoods(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, disable_tqdm: bool
@@ -330,7 +330,7 @@ class Policy(TemplateLM):
     @functools.cached_property
     def _token_texts(self) -> dict[int, str]:
         ids = sorted(self.tokenizer.get_vocab().values())
-        return {each: tokenization.decode(self.tokenizer, [each]) for each in ids}
+        return {token: tokenization.decode(self.tokenizer, [token]) for token in ids}
 
     def _text(self, tokens: Tokens, *, until: Sequence[str]) -> str:
         text = self._start.decode([*tokens])

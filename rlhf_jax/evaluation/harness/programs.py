@@ -124,16 +124,19 @@ class Programs:
             for chosen in self._batches(numbers):
                 rows = [self._whole(*texts[number]) for number in chosen]
                 inputs, mask = self._padded([row[:-1] for row in rows], width=width)
-                targets, wanted = self._padded(
+                targets, target_mask = self._padded(
                     [texts[number][1] for number in chosen], width=predicted
                 )
                 logprobs, greedy = processes.whole(
                     self._score(self._start.params, *self._put(inputs, mask, targets))
                 )
                 for row, number in enumerate(dict.fromkeys(chosen)):
-                    kept = wanted[row]
-                    total = float(logprobs[row][kept].sum(dtype=np.float64))
-                    yield number, Likelihood(total, bool(greedy[row][kept].all()))
+                    predicted_mask = target_mask[row]
+                    total = float(logprobs[row][predicted_mask].sum(dtype=np.float64))
+                    yield (
+                        number,
+                        Likelihood(total, bool(greedy[row][predicted_mask].all())),
+                    )
 
     def responses(
         self, prompts: Sequence[Tokens], *, numbers: Sequence[int], draw: Draw
@@ -170,7 +173,7 @@ class Programs:
                     [prompts[at][-room:] for at in chosen], width=width
                 )
                 index = np.array([numbers[at] for at in chosen], np.int32)
-                drawn, kept = processes.whole(
+                drawn, response_mask = processes.whole(
                     self._respond(
                         self._start.params,
                         *self._put(tokens, mask, index),
@@ -179,7 +182,7 @@ class Programs:
                     )
                 )
                 for row, at in enumerate(dict.fromkeys(chosen)):
-                    yield numbers[at], drawn[row][kept[row]].tolist()
+                    yield numbers[at], drawn[row][response_mask[row]].tolist()
 
     def _whole(self, context: Tokens, continuation: Tokens) -> Tokens:
         return [*context, *continuation][-(self._max_length + 1) :]

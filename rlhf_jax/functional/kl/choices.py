@@ -78,7 +78,9 @@ class Penalty:
                 )
 
     def _check_weights(self) -> None:
-        sampled = [each for each in self.estimators_used if each != "exact"]
+        sampled = [
+            estimator for estimator in self.estimators_used if estimator != "exact"
+        ]
         if self.direction == "forward" and self.importance_weights is None and sampled:
             raise InputError(
                 f"importance_weights: expected token or prefix for {sampled[0]} of a "

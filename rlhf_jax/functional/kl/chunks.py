@@ -206,10 +206,10 @@ def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Result:
         here = jnp.broadcast_to(here[None, None, :], (*shape, plan.chunk))
         ids = jnp.concatenate([ids, here], axis=-1)
         top_z, at = jax.lax.top_k(z, k)
-        kept = marked(at, size=z.shape[-1])
+        marks = marked(at, size=z.shape[-1])
 
         def with_dropped(rest: Array, logits: Array) -> Array:
-            dropped = jnp.where(kept, -jnp.inf, logits)
+            dropped = jnp.where(marks, -jnp.inf, logits)
             return jnp.logaddexp(rest, jax.nn.logsumexp(dropped, axis=-1))
 
         return (
@@ -356,10 +356,10 @@ def _loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:
 
 def _tokens(index: Array, plan: Plan) -> tuple[Array, Array]:
     """First id of chunk `index`, and bool[1, 1, chunk]: tokens not in one before."""
-    wanted = index * plan.chunk
-    start = jnp.minimum(wanted, plan.vocab_size - plan.chunk)
+    first = index * plan.chunk
+    start = jnp.minimum(first, plan.vocab_size - plan.chunk)
     ids = start + jnp.arange(plan.chunk, dtype=jnp.int32)
-    fresh = ids >= wanted
+    fresh = ids >= first
     if plan.unused:
         fresh &= ~unused_ids.contain(plan.unused, ids)
     return start, fresh[None, None, :]

@@ -68,16 +68,16 @@ def estimates(
         exact = _placed(penalty, exact, mask, cells)
     log_weights = _log_importance(penalty, log_weights, mask, cells)
     value = _weighted(penalty.value_estimator, x, exact, log_weights)
-    kept = cells
+    unclipped = cells
     if penalty.clip is not None:
-        kept = cells & (jnp.abs(value) <= penalty.clip)
+        unclipped = cells & (jnp.abs(value) <= penalty.clip)
         value = jnp.clip(value, -penalty.clip, penalty.clip)
         # Before the estimator: an infinite slope times 0 would be NaN.
-        x = jnp.where(kept, x, 0.0)
-        exact = None if exact is None else jnp.where(kept, exact, 0.0)
+        x = jnp.where(unclipped, x, 0.0)
+        exact = None if exact is None else jnp.where(unclipped, exact, 0.0)
     slope = _weighted(estimator, x, exact, log_weights)
-    slope = jnp.where(kept, slope - jax.lax.stop_gradient(slope), 0.0)
-    clipped = jnp.sum(cells & ~kept, dtype=jnp.float32)
+    slope = jnp.where(unclipped, slope - jax.lax.stop_gradient(slope), 0.0)
+    clipped = jnp.sum(cells & ~unclipped, dtype=jnp.float32)
     capped = log_weights > _most(_estimate(estimator, x, exact))
     if "k3" in penalty.estimators_used:
         far = _far(x, log_weights)
@@ -86,7 +86,7 @@ def estimates(
     return Estimates(
         kl=jax.lax.stop_gradient(value) + slope,
         clipfrac=(clipped, num_estimates),
-        overflowfrac=(jnp.sum(capped & kept, dtype=jnp.float32), num_estimates),
+        overflowfrac=(jnp.sum(capped & unclipped, dtype=jnp.float32), num_estimates),
     )
 
 

@@ -40,7 +40,7 @@ class Weights(NamedTuple):
     """Importance weights of tokens, and what their bounds did."""
 
     weights: Float32[Array, "B S"]  # w, 1 outside the mask, 0 where cut to nothing
-    kept: Bool[Array, "B S"]  # the mask without rejected responses
+    mask: Bool[Array, "B S"]  # the mask without rejected responses
     cut: Bool[Array, "B S"]  # tokens whose ratio is at or beyond a bound that acts
 
 

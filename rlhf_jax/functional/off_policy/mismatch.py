@@ -103,7 +103,7 @@ def sampler_kl(
     0.097
     """
     check_arrays(logprobs, sampler_logprobs, mask)
-    pair = [jnp.where(mask, each, 0.0) for each in (sampler_logprobs, logprobs)]
+    pair = [jnp.where(mask, x, 0.0) for x in (sampler_logprobs, logprobs)]
     return masked.sum_stats(
         {
             "policy/sampler_kl": kl.k1(*pair),

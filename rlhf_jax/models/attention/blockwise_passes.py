@@ -177,10 +177,10 @@ def _logits(
         bent = jnp.tanh(s / form.softcap)
         s, slope = form.softcap * bent, form.scale * (1 - jnp.square(bent))
     distance = _at(masked.columns, i)[None, :] - (j * count + _numbers(count))[:, None]
-    seen = segments_q[None, :] == segments_k[:, None]
-    seen |= prefixes_q[None, :] == segments_k[:, None]
-    seen &= (segments_k > 0)[:, None] & (distance >= 0) & (distance < masked.window)
-    return jnp.where(jnp.tile(seen, (1, group))[None], s, HIDDEN), slope
+    visible = segments_q[None, :] == segments_k[:, None]
+    visible |= prefixes_q[None, :] == segments_k[:, None]
+    visible &= (segments_k > 0)[:, None] & (distance >= 0) & (distance < masked.window)
+    return jnp.where(jnp.tile(visible, (1, group))[None], s, HIDDEN), slope
 
 
 def _product(a: Array, b: Array) -> Array:
@@ -201,8 +201,8 @@ def visited(masked: Masked, *, of_keys: bool) -> tuple[Array, Array]:
     within = (column_k[None, :] <= last_q) & (first_q - last_k[None, :] < masked.window)
     least, largest = _bounds(masked.segments_k)
     met = jnp.zeros((), bool)
-    for seen in (masked.segments_q, masked.prefixes_q):
-        first, last = _bounds(seen)
+    for segments in (masked.segments_q, masked.prefixes_q):
+        first, last = _bounds(segments)
         met |= (first[:, :, None] <= largest[:, None, :]) & (
             least[:, None, :] <= last[:, :, None]
         )

@@ -131,16 +131,16 @@ def attend_to_pages(
     logits = logits / math.sqrt(head_dim) if scale is None else logits * scale
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    seen = pages.seen[:, None, None]
+    visible = pages.seen[:, None, None]
     lowest = -0.7 * jnp.finfo(jnp.float32).max
-    logits = jnp.where(seen, logits, lowest)
+    logits = jnp.where(visible, logits, lowest)
 
     def of_rows(x: Array, absent: Any) -> Array:
         """[B, J, ...]: of every page of a row, or `absent`."""
         return x.at[pages.table].get(mode="fill", fill_value=absent)
 
     highest = of_rows(logits.max(axis=-1), lowest).max(axis=1)
-    weights = jnp.where(seen, jnp.exp(logits - highest[pages.owner][..., None]), 0.0)
+    weights = jnp.where(visible, jnp.exp(logits - highest[pages.owner][..., None]), 0.0)
     total = of_rows(weights.sum(axis=-1), 0.0).sum(axis=1)
     total = jnp.where(total > 0, total, 1.0)  # of a row without pages
     share = weights / total[pages.owner][..., None]

@@ -92,8 +92,8 @@ def group(rest: str) -> tuple[int, ...]:
 def pairs(rest: str) -> list[tuple[int, int]]:
     """(from, to) of a permutation; none of any other exchange."""
     listed = re.search(r"source_target_pairs=\{([\d,{}]*)\}", rest)
-    found = [] if listed is None else re.findall(r"\{(\d+),(\d+)\}", listed[1])
-    return [(int(source), int(target)) for source, target in found]
+    matches = [] if listed is None else re.findall(r"\{(\d+),(\d+)\}", listed[1])
+    return [(int(source), int(target)) for source, target in matches]
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -60,4 +60,4 @@ def __getattr__(name: str) -> Any:
     from rlhf_jax.roles.rewards import ensembles, model, normalisation, scores, text
 
     modules = (ensembles, model, normalisation, scores, text)
-    return next(getattr(each, name) for each in modules if hasattr(each, name))
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

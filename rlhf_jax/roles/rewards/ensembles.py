@@ -48,8 +48,8 @@ def combine(scores: Sequence[Array], *, how: Combine, std_coef: float = 1.0) -> 
     case); where their third subtracts a variance, this subtracts a standard deviation.
     """
     _check(len(scores), how=how, std_coef=std_coef)
-    checks.same_shape(**{f"member_{i}": each for i, each in enumerate(scores)})
-    members = jnp.stack([jnp.asarray(each, jnp.float32) for each in scores])
+    checks.same_shape(**{f"member_{i}": member for i, member in enumerate(scores)})
+    members = jnp.stack([jnp.asarray(member, jnp.float32) for member in scores])
     mean = members.mean(axis=0)
     # Around the first: equal members disagree by 0, however their mean is rounded.
     apart = members - members[:1]
@@ -61,7 +61,7 @@ def combine(scores: Sequence[Array], *, how: Combine, std_coef: float = 1.0) -> 
             total = members.min(axis=0)
         case "mean_minus_std":
             total = mean - std_coef * spread
-    parts = {f"member_{i}": each for i, each in enumerate(members)}
+    parts = {f"member_{i}": member for i, member in enumerate(members)}
     return Scores(total=total, parts=parts | {"disagreement": spread})
 
 

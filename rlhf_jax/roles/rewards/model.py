@@ -33,9 +33,9 @@ def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
     Returns:
       {"trunk": ..., "score": {"kernel": [D], "bias": []}}, as in `critic.py`.
     """
-    kept = {name: trunk[name] for name in ("embed", "layers", "final_norm")}
+    trained = {name: trunk[name] for name in ("embed", "layers", "final_norm")}
     return {
-        "trunk": storage.store(kept),
+        "trunk": storage.store(trained),
         "score": heads.init_score(key, model=model),
     }
 

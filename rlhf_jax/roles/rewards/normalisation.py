@@ -93,21 +93,21 @@ def no_moments() -> RunningMoments:
 
 
 def update_moments(
-    moments: RunningMoments, scores: Array, *, kept: Array | None = None
+    moments: RunningMoments, scores: Array, *, row_mask: Array | None = None
 ) -> RunningMoments:
     """Moments of the scores seen before and of these together.
 
     Args:
       scores: f32[B], reward units; those that are not finite are left out, since a NaN
         would stay for the rest of the run.
-      kept: bool[B], scores that count; None keeps all.
+      row_mask: bool[B], scores that count; None keeps all.
 
     Source: Chan, Golub & LeVeque 1979, the pairwise update; the exact error of a sum is
     Knuth, The Art of Computer Programming, volume 2, section 4.2.2.
     """
     finite = jnp.isfinite(scores)
-    if kept is not None:
-        finite &= kept
+    if row_mask is not None:
+        finite &= row_mask
     size = finite.sum(dtype=jnp.float32)
     count = moments.count + size
     share = size / jnp.maximum(count, 1.0)

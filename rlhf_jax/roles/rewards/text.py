@@ -66,7 +66,7 @@ def read(
     *,
     decode: Decode,
     rows: Sequence[Row],
-    asked: Sequence[Prompt] | None = None,
+    written_prompts: Sequence[Prompt] | None = None,
 ) -> Texts:
     """The texts of a rollout, without padding, and the rows they belong to.
 
@@ -76,10 +76,10 @@ def read(
     Args:
       decode: token ids -> text, as `transcripts.texts` takes it.
       rows: the data set that `rollout.index` points into.
-      asked: the prompts of these rows as they were written: texts, or messages; None
-        decodes their tokens.
+      written_prompts: the prompts of these rows as they were written: texts, or
+        messages; None decodes their tokens.
     """
-    texts = transcripts.texts(rollout, decode=decode, asked=asked)
+    texts = transcripts.texts(rollout, decode=decode, written_prompts=written_prompts)
     index = np.asarray(rollout.index)
     return Texts(
         prompts=[prompt for prompt, _ in texts],
@@ -100,14 +100,15 @@ class TextReward:
       decode: token ids -> text, as `transcripts.texts` takes it.
       rows: the data set that `rollout.index` points into.
       called: what messages call the function, as "--judge my_judges:score".
-      asked: the prompts of these rows as they were written; None decodes their tokens.
+      written_prompts: the prompts of these rows as they were written; None decodes
+        their tokens.
     """
 
     function: TextFunction
     decode: Decode
     rows: Sequence[Row]
     called: str = "the reward function"
-    asked: Sequence[Prompt] | None = None
+    written_prompts: Sequence[Prompt] | None = None
 
     def __call__(self, rollout: Responses) -> HostArray:
         """f32[B].
@@ -117,7 +118,12 @@ class TextReward:
             B finite numbers, and it names the first entry that is none.
           StopError: the function called `sys.exit`.
         """
-        texts = read(rollout, decode=self.decode, rows=self.rows, asked=self.asked)
+        texts = read(
+            rollout,
+            decode=self.decode,
+            rows=self.rows,
+            written_prompts=self.written_prompts,
+        )
         returned, error = self._call(texts)
         if error is not None:
             self._refuse(texts, error)
@@ -146,17 +152,17 @@ class TextReward:
 def _failure(called: str, error: BaseException, where: str) -> Exception:
     """What to raise for an error of the function's; its cause is that error."""
     if isinstance(error, SystemExit):
-        told: Exception = StopError(
+        failure: Exception = StopError(
             f"{called} called sys.exit({_shown(error.code)}) {where}; return a "
             f"score, or raise an error to stop the run"
         )
     else:
-        told = InputError(
+        failure = InputError(
             f"{called} raised {_named(error)} {where}; mend it, or return a "
             f"score for such a response"
         )
-    told.__cause__ = error
-    return told
+    failure.__cause__ = error
+    return failure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,15 +49,18 @@ class Responses(Protocol):
 
 
 def texts(
-    rollout: Responses, *, decode: Decode, asked: Sequence[Prompt] | None = None
+    rollout: Responses,
+    *,
+    decode: Decode,
+    written_prompts: Sequence[Prompt] | None = None,
 ) -> list[tuple[Any, str]]:
     """(prompt, response) of every row, as a person or a reward reads them.
 
     Args:
       decode: token ids -> text; padding, BOS and stop tokens left out, and every other
         special token kept.
-      asked: the prompts as they were written, by row of the data set; None decodes
-        their tokens.
+      written_prompts: the prompts as they were written, by row of the data set; None
+        decodes their tokens.
     """
     tokens, mask, response_mask, index = (
         np.asarray(array)
@@ -67,7 +70,11 @@ def texts(
     )
     return [
         transcript(
-            *row, decode=decode, asked=None if asked is None else asked[int(number)]
+            *row,
+            decode=decode,
+            written_prompt=None
+            if written_prompts is None
+            else written_prompts[int(number)],
         )
         for *row, number in zip(tokens, mask, response_mask, index, strict=True)
     ]
@@ -92,7 +99,7 @@ def transcript(
     response_mask: HostArray,
     *,
     decode: Decode,
-    asked: Prompt | None = None,
+    written_prompt: Prompt | None = None,
 ) -> tuple[Prompt, str]:
     """(prompt, response) of one row.
 
@@ -101,19 +108,23 @@ def transcript(
       mask: bool[S], not padding.
       response_mask: bool[S], sampled tokens.
       decode: token ids -> text.
-      asked: the prompt as it was written; None decodes its tokens.
+      written_prompt: the prompt as it was written; None decodes its tokens.
 
     Returns:
       A prompt and a text; of several turns the response has observations in brackets.
     """
     observed = observed_of(mask, response_mask)
     followed = response_mask | observed
-    prompt = decode(tokens[mask & ~followed].tolist()) if asked is None else asked
+    prompt = (
+        decode(tokens[mask & ~followed].tolist())
+        if written_prompt is None
+        else written_prompt
+    )
     if not observed.any():
         return prompt, decode(tokens[response_mask].tolist())
-    said, read = tokens[followed], observed[followed]
+    response, read = tokens[followed], observed[followed]
     starts = np.flatnonzero(read[1:] != read[:-1]) + 1
-    runs = zip(np.split(said, starts), np.split(read, starts), strict=True)
+    runs = zip(np.split(response, starts), np.split(read, starts), strict=True)
     return prompt, "".join(
         f"{OPEN}{text}{CLOSE}" if was_read[0] else text
         for text, was_read in ((decode(run.tolist()), which) for run, which in runs)

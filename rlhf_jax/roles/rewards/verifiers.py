@@ -64,11 +64,11 @@ class Answering(Protocol):
 
 def each(verifier: Verifier) -> TextFunction:
     """(prompts, responses, rows) -> one number a response, for `rewards.TextReward`."""
-    return _Each(verifier)
+    return _PerResponse(verifier)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Each:
+class _PerResponse:
     verifier: Verifier
 
     def __call__(
@@ -276,26 +276,26 @@ def _value(match: re.Match[str]) -> Decimal | None:
 
 
 def _number_in(row: Row, field: str) -> Decimal:
-    said = _field(row, field)
+    gold = _field(row, field)
     # True is an int to Python.
-    plain = isinstance(said, int | float | str) and not isinstance(said, bool)
-    value = number(str(said)) if plain else None
+    plain = isinstance(gold, int | float | str) and not isinstance(gold, bool)
+    value = number(str(gold)) if plain else None
     if value is None:
         raise ValueError(
-            f"expected a number in {field!r}, got {said!r:.60}; correct it, or remove "
+            f"expected a number in {field!r}, got {gold!r:.60}; correct it, or remove "
             f"the row"
         )
     return value
 
 
 def _text_in(row: Row, field: str) -> str:
-    said = _field(row, field)
-    if not isinstance(said, str) or not said.strip():
+    gold = _field(row, field)
+    if not isinstance(gold, str) or not gold.strip():
         raise ValueError(
-            f"expected a text in {field!r}, got {said!r:.60}; correct it, or remove "
+            f"expected a text in {field!r}, got {gold!r:.60}; correct it, or remove "
             f"the row"
         )
-    return said
+    return gold
 
 
 def _field(row: Row, field: str) -> Any:

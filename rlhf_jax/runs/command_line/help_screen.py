@@ -78,7 +78,7 @@ def screen(
         for title, fields in options.items()
     }
     required = [
-        each.usage for group in groups.values() for each in group if each.required
+        option.usage for group in groups.values() for option in group if option.required
     ]
     usage = textwrap.wrap(
         " ".join([f"usage: {prog}", *required, "[OPTIONS]"]),
@@ -89,8 +89,8 @@ def screen(
     lines.append("")
     for title, group in groups.items():
         lines.append(f"{title}:")
-        for each in group:
-            lines += _entry(each, width=width)
+        for option in group:
+            lines += _entry(option, width=width)
     lines += ["", *textwrap.wrap(" ".join(notes), width, break_on_hyphens=False)]
     return "\n".join(lines)
 
@@ -135,7 +135,9 @@ def _written(default: Any, annotation: Any) -> Any:
 def _default(holder: type[Any], name: str, values: Any) -> Any:
     if values is not None:
         return getattr(values, name)
-    (field,) = (each for each in dataclasses.fields(holder) if each.name == name)
+    (field,) = (
+        candidate for candidate in dataclasses.fields(holder) if candidate.name == name
+    )
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
@@ -149,9 +151,9 @@ def _metavar(annotation: Any) -> str:
         return spec.metavar.partition("[")[0]
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return "|".join(_metavar(each) for each in inner if each is not type(None))
+        return "|".join(_metavar(kind) for kind in inner if kind is not type(None))
     if origin is typing.Literal:
-        return "|".join(str(each) for each in inner)
+        return "|".join(str(value) for value in inner)
     if origin is tuple:
         return f"{_metavar(inner[0])} ..."
     return METAVARS.get(annotation, "VALUE")
@@ -175,9 +177,9 @@ def _entry(shown: Option, *, width: int) -> list[str]:
 def documented(config_class: type[Any]) -> dict[str, str]:
     """The docstring below each field, of the class and of those it inherits from."""
     texts: dict[str, str] = {}
-    for each in reversed(config_class.__mro__):
+    for cls in reversed(config_class.__mro__):
         try:
-            source = textwrap.dedent(inspect.getsource(each))
+            source = textwrap.dedent(inspect.getsource(cls))
         except (OSError, TypeError):  # made by a function, with fields of its parents
             continue
         (node,) = ast.parse(source).body

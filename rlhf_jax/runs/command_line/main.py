@@ -82,7 +82,7 @@ def main(
             _silent_unless_first(),
             progress.hidden(not (config.progress and processes.is_first())),
             contextlib.ExitStack() as folder,
-            _writes_told(config.out),
+            _write_errors_named(config.out),
         ):
             processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
             run(config)
@@ -149,15 +149,15 @@ def _check_shared(config: RunConfig) -> None:
 
 
 @contextlib.contextmanager
-def _writes_told(folder: Path) -> Iterator[None]:
+def _write_errors_named(folder: Path) -> Iterator[None]:
     """A failed write of the experiment's own is a WriteError too."""
     try:
         yield
     except OSError as error:
-        told = write_errors.of_run(error, folder=folder)
-        if told is None:
+        named = write_errors.of_run(error, folder=folder)
+        if named is None:
             raise
-        raise told from error
+        raise named from error
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def parse(
             )
         )
         raise SystemExit(0)
-    options = ["--help" if each == "--help-all" else each for each in options]
+    options = ["--help" if option == "--help-all" else option for option in options]
     if presets:
         description = (
             f"{description}\n\n--preset {'|'.join(presets)} starts from the options of "

@@ -49,7 +49,7 @@ class OpNames(NamedTuple):
         programs = self.of_modules.get(module or "", [])
         if program in self.of_programs:
             programs = [self.of_programs[program]]
-        known = {each[operation] for each in programs if operation in each}
+        known = {program[operation] for program in programs if operation in program}
         if not known and event in self.of_events:
             return {self.of_events[event]}
         return known

@@ -162,7 +162,7 @@ class Profiler:
 
     def _write(self, seconds: float, *, window: Window) -> None:
         compiled = compile_counts.since(self._compiled_before)
-        texts, self._masks = [_lengths(each) for each in self._masks], []
+        texts, self._masks = [_lengths(mask) for mask in self._masks], []
         if not processes.is_first():
             return
         folder = self._folder / FOLDER
@@ -203,7 +203,7 @@ def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
     if window is None or not path.exists():
         return None
     fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    fields["texts"] = [[Text(*each) for each in step] for step in fields["texts"]]
+    fields["texts"] = [[Text(*numbers) for numbers in step] for step in fields["texts"]]
     profiled = Profiled(**fields)
     within = window.first <= profiled.first and profiled.end <= window.end
     return profiled if within else None

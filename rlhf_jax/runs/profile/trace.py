@@ -47,8 +47,8 @@ class Times(NamedTuple):
 
 def scope_of(op_name: str) -> str | None:
     """The innermost scope of an operation's name; None outside of all."""
-    found = SCOPE.findall(op_name)
-    return found[-1] if found else None
+    scopes = SCOPE.findall(op_name)
+    return scopes[-1] if scopes else None
 
 
 def times(path: Path) -> Times:
@@ -89,9 +89,9 @@ def times(path: Path) -> Times:
             total[scope] += value / count
     return Times(
         scopes={scope: total[scope] for scope in SCOPES if scope in total},
-        busy=sum(each[1] for each in per_device) / count,
-        unscoped=sum(each[2] for each in per_device) / count,
-        waited=sum(each[3] for each in per_device) / count,
+        busy=sum(times_of_device[1] for times_of_device in per_device) / count,
+        unscoped=sum(times_of_device[2] for times_of_device in per_device) / count,
+        waited=sum(times_of_device[3] for times_of_device in per_device) / count,
         devices=len(per_device),
     )
 
@@ -129,9 +129,9 @@ def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
                     device = str(stats.get("device_ordinal", 0))
                 end = event.start_ns + event.duration_ns
                 of_line[device].append((scopes[key], event.start_ns, end))
-            found = of_devices if is_device else of_host
+            target = of_devices if is_device else of_host
             for device, events in of_line.items():
-                found[device] += _own(events)
+                target[device] += _own(events)
     return _by_scope(of_devices), _by_scope(of_host)
 
 
@@ -152,7 +152,7 @@ def _own(events: list[Event]) -> list[Event]:
             own.append((scope, at, end))
             at = end
 
-    for scope, start, end in sorted(events, key=lambda each: (each[1], -each[2])):
+    for scope, start, end in sorted(events, key=lambda event: (event[1], -event[2])):
         leave(start)
         if around:
             outer, last = around[-1]
@@ -173,7 +173,9 @@ def _by_scope(devices: dict[str, list[Event]]) -> OfDevices:
         lists = defaultdict(list)
         for scope, *span in events:
             lists[scope].append(span)
-        by_device[device] = {scope: np.array(each) for scope, each in lists.items()}
+        by_device[device] = {
+            scope: np.array(durations) for scope, durations in lists.items()
+        }
     return by_device
 
 

@@ -30,9 +30,11 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(data))
     if began == now:
         return
-    before = {each["name"]: each for each in began.get("sources", [])}
+    before = {source["name"]: source for source in began.get("sources", [])}
     names = [
-        each["name"] for each in now["sources"] if before.get(each["name"]) != each
+        source["name"]
+        for source in now["sources"]
+        if before.get(source["name"]) != source
     ]
     print(
         f"warning: {path} says how this run began, and {', '.join(names) or 'its data'}"

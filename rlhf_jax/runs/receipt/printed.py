@@ -19,9 +19,9 @@ def tell(data: Mapping[str, Any]) -> None:
     """Prints what `Receipts.to_json` holds."""
     console = Console()
     uses = {
-        f"{each['name']}, {use}": of
-        for each in data["sources"]
-        for use, of in each["uses"].items()
+        f"{source['name']}, {use}": of
+        for source in data["sources"]
+        for use, of in source["uses"].items()
     }
     counts = ("rows", "turns_learned", "tokens_learned", "tokens")
     rows = [
@@ -32,16 +32,16 @@ def tell(data: Mapping[str, Any]) -> None:
         for name in ("prompt", "response", "text")
     ]
     report.table("Data [tokens]", ("", *uses), rows)
-    for each in data["sources"]:
-        for line in _lines(each):
+    for source in data["sources"]:
+        for line in _lines(source):
             console.print(Text(line), soft_wrap=True)
     for name, shared in data["prompts_shared_with_training"].items():
         line = f"{name}: {shared['shared']:,} of {shared['rows']:,} rows have a prompt"
         console.print(Text(f"{line} that is trained on"), soft_wrap=True)
-    for number, each in enumerate(data["sources"]):
-        if number == 0 or "training" in each["uses"]:
-            for text in each["example"]:
-                _tell_example(text, source=each["name"], console=console)
+    for number, source in enumerate(data["sources"]):
+        if number == 0 or "training" in source["uses"]:
+            for text in source["example"]:
+                _tell_example(text, source=source["name"], console=console)
 
 
 def visible(text: str) -> str:

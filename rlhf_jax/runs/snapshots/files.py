@@ -39,14 +39,14 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 
 
 def read_arrays(
-    folder: Path, step: int, *, wanted: Callable[[str], bool]
+    folder: Path, step: int, *, matches: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
     """Some of a snapshot's arrays by path, without the state that they were saved from.
 
     Args:
       folder: of the stage's snapshots.
       step: one of `numbers`.
-      wanted: path -> True for the arrays to read; a path is for instance
+      matches: path -> True for the arrays to read; a path is for instance
         "policy/layers/mlp/up/kernel".
 
     Returns:
@@ -55,12 +55,12 @@ def read_arrays(
     Raises:
       DamagedError: the snapshot is damaged.
     """
-    with _reader(folder) as manager, damage_told(folder / str(step)):
+    with _reader(folder) as manager, damage_named(folder / str(step)):
         saved = manager.item_metadata(step)["arrays"].tree
         targets = {
             path: np.empty(leaf.shape, leaf.dtype)
             for path, leaf in saved.items()
-            if wanted(path)
+            if matches(path)
         }
         if not targets:
             return {}
@@ -90,7 +90,7 @@ def check(folder: Path, step: int) -> Checked:
         _, digests = _read_meta(folder, step)
         actual: dict[str, str] = {}
         for paths in _batches(folder, step):
-            arrays = read_arrays(folder, step, wanted=paths.__contains__)
+            arrays = read_arrays(folder, step, matches=paths.__contains__)
             leaves = {path: jnp.asarray(array) for path, array in arrays.items()}
             actual |= integrity.of_arrays(leaves)
         if digests and (faults := integrity.differing(digests, actual)):
@@ -102,7 +102,7 @@ def check(folder: Path, step: int) -> Checked:
 
 def _batches(folder: Path, step: int) -> Iterator[set[str]]:
     """The paths of a snapshot's arrays, each time of about READ_AT_ONCE bytes."""
-    with _reader(folder) as manager, damage_told(folder / str(step)):
+    with _reader(folder) as manager, damage_named(folder / str(step)):
         saved = manager.item_metadata(step)["arrays"].tree
     batch: set[str] = set()
     size = 0
@@ -117,7 +117,7 @@ def _batches(folder: Path, step: int) -> Iterator[set[str]]:
 
 def _read_meta(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]:
     where = folder / str(step)
-    with _reader(folder) as manager, damage_told(where):
+    with _reader(folder) as manager, damage_named(where):
         restored = manager.restore(
             step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
         )
@@ -145,7 +145,7 @@ def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str,
     if DIGESTS not in saved:
         return saved, {}
     meta = {key: value for key, value in saved.items() if key != DIGESTS}
-    with damage_told(where):
+    with damage_named(where):
         digests, actual = saved[DIGESTS], integrity.of_meta(meta)
         if digests["meta"] != actual:
             expected = digests["meta"]
@@ -165,7 +165,7 @@ def doubt(where: Path, digests: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def damage_told(where: Path) -> Iterator[None]:
+def damage_named(where: Path) -> Iterator[None]:
     """Turns what orbax and its formats raise about a snapshot into a DamagedError.
 
     Errors of this library and of the devices pass unchanged.

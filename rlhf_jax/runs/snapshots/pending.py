@@ -31,4 +31,4 @@ def is_settled(state: PyTree) -> bool:
       state: pytree of arrays and of futures of pytrees.
     """
     futures = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, Future)]
-    return all(each.done() and each.exception() is None for each in futures)
+    return all(future.done() and future.exception() is None for future in futures)

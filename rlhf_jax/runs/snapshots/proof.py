@@ -58,7 +58,7 @@ class Proof:
                 f"in the state, got {sorted(unknown)}; only a snapshot's own can move"
             )
         self._beside, self._moving = beside, moving
-        self._initial = {name: _said(m) for name, m in self._all(state).items()}
+        self._initial = {name: _record_of(m) for name, m in self._all(state).items()}
 
     def check(self, state: PyTree) -> Record:
         """Computes every digest again; what a snapshot of the state is to say.
@@ -70,7 +70,7 @@ class Proof:
         record = {}
         for name, model in self._all(state).items():
             frozen.verify_all({name: model})
-            initial, now = self._initial[name], _said(model)
+            initial, now = self._initial[name], _record_of(model)
             moves = name in self._moving
             if not moves and now != initial:
                 raise ReferenceMovedError(
@@ -190,19 +190,19 @@ def _check_stage(stage: Path, *, skipped: Collection[tuple[str, int]]) -> list[C
     for step in files.numbers(stage):
         if (stage.name, step) in skipped:
             continue
-        for name, said in files.read_meta(stage, step).get(META, {}).items():
+        for name, record in files.read_meta(stage, step).get(META, {}).items():
             arrays = files.read_arrays(
-                stage, step, wanted=lambda path, at=f"{name}/": path.startswith(at)
+                stage, step, matches=lambda path, at=f"{name}/": path.startswith(at)
             )
-            first = began.setdefault(name, said["initial"])
+            first = began.setdefault(name, record["initial"])
             leaves = {path.removeprefix(f"{name}/"): x for path, x in arrays.items()}
-            fault = _fault(said, leaves, began=first)
+            fault = _fault(record, leaves, began=first)
             verdict = "as it began"
-            if said["now"] != said["initial"]:
+            if record["now"] != record["initial"]:
                 verdict = "moved by its lifecycle"
             if not arrays:
                 verdict += ", held outside"
-            now = said["now"]["stored"]
+            now = record["now"]["stored"]
             rows.append(
                 Checked(
                     stage=stage.name,
@@ -218,19 +218,19 @@ def _check_stage(stage: Path, *, skipped: Collection[tuple[str, int]]) -> list[C
 
 
 def _fault(
-    said: Record, arrays: Mapping[str, np.ndarray], *, began: Record
+    record: Record, arrays: Mapping[str, np.ndarray], *, began: Record
 ) -> str | None:
     """What contradicts what in a snapshot; None where all agree.
 
     Args:
-      said: of the model, by the snapshot's meta.
+      record: of the model, by the snapshot's meta.
       arrays: of a `Frozen` by path; empty for a model that the snapshot does not hold.
       began: what the stage's oldest snapshot says of its beginning.
     """
-    now, initial = said["now"], said["initial"]
+    now, initial = record["now"], record["initial"]
     if initial != began:
         return _differing(began["stored"], initial["stored"])
-    if not said["moves"] and now != initial:
+    if not record["moves"] and now != initial:
         return _differing(initial["stored"], now["stored"])
     if not arrays:
         return None
@@ -269,7 +269,7 @@ def _models(state: PyTree) -> dict[str, Frozen]:
     }
 
 
-def _said(model: Frozen) -> Record:
+def _record_of(model: Frozen) -> Record:
     return {
         "source": dataclasses.asdict(frozen.source_fingerprint_of(model)),
         "stored": dataclasses.asdict(frozen.fingerprint_of(model)),

@@ -81,7 +81,7 @@ def differing(recorded: Fields, current: Fields, *, but: frozenset[str]) -> list
     return [
         name
         for name in sorted(before.keys() | now.keys())
-        if not any(f"{name}.".startswith(f"{each}.") for each in but)
+        if not any(f"{name}.".startswith(f"{prefix}.") for prefix in but)
         and shown(before, name) != shown(now, name)
     ]
 
@@ -139,8 +139,8 @@ def tell_changes(recorded: Recorded, current: Fields, names: list[str]) -> None:
     """Prints on stderr what a resume changes, and the effect on the numbers."""
     before, now = flat(recorded.config), flat(current)
     for name in names:
-        told = f"{shown(before, name)} up to {recorded.where}, {shown(now, name)} now"
-        print(f"note: {name} was {told}", file=sys.stderr)
+        change = f"{shown(before, name)} up to {recorded.where}, {shown(now, name)} now"
+        print(f"note: {name} was {change}", file=sys.stderr)
     if "num_steps" in names:
         print(
             "note: learning rates and coefficients that change over num_steps follow "

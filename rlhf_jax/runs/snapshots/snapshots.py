@@ -131,11 +131,11 @@ class Snapshots:
         # By the first process for all: orbax has them wait for each other.
         first = processes.is_first()
         faults = integrity.faults_of_files(where) if first else []
-        if told := processes.from_first("\n".join(faults)):
-            raise integrity.damaged(where, told.split("\n"))
+        if damages := processes.from_first("\n".join(faults)):
+            raise integrity.damaged(where, damages.split("\n"))
         flat = _flat(like)
         targets = {path: _target(leaf) for path, leaf in flat.items()}
-        with files.damage_told(where):
+        with files.damage_named(where):
             self._check(step, targets)
             restored = self._manager.restore(
                 step,

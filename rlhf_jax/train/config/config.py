@@ -91,12 +91,12 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
             has_pool=self.sampler.environment is not None
             or any(isinstance(reward.source, Verifier) for reward in self.sources)
         )
-        asked = self.sampler.max_staleness
-        if asked is not None and asked > max(0, self.num_steps - 1):
+        max_staleness = self.sampler.max_staleness
+        if max_staleness is not None and max_staleness > max(0, self.num_steps - 1):
             raise InputError(
                 f"--max-staleness: expected less than the {self.num_steps} of "
-                f"--num-steps, as no policy is older than the first, got {asked}; "
-                f"lower it"
+                f"--num-steps, as no policy is older than the first, got "
+                f"{max_staleness}; lower it"
             )
         if (self.data.ptx is None) != (self.method.ptx_coef == 0):
             raise InputError(
@@ -210,5 +210,7 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
                 f"would not start their programs in one order, got {self.staleness}; "
                 f"leave it out, or leave out --coordinator"
             )
-        further = {each.option: each.place for each in self.reference.references}
+        further = {
+            reference.option: reference.place for reference in self.reference.references
+        }
         return self.placement.policy_mesh(further=further)

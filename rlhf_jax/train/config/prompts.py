@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from rlhf_jax.data.text.asked import PLACE
+from rlhf_jax.data.text.question import PLACE
 from rlhf_jax.functional.checks import InputError
 
 

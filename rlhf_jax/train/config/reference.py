@@ -57,7 +57,7 @@ class Reference(OneReference):
     may follow."""
 
     def __post_init__(self) -> None:
-        names = [each.name for each in self.references]
+        names = [reference.name for reference in self.references]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise InputError(

@@ -193,7 +193,7 @@ class Rewards(Workers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = [each.name for each in self.rewards]
+        names = [source.name for source in self.rewards]
         if len(set(names)) < len(names):
             raise InputError(
                 f"--rewards: expected each name once, got {', '.join(names)}; rename "
@@ -205,10 +205,10 @@ class Rewards(Workers):
             "--verifier": self.verifier,
             "--rewards": self.rewards or None,
         }
-        given = [name for name, value in short.items() if value is not None]
-        if len(given) > 1:
+        options = [name for name, value in short.items() if value is not None]
+        if len(options) > 1:
             raise InputError(
-                f"expected one of {', '.join(short)}, got {' and '.join(given)}; put "
+                f"expected one of {', '.join(short)}, got {' and '.join(options)}; put "
                 f"several rewards into --rewards"
             )
 
@@ -233,7 +233,7 @@ class Rewards(Workers):
         """Checkpoints of all reward models, in their order."""
         return tuple(
             path
-            for each in self.sources(environment=False)
-            if isinstance(each.source, Model)
-            for path in each.source.paths
+            for source in self.sources(environment=False)
+            if isinstance(source.source, Model)
+            for path in source.source.paths
         )

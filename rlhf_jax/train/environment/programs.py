@@ -176,7 +176,7 @@ class EpisodePrograms:
             places=self.places,
             columns=columns + chunk + 1,
         )
-        where, seen = self._where(empty, heads=recipe.model.num_kv_heads)
+        where, without_caches = self._where(empty, heads=recipe.model.num_kv_heads)
         self._empty_program = jax.jit(empty, out_shardings=where)
         self._weights_program = jax.jit(weights)
         self._read_program = jax.jit(
@@ -200,7 +200,7 @@ class EpisodePrograms:
         self._advance_program = jax.jit(
             self._split(advance, EVERYWHERE, BY_PLACE, BY_PLACE, EVERYWHERE),
             donate_argnums=1,
-            out_shardings=(where, seen),
+            out_shardings=(where, without_caches),
         )
         self._state: Episodes | None = None
         self._weights: Weights | None = None
@@ -256,10 +256,10 @@ class EpisodePrograms:
 
     def advance(self, *, until: HostArray, steps: int) -> Episodes:
         """Draws on, and returns the places on the host, without their caches."""
-        self._state, seen = self._advance_program(
+        self._state, places = self._advance_program(
             self._weights, self._state, until, np.int32(steps)
         )
-        return jax.device_get(seen)
+        return jax.device_get(places)
 
     def _put(self, tree: Any) -> Any:
         """The same in every replica; on one device it is where it was."""

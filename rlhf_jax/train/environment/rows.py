@@ -21,7 +21,7 @@ class BegunRows(NamedTuple):
     prompts: list[Tokens]
     states: list[bytes]  # of the environment, pickled
     numbers: list[int]  # of the rows in their file, from 0
-    asked: list[Written]  # as the environment wrote them
+    written_prompts: list[Written]  # as the environment wrote them
     in_file: int  # rows, with those that are left out
 
     def first(self, count: int) -> BegunRows:
@@ -31,7 +31,7 @@ class BegunRows(NamedTuple):
             prompts=self.prompts[:count],
             states=self.states[:count],
             numbers=self.numbers[:count],
-            asked=self.asked[:count],
+            written_prompts=self.written_prompts[:count],
         )
 
 
@@ -65,12 +65,12 @@ def read_begun(
             receipt.row(where, row)
     begun = pool.reset(rows)
     prompts = [
-        encoder.prompt(each.prompt, where=where)
-        for each, where in zip(begun, places, strict=True)
+        encoder.prompt(started.prompt, where=where)
+        for started, where in zip(begun, places, strict=True)
     ]
-    kept = lengths.fits(
+    fitting = lengths.fits(
         [len(tokens) for tokens in prompts],
-        texts=[each.prompt for each in begun],
+        texts=[started.prompt for started in begun],
         places=places,
         max_length=room,
         overlong=overlong,
@@ -79,10 +79,10 @@ def read_begun(
         receipt=receipt,
     )
     return BegunRows(
-        [rows[n] for n in kept],
-        [prompts[n] for n in kept],
-        [begun[n].state for n in kept],
-        list(kept),
-        [begun[n].prompt for n in kept],
+        [rows[n] for n in fitting],
+        [prompts[n] for n in fitting],
+        [begun[n].state for n in fitting],
+        list(fitting),
+        [begun[n].prompt for n in fitting],
         len(rows),
     )

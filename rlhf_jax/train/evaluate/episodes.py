@@ -67,12 +67,14 @@ class Played:
         return rows
 
     @property
-    def asked(self) -> list[Written]:
+    def written_prompts(self) -> list[Written]:
         """The prompts as the environment wrote them; "" of rows that were dropped."""
-        asked: list[Written] = ["" for _ in range(self._begun.in_file)]
-        for number, prompt in zip(self._begun.numbers, self._begun.asked, strict=True):
-            asked[number] = prompt
-        return asked
+        prompts: list[Written] = ["" for _ in range(self._begun.in_file)]
+        for number, prompt in zip(
+            self._begun.numbers, self._begun.written_prompts, strict=True
+        ):
+            prompts[number] = prompt
+        return prompts
 
     @property
     def tokens(self) -> dict[int, Tokens]:

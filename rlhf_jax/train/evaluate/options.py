@@ -99,7 +99,7 @@ class Config(RunConfig):
                     f"--ks: expected 1 to the {self.num_samples} samples of "
                     f"--num-samples, got {k}; sample more, or leave it out"
                 )
-        given = [
+        sources = [
             f"{name} {value}"
             for name, value in {
                 "--reward": self.reward,
@@ -109,10 +109,10 @@ class Config(RunConfig):
             }.items()
             if value is not None
         ]
-        if len(given) > 1:
+        if len(sources) > 1:
             raise InputError(
                 f"expected one of --reward, --verifier, --reward-model and "
-                f"--environment, or none, got {' and '.join(given)}; evaluate with "
+                f"--environment, or none, got {' and '.join(sources)}; evaluate with "
                 f"each in a run of its own"
             )
         self.workers.refuse_unread(has_pool=self.kind in ("verifier", "environment"))

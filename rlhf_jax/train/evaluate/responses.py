@@ -44,7 +44,7 @@ class Evaluation:
     models: dict[Model, Frozen]  # the policy, and a reference if there is one
     keys: dict[Model, Array]  # one for each, so that equal models differ in samples
     rows: list[Row]  # of the file of prompts
-    asked: list[Written]  # their prompts as they were written
+    written_prompts: list[Written]  # their prompts as they were written
     tokens: dict[int, Tokens]  # of the prompts that leave room, by their row
     num_samples: int
     batch_size: int  # prompts
@@ -70,9 +70,9 @@ class Evaluation:
           step: of the batches of prompts, in their order.
           guard: a context around the user's code.
         """
-        begin, kept = step * self.batch_size, list(self.tokens)
-        count = min(self.batch_size, len(kept) - begin)
-        rows = [kept[(begin + i) % len(kept)] for i in range(self.batch_size)]
+        begin, numbers = step * self.batch_size, list(self.tokens)
+        count = min(self.batch_size, len(numbers) - begin)
+        rows = [numbers[(begin + i) % len(numbers)] for i in range(self.batch_size)]
         responses: list[Response] = []
         for greedy in (False, True):
             of_models = {
@@ -85,19 +85,19 @@ class Evaluation:
                 of_models["policy"] = self._judged(
                     of_models["policy"], of_models["reference"], guard=guard
                 )
-            for each in of_models.values():
-                responses += each
+            for of_model in of_models.values():
+                responses += of_model
         return responses
 
     def _responses(
         self, name: Model, *, rows: list[int], count: int, greedy: bool, guard: Guard
     ) -> list[Response]:
         model, num_samples = self.models[name], 1 if greedy else self.num_samples
-        asked = prompts_of(
+        prompts = prompts_of(
             self.tokens, rows=rows, num_samples=num_samples, pad_id=self.start.pad_id
         )
         rollout, scores = self._drawn(
-            model, asked, key=self.keys[name], greedy=greedy, guard=guard
+            model, prompts, key=self.keys[name], greedy=greedy, guard=guard
         )
         distance, reference = None, self.models.get("reference")
         if name == "policy" and reference is not None and not greedy:
@@ -109,13 +109,16 @@ class Evaluation:
         elif self.score is not None:
             with guard():
                 scored = self.score(rollout, count)
-        kept = first(rollout, count)
+        shown = first(rollout, count)
         distance = jax.tree.map(lambda leaf: leaf[:count], processes.whole(distance))
         texts = text.read(
-            kept, decode=self.start.decode, rows=self.rows, asked=self.asked
+            shown,
+            decode=self.start.decode,
+            rows=self.rows,
+            written_prompts=self.written_prompts,
         )
-        mask, tokens = np.asarray(kept.response_mask), np.asarray(kept.tokens)
-        logprobs = np.asarray(kept.old_logprobs).sum(axis=1)
+        mask, tokens = np.asarray(shown.response_mask), np.asarray(shown.tokens)
+        logprobs = np.asarray(shown.old_logprobs).sum(axis=1)
         of_models = [logprobs, *jax.tree.leaves(distance)]
         self._check_finite(name, of_models, what="log-probs", rows=texts.index)
         if scored is not None:
@@ -133,8 +136,8 @@ class Evaluation:
                 Response(
                     model=name,
                     decoding="greedy" if greedy else "sampled",
-                    row=int(kept.index[i]),
-                    sample=int(kept.sample[i]),
+                    row=int(shown.index[i]),
+                    sample=int(shown.sample[i]),
                     prompt=texts.prompts[i],
                     response=response,
                     length=len(written),
@@ -150,17 +153,17 @@ class Evaluation:
                 )
             )
         if scores is not None:
-            return self._with_turns(responses, scores, observed=kept.observed)
+            return self._with_turns(responses, scores, observed=shown.observed)
         return responses
 
     def _drawn(
-        self, model: Frozen, asked: Prompts, *, key: Array, greedy: bool, guard: Guard
+        self, model: Frozen, prompts: Prompts, *, key: Array, greedy: bool, guard: Guard
     ) -> tuple[Rollout, Scores | None]:
         """Responses, or episodes with their scores."""
         if self.played is None:
-            return self.programs.respond(model, asked, key=key, greedy=greedy), None
+            return self.programs.respond(model, prompts, key=key, greedy=greedy), None
         with guard():
-            return self.played(model, asked, key=key, greedy=greedy)
+            return self.played(model, prompts, key=key, greedy=greedy)
 
     def _with_turns(
         self, responses: Sequence[Response], scores: Scores, *, observed: Array
@@ -169,9 +172,9 @@ class Evaluation:
         read = np.asarray(observed).sum(axis=1)
         return [
             dataclasses.replace(
-                each, turns=int(turns[i]), observed=int(read[i]), end=ends[i]
+                response, turns=int(turns[i]), observed=int(read[i]), end=ends[i]
             )
-            for i, each in enumerate(responses)
+            for i, response in enumerate(responses)
         ]
 
     def _check_finite(
@@ -216,35 +219,35 @@ class Evaluation:
         with guard():
             verdicts = comparison.judged(
                 self.judge,
-                prompts=[each.prompt for each in policy],
-                responses=[each.response for each in policy],
-                ref_responses=[each.response for each in reference],
-                rows=[self.rows[each.row] for each in policy],
+                prompts=[response.prompt for response in policy],
+                responses=[response.response for response in policy],
+                ref_responses=[response.response for response in reference],
+                rows=[self.rows[response.row] for response in policy],
                 called=self.judge_called,
             )
         return [
-            dataclasses.replace(each, verdict=tuple(verdict))
-            for each, verdict in zip(policy, verdicts, strict=True)
+            dataclasses.replace(response, verdict=tuple(verdict))
+            for response, verdict in zip(policy, verdicts, strict=True)
         ]
 
 
 def stats(responses: Sequence[Response]) -> Stats:
     """What metrics.jsonl shows of a batch: the policy's samples."""
     ours = [
-        each
-        for each in responses
-        if (each.model, each.decoding) == ("policy", "sampled")
+        response
+        for response in responses
+        if (response.model, response.decoding) == ("policy", "sampled")
     ]
     numbers: dict[str, list[Any]] = {
-        "objective/scores": [each.score for each in ours],
-        "objective/kl": [each.k1 for each in ours],
-        "objective/kl_exact": [each.kl for each in ours],
-        "response/length": [each.length for each in ours],
-        "response/eos_fraction": [each.ended for each in ours],
-        "response/turns": [each.turns for each in ours],
+        "objective/scores": [response.score for response in ours],
+        "objective/kl": [response.k1 for response in ours],
+        "objective/kl_exact": [response.kl for response in ours],
+        "response/length": [response.length for response in ours],
+        "response/eos_fraction": [response.ended for response in ours],
+        "response/turns": [response.turns for response in ours],
     }
-    if any(each.failed for each in ours):
-        numbers["reward/failed"] = [each.failed for each in ours]
+    if any(response.failed for response in ours):
+        numbers["reward/failed"] = [response.failed for response in ours]
     means: dict[str, Any] = {
         name: (np.float32(np.sum(values)), np.float32(len(values)))
         for name, values in numbers.items()

@@ -43,7 +43,7 @@ def collected(
       options: of the run.
       answers: whether the verifier reads answers, which majority@k needs.
     """
-    names = list(dict.fromkeys(each.model for each in responses))
+    names = list(dict.fromkeys(response.model for response in responses))
     of = {
         (name, decoding): figures.by_prompt(responses, model=name, decoding=decoding)
         for name in names
@@ -90,7 +90,7 @@ def collected(
         results["left_out"] = {
             "majority": f"{options.verifier.name} has no answer(response)"
         }
-    graded = sum(each.score not in (0.0, 1.0) for each in responses)
+    graded = sum(response.score not in (0.0, 1.0) for response in responses)
     if options.kind in figures.CHECKED and graded:
         results["graded"] = graded
     return results
@@ -138,11 +138,11 @@ def tell(results: dict[str, Any]) -> None:
                 ("policy", _cell(beside), _cell(policy["kl"])),
                 *(
                     (
-                        f"reference, best of {each['k']}",
-                        _cell(each),
-                        f"at most {each['kl_at_most']:.3g}",
+                        f"reference, best of {best['k']}",
+                        _cell(best),
+                        f"at most {best['kl_at_most']:.3g}",
                     )
-                    for each in results["best_of_k"]
+                    for best in results["best_of_k"]
                 ),
             ],
         )

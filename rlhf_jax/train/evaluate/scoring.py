@@ -43,7 +43,7 @@ def opened(
     programs: Programs,
     start: Pretrained,
     rows: list[Row],
-    asked: list[Written],
+    written_prompts: list[Written],
     verifier: Verifier | None,
     reward_model: RewardModel | None,
 ) -> Iterator[Score | None]:
@@ -59,7 +59,9 @@ def opened(
             timeout=options.workers.timeout,
             on_failure=options.workers.on_failure,
         ) as pool:
-            verified = pool.reward(decode=start.decode, rows=rows, asked=asked)
+            verified = pool.reward(
+                decode=start.decode, rows=rows, written_prompts=written_prompts
+            )
 
             def verify(rollout: Rollout, count: int) -> Scored:
                 scores = verified(first(rollout, count))
@@ -73,7 +75,7 @@ def opened(
             decode=start.decode,
             rows=rows,
             called=f"--reward {options.reward}",
-            asked=asked,
+            written_prompts=written_prompts,
         )
         yield lambda rollout, count: _all(reward(first(rollout, count)))
     else:

@@ -72,14 +72,18 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     receipts = Receipts()
     data = receipts.source("--prompts", options.data.prompts)
     if options.environment is None:
-        rows, asked, tokens = read_prompts(
+        rows, written_prompts, tokens = read_prompts(
             options, reader=reader, verifier=verifier, receipt=data
         )
     else:
         played = begin_episodes(
             options, reader=reader, mesh=mesh, stack=stack, receipt=data
         )
-        rows, asked, tokens = played.rows, played.asked, played.tokens
+        rows, written_prompts, tokens = (
+            played.rows,
+            played.written_prompts,
+            played.tokens,
+        )
     data.use("evaluated", items.of_prompts(tokens.values()))
     tell_dropped(len(rows) - len(tokens), of=len(rows))
     texts = None
@@ -120,7 +124,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         programs=programs,
         start=start,
         rows=rows,
-        asked=asked,
+        written_prompts=written_prompts,
         verifier=verifier,
         reward_model=reward_model,
     ) as score:
@@ -133,7 +137,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 for number, name in enumerate(models)
             },
             rows=rows,
-            asked=asked,
+            written_prompts=written_prompts,
             tokens=tokens,
             num_samples=options.num_samples,
             batch_size=options.batch_size,
@@ -166,14 +170,14 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 # A reward or judge that fails at once leaves no run behind.
                 unscored.callback(empty, job.folder)
             report.model_table(
-                [(name, each.stored, False) for name, each in beside.items()]
+                [(name, model.stored, False) for name, model in beside.items()]
             )
             for step in stage.steps():
                 batch = evaluation.batch(step, guard=stage.user_code)
                 if step == 0:
                     check_scored(batch, options=options)
                     unscored.pop_all()
-                rows_of_batch = [dataclasses.asdict(each) for each in batch]
+                rows_of_batch = [dataclasses.asdict(response) for response in batch]
                 stage.end_step(step, responses.stats(batch), rows_of_batch)
     read = [
         Response.from_json(row)
@@ -219,7 +223,7 @@ def check_scored(batch: Sequence[Response], *, options: Config) -> None:
     Raises:
       StopError: nothing has.
     """
-    if all(each.failed for each in batch):
+    if all(response.failed for response in batch):
         raise StopError(
             f"{options.score_called}: expected a score for some response of the first "
             f"batch, got none for {len(batch)} of {len(batch)} (the warning above says "
@@ -290,12 +294,14 @@ def read_prompts(
         for option, spec in (("--reward", options.reward), ("--judge", options.judge)):
             if spec is not None:
                 receipt.gives(f"{option} {spec}")
-    asked = [put(row[field], options=options.data) for row in rows]
-    kept, tokens = encoding.encode_prompts(
+    written_prompts = [put(row[field], options=options.data) for row in rows]
+    fitting, tokens = encoding.encode_prompts(
         reader.tokenizer,
         [
             row | {"asked": prompt, "number": number}
-            for number, (row, prompt) in enumerate(zip(rows, asked, strict=True))
+            for number, (row, prompt) in enumerate(
+                zip(rows, written_prompts, strict=True)
+            )
         ],
         max_length=reader.room(max_new_tokens=options.max_new_tokens),
         field="asked",
@@ -308,8 +314,8 @@ def read_prompts(
         more="lower --max-new-tokens",
         receipt=receipt,
     )
-    numbers = (int(row["number"]) for row in kept)
-    return rows, asked, dict(zip(numbers, tokens, strict=True))
+    numbers = (int(row["number"]) for row in fitting)
+    return rows, written_prompts, dict(zip(numbers, tokens, strict=True))
 
 
 def tell_dropped(count: int, *, of: int) -> None:

@@ -84,7 +84,7 @@ class OutsideSampler:
           StopError: the sampler failed, as often as it was tried.
           SelfCheckError: it samples with other parameters.
         """
-        number, asked = int(version), jax.device_get(prompts)
+        number, on_host = int(version), jax.device_get(prompts)
         data: Any = np.asarray(jax.random.key_data(key))  # of a mesh, perhaps
         here = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
@@ -96,12 +96,12 @@ class OutsideSampler:
                     self._version = number
             with self._waits.of("draw"):
                 try:
-                    return self._sampler.draw(asked, key=here, version=number)
+                    return self._sampler.draw(on_host, key=here, version=number)
                 except TransientError:
                     self._version = None  # it may be another one, without them
                     raise
 
-        rollout = protocol.rollout_of(asked, self.retries(drawn), version=number)
+        rollout = protocol.rollout_of(on_host, self.retries(drawn), version=number)
         return row_sharding.put_rows(rollout, mesh=self._home)
 
     def stats(self) -> masked.Stats:

@@ -81,21 +81,21 @@ def largest(
     """
     sizes: dict[int, int | None] = dict(known)
     for _ in range(calls):
-        told = {n: size for n, size in sizes.items() if size is not None}
-        low = max((n for n, size in told.items() if size <= limit), default=0)
+        known_sizes = {n: size for n, size in sizes.items() if size is not None}
+        low = max((n for n, size in known_sizes.items() if size <= limit), default=0)
         high = min((n for n in sizes if n > low), default=None)
         if high == low + 1:
             return low, True
-        if len(told) < 2:
+        if len(known_sizes) < 2:
             guess = low * 2 or (1 if high is None else high // 2)
         else:
-            first, last = min(told), max(told)
-            slope = (told[last] - told[first]) / (last - first)
-            guess = first + int((limit - told[first]) / max(slope, 1.0))
+            first, last = min(known_sizes), max(known_sizes)
+            slope = (known_sizes[last] - known_sizes[first]) / (last - first)
+            guess = first + int((limit - known_sizes[first]) / max(slope, 1.0))
         top = 4 * max(low, 1) if high is None else high - 1
         # Next to what is known, so that a good forecast is confirmed from both sides.
         guess = min(max(guess, low + 1), top)
         sizes[guess] = alive(guess)
-    told = [n for n, size in sizes.items() if size is not None and size <= limit]
-    low = max(told, default=0)
+    known_sizes = [n for n, size in sizes.items() if size is not None and size <= limit]
+    low = max(known_sizes, default=0)
     return low, low + 1 in sizes

@@ -251,7 +251,9 @@ def _learning(
     reads_reference = recipe.penalty.needs_logits and models.head is None
     if reads_reference:
         in_loss = models.reference
-    weights = {each.name: each.weight for each in config.reference.references}
+    weights = {
+        reference.name: reference.weight for reference in config.reference.references
+    }
 
     def learn(
         state: TrainState,

@@ -103,7 +103,7 @@ class RolloutQueue:
         self._prompts, self._key = prompts, key
         self.staleness, self._num_steps = staleness, num_steps
         self._patience = patience
-        self._held: collections.deque[Future[Entry]] = collections.deque()
+        self._pending: collections.deque[Future[Entry]] = collections.deque()
         self._last: Future[Entry] | None = None  # that was taken
         self.waits = Waits("trainer", "sampler")
         self._drawing = self._scoring = None
@@ -158,7 +158,7 @@ class RolloutQueue:
         if start:
             self._take_back(state, start=start, policy=policy, version=version)
         else:
-            self._held.append(_done(state[self._names[0]]))
+            self._pending.append(_done(state[self._names[0]]))
             for step in range(1, self.staleness):
                 self.submit(step, policy, version=version)
         return self._state()
@@ -176,7 +176,7 @@ class RolloutQueue:
             rollout, _ = state[name]
             oldest = max(0, step - self.staleness)
             if rollout.version is None or int(rollout.version.max()) >= oldest:
-                self._held.append(_done(state[name]))
+                self._pending.append(_done(state[name]))
             else:
                 self.submit(step, policy, version=version)
 
@@ -199,7 +199,7 @@ class RolloutQueue:
         handed = self._hand_over(policy)
         arguments = self._of(step, version)
         future = _Awaited(self.waits)
-        self._held.append(future)
+        self._pending.append(future)
 
         def job() -> None:
             with _raised_in(future):
@@ -230,7 +230,7 @@ class RolloutQueue:
         Raises:
           Whatever its draw raised.
         """
-        self._last = self._held.popleft()
+        self._last = self._pending.popleft()
         return self._last.result()
 
     def _of(self, step: int, version: Array) -> dict[str, Any]:
@@ -246,10 +246,10 @@ class RolloutQueue:
 
         Near the end, where no more are drawn, the last one stands in every place left.
         """
-        held: Sequence[Future[Entry]] = tuple(self._held)
-        last = held[-1] if held else self._last
+        pending: Sequence[Future[Entry]] = tuple(self._pending)
+        last = pending[-1] if pending else self._last
         assert last is not None  # after `begin`
-        filled = (*held, *[last] * (self.staleness - len(held)))
+        filled = (*pending, *[last] * (self.staleness - len(pending)))
         return dict(zip(self._names, filled, strict=True))
 
 

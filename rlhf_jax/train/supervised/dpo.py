@@ -119,12 +119,12 @@ class Config(SupervisedConfig):
         if self.reference.reference == NONE and not free_by_kind:
             self.method.check_reference_free()
         free = f"--kind {self.method.kind}" if free_by_kind else "--reference none"
-        for option, asked in {
+        for option, is_set in {
             "--reference": self.reference.reference not in (START, NONE),
             "--precompute": self.reference.precompute,
             "--placement.reference": place != WITH_POLICY and not adapters,
         }.items():
-            if asked and not self.has_reference:
+            if is_set and not self.has_reference:
                 raise InputError(
                     f"{option}: expected none with {free}, where there is no "
                     f"reference; leave one of them out"
@@ -167,7 +167,7 @@ class Learner(Task[Config]):
         """Rows of one pair, or of as many as fit."""
         del receipts
         config = self.config
-        self._kept, self._others = preferences.encode(
+        self._training, self._others = preferences.encode(
             rows,
             options=config.data,
             labelled=self._labelled,
@@ -184,13 +184,13 @@ class Learner(Task[Config]):
             self._others.rows, labels=self._others.labels, **self._shape
         )
         made = packing.packed_batches(
-            self._kept.rows,
+            self._training.rows,
             seed=config.seed,
             share=row_sharding.row_share(mesh),
-            labels=self._kept.labels,
+            labels=self._training.labels,
             **self._shape,
         ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
-        return Data(made, self._kept.digested, self._others.digested)
+        return Data(made, self._training.digested, self._others.digested)
 
     def reference(
         self, start: Pretrained, *, base: Frozen | None, mesh: Mesh, load: Load
@@ -261,7 +261,7 @@ class Learner(Task[Config]):
                 progress=self.config.progress,
                 **self._shape,
             )
-            for side in (self._kept, self._others)
+            for side in (self._training, self._others)
         )
         return initial, dataclasses.replace(models, reference=None)
 
@@ -302,7 +302,7 @@ class Learner(Task[Config]):
         )
         return {
             self.called: len(data.trained_on),
-            "rows": len(self._kept.rows),
+            "rows": len(self._training.rows),
             f"held_out_{self.called}": len(data.held_out),
             "held_out_before": before,
             "held_out": after,

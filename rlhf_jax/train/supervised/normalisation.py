@@ -61,8 +61,8 @@ def prompts_to_answer(
     if receipt is not None:
         for where, pair in zip(receipt.places, pairs, strict=True):
             if len(pair.prompt) > room:
-                asked = f"{max_new_tokens} tokens"
-                receipt.drop(f"no room for a response of {asked}", where=where)
+                num_tokens = f"{max_new_tokens} tokens"
+                receipt.drop(f"no room for a response of {num_tokens}", where=where)
         receipt.use("normalised on", items.of_prompts(short))
     return short
 

@@ -102,18 +102,18 @@ def encode(
     if labelled:
         texts = unpaired.encode_labelled(start.tokenizer, rows, seed=seed, **limits)
         together = itertools.chain.from_iterable(splits.by_prompt(texts))
-        kept, others = splits.hold_out([*together], **hold_out)
+        training, others = splits.hold_out([*together], **hold_out)
         if receipt is not None:
-            receipt.use("training", items.of_labelled(kept))
+            receipt.use("training", items.of_labelled(training))
             receipt.use("held out", items.of_labelled(others))
-        return _pack_labelled(kept, width), _pack_labelled(others, width)
+        return _pack_labelled(training, width), _pack_labelled(others, width)
     pairs = encoding.encode_preferences(start.tokenizer, rows, packed=True, **limits)
-    kept, others = splits.hold_out(pairs, **hold_out)
+    training, others = splits.hold_out(pairs, **hold_out)
     if receipt is not None:
-        receipt.use("training", items.of_pairs(kept))
+        receipt.use("training", items.of_pairs(training))
         receipt.use("held out", items.of_pairs(others))
     return (
-        Packed(_pack(kept, width), kept, None),
+        Packed(_pack(training, width), training, None),
         Packed(_pack(others, width), others, None),
     )
 

@@ -42,7 +42,7 @@ from rlhf_jax.data import (
 )
 from rlhf_jax.data.examples import Text, Tokens
 from rlhf_jax.data.receipts import Receipt, Receipts, items
-from rlhf_jax.data.text import Asked
+from rlhf_jax.data.text import Question
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
@@ -285,7 +285,7 @@ def split(
 
 def no_prompt(start: Pretrained) -> Tokens:
     """The tokens of an empty prompt, for instance BOS."""
-    (tokens,) = start.contract.prompts([Asked("")])
+    (tokens,) = start.contract.prompts([Question("")])
     return tokens
 
 

@@ -38,16 +38,16 @@ def main(options: Config) -> None:
         done = sum(run.done for run in runs)
         print(f"{len(runs)} runs of {len(sweep.cells)} cells, {done} done already")
         began, left = time.monotonic(), len(runs) - done
-        told, warned = 0, False
+        num_ended, warned = 0, False
 
         def tell(ended: Ended) -> None:
-            nonlocal told, warned
-            told += 1
-            each = (time.monotonic() - began) / told
+            nonlocal num_ended, warned
+            num_ended += 1
+            rest = (time.monotonic() - began) / num_ended * (left - num_ended)
             verdict = f"failed: {ended.why}" if ended.failed else "done"
             print(
-                f"[{done + told}/{len(runs)}] {ended.run.name}: {verdict} "
-                f"({ended.seconds:.0f} s; about {each * (left - told):.0f} s left)",
+                f"[{done + num_ended}/{len(runs)}] {ended.run.name}: {verdict} "
+                f"({ended.seconds:.0f} s; about {rest:.0f} s left)",
                 flush=True,
             )
             if not ended.failed and not warned:  # by the first run that is done
@@ -64,8 +64,8 @@ def main(options: Config) -> None:
     failed = [run for run in ended if run.failed]
     if failed:
         names = "\n".join(
-            f"  {each.run.name} (status {each.status}): {each.why}\n    {each.run.log}"
-            for each in failed
+            f"  {run.run.name} (status {run.status}): {run.why}\n    {run.run.log}"
+            for run in failed
         )
         raise StopError(
             f"{len(failed)} of {len(runs)} runs failed, the others are complete:\n"

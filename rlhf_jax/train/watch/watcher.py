@@ -39,7 +39,7 @@ class Watcher:
         judge: Judge | None,
         held_out: HeldOut | None,
         policy: Pretrained,
-        asked: Sequence[Written],
+        written_prompts: Sequence[Written],
     ) -> None:
         """Measures nothing yet.
 
@@ -47,11 +47,11 @@ class Watcher:
           texts: {name: Sequences[M, b, S]} of --texts.
           held_out: of --held-out.
           policy: that decodes.
-          asked: the prompts as they were written, by row of the data set.
+          written_prompts: the prompts as they were written, by row of the data set.
         """
         self._options, self._programs = options, programs
         self._texts, self._judge, self.held_out = texts, judge, held_out
-        self._policy, self._asked = policy, asked
+        self._policy, self._written_prompts = policy, written_prompts
 
     def before(
         self, policy: Params, shown: Rollout, reference: Frozen | None, *, step: int
@@ -113,7 +113,7 @@ class Watcher:
             reported=self._programs.recipe.reported,
             ref_logprobs=None if read.reference is None else read.reference.logprobs,
             policy=self._policy,
-            asked=self._asked,
+            written_prompts=self._written_prompts,
             count=self._options.num_shown,
             beside=beside,
             likely=likely,

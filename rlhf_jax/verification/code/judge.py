@@ -142,7 +142,7 @@ def judge(task: dict[str, Any], candidate: sandbox.Candidate, report: int) -> st
 
 def main() -> None:
     """Starts the other process, reads the task and judges."""
-    told, settings = int(sys.argv[1]), json.loads(sys.argv[2])
+    report, settings = int(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv[1:] = []
     try:
         candidate = sandbox.start(settings)
@@ -157,12 +157,12 @@ def main() -> None:
     guard.limits(**{name: settings[name] for name in limits})
     guard.forbid_processes()
     sys.addaudithook(guard.guard(os.path.realpath(os.getcwd())))
-    os.write(told, f"ready {candidate.way} {candidate.why}\n".encode())
+    os.write(report, f"ready {candidate.way} {candidate.why}\n".encode())
     shown = io.StringIO() if task.pop("show", False) else None
     if shown is not None:
         sys.stdout = shown
-    why = judge(task, candidate, told)
+    why = judge(task, candidate, report)
     if shown is not None:
-        os.write(told, f"printed {json.dumps(shown.getvalue()[:SHOWN])}\n".encode())
-    os.write(told, f"end {why[:300]}\n".encode("utf-8", "replace"))
+        os.write(report, f"printed {json.dumps(shown.getvalue()[:SHOWN])}\n".encode())
+    os.write(report, f"end {why[:300]}\n".encode("utf-8", "replace"))
     os._exit(0)

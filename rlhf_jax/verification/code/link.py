@@ -104,24 +104,24 @@ class Link:
         released, self.released = self.released, []
         self._send([what, released, *args])
         while True:
-            said, *payload, printed = self._receive()
+            word, *payload, printed = self._receive()
             if printed and type(printed) is str:
                 sys.stdout.write(printed)
-            if said == "ok":
+            if word == "ok":
                 return payload
-            if said == "raise":
+            if word == "raise":
                 error = self._error(*payload)
                 if isinstance(error, QUIET) and not quiet:
                     error = RuntimeError(f"the code raised {type(error).__name__}")
                 raise error
-            self._answer(said, *payload)
+            self._answer(word, *payload)
 
-    def _answer(self, said: str, number: int, what: str, args: Any, named: Any) -> None:
+    def _answer(self, word: str, number: int, what: str, args: Any, named: Any) -> None:
         """Calls a function that the code was handed, and sends what comes of it."""
         try:
             function = self.handed[number]
             positional, options = self.decode(args), self.decode(named)
-            if said != "back" or not isinstance(options, dict):
+            if word != "back" or not isinstance(options, dict):
                 raise Unreadable
         except (Unreadable, LookupError, TypeError):
             self._end("its process sent what is no reply")

@@ -28,18 +28,18 @@ class Remote:
 
     __slots__ = (
         "__weakref__",
-        "_code_held",
         "_code_link",
         "_code_name",
         "_code_number",
         "_code_plain",
+        "_code_type",
     )
 
     def __init__(self, link: Any, number: int, kind: type | None, name: str) -> None:
         put = object.__setattr__
         put(self, "_code_link", link)
         put(self, "_code_number", number)
-        put(self, "_code_held", kind)  # the built-in type it is compared as
+        put(self, "_code_type", kind)  # the built-in type it is compared as
         put(self, "_code_name", name)
         put(self, "_code_plain", None)  # what it holds, once that was asked
 
@@ -52,7 +52,7 @@ class Remote:
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._code_held or type(self)
+        return self._code_type or type(self)
 
     def __getattr__(self, name: str) -> Any:
         return self._code_link.do("get", self, name)
@@ -98,7 +98,7 @@ class Remote:
         return format(str(self), spec)
 
     def __hash__(self) -> int:
-        return hash(_plain(self)) if self._code_held else self._code_number
+        return hash(_plain(self)) if self._code_type else self._code_number
 
     def __instancecheck__(self, instance: Any) -> bool:
         number = number_of(instance)
@@ -190,12 +190,12 @@ def _plain(value: Any) -> Any:
     """What a built-in type's subclass holds, to be compared here."""
     if not isinstance(value, Remote):
         return value
-    if value._code_held is None:
+    if value._code_type is None:
         value._code_link.refuse(
             f"a {value._code_name} of the code's is compared with nothing; compare "
             f"plain values, as its attributes or what its methods return"
         )
-    if value._code_held not in CONSTANT:
+    if value._code_type not in CONSTANT:
         return value._code_link.do("held", value)
     if value._code_plain is None:
         object.__setattr__(value, "_code_plain", value._code_link.do("held", value))
@@ -212,7 +212,7 @@ def _arithmetic(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def apply(*operands: Any) -> Any:
         remotes = [one for one in operands if isinstance(one, Remote)]
-        if len(remotes) == len(operands) and not all(r._code_held for r in remotes):
+        if len(remotes) == len(operands) and not all(r._code_type for r in remotes):
             return remotes[0]._code_link.do(name, *operands)
         return getattr(operator, name)(*map(_plain, operands))
 

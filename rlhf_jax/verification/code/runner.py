@@ -233,8 +233,8 @@ def _holder(kind: type) -> type | None:
     """The built-in type whose comparisons a subclass has kept."""
     for holder in HOLDERS:
         if issubclass(kind, holder):
-            kept = (getattr(kind, n) is getattr(holder, n) for n in COMPARISONS)
-            return holder if all(kept) else None
+            inherited = (getattr(kind, n) is getattr(holder, n) for n in COMPARISONS)
+            return holder if all(inherited) else None
     return None
 
 
@@ -260,10 +260,10 @@ class _Iterator:
 
 def main() -> None:
     """Takes its limits, says that it is ready, and serves."""
-    told = sys.argv[1:]
-    requests, replies, memory, file_size = (int(told[n]) for n in (0, 1, 3, 4))
+    arguments = sys.argv[1:]
+    requests, replies, memory, file_size = (int(arguments[n]) for n in (0, 1, 3, 4))
     sys.argv[1:] = []
-    guard.limits(seconds=float(told[2]), memory=memory, file_size=file_size)
+    guard.limits(seconds=float(arguments[2]), memory=memory, file_size=file_size)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

@@ -82,14 +82,14 @@ def start(settings: dict[str, Any]) -> Candidate:
         os.close(to_read)
         os.close(to_write)
         try:
-            said = values.receive(replies)
+            answer = values.receive(replies)
         except EOFError:
-            said = "no interpreter starts there"
-        if said == "ready":
+            answer = "no interpreter starts there"
+        if answer == "ready":
             return Candidate(requests, replies, way, "; ".join(reasons))
         os.close(requests)
         os.close(replies)
-        reasons.append(f"{way}: {said}")
+        reasons.append(f"{way}: {answer}")
     raise NotStarted("; ".join(reasons))
 
 
@@ -141,8 +141,18 @@ def _interpreter(
     package: str, requests: int, replies: int, settings: dict[str, Any]
 ) -> list[str]:
     numbers = [requests, replies, *(settings[n] for n in ("seconds", "memory"))]
-    told = [package, *map(str, numbers), str(settings["file_size"])]
-    return [_python(), "-I", "-S", "-B", "-X", "utf8", "-c", settings["start"], *told]
+    arguments = [package, *map(str, numbers), str(settings["file_size"])]
+    return [
+        _python(),
+        "-I",
+        "-S",
+        "-B",
+        "-X",
+        "utf8",
+        "-c",
+        settings["start"],
+        *arguments,
+    ]
 
 
 def _python() -> str:

@@ -126,16 +126,21 @@ def _start(task: dict[str, Any], **limits: float) -> tuple[Verdict, Isolation, s
     }
     with contextlib.ExitStack() as stack:
         stack.callback(folder.remove, settings["folder"])
-        said = stack.enter_context(tempfile.TemporaryFile())  # before it is ready
+        errors = stack.enter_context(tempfile.TemporaryFile())  # before it is ready
         ours, theirs = os.pipe()
         stack.callback(os.close, ours)
-        told = [PACKAGE, str(theirs), json.dumps(settings)]
+        arguments = [PACKAGE, str(theirs), json.dumps(settings)]
         try:
             process = subprocess.Popen(
-                [sys.executable, *["-I", "-S", "-B", "-X", "utf8", "-c"], JUDGE, *told],
+                [
+                    sys.executable,
+                    *["-I", "-S", "-B", "-X", "utf8", "-c"],
+                    JUDGE,
+                    *arguments,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=errors,
                 cwd=settings["folder"],
                 env={},
                 pass_fds=(theirs,),
@@ -151,10 +156,11 @@ def _start(task: dict[str, Any], **limits: float) -> tuple[Verdict, Isolation, s
         started = lines.next(time.monotonic() + START_SECONDS)
         if started is None or not started.startswith("ready "):
             _end(process)
-            said.seek(0)
+            errors.seek(0)
             raise RuntimeError(
                 f"the process for generated code did not start (status "
-                f"{process.returncode}): {said.read().decode(errors='replace')[-500:]}"
+                f"{process.returncode}): "
+                f"{errors.read().decode(errors='replace')[-500:]}"
             )
         isolation = Isolation(*started.split(" ", 2)[1:])
         watched = None if isolation.way == "namespaces" else settings["folder"]

@@ -101,15 +101,15 @@ class PythonTests:
                 f"expected a field {self.field!r}, got {', '.join(map(repr, row))}; "
                 f"add it, or name the field that holds the tests"
             )
-        said = row[self.field]
-        tests = [said] if isinstance(said, str) else said
+        gold = row[self.field]
+        tests = [gold] if isinstance(gold, str) else gold
         if not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
             raise ValueError(
                 f"expected a text or a list of texts in {self.field!r}, got "
-                f"{said!r:.60}"
+                f"{gold!r:.60}"
             )
         if not any(test.strip() for test in tests):
-            raise ValueError(f"expected a test in {self.field!r}, got {said!r}")
+            raise ValueError(f"expected a test in {self.field!r}, got {gold!r}")
         for test in tests:
             try:
                 compile(test, "<test>", "exec", dont_inherit=True)

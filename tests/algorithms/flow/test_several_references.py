@@ -59,7 +59,7 @@ def test_the_kl_to_each_is_of_the_episodes_that_began():
     of_one = dataclasses.replace(
         of_two,
         rollout=dataclasses.replace(of_two.rollout, response_mask=alone),
-        kept=jnp.asarray([True, False]),
+        row_mask=jnp.asarray([True, False]),
     )
     found, _ = further.add(of_one, further=REFERENCES, penalty=IN_REWARD, **SHAPE)
     total, count = found.kl_stats["objective/kl_b"]

@@ -153,7 +153,7 @@ def test_a_group_s_advantages_are_those_of_the_group_without_it(baseline):
     options = SHAPE | {"baseline": baseline, "normalise": None}
     out = np.array([False, True, False, True, False, False])
 
-    def made(rows, *, group_size, **kept):
+    def made(rows, *, group_size, **masks):
         scored = toy_turns.scored()
         scored = dataclasses.replace(
             scored,
@@ -165,15 +165,17 @@ def test_a_group_s_advantages_are_those_of_the_group_without_it(baseline):
             ),
         )
         scored = jax.tree.map(lambda x: x[rows], scored)
-        if kept:
+        if masks:
             scored = dataclasses.replace(
-                scored, rollout=leave_out(scored.rollout, rows=~kept["kept"]), **kept
+                scored,
+                rollout=leave_out(scored.rollout, rows=~masks["row_mask"]),
+                **masks,
             )
         recipe = grpo.GRPO(**options, group_size=group_size)
         experience, stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
         return np.asarray(experience.advantages), stats
 
-    found, stats = made(np.arange(6), group_size=3, kept=jnp.asarray(~out))
+    found, stats = made(np.arange(6), group_size=3, row_mask=jnp.asarray(~out))
     alone, others = made(np.flatnonzero(~out), group_size=2)
     np.testing.assert_array_equal(found[~out], alone)
     assert not found[out].any()
@@ -187,7 +189,9 @@ def test_a_pair_is_of_responses_that_have_scores():
     )
     kept = jnp.asarray([True, False, True, False, False, True])
     scored = dataclasses.replace(
-        toy_turns.scored(), scores=toys.array([1.0, 9.0, 3.0, 1.0, 2.0, 5.0]), kept=kept
+        toy_turns.scored(),
+        scores=toys.array([1.0, 9.0, 3.0, 1.0, 2.0, 5.0]),
+        row_mask=kept,
     )
     made, stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
     np.testing.assert_array_equal(made.pairs, [True, False])
@@ -202,7 +206,7 @@ def test_a_pair_is_of_responses_that_have_scores():
 def test_the_mixture_s_failure_leaves_the_pair_out_too(out):
     kept = np.arange(6) != out
     scored = dataclasses.replace(
-        toy_turns.scored(), scores=toys.array(SCORES), kept=jnp.asarray(kept)
+        toy_turns.scored(), scores=toys.array(SCORES), row_mask=jnp.asarray(kept)
     )
     made, stats = RECIPES["Nash-MD"].experience(scored, kl_coef=jnp.float32(0.0))
     assert not np.asarray(made.response_mask)[:2].any()

@@ -494,7 +494,7 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
         scored,
         rollout=rollout,
         turn_rewards=jnp.zeros_like(scored.turn_rewards),
-        kept=jnp.asarray(begun),
+        row_mask=jnp.asarray(begun),
     )
     recipe = grpo.GRPO(**SHAPE, group_size=3, baseline=baseline, normalise=None)
     made, group_stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
@@ -518,7 +518,7 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
     rollout = dataclasses.replace(
         rollout, response_mask=jnp.asarray(SAMPLED, bool) & begun[:, None]
     )
-    alone = dataclasses.replace(scored, rollout=rollout, kept=begun)
+    alone = dataclasses.replace(scored, rollout=rollout, row_mask=begun)
     _, group_stats = recipe.experience(alone, kl_coef=jnp.float32(0.0))
     spread = np.std([2, 0, 5], ddof=1)
     np.testing.assert_allclose(group_stats["group/std"], (spread, 1), rtol=1e-6)
@@ -564,7 +564,7 @@ def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
         reference=models()[2],
         critic=None,
         critic_model=None,
-        kept=begun.any(axis=1),
+        row_mask=begun.any(axis=1),
         **options,
     )
     beside = {"far": Further(models()[2], old - 0.25, 0.0)}

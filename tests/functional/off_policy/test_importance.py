@@ -52,7 +52,7 @@ def test_weights_and_what_is_said_of_them_against_loops(correction):
         logprobs=np.where(mask, RECORDED["old_logprobs"], np.nan),
     )
     np.testing.assert_allclose(output.weights, expected, rtol=1e-5)
-    np.testing.assert_array_equal(output.kept, kept)
+    np.testing.assert_array_equal(output.mask, kept)
     cut = mask & (expected == (CAP if floor is None else 0.0))
     np.testing.assert_array_equal(output.cut, cut)
     assert 0 < cut.sum() < mask.sum()
@@ -75,7 +75,7 @@ def test_of_one_s_own_tokens_every_weight_is_exactly_1(correction):
     bounds = {"cap": 1.0, "floor": 1.0}  # the tightest there are
     output = weights(correction, sampler_logprobs=RECORDED["old_logprobs"], **bounds)
     np.testing.assert_array_equal(output.weights, np.ones(MASK.shape))
-    np.testing.assert_array_equal(output.kept, MASK)
+    np.testing.assert_array_equal(output.mask, MASK)
     at_cap = MASK & correction.endswith("truncate")  # which changes nothing
     np.testing.assert_array_equal(output.cut, at_cap)
     stats = mismatch.weight_stats(output, mask=MASK, correction=correction)
@@ -97,7 +97,7 @@ def test_weights_are_those_of_trl_and_verl():
         ("sequence_reject", "verl/reject/seq_sum_k1"),
         ("geometric_reject", "verl/reject/seq_mean_k1"),
     ):
-        np.testing.assert_array_equal(weights(ours).kept, RECORDED[theirs])
+        np.testing.assert_array_equal(weights(ours).mask, RECORDED[theirs])
     stats = mismatch.weight_stats(
         weights("token_truncate"), mask=MASK, correction="token_truncate"
     )

@@ -231,7 +231,7 @@ def test_digests_alone_let_no_changed_array_pass(out, capsys, monkeypatch):
 def test_the_meta_has_the_digest_of_every_array(out):
     folder = out / "snapshots" / "second"
     meta = json.loads((folder / "6" / "meta" / "metadata").read_text())
-    arrays = read_arrays(folder, 6, wanted=lambda path: True)
+    arrays = read_arrays(folder, 6, matches=lambda path: True)
     assert {"w", "adam/0/mu/w", "adam/0/nu/w", "adam/0/count", "key"} < arrays.keys()
     assert meta["digests"]["arrays"] == {
         path: "{:08x}{:08x}".format(*oracles.digest(array, path))
@@ -241,7 +241,7 @@ def test_the_meta_has_the_digest_of_every_array(out):
 
 def saved_again(folder, step, change):
     """The snapshot as if `change` had been in the file when orbax wrote it."""
-    arrays = read_arrays(folder, step, wanted=lambda path: True)
+    arrays = read_arrays(folder, step, matches=lambda path: True)
     arrays = {path: np.array(array) for path, array in arrays.items()}
     change(arrays)
     digests = json.loads((folder / str(step) / "meta" / "metadata").read_text())

@@ -292,7 +292,7 @@ def tampered(source, out, change, *, step=8):
     """A copy of a run whose newest snapshot was saved again with other arrays."""
     shutil.copytree(source, out)
     folder = out / "snapshots" / "ppo"
-    arrays = files.read_arrays(folder, step, wanted=lambda path: True)
+    arrays = files.read_arrays(folder, step, matches=lambda path: True)
     meta = files.read_meta(folder, step)
     shutil.rmtree(folder / str(step))
     arrays = {path: np.array(array) for path, array in arrays.items()}

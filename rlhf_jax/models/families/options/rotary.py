@@ -181,7 +181,7 @@ def _original_max_positions(
     name = "original_max_position_embeddings"
     # Beside the scaling it goes first, as in transformers.
     originals = (config.get(name), scaling.get(name))
-    original = next((each for each in originals if each is not None), None)
+    original = next((original for original in originals if original is not None), None)
     if original is None:
         return values.required(config, "max_position_embeddings")
     return original

@@ -14,7 +14,7 @@ Written = str | list[Message]  # a text, or messages for the chat template
 PLACE = "{prompt}"  # where a row's text stands in a template of plain text
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A prompt, with what its row says of how it is to be read."""
 
     written: Written
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
         return self.written
 
 
-def asked(row: Row, *, field: str, where: str, chat: bool = False) -> Asked:
+def read_question(row: Row, *, field: str, where: str, chat: bool = False) -> Question:
     """The prompt in a field of a row, with the fields that say how to read it.
 
     Args:
@@ -56,4 +56,4 @@ def asked(row: Row, *, field: str, where: str, chat: bool = False) -> Asked:
             f"{where}: expected a list of tokens in {messages.CONTROL_TOKENS!r}, such"
             f' as ["<|im_start|>"], got {names!r:.60}; correct the row'
         )
-    return Asked(row[field], where, variables, tuple(names))
+    return Question(row[field], where, variables, tuple(names))
