@@ -66,18 +66,18 @@ def case(trainer: str, argv: str, message: str) -> Case:
     return Case(trainer, tuple(argv.split()), message)
 
 
-def by_one_each(of_each: list) -> list:
+def by_one_each(cases: list) -> list:
     """Parameters of what every trainer refuses alike, trainer by trainer.
 
     The code that refuses is shared: the quick tests try each on one trainer in turn.
     """
-    every = len(of_each) // len(TRAINERS)
+    every = len(cases) // len(TRAINERS)
     return [
         pytest.param(
             *(of if type(of) is tuple else (of,)),
             marks=[pytest.mark.slow] * (i % every % len(TRAINERS) != i // every),
         )
-        for i, of in enumerate(of_each)
+        for i, of in enumerate(cases)
     ]
 
 
@@ -105,10 +105,10 @@ def loading_once():
     load, loaded = pretrained.load, {}
 
     def load_once(*args, sharding, **options):
-        asked = str((args, options))
-        if asked not in loaded:
-            loaded[asked] = load(*args, sharding=sharding, **options)
-        return loaded[asked]
+        call = str((args, options))
+        if call not in loaded:
+            loaded[call] = load(*args, sharding=sharding, **options)
+        return loaded[call]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrained, "load", load_once)
@@ -135,16 +135,16 @@ def refused(capsys, trainer: str, argv, *, files: Path, out: Path, message: str)
     experiment = TRAINERS[trainer]
     with pytest.raises(SystemExit) as exit_:
         experiment.command(words)
-    told = capsys.readouterr().err
-    assert exit_.value.code == 2, told
-    assert "Traceback" not in told
-    assert len(MESSAGE.findall(told)) == 1, told
-    assert MESSAGE.match(told), told
-    assert len(told) < 3000, told[:3000]
-    said = " ".join(told.replace("│", " ").split())
-    assert re.search(message, said), said
+    errors = capsys.readouterr().err
+    assert exit_.value.code == 2, errors
+    assert "Traceback" not in errors
+    assert len(MESSAGE.findall(errors)) == 1, errors
+    assert MESSAGE.match(errors), errors
+    assert len(errors) < 3000, errors[:3000]
+    message_shown = " ".join(errors.replace("│", " ").split())
+    assert re.search(message, message_shown), message_shown
     assert contents(out) == before
-    return said
+    return message_shown
 
 
 def contents(folder: Path) -> dict[str, bytes] | None:

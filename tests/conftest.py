@@ -100,9 +100,9 @@ def pytest_collection_modifyitems(items):
             name = item.nodeid.partition("[")[0]
             tests[name, tier, cases.kwargs[tier]].append(item)
     for (_, tier, count), group in tests.items():
-        kept = {number * len(group) // count for number in range(count)}
+        numbers = {number * len(group) // count for number in range(count)}
         for number, item in enumerate(group):
-            if number not in kept:
+            if number not in numbers:
                 item.add_marker({"quick": "slow", "slow": "long"}[tier])
 
 

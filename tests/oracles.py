@@ -49,20 +49,20 @@ def log_softmax(logits: Array, temperature: float = 1.0) -> list[float]:
 
 
 def token_logprobs(logits: Array, tokens: Array, temperature: float = 1.0) -> Array:
-    found = np.zeros(tokens.shape)
+    logprobs = np.zeros(tokens.shape)
     for b in range(tokens.shape[0]):
         for t in range(1, tokens.shape[1]):
-            found[b, t] = log_softmax(logits[b, t - 1], temperature)[tokens[b, t]]
-    return found
+            logprobs[b, t] = log_softmax(logits[b, t - 1], temperature)[tokens[b, t]]
+    return logprobs
 
 
 def entropy(logits: Array, temperature: float = 1.0) -> Array:
-    found = np.zeros(logits.shape[:-1])
-    for index in np.ndindex(*found.shape):
+    entropies = np.zeros(logits.shape[:-1])
+    for index in np.ndindex(*entropies.shape):
         for logprob in log_softmax(logits[index], temperature):
             if logprob > -math.inf:
-                found[index] -= math.exp(logprob) * logprob
-    return found
+                entropies[index] -= math.exp(logprob) * logprob
+    return entropies
 
 
 def logits_from_hidden(hidden: Array, head: Array) -> Array:
@@ -83,14 +83,14 @@ def k3(logprobs: Array, ref_logprobs: Array) -> Array:
 
 
 def exact_kl(logits: Array, ref_logits: Array, temperature: float = 1.0) -> Array:
-    found = np.zeros(logits.shape[:-1])
-    for index in np.ndindex(*found.shape):
+    divergences = np.zeros(logits.shape[:-1])
+    for index in np.ndindex(*divergences.shape):
         policy = log_softmax(logits[index], temperature)
         reference = log_softmax(ref_logits[index], temperature)
         for p, q in zip(policy, reference, strict=True):
             if p > -math.inf:
-                found[index] += math.exp(p) * (p - q)
-    return found
+                divergences[index] += math.exp(p) * (p - q)
+    return divergences
 
 
 def jensen_shannon(
@@ -156,25 +156,27 @@ def gae(
 
 
 def group_relative(scores: Array, group_size: int, normalise: bool) -> Array:
-    found = np.zeros(len(scores))
+    advantages = np.zeros(len(scores))
     for i, score in enumerate(scores):
         first = i // group_size * group_size
-        group = [float(each) for each in scores[first : first + group_size]]
+        group = [
+            float(score_of_row) for score_of_row in scores[first : first + group_size]
+        ]
         mean = sum(group) / group_size
-        found[i] = float(score) - mean
+        advantages[i] = float(score) - mean
         if normalise:
-            squares = sum((each - mean) ** 2 for each in group)
-            found[i] /= math.sqrt(squares / (group_size - 1)) + 1e-6
-    return found
+            squares = sum((score_of_row - mean) ** 2 for score_of_row in group)
+            advantages[i] /= math.sqrt(squares / (group_size - 1)) + 1e-6
+    return advantages
 
 
 def leave_one_out(scores: Array, group_size: int) -> Array:
-    found = np.zeros(len(scores))
+    advantages = np.zeros(len(scores))
     for i, score in enumerate(scores):
         first = i // group_size * group_size
         others = [float(scores[j]) for j in range(first, first + group_size) if j != i]
-        found[i] = float(score) - sum(others) / len(others)
-    return found
+        advantages[i] = float(score) - sum(others) / len(others)
+    return advantages
 
 
 def oai_truncated(responses: Array, stop: int, after: int) -> Array:
@@ -214,13 +216,13 @@ def n_plus(
     rewards[np.arange(len(kl)), end] += scores
     if whiten_rewards:
         rewards = masked_whiten(rewards, ~padding_mask_p1, shift_mean=False)
-    found, advantage = [], 0.0
+    reversed_advantages, advantage = [], 0.0
     for t in reversed(range(kl.shape[1])):
         following = values[:, t + 1] if t < kl.shape[1] - 1 else 0.0
         delta = rewards[:, t] + following - values[:, t]
         advantage = delta + lam * advantage
-        found.append(advantage)
-    advantages = np.stack(found[::-1], axis=1)
+        reversed_advantages.append(advantage)
+    advantages = np.stack(reversed_advantages[::-1], axis=1)
     returns = advantages + values
     return masked_whiten(advantages, ~padding_mask), returns, ~padding_mask_p1
 
@@ -423,7 +425,7 @@ def _rotate(x: Array, position: int, model) -> Array:
 
 def rope_frequencies(model) -> list[float]:
     """Case by case, as in the code released with Llama 3.1."""
-    found = []
+    frequencies = []
     for i in range(model.head_dim // 2):
         frequency = model.rope_theta ** (-2 * i / model.head_dim)
         scaling = model.rope_scaling
@@ -441,8 +443,8 @@ def rope_frequencies(model) -> list[float]:
                     - scaling.low_freq_factor
                 ) / (scaling.high_freq_factor - scaling.low_freq_factor)
                 frequency *= (1 - smooth) / scaling.factor + smooth
-        found.append(frequency)
-    return found
+        frequencies.append(frequency)
+    return frequencies
 
 
 def _mlp(x: Array, weights: dict, model) -> Array:
@@ -464,24 +466,26 @@ def kept_tokens(
     logits: Array, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> list[bool]:
     """Which tokens of one vector survive top-k, then top-p, then min-p; no ties."""
-    kept = [t for t in range(len(logits)) if logits[t] > -math.inf]
-    kept.sort(key=lambda t: -logits[t])
+    tokens = [t for t in range(len(logits)) if logits[t] > -math.inf]
+    tokens.sort(key=lambda t: -logits[t])
 
     def probs() -> list[float]:
-        return [math.exp(z) for z in log_softmax(logits[kept])]
+        return [math.exp(z) for z in log_softmax(logits[tokens])]
 
     if top_k is not None:
-        kept = kept[:top_k]
+        tokens = tokens[:top_k]
     if top_p is not None:
         total, count = 0.0, 0
         for p in probs():
             if total < top_p:
                 total, count = total + p, count + 1
-        kept = kept[:count]
+        tokens = tokens[:count]
     if min_p is not None:
         largest = max(probs())
-        kept = [t for t, p in zip(kept, probs(), strict=True) if p >= min_p * largest]
-    return [t in kept for t in range(len(logits))]
+        tokens = [
+            t for t, p in zip(tokens, probs(), strict=True) if p >= min_p * largest
+        ]
+    return [t in tokens for t in range(len(logits))]
 
 
 def digest(leaf: Array, path: str) -> tuple[int, int]:
@@ -602,14 +606,18 @@ def attention(
     for row, head, t in np.ndindex(rows, heads, queries):
         column, shared = first + t, head // group
         texts = {segments[row, column], prefixes[row, column]} - {0}
-        seen = [
+        visible = [
             s
             for s in range(column + 1)
             if segments[row, s] in texts and (window is None or column - s < window)
         ]
-        if not seen:
+        if not visible:
             continue
-        q, k, v = query[row, head, t], key[row, shared, seen], value[row, shared, seen]
+        q, k, v = (
+            query[row, head, t],
+            key[row, shared, visible],
+            value[row, shared, visible],
+        )
         raw = scale * (k @ q)
         capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
         slope = 1.0 if softcap is None else 1 - np.tanh(raw / softcap) ** 2
@@ -619,7 +627,7 @@ def attention(
         of_weight = v @ above
         of_raw = weight * (of_weight - weight @ of_weight) * slope * scale
         of_q[row, head, t] = of_raw @ k
-        for place, s in enumerate(seen):
+        for place, s in enumerate(visible):
             of_k[row, shared, s] += of_raw[place] * q
             of_v[row, shared, s] += weight[place] * above
     return out, (of_q, of_k, of_v)
@@ -629,7 +637,7 @@ def importance_weights(
     log_ratio: Array, mask: Array, correction: str, cap: float, floor: float | None
 ) -> tuple[Array, Array]:
     """(weights, kept) of `importance.importance_weights`, token by token."""
-    weights, kept = np.ones(mask.shape), mask.copy()
+    weights, mask_left = np.ones(mask.shape), mask.copy()
     level, what = correction.rsplit("_", 1)
     for b in range(mask.shape[0]):
         columns = [t for t in range(mask.shape[1]) if mask[b, t]]
@@ -648,8 +656,8 @@ def importance_weights(
                 weights[b, t] = 0.0 if beyond else math.exp(own)
             else:
                 weights[b, t] = 0.0 if beyond else 1.0
-                kept[b, t] = not beyond
-    return weights, kept
+                mask_left[b, t] = not beyond
+    return weights, mask_left
 
 
 def effective_share(weights: Array) -> float:

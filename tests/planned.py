@@ -36,7 +36,7 @@ def model(vocab=128, width=64, layers=2, heads=8, positions=1024):
     return str(folder)
 
 
-def asked(name, *words, path=None, chip="v5e"):
+def parsed(name, *words, path=None, chip="v5e"):
     """(config, options): 16 rows of 6 + 4 tokens in one minibatch, unless asked for."""
     path = path or model()
     own = [f"--model={path}", "--prompt-length=6", "--batch-size=16"]
@@ -55,5 +55,5 @@ def target_of(config, options):
 
 def work_of(name, *words, **options):
     """The workload of `asked`."""
-    config, chosen = asked(name, *words, **options)
+    config, chosen = parsed(name, *words, **options)
     return job.workload_of(config, chosen, target=target_of(config, chosen))

@@ -204,13 +204,13 @@ def test_the_arithmetic_loads_neither_transformers_nor_orbax():
 def test_a_name_of_the_front_door_is_the_module_that_type_checkers_see(name):
     """The names under TYPE_CHECKING and the table that loads them say the same."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    seen = {
+    modules = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert getattr(rlhf_jax, name).__name__ == seen[name]
+    assert getattr(rlhf_jax, name).__name__ == modules[name]
 
 
 def test_a_name_the_package_does_not_have():

@@ -66,12 +66,12 @@ def anchors(text: str) -> set[str]:
     """The names that GitHub gives to the headings."""
     names = set()
     for heading in re.findall(r"^#+ (.*)$", prose(text), flags=re.MULTILINE):
-        kept = "".join(
+        slug = "".join(
             char
             for char in heading.lower()
             if char in " -_" or unicodedata.category(char)[0] in "LN"
         )
-        names.add(kept.replace(" ", "-"))
+        names.add(slug.replace(" ", "-"))
     return names
 
 
@@ -86,8 +86,8 @@ def broken_links(text: str, folder: Path) -> list[str]:
         if target is not None and not target.exists():
             broken.append(link)
         elif anchor:
-            there = text if target is None else text_of(target)
-            broken += [] if anchor in anchors(there) else [link]
+            target_text = text if target is None else text_of(target)
+            broken += [] if anchor in anchors(target_text) else [link]
     return broken
 
 

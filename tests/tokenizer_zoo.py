@@ -48,10 +48,10 @@ def finished(backend, *, single=None, added=(), plain=(), template=None, **speci
         [AddedToken(text, special=False, normalized=False) for text in plain]
     )
     if single is not None:
-        tokens = [each for each in single.split() if each != "$A"]
+        tokens = [token for token in single.split() if token != "$A"]
         backend.post_processor = tokenizers.processors.TemplateProcessing(
             single=single,
-            special_tokens=[(each, backend.token_to_id(each)) for each in tokens],
+            special_tokens=[(token, backend.token_to_id(token)) for token in tokens],
         )
     reader = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     reader.chat_template = template

@@ -105,8 +105,8 @@ class Toy:
             case "messages":
                 return Turn([user("one"), user(f"two {count}")], 0.0, False, count)
             case "spoken":
-                said = [user("one"), {"role": "assistant", "content": "mine"}]
-                return Turn(said, 0.0, False, count)
+                answer = [user("one"), {"role": "assistant", "content": "mine"}]
+                return Turn(answer, 0.0, False, count)
             case "silent":
                 return Turn([], 0.0, False, count)
             case "typed":

@@ -36,7 +36,7 @@ class Script:
         self.on_failure = on_failure
         self.threads = concurrent.futures.ThreadPoolExecutor(8)
         self.latency, self.turns, self.fails = latency, turns, fails
-        self.said, self.warned = [], []
+        self.responses, self.warned = [], []
 
     def step(self, state, response, *, where=""):
         return self.threads.submit(self.answer, state, response)
@@ -44,7 +44,7 @@ class Script:
     def answer(self, state, response):
         row, turn = state[0], state[1] + 1
         time.sleep(self.latency(row, turn))
-        self.said.append((row, response))
+        self.responses.append((row, response))
         if (row, turn) in self.fails:
             return answers.failed("raised")
         done = turn == 1 + row % self.turns
@@ -91,10 +91,10 @@ def prompts():
 
 def sharing(of_row, *, sample):
     """Rows that have the prompts of these rows of `prompts`."""
-    asked, of_row = prompts(), np.array(of_row, np.int32)
+    batch, of_row = prompts(), np.array(of_row, np.int32)
     return Prompts(
-        tokens=asked.tokens[of_row],
-        mask=asked.mask[of_row],
+        tokens=batch.tokens[of_row],
+        mask=batch.mask[of_row],
         index=of_row,
         sample=np.array(sample, np.int32),
     )
@@ -164,13 +164,15 @@ def assert_same_run(run, other):
     for name in ("samples.jsonl", "metrics.jsonl"):
         rows = metrics.read(run / name), metrics.read(other / name)
         assert rows[1]
-        for here, there in zip(*rows, strict=True):
-            assert here.keys() == there.keys()
-            for key, value in there.items():
+        for here, other_row in zip(*rows, strict=True):
+            assert here.keys() == other_row.keys()
+            for key, value in other_row.items():
                 if key.endswith("_z"):  # in standard deviations, of rounding alone
                     assert abs(here[key] - value) < 1e-2, key
                 elif isinstance(value, float) or key.endswith("logprobs"):
-                    found, wanted = (np.array(x, float) for x in (here[key], value))
-                    np.testing.assert_allclose(found, wanted, 1e-3, 2e-4, err_msg=key)
+                    values, expected = (np.array(x, float) for x in (here[key], value))
+                    np.testing.assert_allclose(
+                        values, expected, 1e-3, 2e-4, err_msg=key
+                    )
                 else:
                     assert here[key] == value, key

@@ -20,7 +20,7 @@ def sample(rng, *, step, row, hot, length=12, reference=True):
     if hot:
         for at in range(0, length, 3):
             tokens[at], own[at], ref[at] = "wonderful ", -0.05, -6.0
-    kept = {
+    record = {
         "stage": "ppo",
         "step": step,
         "row": row,
@@ -33,8 +33,8 @@ def sample(rng, *, step, row, hot, length=12, reference=True):
         "ref_logprobs": np.round(ref, 4).tolist(),
     }
     if reference:
-        kept["reference"] = "".join(f"{word} " for word in rng.choice(WORDS, length))
-    return kept
+        record["reference"] = "".join(f"{word} " for word in rng.choice(WORDS, length))
+    return record
 
 
 def run(

@@ -22,7 +22,7 @@ class Toy:
 
     def __init__(self):
         self.params, self.model = None, None
-        self.asked, self.loads = [], []
+        self.requests, self.loads = [], []
         self.change = lambda path, answer: answer
         self.keeps_weights = False
         self.unused = ()  # ids that it does not draw
@@ -36,7 +36,7 @@ class Toy:
             return {"results": [None]}
         if path == "/reset_prefix_cache":
             return {"success": True}
-        self.asked.append(body)
+        self.requests.append(body)
         drawn = [5, 6, 7][: body["max_tokens"]]
         tokens = np.array([[0] * 12 + body["prompt"] + drawn])[:, -16:]
         mask = np.arange(16) >= 16 - len(body["prompt"]) - len(drawn)

@@ -24,8 +24,8 @@ TURNS, OBSERVED = (2, 2, 1, 3, 1, 2), (2, 3, 0, 2, 2, 2)
 
 def _cells() -> np.ndarray:
     rows = [
-        [*prompt.split(), *said.split(), *"-" * (SIZE - len(said.split()))]
-        for prompt, said in ROWS
+        [*prompt.split(), *response.split(), *"-" * (SIZE - len(response.split()))]
+        for prompt, response in ROWS
     ]
     return np.array(rows)
 

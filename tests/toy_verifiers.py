@@ -39,11 +39,11 @@ class Echo(vf.MultiTurnEnv):
 
     async def env_response(self, messages, state, **kwargs):
         state["count"] += 1
-        said = messages[-1].content
-        if said == "raise":
+        content = messages[-1].content
+        if content == "raise":
             raise KeyError("gold")
-        answer = [{"role": "user", "content": f"{state['count']} {said}"}]
-        if said == "last":
+        answer = [{"role": "user", "content": f"{state['count']} {content}"}]
+        if content == "last":
             state["final_env_response"] = answer
         return answer
 

@@ -34,7 +34,9 @@ def plane(
     tf_ops: dict[str, str] | None = None,
 ) -> str:
     """A plane as text: lines of (event, start µs, end µs, {stat: value})."""
-    events = {each[0] for line in lines.values() for each in line} | set(programs or {})
+    events = {event[0] for line in lines.values() for event in line} | set(
+        programs or {}
+    )
     ids = {event: number for number, event in enumerate(sorted(events), start=1)}
     text = ""
     for event, number in ids.items():
@@ -56,7 +58,7 @@ def plane(
     for line, timed in lines.items():
         text += f'lines {{ name: "{line}"\n'
         for event, start, end, stats in timed:
-            said = "".join(
+            fields = "".join(
                 f"stats {{ metadata_id: {STATS.index(stat) + 1} "
                 + (
                     f'str_value: "{value}" }}'
@@ -67,7 +69,7 @@ def plane(
             )
             text += (
                 f"events {{ metadata_id: {ids[event]} offset_ps: {start * 10**6} "
-                f"duration_ps: {(end - start) * 10**6} {said} }}\n"
+                f"duration_ps: {(end - start) * 10**6} {fields} }}\n"
             )
         text += "}\n"
     return f'planes {{ name: "{name}"\n{text}}}\n'

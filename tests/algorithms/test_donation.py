@@ -123,9 +123,9 @@ def ppo_learn_of_adapters():
     def values(_, *, model):
         return critic.from_base(jax.random.key(0), model=model, lora=ADAPTERS)
 
-    learn, _, given = ppo_learn()
+    learn, _, inputs = ppo_learn()
     learn = functools.partial(ppo.learn, recipe=algorithm)
-    return learn, with_critic(adapters, value=values), given | {"base": REFERENCE}
+    return learn, with_critic(adapters, value=values), inputs | {"base": REFERENCE}
 
 
 def ppo_iteration():
@@ -146,8 +146,8 @@ def ppo_iteration():
             recipe=ppo.PPO(**PPO),
         )
 
-    given = {"prompts": prompts, "reference": REFERENCE, "key": KEY}
-    return iterate, with_critic(), given
+    inputs = {"prompts": prompts, "reference": REFERENCE, "key": KEY}
+    return iterate, with_critic(), inputs
 
 
 def ppo_update():
@@ -169,9 +169,9 @@ def ppo_update():
 
 
 def grpo_learn():
-    _, _, given = ppo_learn()
+    _, _, inputs = ppo_learn()
     algorithm = grpo.GRPO(**SHARED, group_size=2)
-    return functools.partial(grpo.learn, recipe=algorithm), without_critic(), given
+    return functools.partial(grpo.learn, recipe=algorithm), without_critic(), inputs
 
 
 def sft_update():
@@ -221,9 +221,9 @@ def decode_finish():
     return finish, started, {"params": PARAMS, "keys": keys}
 
 
-def overwritten(function, donated, given, **options):
+def overwritten(function, donated, inputs, **options):
     """Bytes a device, of the program compiled with its state donated."""
-    program = toys.jit(function, donate_argnums=0, **options).lower(donated, **given)
+    program = toys.jit(function, donate_argnums=0, **options).lower(donated, **inputs)
     return program.compile().memory_analysis().alias_size_in_bytes
 
 
@@ -248,8 +248,8 @@ def overwritten(function, donated, given, **options):
     ],
 )
 def test_a_donated_state_is_overwritten(program):
-    function, donated, given = program()
-    assert overwritten(function, donated, given) >= storage.nbytes(donated) > 5000
+    function, donated, inputs = program()
+    assert overwritten(function, donated, inputs) >= storage.nbytes(donated) > 5000
 
 
 MESH = MeshShape(data=2, fsdp=2, tensor=2)
@@ -285,13 +285,13 @@ def part(leaf):
     ],
 )
 def test_on_a_mesh_each_device_overwrites_its_part(program):
-    function, donated, given = program()
+    function, donated, inputs = program()
     with jax.set_mesh(MESH.make()):
         donated = on_mesh(donated)
-        given = {
+        inputs = {
             name: (on_mesh if name in ("reference", "key") else rows_on_mesh)(tree)
-            for name, tree in given.items()
+            for name, tree in inputs.items()
         }
-        held = sum(map(part, jax.tree.leaves(donated)))
-        assert 5000 < held < storage.nbytes(donated) / 2
-        assert overwritten(function, donated, given) >= held
+        part_bytes = sum(map(part, jax.tree.leaves(donated)))
+        assert 5000 < part_bytes < storage.nbytes(donated) / 2
+        assert overwritten(function, donated, inputs) >= part_bytes

@@ -42,7 +42,7 @@ def surprise(tokens: list[int], *, first: int) -> list[float]:
 
 @pytest.mark.parametrize("batch_size", one_in(3, [2, 1, 3]))
 def test_perplexity_is_a_mean_over_tokens_however_they_are_batched(batch_size):
-    found = text_stats(
+    stats = text_stats(
         PARAMS,
         {
             "held_out": texts(batch_size=batch_size),
@@ -55,24 +55,24 @@ def test_perplexity_is_a_mean_over_tokens_however_they_are_batched(batch_size):
         surprise([7, 8, 9, 3], first=1),
         surprise([9, 4, 2], first=1),
     ]
-    total, weight = found["eval/held_out_nll"]
+    total, weight = stats["eval/held_out_nll"]
     assert float(weight) == 8
     assert float(total) == pytest.approx(sum(map(sum, expected)), rel=1e-5)
-    total, weight = found["eval/out_of_domain_nll"]
+    total, weight = stats["eval/out_of_domain_nll"]
     assert float(weight) == 2
     assert float(total) == pytest.approx(sum(expected[2]), rel=1e-5)
-    assert found.keys() == {"eval/held_out_nll", "eval/out_of_domain_nll"}
+    assert stats.keys() == {"eval/held_out_nll", "eval/out_of_domain_nll"}
 
 
 def test_padding_does_not_count():
     clean = texts(batch_size=3)
     dirty = dataclasses.replace(clean, tokens=np.where(clean.mask, clean.tokens, 7))
     assert not np.array_equal(clean.tokens, dirty.tokens)
-    found = [
-        text_stats(PARAMS, {"held_out": each}, model=toys.GPT2)["eval/held_out_nll"]
-        for each in (clean, dirty)
+    stats = [
+        text_stats(PARAMS, {"held_out": texts}, model=toys.GPT2)["eval/held_out_nll"]
+        for texts in (clean, dirty)
     ]
-    assert float(found[0][0]) == float(found[1][0])
+    assert float(stats[0][0]) == float(stats[1][0])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -97,7 +97,7 @@ def test_the_divergence_of_each_response(temperature):
         sample=jnp.zeros(2, jnp.int32),
     )
     reference = toys.params(toys.LLAMA)
-    told = toys.jit(
+    divergences = toys.jit(
         evaluation.divergence,
         static_argnames=("model", "ref_model", "max_new_tokens", "temperature"),
     )(
@@ -122,9 +122,11 @@ def test_the_divergence_of_each_response(temperature):
         at = np.flatnonzero(np.asarray(responses.response_mask)[row])
         ids = np.asarray(tokens)[row, at]
         ref = theirs[row, at - 1, ids].sum()
-        assert told.exact[row] == pytest.approx(exact[row, at - 1].sum(), rel=1e-4)
-        assert told.ref_logprobs[row] == pytest.approx(ref, rel=1e-4)
-        assert told.k1[row] == pytest.approx(
+        assert divergences.exact[row] == pytest.approx(
+            exact[row, at - 1].sum(), rel=1e-4
+        )
+        assert divergences.ref_logprobs[row] == pytest.approx(ref, rel=1e-4)
+        assert divergences.k1[row] == pytest.approx(
             ours[row, at - 1, ids].sum() - ref, abs=1e-3
         )
 
@@ -144,8 +146,8 @@ def test_a_judge_that_failed_for_some_counts_nothing_there():
     scores = jnp.asarray([1.0, jnp.nan, 3.0, jnp.inf], jnp.float32)
     judged = jnp.asarray([True, False, True, False])
     stats = evaluation.judge_stats(scores, judged=judged)
-    found = {name: float(x) for name, x in masked.mean_stats(stats).items()}
-    assert found == {"judge/score": 2.0, "judge/failed": 0.5}
+    means = {name: float(x) for name, x in masked.mean_stats(stats).items()}
+    assert means == {"judge/score": 2.0, "judge/failed": 0.5}
     none = evaluation.judge_stats(scores, judged=jnp.zeros(4, bool))
     assert [float(x) for x in none["judge/score"]] == [0.0, 0.0]
     assert [float(x) for x in none["judge/failed"]] == [4.0, 4.0]

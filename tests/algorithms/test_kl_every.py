@@ -105,9 +105,9 @@ def test_the_adaptive_coefficient_moves_where_a_kl_was_seen(step):
     ).controller(0.3)
     settings = dataclasses.replace(THIRD)  # traced beside those that are counted
     after, stats, _ = step(controller, settings, with_reference=True)
-    seen = float(masked.mean_stats(stats)["objective/kl"])
+    kl = float(masked.mean_stats(stats)["objective/kl"])
     # Twelve responses since the KL before: four a step, of which one in three sees it.
-    expected = oracles.adaptive_kl_coef(0.3, seen, 12, target=0.8, horizon=40)
+    expected = oracles.adaptive_kl_coef(0.3, kl, 12, target=0.8, horizon=40)
     assert expected != pytest.approx(0.3, rel=1e-3)
     assert float(after.kl.kl_coef) == pytest.approx(expected, rel=1e-5)
     between, _, _ = step(controller, settings, with_reference=False)

@@ -33,7 +33,7 @@ def oracle(
     grads, *, rate, b1, b2, eps, style, hold=float
 ) -> list[dict[str, np.ndarray]]:
     """The update of every step, float64, element by element; m is held by `hold`."""
-    found = []
+    updates = []
     m = {name: np.zeros((2, 3)) for name in SIZES}
     v = {name: np.zeros((2, 3)) for name in SIZES}
     for t, grad in enumerate(grads, start=1):
@@ -53,8 +53,8 @@ def oracle(
                     step = rate(t - 1) * mean / (size + eps)
                 update[name][index] = -step
                 m[name][index] = hold(m[name][index])
-        found.append(update)
-    return found
+        updates.append(update)
+    return updates
 
 
 def run(optimizer, grads) -> list[dict[str, np.ndarray]]:
@@ -65,16 +65,16 @@ def run(optimizer, grads) -> list[dict[str, np.ndarray]]:
         return optimizer.update(grad, opt, params)
 
     params = jax.tree.map(jnp.asarray, START)
-    opt, found = optimizer.init(params), []
+    opt, updates = optimizer.init(params), []
     for grad in grads:
         update, opt = step(grad, opt, params)
         params = optax.apply_updates(params, update)
-        found.append(jax.device_get(update))
-    return found
+        updates.append(jax.device_get(update))
+    return updates
 
 
-def assert_close(found, expected, rtol=1e-5):
-    for mine, other in zip(found, expected, strict=True):
+def assert_close(updates, expected, rtol=1e-5):
+    for mine, other in zip(updates, expected, strict=True):
         for name in SIZES:
             np.testing.assert_allclose(
                 mine[name], other[name], rtol=rtol, atol=0, err_msg=name
@@ -100,9 +100,9 @@ def test_m_in_bfloat16_is_rounded_once_an_update(style, b1):
     """And the step is made before."""
     grads = gradients(7)
     settings = {"b1": b1, "b2": 0.999, "eps": 1e-5, "style": style}
-    found = run(optimizers.adam(0.01, mu_dtype="bfloat16", **settings), grads)
+    updates = run(optimizers.adam(0.01, mu_dtype="bfloat16", **settings), grads)
     expected = oracle(grads, rate=lambda step: 0.01, hold=bfloat16, **settings)
-    assert_close(found, expected, rtol=1e-4)
+    assert_close(updates, expected, rtol=1e-4)
 
 
 def bfloat16(x: float) -> float:
@@ -114,10 +114,10 @@ def test_what_the_moments_take(style):
     """4 + 4 bytes a parameter, or 2 + 4, beside two counts of updates."""
     params = {"kernel": jnp.zeros((30, 7)), "bias": jnp.zeros(10)}
     schedule = optax.linear_schedule(0.1, 0.0, 4)
-    for mu_dtype, each in {"float32": 8, "bfloat16": 6}.items():
+    for mu_dtype, num_bytes in {"float32": 8, "bfloat16": 6}.items():
         made = optimizers.adam(schedule, style=style, mu_dtype=mu_dtype)
         opt = made.init(params)
-        assert storage.nbytes(opt) == 220 * each + 2 * 4
+        assert storage.nbytes(opt) == 220 * num_bytes + 2 * 4
         _, after = made.update(params, opt, params)
         shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(opt)]
         assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(after)] == shapes
@@ -141,9 +141,9 @@ def test_m_nears_a_constant_gradient_and_v_follows_it():
 def test_standard_is_optax_s_own_to_the_bit():
     grads = gradients(5)
     schedule = optax.linear_schedule(0.1, 0.0, 5)
-    found = run(optimizers.adam(schedule), grads)
+    updates = run(optimizers.adam(schedule), grads)
     expected = run(optax.adam(schedule, eps=1e-5), grads)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
 
 
 def test_tf_is_adam_with_another_eps_in_every_step():
@@ -151,11 +151,11 @@ def test_tf_is_adam_with_another_eps_in_every_step():
     factor = 1 / math.sqrt(1 - 0.999)
     assert factor == pytest.approx(31.6, abs=0.03)
     grads = gradients(3)
-    found = run(optimizers.adam(0.01, style="tf"), grads)
+    updates = run(optimizers.adam(0.01, style="tf"), grads)
     for t in range(1, 4):
         eps = 1e-5 / math.sqrt(1 - 0.999**t)
         expected = run(optax.adam(0.01, eps=eps), grads[:t])
-        assert_close(found[t - 1 : t], expected[-1:], rtol=1e-4)
+        assert_close(updates[t - 1 : t], expected[-1:], rtol=1e-4)
 
 
 def test_tf_holds_small_gradients_back_early_and_agrees_late():
@@ -172,12 +172,12 @@ def test_tf_holds_small_gradients_back_early_and_agrees_late():
         mu={"x": jnp.full(3, 1e-5)},
         nu={"x": jnp.full(3, 1e-9)},
     )
-    found = {}
+    updates = {}
     for style in ("standard", "tf"):
         made = optimizers.adam(0.01, style=style)
         state = (late, *made.init(params)[1:])
-        found[style] = made.update({"x": jnp.full(3, 1e-5)}, state, params)[0]["x"]
-    np.testing.assert_allclose(found["tf"], found["standard"], rtol=1e-5)
+        updates[style] = made.update({"x": jnp.full(3, 1e-5)}, state, params)[0]["x"]
+    np.testing.assert_allclose(updates["tf"], updates["standard"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("style", ["standard", "tf"])
@@ -188,9 +188,9 @@ def test_schedules_chains_and_states(style):
     grads = gradients(5)
     settings = {"b1": 0.9, "b2": 0.999, "eps": 1e-5, "style": style}
     expected = oracle(grads, rate=lambda t: 0.1 * max(1 - t / 4, 0.0), **settings)
-    found = run(made, grads)
-    assert_close(found[:4], expected[:4], rtol=1e-4)
-    assert not any(leaf.any() for leaf in found[4].values())
+    updates = run(made, grads)
+    assert_close(updates[:4], expected[:4], rtol=1e-4)
+    assert not any(leaf.any() for leaf in updates[4].values())
 
     clipped = [{name: g / norm(grad) for name, g in grad.items()} for grad in grads]
     chain = optax.chain(optax.clip_by_global_norm(1.0), made)

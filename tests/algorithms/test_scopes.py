@@ -81,12 +81,12 @@ def test_an_iteration_has_every_scope():
     reference = frozen.freeze(toys.params())
     scorer = frozen.freeze(toys.scorer(seed=3))
     key = jax.random.key(0)
-    found = scopes_of(iteration, start(), reference, scorer, prompts(), key)
+    scopes = scopes_of(iteration, start(), reference, scorer, prompts(), key)
     for scope in ("rollout", "reference", "reward", "values", "loss"):
-        assert (scope, "while") in found, scope
+        assert (scope, "while") in scopes, scope
     # Adam multiplies, and no model's loop over layers runs in it.
-    assert ("optimizer", "mul") in found
-    assert ("optimizer", "while") not in found
+    assert ("optimizer", "mul") in scopes
+    assert ("optimizer", "while") not in scopes
 
 
 @pytest.mark.slow
@@ -113,9 +113,9 @@ def test_exact_kl_is_of_the_reference(placement):
     )
     scores = jax.ShapeDtypeStruct((ROWS,), np.float32)
     reference = frozen.freeze(toys.params())
-    found = scopes_of(learn, start(), rollout, scores, reference, jax.random.key(0))
-    assert ("reference", "while") in found
-    assert ("loss", "while") in found
+    scopes = scopes_of(learn, start(), rollout, scores, reference, jax.random.key(0))
+    assert ("reference", "while") in scopes
+    assert ("loss", "while") in scopes
 
 
 @pytest.mark.filterwarnings("ignore:KL penalty")
@@ -190,7 +190,7 @@ def test_dpo_has_its_reference_and_its_loss():
         return dpo.update(train, batch=pairs, ref_logprobs=ref_logprobs, dpo=recipe)
 
     initial = state.supervised_state(toys.params(), optimizer=ADAM)
-    found = scopes_of(step, initial, frozen.freeze(toys.params()), pairs)
-    assert ("reference", "while") in found
-    assert ("loss", "while") in found
-    assert ("optimizer", "mul") in found
+    scopes = scopes_of(step, initial, frozen.freeze(toys.params()), pairs)
+    assert ("reference", "while") in scopes
+    assert ("loss", "while") in scopes
+    assert ("optimizer", "mul") in scopes

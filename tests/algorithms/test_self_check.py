@@ -227,7 +227,7 @@ def test_one_leaf_that_differs_is_not_an_equal_start(
     leaves, tree = jax.tree.flatten(params)
     moved = jax.tree.unflatten(tree, [leaves[0] + 1, *leaves[1:]])
     for reference, equal in ((params, True), (moved, False)):
-        found = self_check.measure(
+        output = self_check.measure(
             params,
             rollout=rollout,
             reference=toys.freeze(reference),
@@ -235,6 +235,6 @@ def test_one_leaf_that_differs_is_not_an_equal_start(
             max_new_tokens=toys.SIZE,
             temperature=0.7,
         )
-        assert bool(found.starts_equal) == equal
+        assert bool(output.starts_equal) == equal
     # A head reads the columns of the response alone.
     assert first_columns == [rollout.tokens.shape[1] - toys.SIZE] * 4

@@ -224,9 +224,9 @@ def test_an_update_in_place_copies_nothing(optimizer):
         )
 
     opt = jax.eval_shape(optimizer.init, params)
-    found = step.lower(params, opt, params).compile().memory_analysis()
-    assert found.alias_size_in_bytes >= 3 * size
-    assert found.temp_size_in_bytes < size / 100
+    memory = step.lower(params, opt, params).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 3 * size
+    assert memory.temp_size_in_bytes < size / 100
 
 
 def test_no_two_leaves_of_a_fresh_state_share_a_buffer():

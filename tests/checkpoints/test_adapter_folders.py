@@ -94,17 +94,17 @@ def test_an_adapter_beside_a_config_or_a_whole_model(tmp_path, adapter, capsys):
 
 
 def test_an_adapter_on_the_hub(adapter, monkeypatch):
-    asked = []
+    patterns = []
 
     def download(repo_id, *, allow_patterns):
-        asked.append(allow_patterns)
+        patterns.append(allow_patterns)
         return str(adapter)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     for read in (hf.load, hf.model_config):
         with pytest.raises(InputError, match=f"^checkpoint some/adapter: {MERGE}$"):
             read("some/adapter")
-        assert "adapter_config.json" in asked[-1]
+        assert "adapter_config.json" in patterns[-1]
 
 
 def test_a_folder_without_either(tmp_path):

@@ -114,17 +114,17 @@ def test_every_family_is_here():
 def reads(tokenizer, *, context):
     """What a tokenizer makes of texts, for the other environment to find as well."""
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-    said = [{"role": "user", "content": "the cat"}]
+    messages = [{"role": "user", "content": "the cat"}]
     chat = None
     if tokenizer.chat_template is not None:
         chat = tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_dict=False
+            messages, add_generation_prompt=True, return_dict=False
         )
     return {
         "texts": TEXTS,
         "ids": ids,
         "plain": [tokenizer(t, add_special_tokens=False)["input_ids"] for t in TEXTS],
-        "decoded": [tokenizer.decode(each) for each in ids],
+        "decoded": [tokenizer.decode(ids_of_text) for ids_of_text in ids],
         "visible": [tokenizer.decode(i, skip_special_tokens=True) for i in ids],
         "inputs": sorted(tokenizer(TEXTS[0])),
         "special": [
@@ -208,13 +208,13 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=ENVIRONMENTS)
-def found(request):
+def program_output(request):
     """What an environment says of every folder, and its name."""
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} names no folder for environments of gigabytes")
-    kept = Path(os.environ[VARIABLE]).expanduser()
+    home = Path(os.environ[VARIABLE]).expanduser()
     try:
-        python = conformance_environments.python_of(kept, request.param)
+        python = conformance_environments.python_of(home, request.param)
     except RuntimeError as error:
         pytest.skip(f"{request.param} cannot be installed: {error}")
     environment = {name: os.environ[name] for name in ("PATH", "HOME")}
@@ -240,8 +240,8 @@ def found(request):
     return request.param, {line["folder"]: line for line in lines}
 
 
-def test_every_saved_folder_is_read_as_it_was_saved(found, saved):
-    name, lines = found
+def test_every_saved_folder_is_read_as_it_was_saved(program_output, saved):
+    name, lines = program_output
     assert set(lines) == {file.parent.name for file in saved.glob("*/expected.json")}
     unexpected = {
         folder: line["problems"]

@@ -46,8 +46,8 @@ def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy, cap
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     assert frozen.fingerprint_of(load(folder, policy)) == expected
-    told = f"note: reference {folder} has no tokenizer to compare with that of "
-    assert capsys.readouterr().err.startswith(told + policy.tokenizer.name_or_path)
+    note = f"note: reference {folder} has no tokenizer to compare with that of "
+    assert capsys.readouterr().err.startswith(note + policy.tokenizer.name_or_path)
     own = frozen_models.load_reference(None, policy=policy, storage=frozen_models.COPY)
     assert frozen.fingerprint_of(own) == fingerprint.fingerprint(policy.params)
 
@@ -87,9 +87,9 @@ def test_a_reference_of_another_shape_is_run_with_its_own(tmp_path, policy, mode
     assert reference.model is not None
     assert reference.model.vocab_size == policy.model.vocab_size
     assert reference.model.dtype == policy.model.dtype
-    kept = {"vocab_size": model.vocab_size, "dtype": model.dtype}
+    fields = {"vocab_size": model.vocab_size, "dtype": model.dtype}
     read, params = hf.load(folder)
-    assert dataclasses.replace(reference.model, **kept) == layout.fastest(read)
+    assert dataclasses.replace(reference.model, **fields) == layout.fastest(read)
     assert frozen.fingerprint_of(reference) == fingerprint.fingerprint(params)
 
 
@@ -174,18 +174,18 @@ def test_a_model_is_held_as_its_options_say(policy):
 
 def test_a_program_runs_where_its_model_is_and_its_result_comes_back(policy):
     near, far = jax.devices()[:2]
-    held = frozen.freeze(policy.params, sharding=SingleDeviceSharding(far))
+    reference = frozen.freeze(policy.params, sharding=SingleDeviceSharding(far))
     rollout = jax.device_put(toys.sampled(toys.params()), near)
-    seen = []
+    devices = []
 
-    def program(there):
-        seen.append(there.tokens.sharding.device_set)
-        return there.old_logprobs * 2
+    def program(moved):
+        devices.append(moved.tokens.sharding.device_set)
+        return moved.old_logprobs * 2
 
-    found = frozen_models.run_beside(program, held, rollout)
-    assert seen == [{far}]
-    assert found.sharding.device_set == {near}
-    np.testing.assert_array_equal(found, np.asarray(rollout.old_logprobs) * 2)
+    output = frozen_models.run_beside(program, reference, rollout)
+    assert devices == [{far}]
+    assert output.sharding.device_set == {near}
+    np.testing.assert_array_equal(output, np.asarray(rollout.old_logprobs) * 2)
 
 
 def test_a_machine_without_the_cpu_s_platform_is_told(policy, monkeypatch):

@@ -31,9 +31,9 @@ from rlhf_jax.functional.checks import InputError
     ],
 )
 def test_a_reference_of_each_form(text, expected):
-    found = FurtherReference.parse(text)
-    assert found == expected
-    assert (found.option, found.place == WITH_POLICY) == (
+    reference = FurtherReference.parse(text)
+    assert reference == expected
+    assert (reference.option, reference.place == WITH_POLICY) == (
         "--references b",
         "place" not in text,
     )
@@ -69,12 +69,12 @@ def test_they_are_loaded_as_they_are_asked_for(tmp_path):
     toy_files.checkpoint(tmp_path / "same", seed=1)
     toy_files.checkpoint(tmp_path / "deeper", model=deeper)
     words = (f"a={tmp_path}/same,dtype=float16", f"b={tmp_path}/deeper,place=cpu")
-    found = further_references.load(
+    references = further_references.load(
         [FurtherReference.parse(word) for word in words], policy=policy
     )
-    assert list(found) == ["a", "b"]
-    source = frozen.source_fingerprint_of(found["a"])
+    assert list(references) == ["a", "b"]
+    source = frozen.source_fingerprint_of(references["a"])
     assert source == fingerprint.fingerprint(hf.load(tmp_path / "same")[1])
-    assert found["a"].stored["embed"]["tokens"].dtype == "float16"
-    assert found["a"].model is None
-    assert found["b"].model.num_layers == 2
+    assert references["a"].stored["embed"]["tokens"].dtype == "float16"
+    assert references["a"].model is None
+    assert references["b"].model.num_layers == 2

@@ -48,8 +48,8 @@ def edited(tmp_path, name, *, options=None, tensors=None):
     if options is not None:
         file = folder / "config.json"
         merged = json.loads(file.read_text()) | options
-        kept = {name: value for name, value in merged.items() if value is not ...}
-        file.write_text(json.dumps(kept))
+        entries = {name: value for name, value in merged.items() if value is not ...}
+        file.write_text(json.dumps(entries))
     if tensors is not None:
         for file in folder.glob("model*"):
             file.unlink()
@@ -453,16 +453,16 @@ def test_what_is_neither_folder_nor_on_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_hub_id_is_downloaded(monkeypatch):
-    asked = []
+    repo_ids = []
 
     def snapshot_download(repo_id, *, allow_patterns):
-        asked.append(repo_id)
+        repo_ids.append(repo_id)
         assert "pytorch_model.bin" not in allow_patterns
         return str(FIXTURES / "gpt2")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     model, _ = hf.load("owner/tiny")
-    assert (set(asked), model.hidden_size) == ({"owner/tiny"}, 32)
+    assert (set(repo_ids), model.hidden_size) == ({"owner/tiny"}, 32)
 
 
 def test_a_folder_in_use_is_not_touched(tmp_path):

@@ -51,6 +51,6 @@ def test_loading_takes_little_more_than_what_is_loaded(checkpoint, devices):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["size"] == 4 * decoder.num_parameters(MODEL)
-    assert found["at_most"] - found["before"] < 1.25 * found["size"]
+    sizes = json.loads(done.stdout)
+    assert sizes["size"] == 4 * decoder.num_parameters(MODEL)
+    assert sizes["at_most"] - sizes["before"] < 1.25 * sizes["size"]

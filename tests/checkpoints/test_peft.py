@@ -32,8 +32,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def bases():
     """(model, frozen base) of each fixture."""
     loaded = {name: hf.load(FIXTURES / name) for name in set(BASE_OF.values())}
-    held = {name: (model, toys.freeze(p)) for name, (model, p) in loaded.items()}
-    return {name: held[base] for name, base in BASE_OF.items()}
+    frozen_of = {name: (model, toys.freeze(p)) for name, (model, p) in loaded.items()}
+    return {name: frozen_of[base] for name, base in BASE_OF.items()}
 
 
 def texts(name):
@@ -67,9 +67,9 @@ def save(path, adapters, *, model, options, base):
     peft.save(path, model=model, adapters=adapters, lora=options, base_fingerprint=root)
 
 
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+def assert_same(output, expected):
+    assert jax.tree.structure(output) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, output, expected)
 
 
 # What PEFT wrote.
@@ -86,8 +86,8 @@ def test_logits_are_those_of_peft(bases, name):
     attached = lora.attach(base.stored, adapters, lora=options)
     merged = lora.merge(base.stored, adapters, lora=options)
     for params in (attached, merged):
-        found = logits(params, model=model, name=name)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        output = logits(params, model=model, name=name)
+        np.testing.assert_allclose(output, expected, atol=1e-4)
 
 
 def test_scores_are_those_of_peft(bases):
@@ -96,8 +96,8 @@ def test_scores_are_those_of_peft(bases):
     options, adapters = peft.load(FIXTURES / name, model=model, base=base)
     full = lora.attach(base.stored, adapters, lora=options)
     tokens, mask = texts(name)
-    found = rewards.sequence_scores(full, model=model, tokens=tokens, mask=mask)
-    np.testing.assert_allclose(found, recorded(name, "scores"), atol=1e-4)
+    scores = rewards.sequence_scores(full, model=model, tokens=tokens, mask=mask)
+    np.testing.assert_allclose(scores, recorded(name, "scores"), atol=1e-4)
 
 
 def test_how_they_were_made_is_read(bases):
@@ -108,8 +108,8 @@ def test_how_they_were_made_is_read(bases):
     qkv = ("attention/query", "attention/key", "attention/value")
     assert options_of("gpt2_lora") == LoRA(rank=4, alpha=6.0, modules=("*",))
     assert options_of("llama_lora") == LoRA(rank=3, alpha=12.0, modules=("*",))
-    found = options_of("gpt2_lora_reward")
-    assert (found.rank, found.alpha, set(found.modules)) == (2, 2.0, set(qkv))
+    options = options_of("gpt2_lora_reward")
+    assert (options.rank, options.alpha, set(options.modules)) == (2, 2.0, set(qkv))
 
 
 @pytest.mark.parametrize("name", BASE_OF)
@@ -162,11 +162,11 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path, model, options):
     for adapters in (start, toys.perturbed(start, seed=0, scale=0.2)):
         path = tmp_path / str(id(adapters))
         save(path, adapters, model=model, options=options, base=base)
-        found, same = peft.load(path, model=model, base=base)
+        read_back, same = peft.load(path, model=model, base=base)
         assert_same(same, adapters)
-        assert (found.rank, found.alpha) == (options.rank, options.alpha)
+        assert (read_back.rank, read_back.alpha) == (options.rank, options.alpha)
         every = lora.targets(model=model, lora=options)
-        assert lora.targets(model=model, lora=found) == every
+        assert lora.targets(model=model, lora=read_back) == every
 
 
 @pytest.mark.slow
@@ -401,8 +401,10 @@ def test_peft_computes_the_same_from_what_we_save(tmp_path, bases, name, modules
     adapted = theirs.PeftModel.from_pretrained(plain, tmp_path / "adapters")
     whole = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     _, mask = texts(name)
-    for found in (adapted, whole):
-        np.testing.assert_allclose(their_logits(found, name)[mask], expected, atol=1e-4)
+    for folder in (adapted, whole):
+        np.testing.assert_allclose(
+            their_logits(folder, name)[mask], expected, atol=1e-4
+        )
 
 
 @quiet
@@ -424,8 +426,8 @@ def test_peft_gives_the_scores_of_a_reward_model_that_we_save(tmp_path, bases):
     tokens, mask = texts(name)
     full = lora.attach(base.stored, params, lora=options)
     expected = rewards.sequence_scores(full, model=model, tokens=tokens, mask=mask)
-    found = their_logits(adapted, name)[:, 0] + float(params["score"]["bias"])
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    scores = their_logits(adapted, name)[:, 0] + float(params["score"]["bias"])
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def never(monkeypatch):
 
 
 def test_every_row_is_what_its_logits_say(tmp_path):
-    found = load(tmp_path)
+    cache = load(tmp_path)
     mask = masked.lengths_to_mask(
         jnp.asarray([len(row) for row in ROWS]), size=max(map(len, ROWS))
     )
@@ -66,7 +66,7 @@ def test_every_row_is_what_its_logits_say(tmp_path):
             0.0,
             *(logprobs[place, t, token] for t, token in enumerate(row[1:])),
         ]
-        np.testing.assert_allclose(found.row(place), expected, atol=2e-5)
+        np.testing.assert_allclose(cache.row(place), expected, atol=2e-5)
 
 
 STORED = {"dtype": "int8", "memory": "pinned_host"}
@@ -78,10 +78,14 @@ def test_a_cache_equals_live_log_probs_to_the_bit(tmp_path, how, never):
     reference = frozen.freeze(toys.params(), **how)
     load(tmp_path, reference=reference)
     never()
-    found = load(tmp_path, reference=reference)
+    cache = load(tmp_path, reference=reference)
     live = jax.jit(
-        lambda held, tokens, mask: policy.logprobs(
-            frozen.read(held), model=MODEL, tokens=tokens, mask=mask, temperature=0.7
+        lambda reference, tokens, mask: policy.logprobs(
+            frozen.read(reference),
+            model=MODEL,
+            tokens=tokens,
+            mask=mask,
+            temperature=0.7,
         )
     )
     for rows in ([4, 2, 0, 5], [2, 1, 3, 0]):
@@ -89,7 +93,7 @@ def test_a_cache_equals_live_log_probs_to_the_bit(tmp_path, how, never):
             [Example((), ROWS[row]) for row in rows], batch_size=4, pad_id=0
         )
         expected = live(reference, batch.tokens, batch.mask)
-        ours = found.padded(rows, width=batch.tokens.shape[1])
+        ours = cache.padded(rows, width=batch.tokens.shape[1])
         assert ours.dtype == np.float32
         np.testing.assert_array_equal(ours, expected)
 
@@ -106,13 +110,13 @@ def test_any_other_model_data_or_temperature_is_another_file(tmp_path, never):
         {"rows": ROWS[::-1]},
         {"rows": [[*ROWS[0][:-1], (ROWS[0][-1] + 1) % 13], *ROWS[1:]]},
     ]
-    found = [np.array(load(tmp_path, **change).logprobs) for change in changes]
-    for values in found:
+    caches = [np.array(load(tmp_path, **change).logprobs) for change in changes]
+    for values in caches:
         assert not np.array_equal(values, first.logprobs)
     assert len(list(tmp_path.glob("*.npy"))) == len(changes) + 1
     never()
     np.testing.assert_array_equal(load(tmp_path).logprobs, first.logprobs)
-    for change, values in zip(changes, found, strict=True):
+    for change, values in zip(changes, caches, strict=True):
         np.testing.assert_array_equal(load(tmp_path, **change).logprobs, values)
     with pytest.raises(AssertionError, match="computed again"):
         load(tmp_path, temperature=0.9)
@@ -121,9 +125,9 @@ def test_any_other_model_data_or_temperature_is_another_file(tmp_path, never):
 @pytest.mark.slow
 def test_another_batch_size_is_another_file(tmp_path):
     """Whose numbers may differ in the last bit, and in no other."""
-    found = [load(tmp_path, batch_size=size).logprobs for size in (4, 1)]
+    caches = [load(tmp_path, batch_size=size).logprobs for size in (4, 1)]
     assert len(list(tmp_path.glob("*.npy"))) == 2
-    np.testing.assert_allclose(*found, atol=1e-5)
+    np.testing.assert_allclose(*caches, atol=1e-5)
 
 
 def test_what_a_killed_run_left_is_not_taken_for_whole(tmp_path, monkeypatch):

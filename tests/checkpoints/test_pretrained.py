@@ -92,10 +92,10 @@ def test_the_limit_of_a_row(tmp_path):
     assert start.limit(None) == 16
     assert start.limit(16) == 16
     assert start.limit(3) == 3
-    told = (
+    message = (
         "at most the context of the model, 16 tokens, got 17; ask for less, or leave it"
     )
-    with pytest.raises(InputError, match=told) as learned:
+    with pytest.raises(InputError, match=message) as learned:
         start.limit(17)
     assert "max_position_embeddings" not in str(learned.value)
 
@@ -137,14 +137,14 @@ def test_texts_to_watch(tmp_path):
     plain = tmp_path / "plain.txt"
     plain.write_text("the cat sat\na dog ran so it was good and very bad")
     ids = start.tokenizer("the cat sat a dog ran so it was good")["input_ids"]
-    found = pretrained.read_texts(
+    texts = pretrained.read_texts(
         start, str(plain), batch_size=2, max_rows=3, max_length=4
     )
     rows = [ids[0:4], ids[3:7], ids[6:10], [start.pad_id, 0, 0, 0]]
-    np.testing.assert_array_equal(found.tokens, np.reshape(rows, (2, 2, 4)))
+    np.testing.assert_array_equal(texts.tokens, np.reshape(rows, (2, 2, 4)))
     read = np.ones((4, 4), bool) & [False, True, True, True]
     read[3] = False
-    np.testing.assert_array_equal(found.response_mask, read.reshape(2, 2, 4))
+    np.testing.assert_array_equal(texts.response_mask, read.reshape(2, 2, 4))
 
     answers = toy_files.jsonl(
         tmp_path / "answers.jsonl",
@@ -152,7 +152,7 @@ def test_texts_to_watch(tmp_path):
         {"prompt": "the cat", "response": "sat so it was good"},
         {"prompt": "a", "response": "dog ran"},
     )
-    found = pretrained.read_texts(
+    texts = pretrained.read_texts(
         start, str(answers), batch_size=1, max_rows=9, max_length=4
     )
     reader = start.tokenizer
@@ -160,9 +160,9 @@ def test_texts_to_watch(tmp_path):
         [*reader("the cat sat")["input_ids"], reader.eos_token_id],
         [*reader("a dog ran")["input_ids"], reader.eos_token_id],
     ]
-    np.testing.assert_array_equal(found.tokens[:, 0], rows)
+    np.testing.assert_array_equal(texts.tokens[:, 0], rows)
     np.testing.assert_array_equal(
-        found.response_mask[:, 0], [[0, 0, 1, 1], [0, 1, 1, 1]]
+        texts.response_mask[:, 0], [[0, 0, 1, 1], [0, 1, 1, 1]]
     )
     with pytest.raises(InputError, match=r"answers\.jsonl|at most 2 tokens"):
         pretrained.read_texts(

@@ -36,8 +36,8 @@ def copied(tmp_path, name, tensors, *, files=1, **options):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     config = json.loads((FIXTURES / name / "config.json").read_text()) | options
-    kept = {option: value for option, value in config.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(kept))
+    entries = {option: value for option, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(entries))
     if files == 1:
         save_file(tensors, folder / shards.WEIGHTS)
         return folder
@@ -84,10 +84,10 @@ def test_a_head_that_differs_is_used_though_the_config_ties_it(
     model, params = hf.load(folder)
     assert model == apart[0]
     assert_equal_trees(params, apart[1])
-    told = capsys.readouterr().err
-    assert told.startswith(f"note: checkpoint {folder}: config.json says tie_word_em")
-    assert f"but {head} is there and differs from the embedding" in told
-    assert ("family's default" in told) == by_default
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"note: checkpoint {folder}: config.json says tie_word_em")
+    assert f"but {head} is there and differs from the embedding" in errors
+    assert ("family's default" in errors) == by_default
 
     hf.save(tmp_path / "saved", model, params)
     written = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -204,9 +204,11 @@ def test_a_whole_file_goes_before_an_index(tmp_path, capsys, name, index):
     model, params = load(folder)
     assert model == hf.model_config(folder)
     assert_equal_trees(params, load(FIXTURES / name)[1])
-    told = capsys.readouterr().err
-    assert "model.safetensors is read, as transformers does, and model.safetens" in told
-    assert "delete the one that is out of date" in told
+    errors = capsys.readouterr().err
+    assert (
+        "model.safetensors is read, as transformers does, and model.safetens" in errors
+    )
+    assert "delete the one that is out of date" in errors
 
 
 def test_the_shape_of_a_damaged_checkpoint_is_that_of_its_config(tmp_path):

@@ -49,9 +49,9 @@ def test_weights_are_rounded_to_nearest_even(name):
     ties = 1 + (np.arange(64) * 2 + 1) * float(ml_dtypes.finfo(dtype).eps) / 2
     x = np.concatenate([rng.normal(size=3000), ties, 10.0 ** rng.uniform(-9, 4, 3000)])
     x = x.astype(np.float32)
-    found = casting.cast(x, name)
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(found.astype(np.float64), exactly_rounded(x, dtype))
+    output = casting.cast(x, name)
+    assert output.dtype == dtype
+    np.testing.assert_array_equal(output.astype(np.float64), exactly_rounded(x, dtype))
 
 
 @pytest.mark.parametrize("name", hf.SAVE_DTYPES)
@@ -181,9 +181,9 @@ def test_merged_adapters_are_rounded_once(tmp_path, name, stored):
     )
     exact = lora.merge(frozen.freeze(start.params).stored, adapters, lora=RANK_2)
     expected = np.asarray(exact["layers"]["mlp"]["up"]["kernel"])[0]
-    found = tensors_of(tmp_path / "model")["transformer.h.0.mlp.c_fc.weight"]
-    assert found.dtype.name == name
-    np.testing.assert_array_equal(found, expected.astype(name))
+    merged = tensors_of(tmp_path / "model")["transformer.h.0.mlp.c_fc.weight"]
+    assert merged.dtype.name == name
+    np.testing.assert_array_equal(merged, expected.astype(name))
     file = tensors_of(tmp_path / "adapter", "adapter_model.safetensors")
     assert {tensor.dtype.name for tensor in file.values()} == {name}
 
@@ -241,10 +241,10 @@ def test_what_is_normalised_is_what_is_saved(tmp_path, name):
     params = rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL)
     tiny = jnp.geomspace(1e-8, 1e-4, 16)  # subnormal numbers of float16
     params["trunk"]["final_norm"]["bias"] = tiny
-    kept = hf.rounded_reward(params, dtype=name)
+    rounded = hf.rounded_reward(params, dtype=name)
     hf.save_reward(tmp_path / "out", toy_files.MODEL, params, dtype=name)
     _, read = hf.load_reward(tmp_path / "out", dtype="float32")
-    for each in (kept, read):  # without the rows that pad the vocabulary
-        embed = each["trunk"]["embed"]
+    for model_params in (rounded, read):  # without the rows that pad the vocabulary
+        embed = model_params["trunk"]["embed"]
         embed["tokens"] = embed["tokens"][: toy_files.MODEL.vocab_size]
-    jax.tree.map(np.testing.assert_array_equal, kept, read)
+    jax.tree.map(np.testing.assert_array_equal, rounded, read)

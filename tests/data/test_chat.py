@@ -113,7 +113,7 @@ FAMILIES = {
         spelt("Yes", "<end_of_turn>"),
     ),
 }
-each_family = pytest.mark.parametrize(
+for_each_family = pytest.mark.parametrize(
     ("reader", "prompt", "answer"), FAMILIES.values(), ids=FAMILIES
 )
 QWEN = FAMILIES["chatml"][0]
@@ -123,12 +123,12 @@ def demonstrate(reader, *rows, **options):
     return encoding.encode_demonstrations(reader, rows, max_length=200, **options)
 
 
-@each_family
+@for_each_family
 def test_a_demonstration_is_what_the_template_writes(reader, prompt, answer):
-    asked = [user("Hi")]
+    conversation = [user("Hi")]
     rows = [
-        {"prompt": asked, "response": "Yes"},
-        {"prompt": asked, "response": [assistant("Yes")]},
+        {"prompt": conversation, "response": "Yes"},
+        {"prompt": conversation, "response": [assistant("Yes")]},
     ]
     examples = demonstrate(reader, *rows)
     assert examples == [Example(prompt, answer)] * 2
@@ -144,13 +144,13 @@ def test_a_demonstration_is_what_the_template_writes(reader, prompt, answer):
     np.testing.assert_array_equal(batch.response_mask, [read] * 2)
 
 
-@each_family
+@for_each_family
 def test_pairs_are_texts_or_messages(reader, prompt, answer):
     """As TRL has them, with the prompt apart or in front of both."""
-    asked, no = [user("Hi")], [*spelt("No"), answer[-1]]
+    conversation, no = [user("Hi")], [*spelt("No"), answer[-1]]
     rows = [
-        {"prompt": asked, "chosen": "Yes", "rejected": "No"},
-        {"prompt": asked, "chosen": [assistant("Yes")], "rejected": "No"},
+        {"prompt": conversation, "chosen": "Yes", "rejected": "No"},
+        {"prompt": conversation, "chosen": [assistant("Yes")], "rejected": "No"},
     ]
     pairs = encoding.encode_preferences(reader, rows, max_length=200)
     assert pairs == [Pair(prompt, answer, no)] * 2
@@ -173,12 +173,12 @@ def test_gpt2s_tokens(shared_data):
 
 def test_bos_is_never_doubled():
     """Written by a template, by hand or by the tokenizer: by one of them."""
-    asked = [{"prompt": [user("Hi")]}, {"prompt": "<bos>Hi"}, {"prompt": "Hi"}]
+    rows = [{"prompt": [user("Hi")]}, {"prompt": "<bos>Hi"}, {"prompt": "Hi"}]
     bos, hi = IDS["<bos>"], spelt("Hi")
     for template, written in ((GEMMA, 1), (CHATML, 0)):
         for adds in (True, False):
             reader = byte_tokenizer(template, adds_bos=adds)
-            _, tokens = encoding.encode_prompts(reader, asked, max_length=99)
+            _, tokens = encoding.encode_prompts(reader, rows, max_length=99)
             assert tokens[0].count(bos) == written
             assert tokens[0][written] in spelt("<start_of_turn>", "<|im_start|>")
             assert tokens[1:] == [[bos, *hi], [bos, *hi] if adds else hi]
@@ -327,9 +327,9 @@ def test_a_packed_conversation_has_the_loss_of_one_alone():
     params = toy_files.params(model)
     loss = functools.partial(sft.loss, model=model, num_tokens=jnp.float32(1))
     loss = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (found, stats), gradient = loss(params, packed)
+    (loss_of_packed, stats), gradient = loss(params, packed)
     (expected, others), slope = loss(params, alone)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(loss_of_packed, expected, rtol=1e-5)
     assert stats["loss/language_model"][1] == others["loss/language_model"][1]
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
@@ -369,20 +369,20 @@ def written(tmp_path, *rows):
     return file
 
 
-ASKED = [{"role": "system", "content": "Be"}, user("Hi"), assistant("Yes"), user("So")]
+PROMPT = [{"role": "system", "content": "Be"}, user("Hi"), assistant("Yes"), user("So")]
 
 
 def test_whole_conversations_are_cut_before_their_last_turn(tmp_path):
     chosen, rejected = [assistant("a")], [assistant("b")]
-    file = written(tmp_path, {"messages": [*ASKED, *chosen], "id": 1})
+    file = written(tmp_path, {"messages": [*PROMPT, *chosen], "id": 1})
     [row] = files.read_demonstrations(file, prompt="q", response="a")
-    assert (row["q"], row["a"], row["id"]) == (ASKED, chosen, 1)
+    assert (row["q"], row["a"], row["id"]) == (PROMPT, chosen, 1)
     file = written(
         tmp_path,
-        {"chosen": [*ASKED, *chosen], "rejected": [*ASKED, *rejected]},
-        {"prompt": ASKED, "chosen": chosen, "rejected": [assistant(" ")]},
+        {"chosen": [*PROMPT, *chosen], "rejected": [*PROMPT, *rejected]},
+        {"prompt": PROMPT, "chosen": chosen, "rejected": [assistant(" ")]},
     )
-    cut = {"prompt": ASKED, "chosen": chosen, "rejected": rejected}
+    cut = {"prompt": PROMPT, "chosen": chosen, "rejected": rejected}
     assert files.read_preferences(file, blank="drop") == [cut]
 
 
@@ -517,8 +517,8 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
     samples = metrics.read(out / "samples.jsonl")
     assert {row["prompt"][0]["content"] for row in samples} == {*TURNS}
     for row in samples:  # what it has learned, and where it ends
-        [asked] = row["prompt"]
-        question = asked["content"]
+        [message] = row["prompt"]
+        question = message["content"]
         assert row["response"] == TURNS[question]
         expected = len(question) + len(row["response"]) / 100
         assert row["score"] == pytest.approx(expected)

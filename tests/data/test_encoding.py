@@ -114,10 +114,10 @@ def test_overlong_prompts(tokenizer):
         match=r"row 1 \(from 0\): expected at most 2 tokens, got 4 of 'a b c'; shorten",
     ):
         encoding.encode_prompts(tokenizer, rows, max_length=2)
-    kept, prompts = encoding.encode_prompts(
+    fitting, prompts = encoding.encode_prompts(
         tokenizer, rows, max_length=2, overlong="drop"
     )
-    assert [row["id"] for row in kept] == [0, 2]
+    assert [row["id"] for row in fitting] == [0, 2]
     assert prompts == [[1, 3], [1, 6]]
     with pytest.raises(
         InputError, match="at most 1 tokens, got 3 rows, the shortest with 2; allow"
@@ -129,10 +129,10 @@ def test_overlong_demonstrations(tokenizer):
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b c d"}]
     with pytest.raises(InputError, match=r"row 1 .* at most 5 tokens, got 6"):
         encoding.encode_demonstrations(tokenizer, rows, max_length=5)
-    kept = encoding.encode_demonstrations(
+    demonstrations = encoding.encode_demonstrations(
         tokenizer, rows, max_length=5, overlong="drop"
     )
-    assert kept == [examples.Example([1, 3], [4, 2])]
+    assert demonstrations == [examples.Example([1, 3], [4, 2])]
 
 
 def test_text_blocks_share_one_token(tokenizer):
@@ -186,9 +186,11 @@ def test_texts_of_a_rollout(tokenizer):
 def test_a_digest_tells_token_lists_apart():
     lists = [[[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[3], [1, 2]]]
     assert len({digests.of_tokens(tokens) for tokens in lists}) == len(lists)
-    kept = [examples.Example([1], [2])]
-    assert digests.of_tokens(kept) == digests.of_tokens(list(kept))
-    assert digests.of_tokens(kept) != digests.of_tokens([examples.Example([1], [3])])
+    demonstrations = [examples.Example([1], [2])]
+    assert digests.of_tokens(demonstrations) == digests.of_tokens(list(demonstrations))
+    assert digests.of_tokens(demonstrations) != digests.of_tokens(
+        [examples.Example([1], [3])]
+    )
 
 
 def test_a_checkpoint_without_a_tokenizer():

@@ -189,10 +189,10 @@ def test_unreadable_files(tmp_path):
 
 
 def test_hub_rows(monkeypatch):
-    asked = []
+    requests = []
 
     def load_dataset(name, split):
-        asked.append((name, split))
+        requests.append((name, split))
         if name == "nobody/nothing":
             raise FileNotFoundError("no such data set")
         return [{"prompt": "a", "id": 1}] if split == "train" else [{"id": 2}]
@@ -204,7 +204,7 @@ def test_hub_rows(monkeypatch):
         files.read_prompts("hf:some/set:test")
     with pytest.raises(InputError, match=r"hf:nobody/nothing: .*no such data set"):
         files.read_prompts("hf:nobody/nothing")
-    assert asked[:2] == [("some/set", "train"), ("some/set", "test")]
+    assert requests[:2] == [("some/set", "train"), ("some/set", "test")]
 
 
 def test_hub_rows_without_the_extra(monkeypatch):
@@ -234,8 +234,10 @@ def test_answers_of_nothing(write):
     path = write("pairs.jsonl", *map(json.dumps, rows))
     assert files.read_preferences(path) == rows
     assert files.read_preferences(path, blank="drop") == rows[:1]
-    told = r"pairs.jsonl:2: expected a response in 'chosen', got an empty text; remove"
-    with pytest.raises(InputError, match=told):
+    message = (
+        r"pairs.jsonl:2: expected a response in 'chosen', got an empty text; remove"
+    )
+    with pytest.raises(InputError, match=message):
         files.read_preferences(path, blank="error")
     with pytest.raises(InputError, match="a pair of two responses, got empty ones"):
         files.read_preferences(write("no.jsonl", json.dumps(rows[1])), blank="drop")
@@ -261,12 +263,12 @@ def test_questions_and_plays(shared_data):
 
 def test_held_out_rows_are_a_share_drawn_by_the_seed():
     rows = list("abcdefghij")
-    kept, held = files.hold_out(rows, share=0.3, seed=0)
-    assert len(held) == 3
-    assert sorted(kept + held) == rows
-    assert kept == sorted(kept)
-    assert held == sorted(held)
-    assert files.hold_out(rows, share=0.3, seed=0) == (kept, held)
+    training, held_out = files.hold_out(rows, share=0.3, seed=0)
+    assert len(held_out) == 3
+    assert sorted(training + held_out) == rows
+    assert training == sorted(training)
+    assert held_out == sorted(held_out)
+    assert files.hold_out(rows, share=0.3, seed=0) == (training, held_out)
     draws = {tuple(files.hold_out(rows, share=0.3, seed=seed)[1]) for seed in range(9)}
     assert len(draws) > 3
     assert files.hold_out(rows, share=0, seed=0) == (rows, [])

@@ -68,35 +68,42 @@ def without(monkeypatch):
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("named", ["as it is", "as JSON Lines"])
-@pytest.mark.parametrize(("told", "file"), FORMATS.items(), ids=range(len(FORMATS)))
-def test_a_format_is_named_by_its_content(tmp_path, without, read, named, told, file):
+@pytest.mark.parametrize(
+    ("description", "file"), FORMATS.items(), ids=range(len(FORMATS))
+)
+def test_a_format_is_named_by_its_content(
+    tmp_path, without, read, named, description, file
+):
     suffix, content = file
     path = tmp_path / f"rows{suffix if named == 'as it is' else '.jsonl'}"
     path.write_bytes(content)
-    named = f"^{path}: expected JSON Lines, one JSON object per line, got {told}"
+    named = f"^{path}: expected JSON Lines, one JSON object per line, got {description}"
     with pytest.raises(InputError, match=f"{named}.*{EXTRA}$"):
         read(str(path))
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize(("told", "file"), BY_NAME.items(), ids=BY_NAME)
-def test_a_format_is_named_by_its_name(tmp_path, without, read, told, file):
+@pytest.mark.parametrize(("description", "file"), BY_NAME.items(), ids=BY_NAME)
+def test_a_format_is_named_by_its_name(tmp_path, without, read, description, file):
     suffix, content = file
     path = tmp_path / f"rows{suffix.upper()}"
     path.write_bytes(content)
-    named = f"^{path}: expected JSON Lines, one JSON object per line, got {told}"
+    named = f"^{path}: expected JSON Lines, one JSON object per line, got {description}"
     with pytest.raises(InputError, match=f"{named}.*{EXTRA}$"):
         read(path)
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize(("told", "file"), BY_NOTHING.items(), ids=range(3))
-def test_what_nothing_reads_is_refused_with_datasets_too(tmp_path, read, told, file):
+@pytest.mark.parametrize(("description", "file"), BY_NOTHING.items(), ids=range(3))
+def test_what_nothing_reads_is_refused_with_datasets_too(
+    tmp_path, read, description, file
+):
     suffix, content = file
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(content)
     with pytest.raises(
-        InputError, match=f"^{path}: expected JSON Lines.*{told}((?!datasets).)*$"
+        InputError,
+        match=f"^{path}: expected JSON Lines.*{description}((?!datasets).)*$",
     ):
         read(path)
 
@@ -138,13 +145,13 @@ def test_texts_and_prompts_of_texts(tmp_path, without):
         for read in (json_lines.read_text, files.read_prompts):
             with pytest.raises(InputError, match=rf"zip2?-compressed data.*{EXTRA}"):
                 read(path)
-    for content, told in (
+    for content, message in (
         (b"PAR1\x15\x04\xff", "expected text, got a Parquet table, which is binary; c"),
         ("text".encode("utf-16"), "expected text, got UTF-16 text; save it as UTF-8"),
     ):
         path.write_bytes(content)
         for read in (json_lines.read_text, files.read_prompts):
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=message):
                 read(path)
 
 

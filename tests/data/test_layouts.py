@@ -37,15 +37,15 @@ def runs(draw):
 
 def expected(lengths, *, form, prompt_columns):
     """{padded token: the token before it} of all that a head is asked for."""
-    wanted = {}
+    sources = {}
     columns = prompt_columns + form.max_new_tokens
     for row, (prompt, response) in enumerate(lengths.tolist()):
         first, end = prompt_columns - prompt, prompt_columns + response
         last = end + (form.after_stop and 0 < response < form.max_new_tokens)
         for column in range(prompt_columns, last):
             if column > first and response:
-                wanted[row * columns + column] = row * columns + column - 1
-    return wanted
+                sources[row * columns + column] = row * columns + column - 1
+    return sources
 
 
 def check(packing, members, lengths, *, form, prompt_columns):
@@ -67,7 +67,7 @@ def check(packing, members, lengths, *, form, prompt_columns):
             assert int(mine[0]) % columns == prompt_columns - lengths[padded_row, 0]
             assert owner.setdefault(padded_row, row) == row  # in one packed row
             assert members[padded_row]
-    found = {}
+    states = {}
     of_groups = source.reshape(groups, -1)
     for group in range(groups):
         for column in range(1, packing.about.shape[1]):
@@ -75,14 +75,14 @@ def check(packing, members, lengths, *, form, prompt_columns):
             state = int(packing.states[group, column - 1])
             assert (token == NONE) == (state == NONE)
             if token != NONE:
-                found[token] = int(of_groups[group, state])
+                states[token] = int(of_groups[group, state])
                 assert packing.columns[group, state] == column - 1
                 at = packing.places.reshape(-1)[token]
                 assert at == group * packing.about.shape[1] + column
     assert (packing.about[:, 0] == NONE).all()
-    assert (np.asarray(packing.places) != NONE).sum() == len(found)
-    assert (np.asarray(packing.columns) != NONE).sum() == len(found)
-    return found
+    assert (np.asarray(packing.places) != NONE).sum() == len(states)
+    assert (np.asarray(packing.columns) != NONE).sum() == len(states)
+    return states
 
 
 @pytest.mark.slow
@@ -105,20 +105,20 @@ def test_every_token_stands_once_beside_its_text(run):
     for step, rows in enumerate(ORDER):
         own = np.asarray(packed.members[step])
         np.testing.assert_array_equal(own.sum(axis=0), 1)  # each row in one part
-        found = {}
+        states = {}
         for part in range(own.shape[0]):
             sized = jax.tree.map(lambda x, at=(step, part): x[at], packed.minibatches)
-            rows_each, reads = sized.sizes[sized.size]
+            rows_per_device, reads = sized.sizes[sized.size]
             if form.max_tokens is not None:
-                assert rows_each * form.width <= form.max_tokens
-            cut = numpy_of(sized.cut(rows_each, reads))
-            assert cut.source.shape == (rows_each * form.devices, form.width)
+                assert rows_per_device * form.width <= form.max_tokens
+            cut = numpy_of(sized.cut(rows_per_device, reads))
+            assert cut.source.shape == (rows_per_device * form.devices, form.width)
             assert cut.states.shape == (form.devices, reads)
-            found |= check(cut, own[part], lengths[rows], **shape)
-        assert found == expected(lengths[rows], **shape)
+            states |= check(cut, own[part], lengths[rows], **shape)
+        assert states == expected(lengths[rows], **shape)
 
 
-def seen_from(packing, group, state):
+def visible_from(packing, group, state):
     """Padded tokens that a state has seen, told by segments and prefixes alone."""
     rows = packing.source.shape[0] // packing.states.shape[0]
     width = packing.source.shape[1]
@@ -153,20 +153,20 @@ def test_a_group_s_prompt_stands_once_and_each_response_sees_it(run, group_size)
     ]
     for number, (sized, of_rows, rows) in enumerate([whole, *parts]):
         cut = numpy_of(sized.cut(*sized.sizes[sized.size]))
-        wanted = expected(of_rows, form=form, prompt_columns=prompt_columns)
+        sources = expected(of_rows, form=form, prompt_columns=prompt_columns)
         for group, column in zip(*np.nonzero(cut.about != NONE), strict=True):
             token = int(cut.about[group, column])
             row, at = divmod(token, columns)
-            assert wanted.pop(token) == token - 1
+            assert sources.pop(token) == token - 1
             text = range(prompt_columns - of_rows[row, 0], at)  # columns before it
-            seen = seen_from(cut, group, cut.states[group, column - 1])
-            assert [place % columns for place in seen] == [*text]
-            for place in seen:  # of its own row, or the prompt of its group
+            visible = visible_from(cut, group, cut.states[group, column - 1])
+            assert [place % columns for place in visible] == [*text]
+            for place in visible:  # of its own row, or the prompt of its group
                 other = place // columns
                 own_group = rows[other] // group_size == rows[row] // group_size
                 assert other == row or (own_group and place % columns < prompt_columns)
         if number == 0:
-            assert not wanted
+            assert not sources
             # In a packed row no prompt stands twice.
             for texts in cut.source:
                 prompts = [
@@ -185,10 +185,10 @@ def test_the_ends_of_texts_by_hand():
     form = Form(rows=2, num_minibatches=1, max_new_tokens=3, width=8, ends=True)
     lengths = np.array([[1, 2], [2, 2]])
     packer = layouts.Packer(form, sample=lengths)
-    found = numpy_of(packer.whole(lengths, columns=5).packing)
-    np.testing.assert_array_equal(found.source, [[5, 6, 7, 8, 1, 2, 3, NONE]])
-    np.testing.assert_array_equal(found.states[0, :3], [3, 6, NONE])
-    np.testing.assert_array_equal(found.about[0, :4], [NONE, 9, 4, NONE])
+    output = numpy_of(packer.whole(lengths, columns=5).packing)
+    np.testing.assert_array_equal(output.source, [[5, 6, 7, 8, 1, 2, 3, NONE]])
+    np.testing.assert_array_equal(output.states[0, :3], [3, 6, NONE])
+    np.testing.assert_array_equal(output.about[0, :4], [NONE, 9, 4, NONE])
 
 
 def test_an_iteration_by_hand():
@@ -197,14 +197,14 @@ def test_an_iteration_by_hand():
     lengths = np.array([[1, 2], [2, 2]])
     packer = layouts.Packer(form, sample=lengths)
     packed = packer(lengths, np.array([[1, 0]]), columns=5)
-    found = numpy_of(packed.batch.packing)
+    output = numpy_of(packed.batch.packing)
     # The longer first: d e f of row 1, then a b of row 0.
-    np.testing.assert_array_equal(found.source, [[5, 6, 7, 1, 2, NONE]])
-    np.testing.assert_array_equal(found.segments, [[1, 1, 1, 2, 2, 0]])
-    np.testing.assert_array_equal(found.about[0, :5], [NONE, 7, 8, 2, 3])
-    np.testing.assert_array_equal(found.states[0, :5], [1, 2, 3, 4, NONE])
+    np.testing.assert_array_equal(output.source, [[5, 6, 7, 1, 2, NONE]])
+    np.testing.assert_array_equal(output.segments, [[1, 1, 1, 2, 2, 0]])
+    np.testing.assert_array_equal(output.about[0, :5], [NONE, 7, 8, 2, 3])
+    np.testing.assert_array_equal(output.states[0, :5], [1, 2, 3, 4, NONE])
     np.testing.assert_array_equal(
-        found.places,
+        output.places,
         [[NONE, NONE, 3, 4, NONE], [NONE, NONE, 1, 2, NONE]],
     )
     # In the minibatch row 1 of the batch is row 0.

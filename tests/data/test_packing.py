@@ -33,17 +33,17 @@ def size(pair):
 
 def texts_of(batch, row, pair):
     """((prompt, answer) chosen, rejected) of one pair, read out of a batch."""
-    found = []
+    texts = []
     for segment in (2 * pair + 1, 2 * pair + 2):
         mine = batch.segments[row] == segment
         answer = mine & batch.response_mask[row]
-        found.append(
+        texts.append(
             (
                 batch.tokens[row][mine & ~answer].tolist(),
                 batch.tokens[row][answer].tolist(),
             )
         )
-    return found
+    return texts
 
 
 def test_a_row_by_hand():
@@ -72,7 +72,7 @@ def test_every_pair_is_in_one_row_whole(width):
     rows = packing.pack(PAIRS, width=width)
     assert sorted(place for row in rows for place in row.places) == [*range(len(PAIRS))]
     batches = packing.packed_in_order(rows, batch_size=4, pad_id=0)
-    seen = []
+    packed_places = []
     for batch in batches:
         for row, index in enumerate(batch.index):
             places = rows[index].places if index >= 0 else ()
@@ -82,8 +82,8 @@ def test_every_pair_is_in_one_row_whole(width):
                 prompt, chosen, rejected = map(list, PAIRS[place][:3])
                 expected = [(prompt, chosen), (prompt, rejected)]
                 assert texts_of(batch, row, pair) == expected
-                seen.append(place)
-    assert sorted(seen) == [*range(len(PAIRS))]
+                packed_places.append(place)
+    assert sorted(packed_places) == [*range(len(PAIRS))]
     if width is not None:
         assert batches[0].tokens.shape[1] <= width
 

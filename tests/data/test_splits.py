@@ -23,8 +23,8 @@ def one_by_one(rows, *, share, seed):
     """What `hold_out` was before rows were held out by prompt."""
     count = max(round(share * len(rows)), 1)
     held_out = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
-    kept = [row for i, row in enumerate(rows) if i not in held_out]
-    return kept, [row for i, row in enumerate(rows) if i in held_out]
+    training = [row for i, row in enumerate(rows) if i not in held_out]
+    return training, [row for i, row in enumerate(rows) if i in held_out]
 
 
 @hypothesis.given(st.integers(4, 300), SHARES, SEEDS)
@@ -44,9 +44,13 @@ def test_blocks_of_plain_text_are_held_out_as_before(count, share, seed):
 
 
 @hypothesis.given(st.integers(2, 60), st.sampled_from([1, 2, 4]), SHARES, SEEDS)
-def test_kto_holds_out_the_prompts_of_pairs_as_before(prompts, each, share, seed):
+def test_kto_holds_out_the_prompts_of_pairs_as_before(
+    prompts, rows_per_prompt, share, seed
+):
     rows = [
-        example(prompt, number) for prompt in range(prompts) for number in range(each)
+        example(prompt, number)
+        for prompt in range(prompts)
+        for number in range(rows_per_prompt)
     ]
     groups = [
         list(group) for _, group in itertools.groupby(rows, lambda row: row.prompt)
@@ -67,22 +71,22 @@ def test_no_prompt_is_on_both_sides_and_the_share_is_near(prompts, share, seed):
     hypothesis.assume(len(sizes) > 1)
     hypothesis.assume(round(share * len(prompts)) < len(prompts))
     rows = [example(prompt, number) for number, prompt in enumerate(prompts)]
-    kept, held_out = splits.hold_out(rows, share=share, seed=seed)
-    assert sorted(kept + held_out, key=lambda row: row.response) == rows
-    assert kept == [row for row in rows if row in kept]  # in their order
+    training, held_out = splits.hold_out(rows, share=share, seed=seed)
+    assert sorted(training + held_out, key=lambda row: row.response) == rows
+    assert training == [row for row in rows if row in training]  # in their order
     assert held_out == [row for row in rows if row in held_out]
-    assert kept
+    assert training
     assert held_out
-    sides = [{row.prompt[1] for row in side} for side in (kept, held_out)]
+    sides = [{row.prompt[1] for row in side} for side in (training, held_out)]
     assert not sides[0] & sides[1]
-    assert splits.shared_prompts(kept, held_out) == 0
+    assert splits.shared_prompts(training, held_out) == 0
     # No other single prompt would bring it nearer.
-    wanted = share * len(rows)
-    off = abs(len(held_out) - wanted)
+    expected = share * len(rows)
+    off = abs(len(held_out) - expected)
     assert off < max(1, max(sizes.values()))
     if len(sides[0]) > 1 and len(sides[1]) > 1:
         nearest = min(
-            abs(len(held_out) + sizes[prompt] - wanted) for prompt in sides[0]
+            abs(len(held_out) + sizes[prompt] - expected) for prompt in sides[0]
         )
         assert off <= nearest
 

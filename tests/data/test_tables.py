@@ -49,10 +49,12 @@ COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress
 
 @pytest.mark.parametrize("rows", [ROWS, MIXED], ids=["texts", "mixed"])
 @pytest.mark.parametrize(("suffix", "compress"), COMPRESSIONS.items(), ids=str)
-@pytest.mark.parametrize("kept", [True, False])
-def test_compressed_json_lines_are_what_is_in_them(write, rows, suffix, compress, kept):
+@pytest.mark.parametrize("has_suffix", [True, False])
+def test_compressed_json_lines_are_what_is_in_them(
+    write, rows, suffix, compress, has_suffix
+):
     text = f"\ufeff\n{jsonl(rows)}"
-    path = write(f"rows.jsonl{suffix * kept}", compress(text.encode()))
+    path = write(f"rows.jsonl{suffix * has_suffix}", compress(text.encode()))
     assert json_lines.read_jsonl(path) == rows
     assert places(path) == [f"{path}:{line + 2}" for line in range(len(rows))]
 
@@ -218,6 +220,6 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_file_is_an_input_error(write, name):
-    content, told = DAMAGED[name]
-    with pytest.raises(InputError, match=told):
+    content, message = DAMAGED[name]
+    with pytest.raises(InputError, match=message):
         files.read_prompts(write(name, content))

@@ -42,8 +42,8 @@ def test_a_tokenizer_with_more_tokens_may_read_what_this_one_writes():
 
 def test_a_token_of_another_id_is_named_with_both():
     other = toy_files.tokenizer(["a", "the", *toy_files.WORDS[2:]])
-    found = tokenization.differing(toy_files.tokenizer(), other)
-    assert found == ("the", "2", "3")
+    differing = tokenization.differing(toy_files.tokenizer(), other)
+    assert differing == ("the", "2", "3")
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_equal_tokens_by_other_rules_are_found_by_a_text(other):
     own = pairs(*USUAL)
     assert own.get_vocab() == other.get_vocab()
     text, ids, read = tokenization.differing(own, other)
-    for tokenizer, told in ((own, ids), (other, read)):
+    for tokenizer, description in ((own, ids), (other, read)):
         encoded = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert told.startswith(f"{encoded!s:.60} (digest ")
+        assert description.startswith(f"{encoded!s:.60} (digest ")
     assert ids.partition("(")[2] != read.partition("(")[2]
 
 

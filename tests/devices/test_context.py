@@ -87,12 +87,12 @@ def computed(params, tokens, mask, *, model):
         }
 
     def total(params):
-        found = numbers(params)
-        per_token = sum(x for x in found.values() if x.ndim == 2)
-        return (per_token * weights).sum() + found["scores"].sum(), found
+        outputs = numbers(params)
+        per_token = sum(x for x in outputs.values() if x.ndim == 2)
+        return (per_token * weights).sum() + outputs["scores"].sum(), outputs
 
-    gradient, found = jax.grad(total, has_aux=True)(params)
-    return found, gradient
+    gradient, outputs = jax.grad(total, has_aux=True)(params)
+    return outputs, gradient
 
 
 @pytest.mark.cases(slow=1)
@@ -110,15 +110,15 @@ def test_numbers_and_gradients_are_those_of_one_device(name, shape, engine):
     model = dataclasses.replace(MODELS[name], attention=engine, remat="full")
     params, mesh = toys.params(model), shape.make()
     run = jax.jit(computed, static_argnames="model")
-    wanted = run(params, *texts(), model=model)
+    expected = run(params, *texts(), model=model)
     on_mesh = jax.jit(sharding.on(mesh, computed), static_argnames="model")
-    found = on_mesh(
+    output = on_mesh(
         sharding.place(params, mesh=mesh),
         *row_sharding.put_rows(texts(), mesh=mesh),
         model=model,
     )
     for mine, other in zip(
-        jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True
+        jax.tree.leaves(output), jax.tree.leaves(expected), strict=True
     ):
         scale = max(1, np.abs(other).max())
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * scale)
@@ -183,7 +183,7 @@ def test_what_cannot_share_columns_is_refused(capsys):
 
 def test_auto_leaves_an_engine_that_has_no_context_axis():
     model = dataclasses.replace(LLAMA, dtype="bfloat16", attention="auto")
-    asked = {"columns": 4096, "backend": "gpu"}
-    assert engine_choice.choose(model, **asked).engine == "cudnn"
-    choice = engine_choice.choose(model, **asked, context=4)
+    options = {"columns": 4096, "backend": "gpu"}
+    assert engine_choice.choose(model, **options).engine == "cudnn"
+    choice = engine_choice.choose(model, **options, context=4)
     assert choice == ("blockwise", "as cudnn has no context axis")

@@ -21,7 +21,7 @@ MODELS = ("llama", "gpt2")
 
 
 @pytest.fixture(scope="module")
-def found():
+def program_output():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
     done = subprocess.run(
@@ -36,8 +36,8 @@ def found():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kernel_is_called_forward_and_backward(found, name):
+def test_the_kernel_is_called_forward_and_backward(program_output, name):
     """Of full parameters and adapters, whose shapes are made without it."""
-    assert "H100" in found["device"]
+    assert "H100" in program_output["device"]
     kernel = "fmhaSoftmax"  # causal by itself, without a bias
-    assert found[name] == [kernel, f"{kernel}Backward"]
+    assert program_output[name] == [kernel, f"{kernel}Backward"]

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found():
+def program_output():
     script = places.PROGRAMS / "compile_for_tpu.py"
     # No machine is asked what it is, another process may compile too, and XLA is left
     # as a real run has it.
@@ -54,24 +54,30 @@ def peak(memory):
 
 
 @pytest.mark.parametrize("way", ["host", "host-int8"])
-def test_a_reference_on_the_host_is_a_host_argument(found, params, way):
+def test_a_reference_on_the_host_is_a_host_argument(program_output, params, way):
     freeze = functools.partial(storage.store, **storage.WAYS[way])
     size = storage.nbytes(jax.eval_shape(freeze, params))
-    assert size <= found[way]["host_argument"] <= 1.02 * size  # rows of a tile
-    assert found[way]["argument"] <= found["none"]["argument"] + 2**14
+    assert size <= program_output[way]["host_argument"] <= 1.02 * size  # rows of a tile
+    assert program_output[way]["argument"] <= program_output["none"]["argument"] + 2**14
 
 
 @pytest.mark.parametrize("way", ["host", "host-int8"])
-def test_the_device_holds_two_layers_and_the_embedding_at_most(found, params, way):
+def test_the_device_holds_two_layers_and_the_embedding_at_most(
+    program_output, params, way
+):
     """Beside what scoring takes without a reference, the critic's pass."""
     layer = storage.nbytes(params["layers"]) / compile_for_tpu.MODEL.num_layers
     room = 2 * layer + storage.nbytes(params["embed"])
-    assert peak(found[way]) <= peak(found["none"]) + room
+    assert peak(program_output[way]) <= peak(program_output["none"]) + room
 
 
-def test_a_reference_on_the_device_takes_its_storage(found, params):
+def test_a_reference_on_the_device_takes_its_storage(program_output, params):
     whole = storage.nbytes(params)
-    assert found["none"]["host_argument"] == found["copy"]["host_argument"] == 0
+    assert (
+        program_output["none"]["host_argument"]
+        == program_output["copy"]["host_argument"]
+        == 0
+    )
     for way, share in (("copy", 1.0), ("int8", 0.26)):
-        more = found[way]["argument"] - found["none"]["argument"]
+        more = program_output[way]["argument"] - program_output["none"]["argument"]
         assert more == pytest.approx(share * whole, rel=0.08)

@@ -131,14 +131,14 @@ def run_grpo(place, rows):
 )
 @pytest.mark.parametrize("shape", [MESH, MeshShape(fsdp=2, context=4)], ids=str)
 def test_a_program_on_a_mesh_is_that_of_one_device(program, shape):
-    wanted, wanted_stats = program(lambda tree: tree, lambda rows: rows)
+    expected, expected_stats = program(lambda tree: tree, lambda rows: rows)
     with jax.set_mesh(shape.make()):
-        found, stats = program(sharding.place, row_sharding.put_rows)
+        output, stats = program(sharding.place, row_sharding.put_rows)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(near, found, wanted)
-    means, wanted_means = masked.mean_stats(stats), masked.mean_stats(wanted_stats)
-    assert means.keys() == wanted_means.keys()
-    for name, value in wanted_means.items():
+    jax.tree.map(near, output, expected)
+    means, expected_means = masked.mean_stats(stats), masked.mean_stats(expected_stats)
+    assert means.keys() == expected_means.keys()
+    for name, value in expected_means.items():
         near(means[name], value, err_msg=name)
 
 
@@ -172,12 +172,12 @@ def fresh():
 def iterate(train, *, prompts, reference, reference_mesh=None):
     """One iteration, the reference run by a program of its own."""
     answered = sample(train.policy, prompts=prompts, key=KEY)
-    there = frozen.beside(reference, answered)
+    moved = frozen.beside(reference, answered)
     if reference_mesh is None:
-        ref_logprobs = reference_logprobs(reference, rollout=there)
+        ref_logprobs = reference_logprobs(reference, rollout=moved)
     else:
         with jax.set_mesh(reference_mesh):
-            ref_logprobs = reference_logprobs(reference, rollout=there)
+            ref_logprobs = reference_logprobs(reference, rollout=moved)
     ref_logprobs = jax.device_put(ref_logprobs, answered.old_logprobs.sharding)
     scores = answered.response_mask.sum(axis=1).astype(jnp.float32)
     after, stats, _ = learn(
@@ -200,9 +200,9 @@ def plain():
     )
 
 
-def check_equal(found, plain):
+def check_equal(output, plain):
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(near, jax.device_get(found), jax.device_get(plain))
+    jax.tree.map(near, jax.device_get(output), jax.device_get(plain))
 
 
 @pytest.mark.long
@@ -213,12 +213,12 @@ def test_a_reference_by_rules_of_its_own(plain):
         reference = sharding.place(toys.freeze(REFERENCE), rules=rules)
         up = reference.stored["layers"]["mlp"]["up"]["kernel"]
         assert up.sharding.is_fully_replicated
-        found = iterate(
+        output = iterate(
             sharding.place(fresh()),
             prompts=row_sharding.put_rows(toys.prompts(LENGTHS)),
             frozen=FrozenModels(reference=reference),
         )
-    check_equal(found, plain)
+    check_equal(output, plain)
 
 
 @pytest.mark.long
@@ -227,14 +227,14 @@ def test_a_reference_on_devices_of_its_own(plain):
     own = MeshShape(fsdp=4).make(list(theirs))
     reference = sharding.place(toys.freeze(REFERENCE), mesh=own)
     with jax.set_mesh(MeshShape(data=2, tensor=2).make(list(ours))):
-        found = iterate(
+        output = iterate(
             sharding.place(fresh()),
             prompts=row_sharding.put_rows(toys.prompts(LENGTHS)),
             frozen=FrozenModels(reference=reference),
             reference_mesh=own,
         )
-    held = {d for leaf in jax.tree.leaves(reference) for d in leaf.devices()}
-    assert held == set(theirs)
+    devices = {d for leaf in jax.tree.leaves(reference) for d in leaf.devices()}
+    assert devices == set(theirs)
     with jax.set_mesh(own):
         frozen.verify(reference)
-    check_equal(found, plain)
+    check_equal(output, plain)

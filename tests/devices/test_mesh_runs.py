@@ -62,8 +62,8 @@ def files(tmp_path_factory):
     toy_files.jsonl(
         folder / "answers.jsonl", *[answer, answer | {"prompt": "the cat"}] * 12
     )
-    asked = {"question": "the cat", "answer": "so it is #### 4"}
-    toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
+    row = {"question": "the cat", "answer": "so it is #### 4"}
+    toy_files.jsonl(folder / "questions.jsonl", *[row] * 24)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(folder)])
         yield folder
@@ -88,9 +88,9 @@ def alone(files, tmp_path_factory):
     return run_ppo(tmp_path_factory.mktemp("alone") / "run", files)
 
 
-def assert_same(found, expected, *, extra=frozenset(), close=1e-4):
+def assert_same(run_folder, expected, *, extra=frozenset(), close=1e-4):
     """The same answers and metrics, and numbers that differ by rounding alone."""
-    lines = [(run / "samples.jsonl").read_text() for run in (found, expected)]
+    lines = [(run / "samples.jsonl").read_text() for run in (run_folder, expected)]
     if expected.joinpath("samples.jsonl").stat().st_size:
         a, b = ([json.loads(line) for line in text.splitlines()] for text in lines)
         texts = [[{**row, "score": None} for row in rows] for rows in (a, b)]
@@ -98,16 +98,16 @@ def assert_same(found, expected, *, extra=frozenset(), close=1e-4):
         np.testing.assert_allclose(
             [row["score"] for row in a], [row["score"] for row in b], atol=1e-5
         )
-    a, b = (metrics.read(run / "metrics.jsonl") for run in (found, expected))
+    a, b = (metrics.read(run / "metrics.jsonl") for run in (run_folder, expected))
     assert [row.keys() for row in a] == [row.keys() | extra for row in b]
-    for got, wanted in zip(a, b, strict=True):
-        for name, value in wanted.items():
+    for got, expected_row in zip(a, b, strict=True):
+        for name, value in expected_row.items():
             if isinstance(value, float):
                 # Scores in standard deviations are of rounding alone.
                 near = 1e-2 if name.endswith("_z") else close / 5
                 assert got[name] == pytest.approx(value, rel=close, abs=near), name
     for file in sorted(expected.glob("model/*.safetensors")):
-        model = load_file(found / "model" / file.name)
+        model = load_file(run_folder / "model" / file.name)
         for name, tensor in load_file(file).items():
             np.testing.assert_allclose(
                 model[name], tensor, rtol=1e-7, atol=close, err_msg=name
@@ -172,11 +172,13 @@ def test_a_critic_elsewhere_in_other_ways(files, way, tmp_path):
             "--reference-storage.dtype=int8",
         ),
     }[way]
-    found = run_ppo(
+    run_folder = run_ppo(
         tmp_path / "apart", files, "--placement.critic=last:data=2", reward=argv
     )
     extra = {"critic/skipped", "critic/skipped_in_a_row"}
-    assert_same(found, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra)
+    assert_same(
+        run_folder, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra
+    )
 
 
 PACKED = ("--packing=auto,max_tokens_per_device=8",)
@@ -195,9 +197,11 @@ def test_packed_rows_of_models_with_devices_of_their_own(files, tmp_path):
     """Reward model and critic elsewhere; the critic's rows are in other groups."""
     argv = ("--reward-model=FILES/scorer",)
     elsewhere = ("--placement.critic=last:data=2", "--placement.reward=last")
-    found = run_ppo(tmp_path / "apart", files, *elsewhere, *PACKED, reward=argv)
+    run_folder = run_ppo(tmp_path / "apart", files, *elsewhere, *PACKED, reward=argv)
     extra = {"critic/skipped", "critic/skipped_in_a_row"}
-    assert_same(found, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra)
+    assert_same(
+        run_folder, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra
+    )
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +228,7 @@ def one_step_behind(files):
     )
     sample = jax.jit(functools.partial(ppo.sample, recipe=models.algorithm))
     learn = jax.jit(functools.partial(ppo.learn, recipe=models.algorithm))
-    state, found = models.train, []
+    state, means = models.train, []
     key = jax.random.key(0)
     older = state.policy
     for step in range(STEPS):
@@ -238,8 +242,8 @@ def one_step_behind(files):
             frozen=FrozenModels(reference=models.reference),
             key=step_key,
         )
-        found.append(masked.mean_stats(stats))
-    return found, state
+        means.append(masked.mean_stats(stats))
+    return means, state
 
 
 @pytest.mark.long
@@ -346,8 +350,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_other_experiments(files, name, tmp_path):
     experiment, *argv = OTHERS[name]
-    found = play(experiment, tmp_path / "mesh", files, *argv, MESH)
-    assert_same(found, play(experiment, tmp_path / "alone", files, *argv))
+    run_folder = play(experiment, tmp_path / "mesh", files, *argv, MESH)
+    assert_same(run_folder, play(experiment, tmp_path / "alone", files, *argv))
 
 
 @pytest.mark.long
@@ -358,8 +362,10 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
     if name == "dpo":
         argv += ["--row-width=24"]  # two pairs may stand in one row
     mesh = "--placement.policy=data=2,fsdp=2,context=2"
-    found = play(experiment, tmp_path / "mesh", files, *argv, mesh)
-    assert_same(found, play(experiment, tmp_path / "alone", files, *argv), close=1e-5)
+    run_folder = play(experiment, tmp_path / "mesh", files, *argv, mesh)
+    assert_same(
+        run_folder, play(experiment, tmp_path / "alone", files, *argv), close=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -409,6 +415,6 @@ def test_meshes_that_do_not_fit(files, argv, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
         run_ppo(tmp_path / "run", files, *argv)
     assert refused.value.code == 2
-    told = capsys.readouterr().err.replace("│", " ")
-    assert message in " ".join(told.split())
+    errors = capsys.readouterr().err.replace("│", " ")
+    assert message in " ".join(errors.split())
     assert not (tmp_path / "run").exists()

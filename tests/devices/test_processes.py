@@ -82,8 +82,8 @@ def files(tmp_path_factory):
     toy_files.jsonl(folder / "answers.jsonl", *answers * 3)
     pair = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
     toy_files.jsonl(folder / "pairs.jsonl", *[pair, pair | {"prompt": "a dog"}] * 12)
-    asked = {"question": "the cat", "answer": "so it is #### 4"}
-    toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
+    row = {"question": "the cat", "answer": "so it is #### 4"}
+    toy_files.jsonl(folder / "questions.jsonl", *[row] * 24)
     return folder
 
 
@@ -136,10 +136,10 @@ def start(
 def run(*args, expected=0, **options):
     """What each process said, on stdout and on stderr."""
     running = start(*args, **options)
-    told = [process.communicate(timeout=400) for process in running]
-    for process, (_, error) in zip(running, told, strict=True):
+    outputs = [process.communicate(timeout=400) for process in running]
+    for process, (_, error) in zip(running, outputs, strict=True):
         assert process.returncode == expected, error[-2000:]
-    return told
+    return outputs
 
 
 def alone(*args, **options):
@@ -148,11 +148,11 @@ def alone(*args, **options):
 
 @pytest.mark.long
 def test_two_processes_train_as_one_does(files, tmp_path):
-    told = run("sft", files, tmp_path / "two", *SFT, MESH)
+    outputs = run("sft", files, tmp_path / "two", *SFT, MESH)
     alone("sft", files, tmp_path / "one", *SFT)
     assert_same(tmp_path / "two", tmp_path / "one")
-    assert "go on with --model" in told[0][0]
-    assert "go on" not in told[1][0]  # the second does not talk
+    assert "go on with --model" in outputs[0][0]
+    assert "go on" not in outputs[1][0]  # the second does not talk
 
 
 @pytest.mark.long
@@ -195,13 +195,13 @@ def test_the_other_experiments(files, trainer, tmp_path):
     run(trainer, files, tmp_path / "two", *argv, "--placement.policy=data=2,tensor=2")
     alone(trainer, files, tmp_path / "one", *argv)
     assert_same(tmp_path / "two", tmp_path / "one")
-    found, expected = (
+    output, expected = (
         json.loads((tmp_path / name / "summary.json").read_text()) | {"seconds": 0.0}
         for name in ("two", "one")
     )
     jax.tree.map(
         lambda a, b: a == b or np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        found,
+        output,
         expected,
     )
 
@@ -247,11 +247,11 @@ def test_each_process_plays_episodes_of_its_own(
     observed = [row["response/observed"] for row in metrics.read(one / "metrics.jsonl")]
     assert max(observed) > 0
     if trainer == "grpo":
-        found, wanted = (
+        output, expected = (
             json.loads((out / "summary.json").read_text()) for out in (two, one)
         )
         for name in ("held_out_score_before", "held_out_score_after"):
-            assert found[name] == wanted[name] > 0
+            assert output[name] == expected[name] > 0
 
 
 @pytest.mark.slow
@@ -292,8 +292,8 @@ def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
 @pytest.mark.long
 def test_a_signal_to_one_process_stops_both(files, whole, tmp_path):
     ppo = ("ppo", files, tmp_path / "run", *PPO)
-    told = run(*ppo, MESH, signal_at=(4, 1, signal.SIGTERM), expected=143)
-    assert all("stopped and saved" in error for _, error in told)
+    outputs = run(*ppo, MESH, signal_at=(4, 1, signal.SIGTERM), expected=143)
+    assert all("stopped and saved" in error for _, error in outputs)
     # It came in step 2, was known to both in step 3, and left four steps done.
     assert numbers(tmp_path / "run" / "snapshots" / "ppo") == [2, 4]
     run(*ppo, MESH, "--resume")
@@ -340,10 +340,10 @@ def test_rows_lie_where_each_process_says(tmp_path):
         )
         for number in (0, 1)
     ]
-    told = [process.communicate(timeout=100) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    assert "(0, 2) of 4" in told[0][0]
-    assert "(1, 3) of 4" in told[1][0]
+    outputs = [process.communicate(timeout=100) for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert "(0, 2) of 4" in outputs[0][0]
+    assert "(1, 3) of 4" in outputs[1][0]
 
 
 @pytest.mark.slow
@@ -362,11 +362,11 @@ def test_rows_lie_where_each_process_says(tmp_path):
 def test_every_row_of_a_tpu_slice_has_a_process(topology, shape):
     """They need not be neighbours: axes follow the torus, not the hosts."""
     devices = compiled.slice_of(topology)
-    held = row_sharding._blocks(shape.make(devices))
-    assert len(held) == len({device.process_index for device in devices})
-    assert len({len(blocks) for blocks in held.values()}) == 1
-    found = {block for blocks in held.values() for block in blocks}
-    assert found == set(range(shape.data * shape.fsdp))
+    blocks = row_sharding._blocks(shape.make(devices))
+    assert len(blocks) == len({device.process_index for device in devices})
+    assert len({len(blocks) for blocks in blocks.values()}) == 1
+    numbers = {block for blocks in blocks.values() for block in blocks}
+    assert numbers == set(range(shape.data * shape.fsdp))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from places import EXPERIMENTS
 from rlhf_jax.devices import program_cache
 from rlhf_jax.functional.checks import InputError
 
-TOLD = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 def start(out: Path, *argv: object, home: Path) -> subprocess.CompletedProcess:
     """A run of a few steps as a user starts it, each process new."""
     environment = {
-        name: value for name, value in os.environ.items() if name not in TOLD
+        name: value for name, value in os.environ.items() if name not in VARIABLES
     }
     return subprocess.run(
         [
@@ -64,20 +64,20 @@ def start(out: Path, *argv: object, home: Path) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_a_run_from_kept_programs_is_the_run_that_compiled_them(tmp_path):
     home = tmp_path / "home"
-    kept = home / "rlhf_jax" / "compiled"
+    programs = home / "rlhf_jax" / "compiled"
     start(tmp_path / "none", "--compilation-cache", None, home=home)
-    assert not kept.exists()
+    assert not programs.exists()
     start(tmp_path / "cold", home=home)
-    written = files(kept)
+    written = files(programs)
     assert sum(name.startswith("jit_learn-") for name in written) == 1
     assert len(written) > 10  # the small ones too
     start(tmp_path / "warm", home=home)
-    assert files(kept) == written
+    assert files(programs) == written
     elsewhere = tmp_path / "elsewhere"
     start(tmp_path / "moved", f"--compilation-cache={elsewhere}", home=home)
     assert len(files(elsewhere)) == len(written)
     # A program that was cut off, as by a full disk, is compiled again.
-    for path in kept.glob("jit_learn-*"):
+    for path in programs.glob("jit_learn-*"):
         os.truncate(path, path.stat().st_size // 2)
     broken = start(tmp_path / "broken", home=home)
     assert "jit_learn" in broken.stderr

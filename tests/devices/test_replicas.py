@@ -18,12 +18,16 @@ from rlhf_jax.planning import compiled
 
 def test_a_replica_has_all_weights_and_its_devices_share_them():
     mesh = MeshShape(fsdp=4, tensor=2).make()
-    found = replicas.of_mesh(mesh)
-    assert (found.num_own, found.num_of_all, found.size) == (4, 4, 2)
-    assert (found.own.devices.reshape(4, 2) == mesh.devices.reshape(4, 2)).all()
+    made_of_mesh = replicas.of_mesh(mesh)
+    assert (made_of_mesh.num_own, made_of_mesh.num_of_all, made_of_mesh.size) == (
+        4,
+        4,
+        2,
+    )
+    assert (made_of_mesh.own.devices.reshape(4, 2) == mesh.devices.reshape(4, 2)).all()
     params = decoder.init(jax.random.key(0), model=tiny.LLAMA)
     sharded = sharding.place(params, mesh=MeshShape(fsdp=8).make())
-    placed = replicas.place(sharded, replicas=found)
+    placed = replicas.place(sharded, replicas=made_of_mesh)
     up = placed["layers"]["mlp"]["up"]["kernel"]
     assert up.sharding.spec == PartitionSpec(None, None, "tensor")
     jax.tree.map(np.testing.assert_array_equal, placed, params)
@@ -49,12 +53,12 @@ def test_every_process_divides_its_own_devices(monkeypatch):
         array = np.array(devices).reshape(tuple(shape.values()))
         return replicas.of_mesh(SimpleNamespace(devices=array, shape=shape))
 
-    def numbers(found):
-        return [[device.id for device in replica.flat] for replica in found]
+    def numbers(groups):
+        return [[device.id for device in replica.flat] for replica in groups]
 
-    found = made(data=4, tensor=2)
-    assert numbers(found.own) == [[2, 3], [6, 7]]
-    assert numbers(found.everyone) == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    of_processes = made(data=4, tensor=2)
+    assert numbers(of_processes.own) == [[2, 3], [6, 7]]
+    assert numbers(of_processes.everyone) == [[0, 1], [4, 5], [2, 3], [6, 7]]
     assert numbers(made(data=8).own) == [[2], [3], [6], [7]]
     assert numbers(made(data=2, tensor=4).own) == [[2, 3, 6, 7]]
     with pytest.raises(
@@ -71,8 +75,8 @@ def test_every_process_divides_its_own_devices(monkeypatch):
 def test_hosts_of_a_tpu_slice_have_replicas(topology):
     devices = compiled.slice_of(topology)
     for tensor in (1, 2, 4):
-        found = replicas.of_mesh(
+        made_of_mesh = replicas.of_mesh(
             MeshShape(fsdp=16 // tensor, tensor=tensor).make(devices)
         )
-        assert found.num_of_all == 16 // tensor
-        assert found.num_own * found.size == 4
+        assert made_of_mesh.num_of_all == 16 // tensor
+        assert made_of_mesh.num_own * made_of_mesh.size == 4

@@ -133,15 +133,15 @@ def test_a_training_state_lies_as_the_rules_say():
             tree = tree[name]
         return tree.sharding.spec
 
-    wanted = PartitionSpec(None, "fsdp", "tensor")
-    assert spec(made.policy, query) == wanted
-    assert spec(made.critic["trunk"], query) == wanted
-    assert spec(made.policy_opt[0].mu, query) == wanted
-    assert spec(made.critic_opt[0].nu["trunk"], query) == wanted
+    expected = PartitionSpec(None, "fsdp", "tensor")
+    assert spec(made.policy, query) == expected
+    assert spec(made.critic["trunk"], query) == expected
+    assert spec(made.policy_opt[0].mu, query) == expected
+    assert spec(made.critic_opt[0].nu["trunk"], query) == expected
     assert spec(made.policy, ("embed", "tokens")) == PartitionSpec("tensor", "fsdp")
     assert made.step.sharding.is_fully_replicated
     table = made.policy["embed"]["tokens"]
-    assert {each.data.size for each in table.addressable_shards} == {table.size // 8}
+    assert {shard.data.size for shard in table.addressable_shards} == {table.size // 8}
     placed = sharding.place(fresh(), mesh=mesh, small=64)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7),
@@ -158,8 +158,8 @@ def test_frozen_models_stored_in_int8_lie_as_their_parameters():
     mesh = MeshShape(fsdp=2, tensor=4).make()
     params = init(jax.random.key(0), model=GPT2)
     in_int8 = jax.jit(functools.partial(storage.store, dtype="int8"))
-    held = sharding.place(in_int8(params), mesh=mesh, small=64)
-    kernel = held["layers"]["mlp"]["down"]["kernel"]
+    stored = sharding.place(in_int8(params), mesh=mesh, small=64)
+    kernel = stored["layers"]["mlp"]["down"]["kernel"]
     assert kernel.values.sharding.spec == PartitionSpec(None, "tensor", "fsdp")
     assert kernel.scales.sharding.spec == PartitionSpec(None, None, "fsdp")
 
@@ -173,9 +173,9 @@ def test_nothing_large_is_on_every_device_unsaid(model, shape):
     small = 16 * model.hidden_size
     placed = sharding.shardings(tree, mesh=mesh, small=small)
     for leaf, where in zip(jax.tree.leaves(tree), jax.tree.leaves(placed), strict=True):
-        held = np.prod(where.shard_shape(leaf.shape))
+        shard_size = np.prod(where.shard_shape(leaf.shape))
         if shape.fsdp * shape.tensor > 1 and leaf.size > small:
-            assert held < leaf.size
+            assert shard_size < leaf.size
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,10 @@ def test_a_mesh_is_one_option_of_a_command_line():
 @pytest.mark.slow
 def test_a_model_in_pinned_host_memory_stays_there():
     params = init(jax.random.key(0), model=GPT2)
-    held = jax.jit(functools.partial(frozen.freeze, memory="pinned_host"))(params)
-    placed = sharding.place(held, mesh=MeshShape(fsdp=2, tensor=4).make(), small=64)
+    reference = jax.jit(functools.partial(frozen.freeze, memory="pinned_host"))(params)
+    placed = sharding.place(
+        reference, mesh=MeshShape(fsdp=2, tensor=4).make(), small=64
+    )
     kinds = {
         leaf.sharding.memory_kind for leaf in jax.tree.leaves(placed.stored["layers"])
     }
@@ -280,8 +282,8 @@ def test_meshes_and_batches_that_are_not_ours():
         row_sharding.put_rows({"step": 3}, mesh=MeshShape(data=8).make())
     other = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     rules = {**dict.fromkeys(sharding.RULES), "embed": "model"}
-    found = sharding.shardings(shapes_of(GPT2), mesh=other, rules=rules)
-    assert found["embed"]["tokens"].spec == PartitionSpec(None, "model")
+    specs = sharding.shardings(shapes_of(GPT2), mesh=other, rules=rules)
+    assert specs["embed"]["tokens"].spec == PartitionSpec(None, "model")
 
 
 # --- the same numbers -------------------------------------------------------------
@@ -356,11 +358,11 @@ def test_an_iteration_is_that_of_one_device(optimizer, shape):
     mesh = shape.make()
     with jax.set_mesh(mesh):
         scored, means, params = iterate(SETTINGS[optimizer], mesh=mesh)
-    wanted_scored, wanted_means, wanted = alone(optimizer)
-    np.testing.assert_array_equal(scored.rollout.tokens, wanted_scored.rollout.tokens)
-    np.testing.assert_allclose(scored.scores, wanted_scored.scores, atol=1e-5)
-    assert means.keys() == wanted_means.keys()
-    for name, value in wanted_means.items():
+    expected_scored, expected_means, expected_params = alone(optimizer)
+    np.testing.assert_array_equal(scored.rollout.tokens, expected_scored.rollout.tokens)
+    np.testing.assert_allclose(scored.scores, expected_scored.scores, atol=1e-5)
+    assert means.keys() == expected_means.keys()
+    for name, value in expected_means.items():
         # Scores in standard deviations are of rounding alone.
         near = 1e-2 if name.endswith("_z") else 1e-5
         np.testing.assert_allclose(
@@ -369,7 +371,7 @@ def test_an_iteration_is_that_of_one_device(optimizer, shape):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         params,
-        wanted,
+        expected_params,
     )
 
 
@@ -418,10 +420,10 @@ def test_a_checkpoint_is_read_in_parts_to_where_they_lie(
     monkeypatch.setattr(mapping.Unread, "__getitem__", counted)
     small = 24 * model.hidden_size
     where = functools.partial(sharding.shardings, mesh=shape.make(), small=small)
-    _, found = hf.load(tmp_path / "model", sharding=where)
-    jax.tree.map(np.testing.assert_array_equal, found, without_padding(whole, model))
+    _, params = hf.load(tmp_path / "model", sharding=where)
+    jax.tree.map(np.testing.assert_array_equal, params, without_padding(whole, model))
     assert all(part < size for part, size in parts if size > small)
-    table = found["embed"]["tokens"]
+    table = params["embed"]["tokens"]
     assert table.sharding.spec[0] == "tensor"
 
 
@@ -435,13 +437,13 @@ def test_models_and_batches_of_an_experiment_lie_on_the_mesh(tmp_path):
     mesh = MeshShape(data=4, tensor=2).make()
     where = functools.partial(sharding.shardings, mesh=mesh)
     policy = pretrained.load(str(tmp_path / "model"), sharding=where)
-    held = {"policy": policy, "storage": frozen_models.COPY, "sharding": where}
-    reference = frozen_models.load_reference(str(tmp_path / "model"), **held)
-    reward = frozen_models.load_reward_model(str(tmp_path / "reward"), **held)
+    options = {"policy": policy, "storage": frozen_models.COPY, "sharding": where}
+    reference = frozen_models.load_reference(str(tmp_path / "model"), **options)
+    reward = frozen_models.load_reward_model(str(tmp_path / "reward"), **options)
     for params in (
         policy.params,
         reference.stored,
-        frozen_models.load_reference(None, **held).stored,
+        frozen_models.load_reference(None, **options).stored,
         reward.frozen.stored["trunk"],
     ):
         kernel = params["layers"]["mlp"]["up"]["kernel"]
@@ -455,17 +457,19 @@ def test_models_and_batches_of_an_experiment_lie_on_the_mesh(tmp_path):
 
 def without_padding(params, model):
     """Rows of the vocabulary's padding are not saved, and read as zeros."""
-    kept = jax.tree.map(jnp.copy, params)
-    kept["embed"]["tokens"] = kept["embed"]["tokens"].at[model.vocab_size :].set(0)
+    copied = jax.tree.map(jnp.copy, params)
+    copied["embed"]["tokens"] = copied["embed"]["tokens"].at[model.vocab_size :].set(0)
     if not model.tied_head:
-        kept["head"]["kernel"] = kept["head"]["kernel"].at[model.vocab_size :].set(0)
-    return kept
+        copied["head"]["kernel"] = (
+            copied["head"]["kernel"].at[model.vocab_size :].set(0)
+        )
+    return copied
 
 
 @pytest.mark.slow
 def test_a_frozen_model_has_one_fingerprint_wherever_it_lies():
     mesh = MeshShape(fsdp=4, tensor=2).make()
-    held = toys.freeze(PARAMS)
+    reference = toys.freeze(PARAMS)
     apart = frozen.freeze(sharding.place(PARAMS, mesh=mesh))
-    assert frozen.fingerprint_of(apart).root == frozen.fingerprint_of(held).root
+    assert frozen.fingerprint_of(apart).root == frozen.fingerprint_of(reference).root
     frozen.verify(apart)

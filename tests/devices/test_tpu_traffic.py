@@ -131,11 +131,11 @@ def test_a_copy_counts_at_each_end_that_lies_in_the_memory(
 )
 def test_a_slice_counts_what_it_takes_and_no_more(target, source, operand, ends):
     piece = f"bf16[32,256]{{1,0:T(8,128)(2,1){target}}}"
-    found = entry(
+    num_bytes = entry(
         f"({source}, {piece}, s32[]{{:S(2)}})",
         f"slice-start({operand}), slice={{[0:32], [0:256]}}",
     )
-    assert found == ends * WIDE // 4
+    assert num_bytes == ends * WIDE // 4
 
 
 @pytest.mark.slow
@@ -156,8 +156,8 @@ def test_a_token_reads_every_weight_and_the_cache_once():
     weights = 2 * (layers + shape.WORDS * shape.WIDTH)
     cache = 2 * shape.LAYERS * shape.ROWS * shape.COLUMNS * shape.WIDTH
     logits = 4 * shape.ROWS * shape.WORDS
-    for chip, found in json.loads(done.stdout).items():
-        token = found / shape.TURNS
+    for chip, num_bytes in json.loads(done.stdout).items():
+        token = num_bytes / shape.TURNS
         # Activations are small; logits and the picked rows pass a few times.
         assert weights + cache <= 1.001 * token, chip
         assert token <= 1.01 * (weights + cache) + 4 * logits, chip

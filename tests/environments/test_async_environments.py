@@ -21,7 +21,7 @@ def pool():
         yield made
 
 
-def said(pool, *responses):
+def answers_to(pool, *responses):
     futures = [pool.step(START, response) for response in responses]
     return [future.result() for future in futures]
 
@@ -30,7 +30,7 @@ def test_calls_wait_beside_each_other(pool):
     """Each of 40 goes on once all of them are there."""
     (begun,) = pool.reset([{"prompt": "a"}])
     assert (begun.prompt, pickle.loads(begun.state)) == ("a", 0)
-    answers = said(pool, *["meet 40"] * 40)
+    answers = answers_to(pool, *["meet 40"] * 40)
     assert [answer.why for answer in answers] == [""] * 40
     assert len({answer.observation for answer in answers}) == 1  # a process
     assert {pickle.loads(answer.state) for answer in answers} == {1}
@@ -45,7 +45,7 @@ def test_calls_wait_beside_each_other(pool):
     ],
 )
 def test_a_failure_ends_its_call_alone(pool, response, why):
-    one, failed, other = said(pool, "nap", response, "nap")
+    one, failed, other = answers_to(pool, "nap", response, "nap")
     assert (failed.why, failed.timed_out) == (why, False)
     assert one == other
     assert one.why == ""
@@ -53,8 +53,8 @@ def test_a_failure_ends_its_call_alone(pool, response, why):
 
 def test_a_call_that_hangs_is_ended_and_its_process_goes_on():
     with EnvironmentPool(Slow(), num_workers=1, timeout=0.5) as pool:
-        one, hangs, other = said(pool, "nap", "hang", "nap")
-        (after,) = said(pool, "a")
+        one, hangs, other = answers_to(pool, "nap", "hang", "nap")
+        (after,) = answers_to(pool, "a")
     assert (hangs.why, hangs.timed_out) == ("took longer than 0.5 s", True)
     assert one.observation == other.observation == after.observation
 
@@ -62,7 +62,7 @@ def test_a_call_that_hangs_is_ended_and_its_process_goes_on():
 def test_calls_of_a_process_that_ends_are_asked_again():
     """Which of them ended it is seen as each is asked alone."""
     with EnvironmentPool(Slow(), num_workers=1, timeout=60.0) as pool:
-        answers = said(pool, "nap", "die", "nap", "die", "nap")
+        answers = answers_to(pool, "nap", "die", "nap", "die", "nap")
     assert [answer.why for answer in answers] == [
         *("", "ended its process (status 3)", ""),
         *("ended its process (status 3)", ""),
@@ -93,7 +93,7 @@ def test_calls_that_are_under_way_at_the_end_clear_away(tmp_path):
 def test_what_returns_a_coroutine_is_waited_for():
     with EnvironmentPool(toy_async_environment.Wrapped(), num_workers=1) as pool:
         assert pool.reset([{"prompt": "a"}])[0].prompt == "a"
-        assert [answer.reward for answer in said(pool, "nap", "a")] == [0.5, 0.5]
+        assert [answer.reward for answer in answers_to(pool, "nap", "a")] == [0.5, 0.5]
 
 
 def until(condition):

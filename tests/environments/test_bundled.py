@@ -32,10 +32,11 @@ def test_a_verifier_is_an_environment_of_one_turn():
     assert started == Started("2+3?", row)
     assert environment.step(started.state, "It is 5.") == Turn("", 1.0, True, None)
     assert environment.step(started.state, "It is 6.").reward == 0.0
-    asked = [{"role": "user", "content": "2+3?"}]
-    assert environment.reset(row | {"prompt": asked}).prompt == asked
+    messages = [{"role": "user", "content": "2+3?"}]
+    assert environment.reset(row | {"prompt": messages}).prompt == messages
     assert (
-        SingleTurn(length).step(row | {"prompt": [*asked, *asked]}, "ab").reward == 902
+        SingleTurn(length).step(row | {"prompt": [*messages, *messages]}, "ab").reward
+        == 902
     )
 
 
@@ -61,8 +62,8 @@ def test_a_calculation():
         ("= 1\n", -0.25, False),
     ]
     # Neither a number of a million digits nor one in other letters is read.
-    for said in (f"answer: {'9' * 10**6}", "answer: ３６", "answer: 36 or 37", ""):
-        assert transcript(environment, row, said) == [(error, -0.25, False)]
+    for response in (f"answer: {'9' * 10**6}", "answer: ３６", "answer: 36 or 37", ""):
+        assert transcript(environment, row, response) == [(error, -0.25, False)]
 
 
 def test_questions_are_right_and_differ():
@@ -157,8 +158,8 @@ def test_experts_do_what_is_asked(environment, rows, expert, least):
     for row in rows:
         played = demonstrations.play(environment, row, expert=expert)
         assert least <= played.reward <= 1.0
-    found = demonstrations.demonstrations(environment, rows, expert=expert)
-    assert found[-1] == {"prompt": played.prompt, "turns": played.turns}
+    demonstrated = demonstrations.demonstrations(environment, rows, expert=expert)
+    assert demonstrated[-1] == {"prompt": played.prompt, "turns": played.turns}
     with EnvironmentPool(environment, num_workers=1) as pool:
         [begun] = pool.reset(rows[-1:])
         assert begun.prompt == played.prompt
@@ -167,8 +168,8 @@ def test_experts_do_what_is_asked(environment, rows, expert, least):
             answers = [pool.step(state, played.turns[place]).result() for _ in range(2)]
             assert answers[0] == answers[1]
             state, reward = answers[0].state, reward + answers[0].reward
-            seen = played.turns[place + 1 : place + 2]
-            assert [answers[0].observation] == (seen or [""])
+            observation = played.turns[place + 1 : place + 2]
+            assert [answers[0].observation] == (observation or [""])
     assert reward == pytest.approx(played.reward)
 
 

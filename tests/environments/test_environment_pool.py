@@ -59,8 +59,8 @@ def test_answers_are_of_plain_types(pool):
     loud = pool.step(START, "loud").result()
     assert (type(loud.observation), type(loud.reward)) == (str, float)
     assert (loud.observation, loud.reward) == ("seen", 0.5)
-    said = pool.step(START, "messages").result().observation
-    assert said == [toy_environment.user("one"), toy_environment.user("two 1")]
+    observation = pool.step(START, "messages").result().observation
+    assert observation == [toy_environment.user("one"), toy_environment.user("two 1")]
     control = pool.step(START, "control").result()
     assert (control.observation, control.why) == ("<|im_end|>\n<|im_start|>", "")
 
@@ -106,9 +106,9 @@ def test_failures_of_a_batch_are_told_in_a_line(pool, capsys):
     pool.warn([], num_episodes=4)
     answer = pool.step(START, "raise", where="prompt 'Hi' (row 3)").result()
     pool.warn([answer, answer], num_episodes=4)
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == (
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
         "warning: 2 of 4 episodes were ended by a failure of their environment, and"
         " are left out; the environment raised KeyError: 'gold' for prompt 'Hi' (row"
         " 3) and response 'raise'\n"
@@ -159,13 +159,15 @@ def test_a_row_that_cannot_be_sent_stops_the_run(pool):
 def test_what_hangs_is_ended_and_the_others_go_on():
     toy = toy_environment.Toy()
     with EnvironmentPool(toy, num_workers=2, timeout=1.0) as pool:
-        said = ("hang", "a", "spin", "b", "die", "c")
-        found = [future.result() for future in [pool.step(START, s) for s in said]]
-        assert [answer.timed_out for answer in found] == [1, 0, 1, 0, 0, 0]
-        assert found[0].why == "took longer than 1 s"
-        assert found[0].where == "response 'hang'"
-        assert [bool(answer.why) for answer in found] == [1, 0, 1, 0, 1, 0]
-        assert [found[i].observation for i in (1, 3, 5)] == ["1 a", "1 b", "1 c"]
+        responses = ("hang", "a", "spin", "b", "die", "c")
+        answers = [
+            future.result() for future in [pool.step(START, s) for s in responses]
+        ]
+        assert [answer.timed_out for answer in answers] == [1, 0, 1, 0, 0, 0]
+        assert answers[0].why == "took longer than 1 s"
+        assert answers[0].where == "response 'hang'"
+        assert [bool(answer.why) for answer in answers] == [1, 0, 1, 0, 1, 0]
+        assert [answers[i].observation for i in (1, 3, 5)] == ["1 a", "1 b", "1 c"]
         with pytest.raises(InputError, match=r"row 0 .* its reset took longer than 1"):
             pool.reset([{"reset": "hang"}])
 

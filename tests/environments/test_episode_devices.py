@@ -14,7 +14,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 MESHES = [MeshShape(data=2), MeshShape(data=2, fsdp=2)]
 REPLICAS = [MeshShape(tensor=2), MeshShape(data=2, tensor=2), MeshShape(tensor=4)]
 SPLIT = [
-    dataclasses.replace(each, vocab_multiple=4) for each in (tiny.GPT2, tiny.MIXED)
+    dataclasses.replace(model, vocab_multiple=4) for model in (tiny.GPT2, tiny.MIXED)
 ]
 
 
@@ -22,29 +22,29 @@ def made(shape):
     return shape.make(jax.devices()[: shape.size])
 
 
-def check_equal(found, wanted):
+def check_equal(output, expected):
     """The same tokens; XLA may round a device's few rows otherwise than all rows."""
     for name in ("tokens", "mask", "response_mask", "version", "index", "sample"):
         np.testing.assert_array_equal(
-            getattr(found.rollout, name), getattr(wanted.rollout, name), err_msg=name
+            getattr(output.rollout, name), getattr(expected.rollout, name), err_msg=name
         )
     for name in ("old_logprobs", "entropy"):
         np.testing.assert_allclose(
-            getattr(found.rollout, name), getattr(wanted.rollout, name), atol=2e-5
+            getattr(output.rollout, name), getattr(expected.rollout, name), atol=2e-5
         )
-    jax.tree.map(np.testing.assert_array_equal, found.scores, wanted.scores)
+    jax.tree.map(np.testing.assert_array_equal, output.scores, expected.scores)
 
 
 def check_drawn(model, shape, *, places, replicas):
     params, mesh = params_of(model), made(shape)
-    wanted = drawn(model, params, Script())
+    expected = drawn(model, params, Script())
     slow = Script(latency=lambda row, turn: 0.01 * (ROWS - row))
     sampler = sampler_of(model, slow, places=places, mesh=mesh)
     assert sampler.programs.shares == replicas
     assert sampler.programs.places == -(-places // replicas) * replicas
     for _ in range(2):  # in the cache of the rollout before
-        check_equal(draw(sampler, sharding.place(params, mesh=mesh)), wanted)
-    assert wanted.rollout.response_mask.sum() > 2 * ROWS
+        check_equal(draw(sampler, sharding.place(params, mesh=mesh)), expected)
+    assert expected.rollout.response_mask.sum() > 2 * ROWS
     return sampler.programs
 
 
@@ -83,18 +83,18 @@ def test_a_device_reads_a_prompt_that_its_rows_share_once():
     def play(**options):
         sampler, read = sampler_of(tiny.GPT2, Script(), chunk=2, **options), []
         whole = sampler.programs.read
-        sampler.programs.read = lambda each: read.append(each) or whole(each)
-        found = sampler(
+        sampler.programs.read = lambda rows: read.append(rows) or whole(rows)
+        output = sampler(
             params,
             prompts=shared,
             key=jax.random.key(7),
             version=np.int32(0),
         )
-        return found, sum(int(np.sum(each.count[each.prompt])) for each in read)
+        return output, sum(int(np.sum(rows.count[rows.prompt])) for rows in read)
 
-    wanted, count_of_one = play()
-    found, count = play(mesh=made(MESHES[0]))
-    check_equal(found, wanted)
+    expected, count_of_one = play()
+    output, count = play(mesh=made(MESHES[0]))
+    check_equal(output, expected)
     # Of each device one row reads all five, and the others their last column.
     assert count_of_one == 5 + 4 * 1 + 4
     assert count == (5 + 2 * 1) + (5 + 1 * 1) + 4
@@ -109,7 +109,7 @@ def test_weights_lie_whole_on_every_device_and_places_apart():
             assert leaf.sharding.device_set == set(mesh.devices.flat)
             assert leaf.sharding.is_fully_replicated
         for leaf in jax.tree.leaves(programs._state):
-            assert {each.data.shape[0] for each in leaf.addressable_shards} == {2}
+            assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {2}
             assert len(leaf.addressable_shards) == 4
         # Nothing is asked of another device, which may have other turns to draw.
         until = np.zeros(4, np.int32)

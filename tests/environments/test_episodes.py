@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_latency_places_or_order(model):
 @pytest.mark.slow
 def test_bits_do_not_depend_on_latency_with_optimised_kernels():
     flags = ("XLA_FLAGS", "JAX_PLATFORMS")
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, places.PROGRAMS / "late_answers.py"],
         env={name: value for name, value in os.environ.items() if name not in flags}
         | {
@@ -111,22 +111,22 @@ def test_bits_do_not_depend_on_latency_with_optimised_kernels():
         capture_output=True,
         text=True,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert told.stdout == "0 numbers differ\n"
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout == "0 numbers differ\n"
 
 
 def test_one_turn_is_what_a_sampler_draws(model):
     params = params_of(model)
     limits = episodes.Limits(tokens=ROOM, turn_tokens=ROOM, turns=1)
     rollout, scores = drawn(model, params, Script(turns=1), limits=limits)
-    asked = prompts()
+    batch = prompts()
     key, _ = jax.random.split(jax.random.key(7))
     generated = decode.generate(
         params,
         model=model,
-        tokens=jnp.asarray(asked.tokens),
-        mask=jnp.asarray(asked.mask),
-        keys=decode.row_keys(key, index=asked.index, sample=asked.sample),
+        tokens=jnp.asarray(batch.tokens),
+        mask=jnp.asarray(batch.mask),
+        keys=decode.row_keys(key, index=batch.index, sample=batch.sample),
         max_new_tokens=ROOM,
         stop_ids=(STOP,),
     )
@@ -202,9 +202,9 @@ def test_a_slow_answer_ends_its_episode_alone():
         (whole.rollout, whole.scores.total, whole.scores.turns),
         (rollout, scores.total, scores.turns),
     )
-    kept = rollout.response_mask[1]
-    assert 0 < kept.sum() <= whole.rollout.response_mask[1].sum()
-    assert (rollout.tokens[1][kept] == whole.rollout.tokens[1][kept]).all()
+    mask = rollout.response_mask[1]
+    assert 0 < mask.sum() <= whole.rollout.response_mask[1].sum()
+    assert (rollout.tokens[1][mask] == whole.rollout.tokens[1][mask]).all()
 
 
 def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypatch):
@@ -215,19 +215,19 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
     def play(*, places=ROWS):
         sampler, read = sampler_of(model, Script(), places=places, chunk=2), []
         whole = sampler.programs.read
-        sampler.programs.read = lambda each: read.append(each) or whole(each)
-        found = sampler(
+        sampler.programs.read = lambda rows: read.append(rows) or whole(rows)
+        output = sampler(
             params,
             prompts=shared,
             key=jax.random.key(7),
         )
-        return found, sum(int(np.sum(each.count[each.prompt])) for each in read)
+        return output, sum(int(np.sum(rows.count[rows.prompt])) for rows in read)
 
-    (found, count), (few, count_of_few) = play(), play(places=4)
+    (output, count), (few, count_of_few) = play(), play(places=4)
     sizes = shared.mask.sum(axis=1)
     # The first reads all, and of the other three each its last column of five.
     assert count == sizes[0] + 3 * 1 + sizes[4] + sizes[5]
-    np.testing.assert_array_equal(few.rollout.tokens, found.rollout.tokens)
+    np.testing.assert_array_equal(few.rollout.tokens, output.rollout.tokens)
     assert count_of_few == count
     find = episodes.Play._begin
 
@@ -238,8 +238,8 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
     monkeypatch.setattr(episodes.Play, "_begin", begin_alone)
     alone, count = play()
     assert count == sizes.sum()
-    jax.tree.map(np.testing.assert_array_equal, found, alone)
-    assert len({tuple(row) for row in found.rollout.tokens[:4].tolist()}) == 4
+    jax.tree.map(np.testing.assert_array_equal, output, alone)
+    assert len({tuple(row) for row in output.rollout.tokens[:4].tolist()}) == 4
 
 
 def test_an_episode_that_nothing_moves_on_raises(monkeypatch):

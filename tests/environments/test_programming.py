@@ -27,14 +27,14 @@ def answers(environment, *responses):
 @pytest.mark.slow
 def test_code_is_run_and_read_until_it_is_final():
     environment = Programming(PythonTests(seconds=20.0), shown=40)
-    said = [
+    responses = [
         block("print('é', 1 + 1)"),
         block("print('a')\n1 / 0"),
         block("FINAL = 1"),
         "What now?",
         f"FINAL\n{RIGHT}",
     ]
-    turns = answers(environment, *said)
+    turns = answers(environment, *responses)
     assert [turn.observation for turn in turns] == [
         "é 2\n",
         "a\nerror: ZeroDivisionError: division by ...\n",

@@ -121,11 +121,11 @@ def test_the_clock_ends_episodes_without_a_place(monkeypatch):
     assert counts["take"] >= 2
     np.testing.assert_array_equal(rollout.tokens[2:], whole.rollout.tokens[2:])
     for row in (0, 1):
-        kept = rollout.response_mask[row]
-        assert kept.any()
+        mask = rollout.response_mask[row]
+        assert mask.any()
         np.testing.assert_array_equal(
-            rollout.tokens[row][kept], whole.rollout.tokens[row][kept]
+            rollout.tokens[row][mask], whole.rollout.tokens[row][mask]
         )
         np.testing.assert_array_equal(
-            rollout.old_logprobs[row][kept], whole.rollout.old_logprobs[row][kept]
+            rollout.old_logprobs[row][mask], whole.rollout.old_logprobs[row][mask]
         )

@@ -27,17 +27,17 @@ def test_a_win_rate_counts_every_pair_and_half_a_tie():
 
 
 def test_a_judge_is_asked_in_both_orders():
-    asked = []
+    calls = []
 
     def judge(prompts, first, second, rows):
-        asked.append((prompts, first, second, rows))
+        calls.append((prompts, first, second, rows))
         return [float(len(a) > len(b)) for a, b in zip(first, second, strict=True)]
 
     verdicts = comparison.judged(judge, **PAIRS)
     assert verdicts == [(1.0, 1.0), (0.0, 0.0)]
-    assert [each.win for each in verdicts] == [1.0, 0.0]
-    assert [each.first for each in verdicts] == [0.5, 0.5]
-    (prompts, first, second, rows), (_, first_again, second_again, _) = asked
+    assert [verdict.win for verdict in verdicts] == [1.0, 0.0]
+    assert [verdict.first for verdict in verdicts] == [0.5, 0.5]
+    (prompts, first, second, rows), (_, first_again, second_again, _) = calls
     assert (prompts, rows) == (PAIRS["prompts"], PAIRS["rows"])
     assert (first, second) == (PAIRS["responses"], PAIRS["ref_responses"])
     assert (first_again, second_again) == (second, first)
@@ -45,8 +45,8 @@ def test_a_judge_is_asked_in_both_orders():
 
 def test_a_judge_that_prefers_the_first_says_nothing():
     verdicts = comparison.judged(lambda p, a, b, rows: [0.9] * len(p), **PAIRS)
-    assert [each.win for each in verdicts] == pytest.approx([0.5, 0.5])
-    assert [each.first for each in verdicts] == pytest.approx([0.9, 0.9])
+    assert [verdict.win for verdict in verdicts] == pytest.approx([0.5, 0.5])
+    assert [verdict.first for verdict in verdicts] == pytest.approx([0.9, 0.9])
 
 
 def test_what_a_judge_does_to_its_lists_stays_there():

@@ -17,8 +17,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(num_samples):
         right = [True] * correct + [False] * (num_samples - correct)
         for k in range(1, num_samples + 1):
             subsets = [any(drawn) for drawn in itertools.combinations(right, k)]
-            told = success.pass_at_k(correct, num_samples=num_samples, k=k)
-            assert told == pytest.approx(np.mean(subsets), abs=1e-15)
+            estimate = success.pass_at_k(correct, num_samples=num_samples, k=k)
+            assert estimate == pytest.approx(np.mean(subsets), abs=1e-15)
 
 
 def test_pass_at_k_is_unbiased_for_fresh_samples():
@@ -45,8 +45,8 @@ def test_best_at_k_is_the_mean_of_the_largest_over_subsets(num_samples, ties):
         scores = np.round(scores)
     for k in range(1, num_samples + 1):
         best = [max(drawn) for drawn in itertools.combinations(scores, k)]
-        told = success.best_at_k(list(scores), k=k)
-        assert told == pytest.approx(np.mean(best), abs=1e-12)
+        estimate = success.best_at_k(list(scores), k=k)
+        assert estimate == pytest.approx(np.mean(best), abs=1e-12)
 
 
 def test_best_at_k_of_zeros_and_ones_is_pass_at_k():
@@ -77,8 +77,8 @@ def test_majority_of_every_outcome(k):
             for start in range(0, 4, k)
             if start + k <= 4
         ]
-        told = success.majority_at_k(answers, right, k=k)
-        assert told == pytest.approx(np.mean(groups), abs=1e-15), answers
+        estimate = success.majority_at_k(answers, right, k=k)
+        assert estimate == pytest.approx(np.mean(groups), abs=1e-15), answers
 
 
 def test_a_majority_by_hand():
@@ -90,13 +90,13 @@ def test_a_majority_by_hand():
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_a_k_beyond_the_samples_is_refused(k):
-    for ask in (
+    for call in (
         lambda: success.pass_at_k(1, num_samples=3, k=k),
         lambda: success.best_at_k([1.0, 2.0, 3.0], k=k),
         lambda: success.majority_at_k(["a"] * 3, [True] * 3, k=k),
     ):
         with pytest.raises(InputError, match=f"k: expected 1 to the 3 .* got {k}; "):
-            ask()
+            call()
 
 
 def test_counts_that_do_not_fit_are_refused():

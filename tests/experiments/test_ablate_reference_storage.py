@@ -89,10 +89,10 @@ def test_the_rows_of_a_checkpoint_s_storages(tmp_path, files, capsys):
         assert by_name[name]["logprob_error"] == by_name[name]["kl_error"] == 0
         assert by_name[name]["kl"] == pytest.approx(kl, abs=1e-5)
     assert kl > 1e-3
-    said = by_name["precomputed"]
-    assert said["logprob_error"] < 1e-5
-    assert said["kl_error"] < 1e-5
-    assert said["held_mib"] == said["host_mib"] == 0
+    precomputed = by_name["precomputed"]
+    assert precomputed["logprob_error"] < 1e-5
+    assert precomputed["kl_error"] < 1e-5
+    assert precomputed["held_mib"] == precomputed["host_mib"] == 0
     for name in by_name.keys() - {*exact, "none", "precomputed"}:
         row = by_name[name]
         assert 0 < row["logprob_error"] < 0.02
@@ -184,8 +184,10 @@ def test_two_runs_that_begin_at_once_prepare_once(tmp_path, files, monkeypatch, 
     assert "Cost of a reference's storage" in printed
     loss = json.loads((tmp_path / "prepared/seed_0/summary.json").read_text())
     assert f"held-out loss of {loss['held_out_loss']:.3f} nats per token" in printed
-    told = json.loads((out / "storage.json").read_text())["rows"]
-    assert told == [row_of(out / f"runs/storage={n}/seed_0") for n in ("copy", "int8")]
+    recorded_rows = json.loads((out / "storage.json").read_text())["rows"]
+    assert recorded_rows == [
+        row_of(out / f"runs/storage={n}/seed_0") for n in ("copy", "int8")
+    ]
     assert (out / "storage.png").stat().st_size > 0
 
 

@@ -69,11 +69,11 @@ def test_steps_by_hand():
     policy, critic = 3 * (5 * 3072 + 64 * 15 + 2 * 160), 3 * (5 * 3072 + 64 * 15)
     assert steps["score"] == [Step(policy, WEIGHTS), Step(critic, WEIGHTS)]
     # A layer: 12 D² + 13 D; tables 16 rows; last norm 2 D; the critic's score D + 1.
-    each = 2 * (12 * 64 + 13 * 8) + 16 * 8 + 16
-    assert floor.parameters(TOY) == each
+    num_parameters = 2 * (12 * 64 + 13 * 8) + 16 * 8 + 16
+    assert floor.parameters(TOY) == num_parameters
     assert steps["update"] == [
         Step(3 * (policy + critic), 0, 2),
-        Step(0, 28 * (2 * each + 9), 2),
+        Step(0, 28 * (2 * num_parameters + 9), 2),
     ]
 
 
@@ -163,9 +163,9 @@ def test_one_that_dies_is_told_with_its_last_words(fake):
     with participant(command) as peer:
         peer.ready()
         peer.go()
-        with pytest.raises(environments.PeerError) as told:
+        with pytest.raises(environments.PeerError) as raised:
             peer.go()
-    message = str(told.value)
+    message = str(raised.value)
     assert "fake: expected it to say the times of an iteration" in message
     assert "its end with status 1" in message
     assert "    out of luck" in message
@@ -217,10 +217,10 @@ def test_the_others_go_on_without_one_that_dies(fake, capsys):
     chip = {"peak_flops": 1e12, "peak_bytes": 1e12}
     capsys.readouterr()
     tables.workload(TOY, measured, machine=chip)
-    told = capsys.readouterr().out
-    assert "toy: 3 x (4 + 2), 2 x 1" in told
-    assert "Ours / peer" in told
-    assert "MFU of the update" in told
+    printed = capsys.readouterr().out
+    assert "toy: 3 x (4 + 2), 2 x 1" in printed
+    assert "Ours / peer" in printed
+    assert "MFU of the update" in printed
 
 
 # --- uneven lengths ---------------------------------------------------------------
@@ -243,8 +243,8 @@ def test_lengths_are_quantiles_of_the_distribution_cut_to_the_columns():
 def test_lengths_of_a_file_and_one_too_long_for_the_workload(tmp_path):
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"length": 2}\n1\n1\n1\n')
-    found = lengths.uneven(TOY, lengths=str(file), mean=0.5)
-    assert sorted(found.lengths) == [1] * 192 + [2] * 64
+    workload = lengths.uneven(TOY, lengths=str(file), mean=0.5)
+    assert sorted(workload.lengths) == [1] * 192 + [2] * 64
     file.write_text("1\n3\n")
     with pytest.raises(checks.InputError, match=r"at most 2 tokens, .* toy has, got 3"):
         lengths.uneven(TOY, lengths=str(file), mean=0.5)
@@ -307,8 +307,11 @@ def test_the_second_start_finds_what_the_first_compiled(fake):
     options = iteration.Config(rounds=1)
     for _ in range(2):
         measured = iteration.measure(TOY, commands=commands, options=options)
-        for found in measured["participants"].values():
-            assert (found["cold"]["parameters"], found["start"]["parameters"]) == (0, 1)
+        for participant in measured["participants"].values():
+            assert (
+                participant["cold"]["parameters"],
+                participant["start"]["parameters"],
+            ) == (0, 1)
     compiled = tables.compile_seconds(measured["participants"]["trl"])
     assert compiled == 3.0 - 1.0
 
@@ -417,24 +420,24 @@ def test_ours_packed_does_the_work_of_padded_rows(hidden_size):
 
 def test_of_a_turn_the_second_iteration_counts(monkeypatch):
     """The first brings back what the pause has cost."""
-    said: list[dict[str, Any]] = []
-    monkeypatch.setattr(line_protocol, "say", said.append)
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(line_protocol, "say", lines.append)
     monkeypatch.setattr("sys.stdin", io.StringIO("go\ngo\nend\n"))
-    monkeypatch.setattr(line_protocol, "resident", lambda _: len(said))
+    monkeypatch.setattr(line_protocol, "resident", lambda _: len(lines))
     clock, done = line_protocol.Clock(), []
     for step in line_protocol.iterations(
         clock=clock,
         versions={},
         about={},
         check=lambda: {"step": done[-1]},
-        prepare=lambda: said.append({"prepared after": done[-1]}),
+        prepare=lambda: lines.append({"prepared after": done[-1]}),
     ):
         done.append(step)
         clock.seconds["rollout"] = float(step)
     assert done == [0, 1, 2, 3, 4, 5]  # two to warm up, then two a turn
     assert [step for step in done if line_protocol.counts(step)] == [3, 5]
-    assert said[0] == {"prepared after": 1}
-    assert said[1]["peak_bytes"] == 0  # of before that
-    turns = [line for line in said if "iteration" in line]
+    assert lines[0] == {"prepared after": 1}
+    assert lines[1]["peak_bytes"] == 0  # of before that
+    turns = [line for line in lines if "iteration" in line]
     assert [line["checks"]["step"] for line in turns] == [3, 5]
     assert [line["rollout"] for line in turns] == [3.0, 5.0]

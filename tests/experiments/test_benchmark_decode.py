@@ -48,12 +48,12 @@ def test_every_figure_is_there(tmp_path):
     ],
 )
 def test_responses_may_part_by_rounding_alone(places, good):
-    wanted = np.random.default_rng(0).integers(10, 20, (100, 4))
-    found = wanted.copy()
+    expected = np.random.default_rng(0).integers(10, 20, (100, 4))
+    actual = expected.copy()
     for row, column, stride in places:
-        found[row, column] += stride
+        actual[row, column] += stride
     if good:
-        decode.check_same(found, wanted)
+        decode.check_same(actual, expected)
     else:
         with pytest.raises(RuntimeError, match=f"got {len(places)} of 100 that part"):
-            decode.check_same(found, wanted)
+            decode.check_same(actual, expected)

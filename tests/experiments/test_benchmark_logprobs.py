@@ -32,11 +32,11 @@ def test_the_sides_agree(tmp_path):
 
 @pytest.mark.parametrize("name", logprobs.SIDES)
 def test_each_side_computes_what_the_oracle_does(name):
-    given = resident.inputs(rows=2, columns=9, width=16, words=40)
-    hidden, head, tokens = (given[key] for key in ("hidden", "head", "tokens"))
-    found = logprobs.SIDES[name](*map(jnp.asarray, (hidden, head, tokens)))
+    arrays = resident.inputs(rows=2, columns=9, width=16, words=40)
+    hidden, head, tokens = (arrays[key] for key in ("hidden", "head", "tokens"))
+    output = logprobs.SIDES[name](*map(jnp.asarray, (hidden, head, tokens)))
     logits = hidden.astype(np.float64) @ head.T.astype(np.float64)
     np.testing.assert_allclose(
-        found[0], oracles.token_logprobs(logits, tokens), rtol=0, atol=1e-5
+        output[0], oracles.token_logprobs(logits, tokens), rtol=0, atol=1e-5
     )
-    assert np.asarray(found[0])[:, 1:].std() > 0.1  # not the same number everywhere
+    assert np.asarray(output[0])[:, 1:].std() > 0.1  # not the same number everywhere

@@ -25,10 +25,10 @@ def test_the_ratio_is_told_and_the_results_are_the_same(equal, capsys):
             equal=equal,
         )
     )
-    told = capsys.readouterr().out
-    apart = float(re.search(r"largest difference (\S+) of", told).group(1))
+    printed = capsys.readouterr().out
+    apart = float(re.search(r"largest difference (\S+) of", printed).group(1))
     assert apart == 0 if equal else apart < 1e-4
-    used = re.findall(r"(padded|batch|minibatch) (\d): (\d+)", told)
+    used = re.findall(r"(padded|batch|minibatch) (\d): (\d+)", printed)
     assert ("padded", "0", "20") in used if equal else len(used) > 2
     sizes = [name for name, *_ in used]
     assert max(sizes.count("batch"), sizes.count("minibatch")) <= 5

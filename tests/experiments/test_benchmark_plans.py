@@ -39,27 +39,27 @@ def test_rows_are_written_as_plans_are_made_and_not_made_twice(
     python, tmp_path, capsys
 ):
     record = tmp_path / "grid.jsonl"
-    asked = ("8B 8k v5p", "8B 8k v5e", "8B 8k h100", "8B 8k h200")
+    cells = ("8B 8k v5p", "8B 8k v5e", "8B 8k h100", "8B 8k h200")
     for most in (1, 2, None):  # no GPU without its Python
-        plans.main(plans.Config(record=record, cells=asked, most=most))
+        plans.main(plans.Config(record=record, cells=cells, most=most))
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     assert [row["cell"]["chip"] for row in rows] == ["v5p", "v5e"]
-    plans.main(plans.Config(record=record, cells=asked, gpu_python=python))
+    plans.main(plans.Config(record=record, cells=cells, gpu_python=python))
     assert (tmp_path / "compiled").read_text() == "v5p v5e h100 "  # not h200
     assert len(record.read_text().splitlines()) == 4
-    told = capsys.readouterr().out.splitlines()[-4:]
+    lines = capsys.readouterr().out.splitlines()[-4:]
     layout = "256 | fsdp=64 / data=8,tensor=8"
     # Figures of the recorded plan; the table of its README has them too.
-    assert told[0] == (
+    assert lines[0] == (
         f"| 8B, 8k, 64 v5e | {layout} | 6.1 of 60.0 | 8.25 | 993 | 8.4% | 68% "
         f"| 91% / 2% / 8% |"
     )
-    assert told[1].startswith(
+    assert lines[1].startswith(
         f"| 8B, 8k, 64 v5p | {layout} | no plan: error: the mesh is refused"
     )
-    assert told[2].startswith(f"| 8B, 8k, 64 h100 | {layout} | 6.1 of 60.0 | 8.25 |")
+    assert lines[2].startswith(f"| 8B, 8k, 64 h100 | {layout} | 6.1 of 60.0 | 8.25 |")
     # 7.469 s of memory in the rollout become 5.213, where the network takes 5.03.
-    assert told[3].startswith(f"| 8B, 8k, 64 h200 | {layout} | 6.1 of 98.5 | 5.99 |")
+    assert lines[3].startswith(f"| 8B, 8k, 64 h200 | {layout} | 6.1 of 98.5 | 5.99 |")
 
 
 @pytest.mark.parametrize("cell", plans.CELLS, ids=lambda cell: cell.name)

@@ -12,7 +12,7 @@ from rlhf_jax.functional.checks import InputError
 def test_every_stage_has_its_seconds_and_ratio(tmp_path, capsys):
     options = reading.Config(out=tmp_path, sizes=(20, 60), chat_sizes=(4, 8))
     reading.main(options)
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     stages = [row["stage"] for row in rows]
     assert len(set(stages)) == len(stages)
@@ -25,7 +25,7 @@ def test_every_stage_has_its_seconds_and_ratio(tmp_path, capsys):
             for seconds, size in zip(row["seconds"], row["sizes"], strict=True)
         )
         assert row["ratio_per_row"] == pytest.approx(large / small)
-    assert "encode demonstrations" in told
+    assert "encode demonstrations" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 

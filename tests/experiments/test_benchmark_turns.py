@@ -27,10 +27,10 @@ def test_every_figure_is_there(tmp_path):
 
 
 def test_other_episodes_are_refused():
-    wanted = np.zeros((40, 3), np.int32)
-    found = wanted.copy()
-    found[:1] = 1
-    throughput.check_same(found, wanted)
-    found[:3] = 1
+    expected = np.zeros((40, 3), np.int32)
+    actual = expected.copy()
+    actual[:1] = 1
+    throughput.check_same(actual, expected)
+    actual[:3] = 1
     with pytest.raises(RuntimeError, match="got 3 of 40 that differ"):
-        throughput.check_same(found, wanted)
+        throughput.check_same(actual, expected)

@@ -21,14 +21,14 @@ def all_pairs(beta):
     of = toys.jit(jax.value_and_grad(dpo.loss, has_aux=True))
 
     def loss(log_policy):
-        (found, stats), gradient = of(
+        (value, stats), gradient = of(
             jnp.asarray(log_policy, jnp.float32),
             log_ref=jnp.asarray(LOG_REF, jnp.float32),
             rewards=jnp.asarray(REWARDS, jnp.float32),
             beta=beta,
         )
         assert float(stats["loss/dpo"][1]) == 256 * 255 / 2
-        return float(found), np.asarray(gradient, np.float64)
+        return float(value), np.asarray(gradient, np.float64)
 
     return loss
 
@@ -40,16 +40,16 @@ def test_the_optimum_of_the_loss_is_that_of_ppo(beta):
     best = enumerable.optimum(LOG_REF, REWARDS, beta=beta).log_policy
     start, slope = loss(LOG_REF)
     assert start == pytest.approx(np.log(2), rel=1e-6)
-    found, flat = loss(best)
+    value, flat = loss(best)
     assert np.abs(flat).max() < 1e-3 * np.abs(slope).max()
     lead = REWARDS[:, None] - REWARDS[None, :]
     better = 1 / (1 + np.exp(-lead[np.triu_indices(256, 1)]))
     entropy = -better * np.log(better) - (1 - better) * np.log(1 - better)
-    assert found == pytest.approx(entropy.mean(), rel=1e-5)
-    assert found < start
+    assert value == pytest.approx(entropy.mean(), rel=1e-5)
+    assert value < start
     for seed in range(3):
         noise = 0.1 * np.random.default_rng(seed).normal(size=256)
-        assert loss(best + noise)[0] > found
+        assert loss(best + noise)[0] > value
 
 
 @pytest.mark.long

@@ -67,7 +67,7 @@ def test_responses_are_all_there_and_each_has_its_index():
 def test_a_stop_token_ends_each_response_once(stopping):
     tokens = np.asarray(enumerable.every_tokens(enumerable.STOPS))
     mask = np.asarray(enumerable.every_mask(enumerable.STOPS))
-    found = {
+    responses = {
         tuple(row[within][1:].tolist())
         for row, within in zip(tokens, mask, strict=True)
     }
@@ -77,7 +77,7 @@ def test_a_stop_token_ends_each_response_once(stopping):
         for response in itertools.product(range(4), repeat=length)
         if 3 not in response[:-1] and (length == 4 or response[-1] == 3)
     }
-    assert found == expected
+    assert responses == expected
     assert len(tokens) == len(expected) == 1 + 3 + 9 + 108
     chances = jax.jit(
         enumerable.log_probabilities,
@@ -97,9 +97,9 @@ def test_probabilities_are_those_of_single_words_multiplied(world):
     for row, response in enumerate(enumerable.RESPONSES):
         for column, word in enumerate(response):
             product[row] += words[row, column, word]
-    found = enumerable.known(world.start, model=MODEL, temperature=TEMPERATURE)
-    np.testing.assert_allclose(found, product, atol=2e-6)
-    assert np.exp(found).sum() == pytest.approx(1.0, abs=1e-6)
+    probabilities = enumerable.known(world.start, model=MODEL, temperature=TEMPERATURE)
+    np.testing.assert_allclose(probabilities, product, atol=2e-6)
+    assert np.exp(probabilities).sum() == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_sampler_draws_from_these_probabilities(world):
@@ -170,11 +170,11 @@ def test_the_frontier_is_above_every_policy_and_holds_the_optima(world, other):
 
 
 def certified(case, *claims):
-    found = gradients.certify(case, claims, temperature=TEMPERATURE)
-    return list(found)
+    findings = gradients.certify(case, claims, temperature=TEMPERATURE)
+    return list(findings)
 
 
-def claims_of(*wanted):
+def claims_of(*names):
     """The claims of the table about (estimator, placement, per)."""
     chosen = {
         (
@@ -184,13 +184,13 @@ def claims_of(*wanted):
         ): claim
         for claim in TABLE
     }
-    return [chosen[each] for each in wanted]
+    return [chosen[name] for name in names]
 
 
 def test_the_table_has_every_choice_once():
     choices = {
-        (each.penalty.value_estimator, each.penalty.placement, each.penalty.per)
-        for each in TABLE
+        (claim.penalty.value_estimator, claim.penalty.placement, claim.penalty.per)
+        for claim in TABLE
     }
     assert len(TABLE) == len(choices) == 4 * 3 * 2
     assert len({claim.penalty for claim in OTHERS} | choices) == len(OTHERS) + 24
@@ -214,7 +214,7 @@ def test_gradients_are_those_of_the_table(case):
 @pytest.mark.long
 def test_gradients_are_those_of_the_table_where_lengths_differ(stopping):
     """And one that each response's length divides, which is no KL's."""
-    (divided, *_) = (each for each in OTHERS if each.penalty.per == "length")
+    (divided, *_) = (claim for claim in OTHERS if claim.penalty.per == "length")
     claims = claims_of(("k1", "reward", "response"), ("k3", "loss", "token"))
     for finding in certified(stopping, *claims, divided):
         assert finding.holds, finding
@@ -259,15 +259,15 @@ def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsy
             *("--hidden-size", "8", "--betas", "0.3", "0.1"),
         )
     assert stopped.value.code == 1
-    told = capsys.readouterr()
-    assert "certificates fail" in told.err
-    assert "optimum: PPO, seed 0, beta 0.1" in told.err
-    assert "FAILS" in told.out
+    printed = capsys.readouterr()
+    assert "certificates fail" in printed.err
+    assert "optimum: PPO, seed 0, beta 0.1" in printed.err
+    assert "FAILS" in printed.out
     summary = json.loads((out / "summary.json").read_text())
     # The reference is on the frontier too, at its very start.
     optima = [f"optimum: PPO, seed 0, beta {beta}" for beta in (0.3, 0.1)]
     assert summary["failed"] == optima
-    (reached,) = (each for each in summary["annealed"] if each["beta"] == 0.1)
+    (reached,) = (figure for figure in summary["annealed"] if figure["beta"] == 0.1)
     assert reached["distance"] == pytest.approx(3.5, rel=1e-3)
     assert len(summary["fixed"]) == 2
     assert (out / "plots" / "frontier.png").stat().st_size > 0
@@ -288,7 +288,7 @@ def test_ppo_reaches_the_optimum_at_beta_1(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"betas": (0.1, 0.3)}, "each below the last"),
         ({"betas": ()}, "expected one or more"),
@@ -296,8 +296,8 @@ def test_ppo_reaches_the_optimum_at_beta_1(tmp_path):
         ({"iterations": 30}, "a multiple of 25"),
     ],
 )
-def test_what_cannot_be_annealed_is_refused(tmp_path, options, told):
-    with pytest.raises(InputError, match=told):
+def test_what_cannot_be_annealed_is_refused(tmp_path, options, message):
+    with pytest.raises(InputError, match=message):
         certify.Config(out=tmp_path, **options)
 
 

@@ -57,7 +57,7 @@ def test_every_correction_follows_its_objective(case, name):
 
 def world(*, rewards, sampler, ref=0.25):
     """Two responses of one token, of these chances under μ."""
-    logprobs = jnp.log(jnp.array([[each, 1, 1, 1] for each in sampler]))
+    logprobs = jnp.log(jnp.array([[weight, 1, 1, 1] for weight in sampler]))
     ones = jnp.ones((2, 4))
     return claims.Known(
         logprobs,
@@ -65,7 +65,7 @@ def world(*, rewards, sampler, ref=0.25):
         jnp.array(rewards, jnp.float32),
         jnp.log(jnp.full((2, 4), ref)),
         ones,
-        jnp.array([[each, 0, 0, 0] for each in rewards], jnp.float32),
+        jnp.array([[reward, 0, 0, 0] for reward in rewards], jnp.float32),
         ones,
     )
 
@@ -90,9 +90,9 @@ def test_objectives_by_hand():
             assert float(objective(now, known, h=h)) == pytest.approx(expected)
     bounds = {"cap": 2.0, "floor": 0.5}  # the first alone is kept, of itself and both
     for mean in (True, False):
-        kept = claims.kept_likelihood(now, known, **bounds, mean=mean)
+        likelihood = claims.kept_likelihood(now, known, **bounds, mean=mean)
         # Beside the second, which is not, it weighs twice: 0.25·2·(1 - 3)·log 0.8.
-        assert float(kept) == pytest.approx(-np.log(0.8))
+        assert float(likelihood) == pytest.approx(-np.log(0.8))
     kl = 0.8 * np.log(3.2) + 0.2 * np.log(0.8)
     assert float(claims.reverse_kl(now, known)) == pytest.approx(-kl)
     k3 = [1 / ratio - 1 + np.log(ratio) for ratio in (3.2, 0.8)]

@@ -31,14 +31,14 @@ RLOO = CLAIMS["RLOO, KL in the reward"]
 @pytest.mark.long
 def test_estimators_have_the_gradients_they_are_said_to_have(case):
     """Four of those that `certify_family.py` goes through."""
-    rloo, ppo, k2, published = found = certified(
+    rloo, ppo, k2, published = findings = certified(
         case,
         RLOO,
         CLAIMS["PPO, KL in the reward"],
         CLAIMS["GRPO, k2 of responses in the loss"],
         group_claims.CLAIMS[-1],
     )
-    for finding in found:
+    for finding in findings:
         assert finding.holds, finding
     assert min(rloo.cosine, ppo.cosine) > 1 - 1e-6
     assert published.claim.bias
@@ -51,20 +51,22 @@ def test_estimators_have_the_gradients_they_are_said_to_have(case):
 @pytest.mark.long
 def test_means_are_biased_where_lengths_differ_alone(case):
     claims = group_claims.means(stops=bool(case.stop_ids))
-    by_token, by_response = found = certified(case, *claims[4:6])
-    assert [each.claim.name[:4] for each in found] == ["RLOO", "RLOO"]
+    by_token, by_response = findings = certified(case, *claims[4:6])
+    assert [finding.claim.name[:4] for finding in findings] == ["RLOO", "RLOO"]
     assert by_token.holds
     assert by_response.holds
     if case.stop_ids:
-        assert max(each.cosine for each in found) < 0.999
+        assert max(finding.cosine for finding in findings) < 0.999
         assert np.ptp(by_response.depths) > 1  # of 4 tokens or of 1
     else:
-        assert min(each.cosine for each in found) > 1 - 1e-6
+        assert min(finding.cosine for finding in findings) > 1 - 1e-6
 
 
 @pytest.mark.long
 def test_a_wrong_claim_fails(case):
-    assert not any(each.holds for each in certified(case, RLOO._replace(share=0.9)))
+    assert not any(
+        finding.holds for finding in certified(case, RLOO._replace(share=0.9))
+    )
 
 
 def play(out, *argv):
@@ -89,7 +91,7 @@ def test_a_policy_that_has_not_learned_fails_by_name(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"betas": (0.1, 1.0)}, "each below the last"),
         ({"betas": (0.005,)}, "exact frontier"),
@@ -100,6 +102,6 @@ def test_a_policy_that_has_not_learned_fails_by_name(tmp_path, monkeypatch, caps
         ({"seed": -1}, "seed"),
     ],
 )
-def test_what_cannot_be_certified_is_refused(tmp_path, options, told):
-    with pytest.raises(InputError, match=told):
+def test_what_cannot_be_certified_is_refused(tmp_path, options, message):
+    with pytest.raises(InputError, match=message):
         certify_family.Config(out=tmp_path, **options)

@@ -43,8 +43,8 @@ def test_robust_dpo_has_the_gradient_of_clean_labels_and_its_optimum():
     np.testing.assert_allclose(measured, named, atol=1e-6)
     assert np.abs(named).max() > 1e-2
     np.testing.assert_allclose(preferences.gradient(loss, BEST), 0, atol=1e-6)
-    found = preferences.dpo_optimum(WORLD, CLEAN, beta=BETA)
-    assert enumerable.divergence(found, BEST) < 1e-8
+    optimum = preferences.dpo_optimum(WORLD, CLEAN, beta=BETA)
+    assert enumerable.divergence(optimum, BEST) < 1e-8
     biased = preferences.dpo_optimum(WORLD, NOISY, beta=BETA)
     assert enumerable.divergence(biased, BEST) > 1e-3
 
@@ -107,11 +107,13 @@ def test_the_fixed_point_of_nash_md_is_one():
         rewards=rng.normal(size=256),
         log_ref=log_ref - np.logaddexp.reduce(log_ref),
     )
-    found = preferences.nash(world, tau=0.2, share=0.25)
-    mix = np.exp(preferences.mixed(found, world.log_ref, share=0.25))
+    fixed_point = preferences.nash(world, tau=0.2, share=0.25)
+    mix = np.exp(preferences.mixed(fixed_point, world.log_ref, share=0.25))
     wins = preferences.clean(world.rewards) @ mix
     tilted = world.log_ref + wins / 0.2
-    np.testing.assert_allclose(found, tilted - np.logaddexp.reduce(tilted), atol=1e-8)
+    np.testing.assert_allclose(
+        fixed_point, tilted - np.logaddexp.reduce(tilted), atol=1e-8
+    )
 
 
 def test_a_bias_that_is_not_seen_fails():

@@ -82,8 +82,8 @@ def not_skipping(*, rewards, values, mask, gamma, lam):
         return advantage, advantage
 
     columns = deltas.T, mask.T
-    _, found = jax.lax.scan(step, jnp.zeros(len(mask)), columns, reverse=True)
-    return found.T, found.T + values
+    _, advantages = jax.lax.scan(step, jnp.zeros(len(mask)), columns, reverse=True)
+    return advantages.T, advantages.T + values
 
 
 @pytest.mark.slow

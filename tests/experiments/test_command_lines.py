@@ -117,7 +117,7 @@ def test_commands_are_found():
         "`python experiments studies.x --out runs/x`, rlhf-jax ppo and\n"
         "#     rlhf-jax sweep FILE --out runs/s\n    python experiments x ... --out a\n"
     )
-    assert [shlex.split(found, comments=True) for found in commands_of(text)] == [
+    assert [shlex.split(line, comments=True) for line in commands_of(text)] == [
         ["rlhf-jax", "ppo", "--model", "m", "--out", "runs/a"],
         ["rlhf-jax", "sweep", "FILE", "--out", "runs/s"],
         ["python", "experiments", "studies.x", "--out", "runs/x"],

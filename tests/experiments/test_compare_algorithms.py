@@ -45,30 +45,30 @@ def rows():
 
 
 def test_figures_by_hand(rows):
-    found = comparison.summarise(*rows, kl_coef=0.5)
-    assert found["num_seeds"] == 2
-    assert found["reference"]["gold"] == 0.25
-    assert list(found["policies"]) == ["PPO", "DPO", "best of 2", "best of 4"]
-    of_ppo = found["policies"]["PPO"]
+    summary = comparison.summarise(*rows, kl_coef=0.5)
+    assert summary["num_seeds"] == 2
+    assert summary["reference"]["gold"] == 0.25
+    assert list(summary["policies"]) == ["PPO", "DPO", "best of 2", "best of 4"]
+    of_ppo = summary["policies"]["PPO"]
     assert of_ppo["kl"] == pytest.approx(0.625)
     assert of_ppo["gold"] == pytest.approx(1.25)
     assert of_ppo["of_seeds"]["net_gold"] == pytest.approx([1 - 0.125, 1.5 - 0.5])
     assert of_ppo["net_score"] == pytest.approx((2 - 0.125 + 3 - 0.5) / 2)
     # √KL 1 is a third of the way from 0.5 (gold 0.7) to 2 (gold 1.0).
     assert of_ppo["of_seeds"]["lead"] == pytest.approx([0.6, 1.5 - 0.8])
-    of_dpo = found["policies"]["DPO"]
+    of_dpo = summary["policies"]["DPO"]
     assert of_dpo["of_seeds"]["lead"][0] is None  # no n goes so far
     assert of_dpo["of_seeds"]["lead"][1] == pytest.approx(0.5 - 0.8)
     assert of_dpo["lead"] is None
-    of_two = found["policies"]["best of 2"]
+    of_two = summary["policies"]["best of 2"]
     assert (of_two["n"], of_two["kl_bound"]) == (2, pytest.approx(0.275))
     assert of_two["lead"] == pytest.approx(0)
-    assert found["paths"]["ppo"] == [
+    assert summary["paths"]["ppo"] == [
         {"step": step, "kl": kl, "gold": gold, "score": 2 * gold}
         | {"fluency": pytest.approx(0.9), "distinct": 1.0}
         for step, kl, gold in ((0, 0.0, 0.1), (4, 1.0, 0.3))
     ]
-    json.dumps(found, allow_nan=False)
+    json.dumps(summary, allow_nan=False)
 
 
 def test_a_policy_between_the_reference_and_the_smallest_n_has_a_lead():
@@ -83,11 +83,11 @@ def test_a_policy_between_the_reference_and_the_smallest_n_has_a_lead():
 
 
 def test_the_table_and_the_plot(rows, tmp_path, capsys):
-    found = comparison.summarise(*rows, kl_coef=0.5)
-    comparison.tell(found, kl_coef=0.5)
-    told = capsys.readouterr().out
+    summary = comparison.summarise(*rows, kl_coef=0.5)
+    comparison.tell(summary, kl_coef=0.5)
+    printed = capsys.readouterr().out
     for text in ("PPO", "best of 4", "±", "—", "lead in gold"):
-        assert text in told
+        assert text in printed
     comparison.plot(tmp_path, *rows)
     assert (tmp_path / "plots" / "comparison.png").stat().st_size > 10_000
     _, before, after = rows
@@ -126,12 +126,12 @@ def test_figures_of_a_sweep(tmp_path):
             (folder / "samples.jsonl").write_text(lines)
     (tmp_path / "sweep.json").write_text(json.dumps({"cells": cells}))
     compared.main(finished.Options(tmp_path))
-    found = json.loads((tmp_path / "figures.json").read_text())
-    assert found["policies"]["PPO"]["of_seeds"]["gold"] == [0.9, 1.9]
-    assert found["policies"]["PPO"]["of_seeds"]["net_gold"] == [0.65, 1.65]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["policies"]["PPO"]["of_seeds"]["gold"] == [0.9, 1.9]
+    assert figures["policies"]["PPO"]["of_seeds"]["net_gold"] == [0.65, 1.65]
     # At the KL of best of 2 its gold is 0.8 + seed.
-    assert found["policies"]["PPO"]["lead"] == pytest.approx(0.1)
-    assert found["policies"]["best of 2"]["n"] == 2
-    assert [of["step"] for of in found["paths"]["ppo"]] == [0]
-    assert found["kl_coef"] == 0.25
+    assert figures["policies"]["PPO"]["lead"] == pytest.approx(0.1)
+    assert figures["policies"]["best of 2"]["n"] == 2
+    assert [of["step"] for of in figures["paths"]["ppo"]] == [0]
+    assert figures["kl_coef"] == 0.25
     assert (tmp_path / "plots" / "comparison.png").stat().st_size > 10_000

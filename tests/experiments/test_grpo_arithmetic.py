@@ -61,7 +61,7 @@ def test_the_share_and_the_kl_of_samples(tmp_path):
     policy, other = (toys.params(algorithm.model, seed=seed) for seed in (0, 1))
     rows = arithmetic.every_triple(0)[:40]
     key = jax.random.key(2)
-    found = scores.sampled(
+    scored = scores.sampled(
         policy, toys.freeze(other), rows, algorithm=algorithm, key=key
     )
     answered = scores._respond(policy, rows, algorithm=algorithm, key=key, greedy=False)
@@ -79,8 +79,8 @@ def test_the_share_and_the_kl_of_samples(tmp_path):
     )
     by_row = np.where(answered.response_mask, log_ratio, 0.0).sum(axis=1)
     assert abs(by_row.mean()) > 1e-3
-    assert found["kl"] == pytest.approx(by_row.mean(), abs=1e-4)
-    assert found["gold"] == arithmetic.verifier(rows)(answered).mean()
+    assert scored["kl"] == pytest.approx(by_row.mean(), abs=1e-4)
+    assert scored["gold"] == arithmetic.verifier(rows)(answered).mean()
 
 
 def play(out, *argv):
@@ -145,11 +145,11 @@ def test_stopped_in_both_stages_a_run_is_the_same_to_the_last_bit(
         with pytest.raises(SystemExit) as exit_:
             play(parts, *resume)
         assert exit_.value.code == 128 + signal.SIGTERM
-    found = play(parts, "--resume")
+    summary = play(parts, "--resume")
     assert steps == [*range(30), *range(6)]
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (parts / name).read_bytes() == (whole / name).read_bytes()
-    assert found | {"seconds": None} == expected | {"seconds": None}
+    assert summary | {"seconds": None} == expected | {"seconds": None}
 
 
 def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
@@ -160,16 +160,16 @@ def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
     first = programs()
     assert first == programs("b", seed=3, kl_coef=0.0, prepared=tmp_path)
     assert training.programs_of(first) is training.programs_of(programs("b", seed=4))
-    found = training.programs_of(
+    recipe = training.programs_of(
         programs(baseline="leave_one_out", aggregation="constant")
     ).algorithm
-    assert (found.baseline, found.aggregation) == ("leave_one_out", "constant")
+    assert (recipe.baseline, recipe.aggregation) == ("leave_one_out", "constant")
     assert first != programs(baseline="leave_one_out")
     assert first != programs(algorithm="ppo")
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"held_out": 0}, "--held-out"),
         ({"held_out": 1000}, "leave some to train on"),
@@ -181,6 +181,6 @@ def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
         ({"learning_rate": -1.0}, "learning_rate"),
     ],
 )
-def test_sizes_that_mean_nothing_are_refused(tmp_path, options, told):
-    with pytest.raises(InputError, match=told):
+def test_sizes_that_mean_nothing_are_refused(tmp_path, options, message):
+    with pytest.raises(InputError, match=message):
         training.Config(out=tmp_path, **options)

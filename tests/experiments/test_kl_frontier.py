@@ -39,22 +39,22 @@ def test_the_careful_judge_reads_sentences():
 
 def test_unreadable_is_well_below_what_the_language_says():
     sampled = reviews.sample_reviews(0, 500)
-    said = np.array([reviews.careful_gold(*pair) for pair in sampled])
-    assert said.mean() - reviews.UNREADABLE > 1.5 * said.std()
-    assert (said > reviews.UNREADABLE).mean() > 0.97
+    gold = np.array([reviews.careful_gold(*pair) for pair in sampled])
+    assert gold.mean() - reviews.UNREADABLE > 1.5 * gold.std()
+    assert (gold > reviews.UNREADABLE).mean() > 0.97
 
 
 def two_answers(params, *, prompts, key):
     """Says "i like it ." in even rows and "i love it ." in odd ones."""
-    said = [
+    responses = [
         reviews.encode(words(text))
         for text, _ in zip(
             itertools.cycle(("i like it .", "i love it .")), prompts.tokens
         )
     ]
-    before, response = np.zeros_like(prompts.mask), np.ones((len(said), 5), bool)
+    before, response = np.zeros_like(prompts.mask), np.ones((len(responses), 5), bool)
     return Rollout(
-        tokens=np.concatenate([prompts.tokens, said], axis=1),
+        tokens=np.concatenate([prompts.tokens, responses], axis=1),
         mask=np.concatenate([prompts.mask, response], axis=1),
         response_mask=np.concatenate([before, response], axis=1),
         old_logprobs=None,
@@ -96,20 +96,20 @@ def test_a_judge_who_tells_nothing_apart_is_told(tmp_path):
 
 def test_what_is_said_of_responses_by_hand():
     prompts = preparation.prompts_of(TRAIN_PROMPTS, batch_size=6, seed=0)[0]
-    found = preparation.judgement(
+    judged = preparation.judgement(
         two_answers(None, prompts=prompts, key=None), batch_size=4
     )
-    assert found["distinct"] == pytest.approx((2 / 4 + 2 / 2) / 2)
+    assert judged["distinct"] == pytest.approx((2 / 4 + 2 / 2) / 2)
     # "it" is an answer to what is about one thing alone.
     one = [
         not {*review_grammar.NOUNS.split()}.isdisjoint(reviews.decode(row))
         for row in prompts.tokens
     ]
     assert 0 < sum(one) < 6
-    assert found["fluency"] == pytest.approx(np.mean(one))
+    assert judged["fluency"] == pytest.approx(np.mean(one))
     of_words = [reviews.gold(words(f"i {verb} it .")) for verb in ("like", "love")] * 3
     expected = np.where(one, of_words, reviews.UNREADABLE).mean()
-    assert found["gold"] == pytest.approx(expected)
+    assert judged["gold"] == pytest.approx(expected)
 
 
 # --- the fit and the figures ------------------------------------------------------
@@ -134,8 +134,8 @@ def test_the_fit_leaves_out_what_has_no_logarithm():
     kl = np.array([-0.01, 0.0, 1.0, 2.0, 4.0])
     gain = curve(np.maximum(kl, 1e-9), 1.0, 0.3)
     gain[:2] = [7.0, np.nan]
-    found = overoptimisation.fit(kl, gain)
-    assert found == pytest.approx((1.0, 0.3, 1.0), abs=1e-9)
+    fitted = overoptimisation.fit(kl, gain)
+    assert fitted == pytest.approx((1.0, 0.3, 1.0), abs=1e-9)
     assert overoptimisation.fit(kl[:4], gain[:4]) is None  # two points left
 
 
@@ -175,36 +175,38 @@ def figures():
 
 
 def test_a_summary_by_hand(figures):
-    found = overoptimisation.summarise(*figures)
-    of = found["kl_coefs"]
+    summary = overoptimisation.summarise(*figures)
+    of = summary["kl_coefs"]
     assert list(of) == ["0", "0.5", "1"]
     assert of["0"]["failures"] == {"hacking": 2, "fluency": 2, "distinct": 2}
     assert of["0.5"]["failures"] == {"hacking": 0, "fluency": 1, "distinct": 0}
-    assert found["three_failures"] is True
-    assert found["prevented_by"] == [1.0]
-    assert found["reference"]["gold"] == pytest.approx(-0.1)
+    assert summary["three_failures"] is True
+    assert summary["prevented_by"] == [1.0]
+    assert summary["reference"]["gold"] == pytest.approx(-0.1)
     assert of["0"]["of_seeds"]["gold_gain"] == pytest.approx([-2.0, -1.6])
     assert of["0.5"]["of_seeds"]["net_gold"] == pytest.approx([-1.0, -0.2])
     assert of["0.5"]["net_score"] == pytest.approx(0.0)
     # gold - β KL: -1.9, -0.6, -0.3; score - β KL: 2.5, 0, -0.1
-    assert found["peak"] == {"gold": 1.0, "score": 0.0}
+    assert summary["peak"] == {"gold": 1.0, "score": 0.0}
     rows = [end for of in figures[::2] for end in of]
     kl = np.array([end["kl"] for end in rows])
     gain = np.array([end["gold"] + 0.2 * end["seed"] for end in rows])
-    assert found["fit"] == overoptimisation.fit(kl, gain)._asdict()
+    assert summary["fit"] == overoptimisation.fit(kl, gain)._asdict()
     chosen = np.array([end["kl_coef"] for end in rows]) == 0.5
     of_half = overoptimisation.fit(kl[chosen], gain[chosen])
     assert of["0.5"]["fit"] == of_half._asdict()
-    json.dumps(found, allow_nan=False)
+    json.dumps(summary, allow_nan=False)
 
 
 def test_what_is_told_of_a_summary(figures, capsys):
-    found = overoptimisation.summarise(*figures)
-    overoptimisation.tell(found)
-    told = capsys.readouterr().out
-    assert "gold - β KL peaks at β = 1\n" in told
-    assert "gold -1.80, fluency 1.00 -> 0.05, distinct 1.00 -> 0.40: all three" in told
-    assert "β without any failure in any seed: 1\n" in told
+    summary = overoptimisation.summarise(*figures)
+    overoptimisation.tell(summary)
+    printed = capsys.readouterr().out
+    assert "gold - β KL peaks at β = 1\n" in printed
+    assert (
+        "gold -1.80, fluency 1.00 -> 0.05, distinct 1.00 -> 0.40: all three" in printed
+    )
+    assert "β without any failure in any seed: 1\n" in printed
 
 
 # --- from a sweep -----------------------------------------------------------------
@@ -242,10 +244,10 @@ def swept(tmp_path):
 
 def test_figures_of_a_sweep(swept, capsys):
     frontier.main(finished.Options(swept))
-    found = json.loads((swept / "figures.json").read_text())
-    assert found["num_seeds"] == 2
-    assert found["reference"]["score"] == 0.0
-    zero, one = found["kl_coefs"]["0"], found["kl_coefs"]["1"]
+    summary = json.loads((swept / "figures.json").read_text())
+    assert summary["num_seeds"] == 2
+    assert summary["reference"]["score"] == 0.0
+    zero, one = summary["kl_coefs"]["0"], summary["kl_coefs"]["1"]
     assert zero["of_seeds"]["gold_gain"] == [-1.5, -2.5]
     assert zero["failures"]["hacking"] == 2
     assert one["failures"]["hacking"] == 0
@@ -269,9 +271,9 @@ def test_figures_are_of_the_seeds_that_every_cell_has(swept, capsys):
     left.unlink()
     frontier.main(finished.Options(swept))
     assert "not every cell has seeds 1: left out" in capsys.readouterr().out
-    found = json.loads((swept / "figures.json").read_text())
-    assert found["num_seeds"] == 1
-    assert found["kl_coefs"]["0"]["of_seeds"]["gold_gain"] == [-1.5]
+    summary = json.loads((swept / "figures.json").read_text())
+    assert summary["num_seeds"] == 1
+    assert summary["kl_coefs"]["0"]["of_seeds"]["gold_gain"] == [-1.5]
     (left.parent.parent / "seed_0" / "summary.json").rename(left)
     (swept / "runs" / "kl_coef=0" / "seed_1" / "summary.json").unlink()
     with pytest.raises(checks.InputError, match="a seed of which every cell is done"):

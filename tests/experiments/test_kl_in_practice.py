@@ -86,7 +86,7 @@ def test_published_claims_say_what_is_published(says, measure, numbers, answer):
         declaration.read(Path(study.__file__).with_name(f"{world}.py"))
         for world in study.WORLDS
     ]
-    seen = 0
+    num_rows = 0
     for sweep in sweeps:
         values = {name: {cell: {} for cell in sweep.cells} for name in sweep.measures}
         for cell in sweep.cells:
@@ -98,8 +98,8 @@ def test_published_claims_say_what_is_published(says, measure, numbers, answer):
         for name, claim in sweep.claims.items():
             if says in name:
                 assert claims.answer(claim, lookup=lookup).answer == answer
-                seen += 1
-    assert seen in (6, 12)  # two algorithms at three β, in one world or both
+                num_rows += 1
+    assert num_rows in (6, 12)  # two algorithms at three β, in one world or both
 
 
 def run_of(folder, *, kl_coef, gold, kl, norms=(1.0,) * 5, estimator="k1"):
@@ -139,7 +139,7 @@ def swept(tmp_path):
     cells = ["algorithm=ppo,kl=none", "algorithm=ppo,kl=k1_reward_0.5"]
     (tmp_path / "sweep.json").write_text(json.dumps({"cells": dict.fromkeys(cells)}))
     for seed in (0, 1):
-        none, held = (tmp_path / "runs" / cell / f"seed_{seed}" for cell in cells)
+        none, penalised = (tmp_path / "runs" / cell / f"seed_{seed}" for cell in cells)
         # At √KL 0, 1, 2 and 3 gold is 0, 1, 0 and -2.
         run_of(
             none,
@@ -148,7 +148,7 @@ def swept(tmp_path):
             kl=[0.0, 1.0, 4.0, 9.0, 9.0, 9.0],
         )
         run_of(
-            held,
+            penalised,
             kl_coef=0.5,
             gold=[0.0, 0.75, 0.5, 0.9, 1.5 + seed, 1.5 + seed],
             kl=[0.0, 1.0, 2.0, 2.0, 2.25, 2.5],
@@ -159,36 +159,36 @@ def swept(tmp_path):
 
 def test_figures_by_hand(swept, capsys):
     figures.main(finished.Options(swept))
-    found = json.loads((swept / "figures.json").read_text())
-    assert found["target"] == pytest.approx(0.5 * 2.0)  # of the best mean gain
-    none, held = found["cells"].values()
-    assert (none["choice"], held["choice"]) == ("none", "k1 reward")
+    summary = json.loads((swept / "figures.json").read_text())
+    assert summary["target"] == pytest.approx(0.5 * 2.0)  # of the best mean gain
+    none, penalised = summary["cells"].values()
+    assert (none["choice"], penalised["choice"]) == ("none", "k1 reward")
     assert none["fall"]["mean"] == pytest.approx(1 / 3 + 4 / 3)  # of means of three
-    assert held["fall"]["mean"] == 0.0
-    assert held["gradient"]["mean"] == 3.0
-    assert held["entropy"]["mean"] == pytest.approx(0.5)
+    assert penalised["fall"]["mean"] == 0.0
+    assert penalised["gradient"]["mean"] == 3.0
+    assert penalised["entropy"]["mean"] == pytest.approx(0.5)
     # A step sampled 10 responses, of 5 tokens first, and of one more each time.
     assert none["by_seed"]["tokens"] == {"0": 50.0, "1": 50.0}
-    assert held["by_seed"]["tokens"] == {"0": 260.0, "1": 260.0}
+    assert penalised["by_seed"]["tokens"] == {"0": 260.0, "1": 260.0}
     # √2.25 is half way between 1 and 2, where the unpenalised gold is 0.5.
-    assert held["by_seed"]["lead"] == pytest.approx({"0": 1.0, "1": 2.0})
-    assert held["gold"]["interval"][0] < held["gold"]["mean"] == 2.0
+    assert penalised["by_seed"]["lead"] == pytest.approx({"0": 1.0, "1": 2.0})
+    assert penalised["gold"]["interval"][0] < penalised["gold"]["mean"] == 2.0
     assert none["lead"] is None
     assert (swept / "plots" / "frontier.png").stat().st_size > 10_000
-    told = capsys.readouterr().out
-    assert "│ k1 reward │ 0.5 │ 2 ±6.4 (2) │ 2.5 ±0 (2) │" in told
+    printed = capsys.readouterr().out
+    assert "│ k1 reward │ 0.5 │ 2 ±6.4 (2) │ 2.5 ±0 (2) │" in printed
 
 
 def test_a_run_farther_than_the_unpenalised_one_has_no_lead(swept):
     runs = {run.cell: run for run in finished.runs_of(swept) if run.seed == 0}
-    none, held = runs.values()
+    none, penalised = runs.values()
     rows = [{"response/length": length} for length in (2.0, 3.0, 4.0)]
-    assert figures.tokens_to(0.6, held.points(), rows, batch_size=10) == 20
-    assert figures.tokens_to(9.0, held.points(), rows, batch_size=10) is None
+    assert figures.tokens_to(0.6, penalised.points(), rows, batch_size=10) == 20
+    assert figures.tokens_to(9.0, penalised.points(), rows, batch_size=10) is None
     with (none.folder / "samples.jsonl").open("a") as file:
         row = {"stage": "ppo", "step": 5, "gold": -2.0, "kl": 16.0}
         file.write(json.dumps(row) + "\n")
-    assert figures.lead(none, held) is None
+    assert figures.lead(none, penalised) is None
 
 
 def test_what_a_run_has_no_number_of(swept):
@@ -202,7 +202,7 @@ def test_what_a_run_has_no_number_of(swept):
             for row, norm in zip(rows, norms, strict=True)
         ]
         path.write_text("\n".join(lines) + "\n")
-        found = figures.measured(run, target=0.5, unpenalised=None)
-        assert found["gradient"] is None
-        assert found["lead"] is None
-        assert found["tokens"] == 50.0
+        measured = figures.measured(run, target=0.5, unpenalised=None)
+        assert measured["gradient"] is None
+        assert measured["lead"] is None
+        assert measured["tokens"] == 50.0

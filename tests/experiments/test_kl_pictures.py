@@ -49,17 +49,17 @@ def exact_kl(pair, tokens) -> np.ndarray:
         policy.logits(params, model=pair.model, tokens=tokens, mask=mask)
         for params in (pair.policy, pair.reference)
     ]
-    found = np.zeros(tokens.shape)
-    found[:, 1:] = oracles.exact_kl(*map(np.asarray, logits))[:, :-1]
-    return found
+    values = np.zeros(tokens.shape)
+    values[:, 1:] = oracles.exact_kl(*map(np.asarray, logits))[:, :-1]
+    return values
 
 
 def test_six_words():
-    found = kl_pictures.six_words()
+    pictures = kl_pictures.six_words()
     published = {"close": 0.0041, "moved": 0.2541, "elsewhere": 2.6733}
     for name, expected in published.items():
-        assert found[name]["kl"] == pytest.approx(expected, abs=5e-5)
-        assert sum(found[name]["contributions"]) == pytest.approx(expected, abs=5e-5)
+        assert pictures[name]["kl"] == pytest.approx(expected, abs=5e-5)
+        assert sum(pictures[name]["contributions"]) == pytest.approx(expected, abs=5e-5)
 
 
 @pytest.mark.long

@@ -29,8 +29,10 @@ def test_a_process_gives_the_same_bits(tmp_path, monkeypatch):
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["heads"] == []
-    found = {(row["sampler"], row["behind"]): row for row in summary["rows"]}
-    assert found.keys() == {(way, k) for way in ("here", "process") for k in (0, 1)}
+    by_sampler = {(row["sampler"], row["behind"]): row for row in summary["rows"]}
+    assert by_sampler.keys() == {
+        (way, k) for way in ("here", "process") for k in (0, 1)
+    }
     for behind in (0, 1):
-        assert found["process", behind]["equal_bits"]
-    assert found["process", 0]["largest_distance"] == 0
+        assert by_sampler["process", behind]["equal_bits"]
+    assert by_sampler["process", 0]["largest_distance"] == 0

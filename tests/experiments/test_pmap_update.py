@@ -89,9 +89,9 @@ PARTS = {"micro_batch_size": 1, "max_ratio_mean": 5.0, "aggregation": "sequence_
 def test_pmap_of_the_parts_is_jit_of_the_whole(name, options):
     train, whole, by_pmap = programs(name, **options)
     expected, expected_stats = whole(train, experience=rows(), key=KEY)
-    found, stats = by_pmap(train, rows(), KEY)
+    output, stats = by_pmap(train, rows(), KEY)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(near, found, expected)
+    jax.tree.map(near, output, expected)
     moved = pmap_update.farthest(expected.policy, train.policy)
     assert moved > 1e-3
     assert not np.allclose(expected.kl.kl_coef, train.kl.kl_coef)

@@ -56,7 +56,7 @@ def options_in(folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def given():
+def prepared_models():
     """A model that knows nothing, and one that scores at random."""
     options = options_in("unused")
     algorithm = quickstart.algorithm_of(options)
@@ -68,7 +68,7 @@ def given():
     return preparation.SeedModels(0, toys.freeze(params), (reward_model,), reward, 0.5)
 
 
-def said(text):
+def ids_of(text):
     return reviews.encode((*text.split(), reviews.EOS))
 
 
@@ -77,10 +77,10 @@ def two_answers(scores):
 
     def draw(params, *, reward, prompts, key):
         rows = len(prompts.tokens)
-        said_ = [said(("i like it .", "i love it .")[k % 2]) for k in range(rows)]
+        responses = [ids_of(("i like it .", "i love it .")[k % 2]) for k in range(rows)]
         before, response = np.zeros_like(prompts.mask), np.ones((rows, 5), bool)
         answered = Rollout(
-            tokens=np.concatenate([prompts.tokens, said_], axis=1),
+            tokens=np.concatenate([prompts.tokens, responses], axis=1),
             mask=np.concatenate([prompts.mask, response], axis=1),
             response_mask=np.concatenate([before, response], axis=1),
             old_logprobs=None,
@@ -93,50 +93,57 @@ def two_answers(scores):
     return draw
 
 
-def chosen_by(scores, given, **changes):
+def chosen_by(scores, prepared_models, **changes):
     """Which answers are chosen, of how many pairs."""
     options = options_in("unused", **changes)
-    pairs = algorithms.pairs_of(given, draw=two_answers(scores), options=options)
+    pairs = algorithms.pairs_of(
+        prepared_models, draw=two_answers(scores), options=options
+    )
     assert {len(pair) for pair in pairs} == {4}
     for pair in pairs:
         assert {tuple(pair.chosen), tuple(pair.rejected)} == {
-            tuple(said("i like it .")),
-            tuple(said("i love it .")),
+            tuple(ids_of("i like it .")),
+            tuple(ids_of("i love it .")),
         }
         assert reviews.decode(pair.prompt) in reviews.TRAIN_PROMPTS
     return [reviews.decode(pair.chosen)[1] for pair in pairs]
 
 
-def test_pairs_are_as_many_as_the_responses_of_the_others(given):
-    found = chosen_by((0.0, 30.0), given, num_steps=6, batch_size=16)
-    assert found == ["love"] * (6 * 16 // 2)
-    assert set(chosen_by((30.0, 0.0), given)) == {"like"}
+def test_pairs_are_as_many_as_the_responses_of_the_others(prepared_models):
+    verbs = chosen_by((0.0, 30.0), prepared_models, num_steps=6, batch_size=16)
+    assert verbs == ["love"] * (6 * 16 // 2)
+    assert set(chosen_by((30.0, 0.0), prepared_models)) == {"like"}
 
 
-def test_labels_are_bradley_terry_in_units_of_the_score(given):
-    found = chosen_by((1.0, 0.0), given, num_steps=64, batch_size=64)
-    share = np.mean([verb == "like" for verb in found])
+def test_labels_are_bradley_terry_in_units_of_the_score(prepared_models):
+    verbs = chosen_by((1.0, 0.0), prepared_models, num_steps=64, batch_size=64)
+    share = np.mean([verb == "like" for verb in verbs])
     assert share == pytest.approx(1 / (1 + np.exp(-1)), abs=0.03)
 
 
-def test_a_seed_has_its_own_pairs_and_the_same_twice(given):
-    assert chosen_by((0.0, 0.0), given) == chosen_by((0.0, 0.0), given)
-    other = given._replace(seed=1)
-    assert chosen_by((0.0, 0.0), given) != chosen_by((0.0, 0.0), other)
+def test_a_seed_has_its_own_pairs_and_the_same_twice(prepared_models):
+    assert chosen_by((0.0, 0.0), prepared_models) == chosen_by(
+        (0.0, 0.0), prepared_models
+    )
+    other = prepared_models._replace(seed=1)
+    assert chosen_by((0.0, 0.0), prepared_models) != chosen_by((0.0, 0.0), other)
 
 
-def test_equal_answers_are_no_pair(given):
+def test_equal_answers_are_no_pair(prepared_models):
     def draw(params, *, reward, prompts, key):
         answered, scores = two_answers((0.0, 1.0))(
             params, reward=reward, prompts=prompts, key=key
         )
-        answered.tokens[:, -5:] = said("i like it .")
+        answered.tokens[:, -5:] = ids_of("i like it .")
         return answered, scores
 
-    assert algorithms.pairs_of(given, draw=draw, options=options_in("unused")) == []
+    assert (
+        algorithms.pairs_of(prepared_models, draw=draw, options=options_in("unused"))
+        == []
+    )
 
 
-def test_a_response_that_never_ends_scores_as_in_training(given):
+def test_a_response_that_never_ends_scores_as_in_training(prepared_models):
     """One reward for all: shaped when DPO labels and best-of-n chooses, too."""
     options = options_in("unused", missing_stop_score=-7.0)
     algorithm = quickstart.algorithm_of(options)
@@ -144,15 +151,17 @@ def test_a_response_that_never_ends_scores_as_in_training(given):
     answered, scores = jax.jit(
         functools.partial(algorithms.sampled, algorithm=algorithm, group_size=1)
     )(
-        given.reference.stored,
-        reward=given.reward,
+        prepared_models.reference.stored,
+        reward=prepared_models.reward,
         prompts=prompts,
         key=jax.random.key(0),
     )
     last = np.asarray(answered.response_mask).cumsum(axis=1).argmax(axis=1)
     ended = np.asarray(answered.tokens)[np.arange(32), last] == reviews.EOS_ID
     assert 0 < ended.sum() < 32
-    raw = jax.jit(lambda reward, answered: reward(answered))(given.reward, answered)
+    raw = jax.jit(lambda reward, answered: reward(answered))(
+        prepared_models.reward, answered
+    )
     np.testing.assert_allclose(scores, np.where(ended, raw, -7.0), rtol=1e-5)
 
 
@@ -223,18 +232,18 @@ def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
 )
 def test_options_come_to_the_recipe(tmp_path, monkeypatch, changes, options):
     """That is the one whose iteration is compiled."""
-    seen = []
+    recipes = []
     for name in ("ppo", "grpo"):
         monkeypatch.setattr(
             getattr(algorithms, name),
             "iteration",
-            lambda *args, recipe, **kwargs: seen.append(recipe),
+            lambda *args, recipe, **kwargs: recipes.append(recipe),
         )
     own = options_in(tmp_path, num_evaluated=32, **changes).of_programs()
     trainer = algorithms.trainer_of.__wrapped__(own)
     trainer.update(None, batch=None, reference=None, reward=None, key=None)
     for name, value in options.items():
-        assert vars(seen[0])[name] == value
+        assert vars(recipes[0])[name] == value
 
 
 def test_models_are_made_anew_where_their_training_differs(tmp_path):
@@ -293,9 +302,9 @@ def test_arrays_are_made_by_the_first_that_comes(tmp_path):
         if len(looks) == 2:
             waiting.set()
 
-    found = made_once.made_once(tmp_path / "of", make, check=look)
+    arrays = made_once.made_once(tmp_path / "of", make, check=look)
     first.join()
-    np.testing.assert_array_equal(found["a"]["b"], [0, 1, 2])
+    np.testing.assert_array_equal(arrays["a"]["b"], [0, 1, 2])
     assert len(made) == 1
     assert len(looks) >= 2
     (tmp_path / "of" / "arrays.safetensors").write_bytes(b"")
@@ -307,7 +316,9 @@ def test_arrays_are_made_by_the_first_that_comes(tmp_path):
 def lenient():
     """A judge of words: nothing that a model this small says would parse."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reviews, "careful_gold", lambda _, said: reviews.gold(said))
+        patch.setattr(
+            reviews, "careful_gold", lambda _, response: reviews.gold(response)
+        )
         yield
 
 
@@ -433,18 +444,18 @@ def test_the_reward_of_a_seed_is_its_members_combined(tmp_path, prepared):
         options = options_in(tmp_path, prepared=prepared, num_members=3, **changes)
         return preparation.seed_models(options, check=lambda: None)
 
-    given = models()
+    made = models()
     model = quickstart.algorithm_of(options_in(tmp_path)).model
     prompts = preparation.prompts_of(TRAIN_PROMPTS, batch_size=4, seed=0)[0]
     answered, _ = two_answers((0.0, 0.0))(None, reward=None, prompts=prompts, key=None)
-    each = np.stack(
-        [rewards.from_model(of, model=model)(answered) for of in given.reward_models]
+    scores = np.stack(
+        [rewards.from_model(of, model=model)(answered) for of in made.reward_models]
     )
-    assert each.std(axis=0).min() > 1e-3
+    assert scores.std(axis=0).min() > 1e-3
     for how, expected in (
-        ("mean", each.mean(axis=0)),
-        ("minimum", each.min(axis=0)),
-        ("mean_minus_std", each.mean(axis=0) - 0.5 * each.std(axis=0)),
+        ("mean", scores.mean(axis=0)),
+        ("minimum", scores.min(axis=0)),
+        ("mean_minus_std", scores.mean(axis=0) - 0.5 * scores.std(axis=0)),
     ):
         reward = models(combine=how, std_coef=0.5).reward
         np.testing.assert_allclose(reward(answered).total, expected, atol=1e-5)

@@ -119,15 +119,15 @@ def number_of_rows(folder: Path) -> int:
 
 def outcome(folder: Path) -> dict[str, bytes]:
     """Metrics, samples and every array of the last PPO snapshot, as bytes."""
-    found = {
+    files = {
         name: (folder / name).read_bytes()
         for name in ("metrics.jsonl", "samples.jsonl")
     }
     arrays = ocp.StandardCheckpointer().restore(
         (folder / "snapshots" / "ppo" / "3" / "arrays").absolute()
     )
-    found["ppo"] = b"".join(
+    files["ppo"] = b"".join(
         path.encode() + np.asarray(leaf).tobytes()
         for path, leaf in sorted(arrays.items())
     )
-    return found
+    return files

@@ -23,13 +23,13 @@ def table(heading, *, text=README):
     return [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in rows]
 
 
-def check(told, *values):
+def check(cell, *values):
     """Each number of a cell, rounded as it is told."""
-    numbers = told.replace("−", "-").replace("±", " ").replace(" to ", " ").split()
-    assert len(numbers) == len(values), told
+    numbers = cell.replace("−", "-").replace("±", " ").replace(" to ", " ").split()
+    assert len(numbers) == len(values), cell
     for number, value in zip(numbers, values, strict=True):
         half = 0.5 * 10.0 ** -len(number.partition(".")[2])
-        assert float(number) == pytest.approx(value, abs=half * 1.0001), told
+        assert float(number) == pytest.approx(value, abs=half * 1.0001), cell
 
 
 def test_a_wrong_number_is_seen():
@@ -51,25 +51,25 @@ def test_staleness():
     }
     rows = table("| sampler | 1e-3, β = 0.2 |")
     assert len(rows) == 6
-    for name, *told in rows:
+    for name, *shown_cells in rows:
         sampler = name.replace("truncated", "truncate")
-        for (steps, kl_coef), each in zip(columns, told, strict=True):
+        for (steps, kl_coef), cell in zip(columns, shown_cells, strict=True):
             gold = cells[steps, sampler, kl_coef]
             low, high = gold["interval"]
-            check(each, gold["mean"], (high - low) / 2)
+            check(cell, gold["mean"], (high - low) / 2)
 
 
 def test_what_older_samples_cost_at_large_steps():
     claims = recorded("staleness", "large_steps", "claims.json")
-    for kl_coef, told in {
+    for kl_coef, cell in {
         0.05: "0.47 ± 0.99",
         0.2: "0.89 ± 0.79",
         0.8: "0.67 ± 0.75",
     }.items():
         claim = claims[f"4 behind, corrected, is within 0.1, β = {kl_coef}"]
         low, high = claim["interval"]
-        check(told, 0.1 - claim["difference"], (high - low) / 2)
-        assert told in README
+        check(cell, 0.1 - claim["difference"], (high - low) / 2)
+        assert cell in README
         assert (high < 0.1) == (kl_coef == 0.2)  # of the difference without the 0.1
     claim = claims["4 behind, truncation beats no correction, β = 0.2"]
     low, high = claim["interval"]
@@ -77,23 +77,23 @@ def test_what_older_samples_cost_at_large_steps():
 
 
 def test_episodes_beside_whole_conversations():
-    found = recorded("benchmark_turns", "record.json")["turns"]
+    turns = recorded("benchmark_turns", "record.json")["turns"]
     text = GENERATION.read_text(encoding="utf-8")
     rows = table("| seconds of a tool |", text=text)
     assert len(rows) == 3
     for (latency, speeds, shares), episodes, whole in zip(
-        rows, found[::2], found[1::2], strict=True
+        rows, turns[::2], turns[1::2], strict=True
     ):
         assert (episodes["loop"], whole["loop"]) == ("episodes", "whole")
         check(latency, episodes["latency"])
-        for told, name in ((speeds, "tokens_per_second"), (shares, "waiting_share")):
-            check(told.replace(",", " "), episodes[name], whole[name])
-    ran = [row["run_per_sampled"] for row in found[:2]]
-    assert [round(each, 1) for each in ran] == [5.4, 13.3]
+        for cell, name in ((speeds, "tokens_per_second"), (shares, "waiting_share")):
+            check(cell.replace(",", " "), episodes[name], whole[name])
+    ran = [row["run_per_sampled"] for row in turns[:2]]
+    assert [round(seconds, 1) for seconds in ran] == [5.4, 13.3]
 
 
 def test_reading():
-    found = {
+    stages = {
         row["stage"]: row
         for row in recorded("benchmark_reading", "record.json")["rows"]
     }
@@ -101,21 +101,21 @@ def test_reading():
     rows = table("| stage | 2,000 rows |", text=text)
     assert len(rows) == 14
     for stage, *seconds, ratio in rows:
-        assert found[stage]["sizes"] == [2_000, 20_000, 200_000]
-        for told, value in zip(seconds, found[stage]["seconds"], strict=True):
-            check(told, value)
-        check(ratio, found[stage]["ratio_per_row"])
+        assert stages[stage]["sizes"] == [2_000, 20_000, 200_000]
+        for cell, value in zip(seconds, stages[stage]["seconds"], strict=True):
+            check(cell, value)
+        check(ratio, stages[stage]["ratio_per_row"])
         assert float(ratio) < 2  # 10 times the rows: the time is linear
 
 
 def test_asynchrony():
     rows = recorded("asynchrony", "slow_verifiers.json")["figures"]
-    for told, row in zip(
+    for shown_cells, row in zip(
         table("| steps behind | seconds | ratio to on-policy |"), rows, strict=True
     ):
         names = ("staleness", "seconds", "ratio", "trainer", "sampler")
-        for each, name in zip(told, names, strict=True):
-            check(each, row[name])
+        for cell, name in zip(shown_cells, names, strict=True):
+            check(cell, row[name])
     _, *others = recorded("asynchrony", "no_latency.json")["figures"]
     assert [round(row["ratio"], 2) for row in others] == [1.17, 1.11]
     assert "the ratios are 1.17 and 1.11" in README
@@ -125,7 +125,7 @@ def test_samplers_outside_of_the_trainer():
     every = recorded("outside_sampler", "record.json")["rows"]
     rows = table("| sampler, steps behind |")
     assert len(rows) == 6
-    for name, *told in rows:
+    for name, *shown_cells in rows:
         way, behind = name.replace("vLLM", "server").split(", ")
         runs = [
             run
@@ -134,18 +134,20 @@ def test_samplers_outside_of_the_trainer():
         ]
         assert len(runs) == 3
         if way == "process":
-            assert told[:3] == ["the same bits"] * 3
+            assert shown_cells[:3] == ["the same bits"] * 3
             assert all(run["equal_bits"] for run in runs)
         else:
-            for each, key in zip(told, ("score_first", "score", "right"), strict=False):
-                values = [run[key] for run in runs]
-                check(each, np.mean(values), np.std(values))
-        if way == "server":
-            for each, key in zip(
-                told[3:], ("hand_over_seconds", "draw_seconds"), strict=True
+            for cell, key in zip(
+                shown_cells, ("score_first", "score", "right"), strict=False
             ):
                 values = [run[key] for run in runs]
-                check(each, min(values), max(values))
+                check(cell, np.mean(values), np.std(values))
+        if way == "server":
+            for cell, key in zip(
+                shown_cells[3:], ("hand_over_seconds", "draw_seconds"), strict=True
+            ):
+                values = [run[key] for run in runs]
+                check(cell, min(values), max(values))
     largest = max(
         run.get("largest_distance", 0.0) for run in every if run["sampler"] == "server"
     )
@@ -172,50 +174,52 @@ def test_every_choice_of_the_kl():
         for world in ("language", "arithmetic")
         for cell in recorded("kl_in_practice", world, "figures.json")["cells"].values()
     }
-    for name, _, *told in rows:
+    for name, _, *shown_cells in rows:
         choice = "none" if name.startswith("none") else name
-        for (world, algorithm, measure), each in zip(columns, told, strict=True):
+        for (world, algorithm, measure), cell in zip(columns, shown_cells, strict=True):
             kl_coef = {"language": 0.2, "arithmetic": 0.05}[world]
             kl_coef = 0.0 if choice == "none" else kl_coef
             by_seed = cells[world, algorithm, choice, kl_coef][measure]
             values = [*by_seed.values()]
-            check(each, np.mean(values), half_of_interval(values))
+            check(cell, np.mean(values), half_of_interval(values))
 
 
 def test_what_the_field_has_published():
     shown = {"yes": "yes", "no": "no", "not enough seeds": "–"}
-    for claim, *told in table("| claim | language, PPO | GRPO |"):
+    for claim, *shown_cells in table("| claim | language, PPO | GRPO |"):
         runs = [
             (world, algorithm)
             for world in ("language", "arithmetic")
             for algorithm in ("ppo", "grpo")
         ]
-        for (world, algorithm), each in zip(runs, told, strict=True):
+        for (world, algorithm), cell in zip(runs, shown_cells, strict=True):
             answers = recorded("kl_in_practice", world, "claims.json")
             betas = {"language": (0.05, 0.2, 0.8), "arithmetic": (0.01, 0.05, 0.2)}
             names = [
                 f"{claim.removesuffix(')')}; {algorithm}, β = {beta:g})"
                 for beta in betas[world]
             ]
-            found = [answers[name]["answer"] for name in names if name in answers]
-            assert each.split() == [shown[answer] for answer in found], claim
+            recorded_answers = [
+                answers[name]["answer"] for name in names if name in answers
+            ]
+            assert cell.split() == [shown[answer] for answer in recorded_answers], claim
 
 
 def test_several_turns_are_certified():
-    found = recorded("certify_turns", "record.json")["summary"]
-    assert found["failed"] == []
-    assert f"All {found['certificates']}\ncertificates of seeds 0 to 2 hold" in README
+    summary = recorded("certify_turns", "record.json")["summary"]
+    assert summary["failed"] == []
+    assert f"All {summary['certificates']}\ncertificates of seeds 0 to 2 hold" in README
     rows = table("| certificate of `certify_turns` |")
     of_rows = [[], [], [], []]
-    for each in found["findings"]:
-        if each["share"] is None:
-            of_rows[3].append(each["error"])
+    for finding in summary["findings"]:
+        if finding["share"] is None:
+            of_rows[3].append(finding["error"])
         else:
-            number = 2 if "discount" in each["name"] else int(each["share"] < 1)
-            of_rows[number].append(each["error"])
-    for (*_, told), errors in zip(rows[:3], of_rows[:3], strict=True):
-        assert max(errors) <= float(told.split()[1])
+            number = 2 if "discount" in finding["name"] else int(finding["share"] < 1)
+            of_rows[number].append(finding["error"])
+    for (*_, cell), errors in zip(rows[:3], of_rows[:3], strict=True):
+        assert max(errors) <= float(cell.split()[1])
     assert "off by 0.34 to 22 times" in rows[3][-1]
-    assert [f"{each:.2g}" for each in (min(of_rows[3]), max(of_rows[3]))] == [
+    assert [f"{error:.2g}" for error in (min(of_rows[3]), max(of_rows[3]))] == [
         *("0.34", "22")
     ]

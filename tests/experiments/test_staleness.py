@@ -96,7 +96,9 @@ def play(out, prepared, **changes):
 @pytest.mark.slow
 def test_runs_are_as_stale_as_they_say_and_figures_tell(tmp_path, monkeypatch):
     # A judge of words: nothing that a model this small says would parse.
-    monkeypatch.setattr(reviews, "careful_gold", lambda _, said: reviews.gold(said))
+    monkeypatch.setattr(
+        reviews, "careful_gold", lambda _, response: reviews.gold(response)
+    )
     prepared, runs = tmp_path / "prepared", tmp_path / "runs"
     cells = {
         "on": {},
@@ -136,14 +138,18 @@ def test_runs_are_as_stale_as_they_say_and_figures_tell(tmp_path, monkeypatch):
 
     (tmp_path / "sweep.json").write_text(json.dumps({"cells": list(cells)}))
     figures.main(finished.Options(tmp_path))
-    told = json.loads((tmp_path / "figures.json").read_text())["cells"]
-    assert [row["sampler"] for row in told] == [
+    recorded_cells = json.loads((tmp_path / "figures.json").read_text())["cells"]
+    assert [row["sampler"] for row in recorded_cells] == [
         *("on-policy", "2 behind, truncate", "2 behind, none", "1 behind, ratio")
     ]
-    assert [row["staleness_max"] for row in told] == [0, 2, 2, 1]
+    assert [row["staleness_max"] for row in recorded_cells] == [0, 2, 2, 1]
     summary = json.loads((runs / "none" / "seed_0" / "summary.json").read_text())
     gold = summary["policy"]["gold"]
-    assert told[2]["gold"] == {"mean": gold, "interval": None, "by_seed": {"0": gold}}
+    assert recorded_cells[2]["gold"] == {
+        "mean": gold,
+        "interval": None,
+        "by_seed": {"0": gold},
+    }
     monkeypatch.setattr(figures, "FROM", 3)  # of 0 to 3
     finished_runs = finished.runs_of(tmp_path)
     late = {row["sampler"]: row for row in figures.summarise(finished_runs)}
@@ -173,9 +179,9 @@ def test_the_benchmark_tells_both_waits(tmp_path):
         output=tmp_path / "figures.json",
     )
     updates.main(options)
-    told = json.loads((tmp_path / "figures.json").read_text())
-    assert told["options"]["latency"] == 0.1
-    first, second = told["figures"]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["options"]["latency"] == 0.1
+    first, second = figures["figures"]
     assert (first["staleness"], second["staleness"]) == (0, 2)
     assert first["ratio"] == 1
     assert first["trainer"] > 4 * 0.2

@@ -80,7 +80,7 @@ def test_what_is_played_on_held_out_rows(tmp_path, monkeypatch):
         for seed, name in enumerate(("policy", "reference"))
     )
     worth = (0.0, 0.5, 1.0, 0.5)
-    rows = [{"start": "left", "worth": each} for each in worth]
+    rows = [{"start": "left", "worth": worth_of_row} for worth_of_row in worth]
     toy_files.jsonl(tmp_path / "rows.jsonl", *rows)
     config = grpo.Config(
         start=Start(model=reference),
@@ -94,17 +94,17 @@ def test_what_is_played_on_held_out_rows(tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
         player = figures.Player(config, stack=stack, batch=8)
         own = player.play(policy, reference=policy, episodes=8)
-        found = player.play(policy, reference=reference, episodes=16)
-    assert own["success"] == found["success"] == 0.75
-    assert own["score"] == found["score"] == 0.5
+        played = player.play(policy, reference=reference, episodes=16)
+    assert own["success"] == played["success"] == 0.75
+    assert own["score"] == played["score"] == 0.5
     assert 1 <= own["turns"] <= 2
     assert abs(own["kl"]) < 1e-4 > own["kl_k3"]
-    assert found["kl_k3"] > 0.01
-    assert found["kl"] == pytest.approx(found["kl_k3"], rel=1.0)
+    assert played["kl_k3"] > 0.01
+    assert played["kl"] == pytest.approx(played["kl_k3"], rel=1.0)
 
 
 @pytest.fixture
-def found():
+def measured():
     """Three seeds, two β."""
 
     def of(*shares):
@@ -117,8 +117,8 @@ def found():
     }
 
 
-def test_how_much_the_success_rises(found, capsys):
-    summary = figures.summarise(found)
+def test_how_much_the_success_rises(measured, capsys):
+    summary = figures.summarise(measured)
     rise = summary["rise_of_success"]
     assert rise["0"]["least"] == pytest.approx(0.4)
     assert rise["0"]["mean"] == pytest.approx(0.5)
@@ -127,9 +127,9 @@ def test_how_much_the_success_rises(found, capsys):
     assert rise["0"]["interval"] == pytest.approx([0.5 - half, 0.5 + half], abs=1e-3)
     assert rise["0.1"]["interval"] == pytest.approx([0.3, 0.3])
     figures.tell(summary)
-    told = capsys.readouterr().out
-    assert "0.40 (0.30 to 0.50)" in told
-    assert "β = 0: success rises by 0.50 (95% interval 0.25 to 0.75)" in told
+    printed = capsys.readouterr().out
+    assert "0.40 (0.30 to 0.50)" in printed
+    assert "β = 0: success rises by 0.50 (95% interval 0.25 to 0.75)" in printed
 
 
 def test_curves_have_a_line_for_each_run(tmp_path):
@@ -165,12 +165,16 @@ def mean_and_range(values):
 def test_the_table_is_what_was_recorded(name):
     text = (places.EXPERIMENTS / "README.md").read_text(encoding="utf-8")
     [_, after] = text.split(f"| {name}: success |")
-    told = [
+    cells = [
         [cell.strip() for cell in line.split("|")[-4:-1]]
         for line in after.splitlines()[:4]
     ]
-    found, greedy = recorded(name, "figures.json"), recorded("record.json")
-    columns = [found["before"], found["after"]["0"], found["after"]["0.1"]]
+    figures_of, greedy = recorded(name, "figures.json"), recorded("record.json")
+    columns = [
+        figures_of["before"],
+        figures_of["after"]["0"],
+        figures_of["after"]["0.1"],
+    ]
     expected = [
         [mean_and_range(seed[key] for seed in of.values()) for of in columns]
         for key in ("success", "turns", "kl")
@@ -188,25 +192,25 @@ def test_the_table_is_what_was_recorded(name):
             )
         ]
     )
-    assert told == expected
+    assert cells == expected
 
 
 @pytest.mark.parametrize("name", ["calculator", "guessing"])
 def test_what_is_claimed_holds_in_what_was_recorded(name):
-    found = recorded(name, "figures.json")
-    again = figures.summarise({key: found[key] for key in ("before", "after")})
+    figures_of = recorded(name, "figures.json")
+    again = figures.summarise({key: figures_of[key] for key in ("before", "after")})
     rises = again["rise_of_success"]
-    for kl_coef, rise in found["rise_of_success"].items():
+    for kl_coef, rise in figures_of["rise_of_success"].items():
         assert rises[kl_coef]["mean"] == pytest.approx(rise["mean"])
         assert rises[kl_coef]["interval"] == pytest.approx(rise["interval"])
-    for kl_coef, after in found["after"].items():
+    for kl_coef, after in figures_of["after"].items():
         assert rises[kl_coef]["least"] > 0.28
         assert rises[kl_coef]["interval"][0] > 0.2
-        assert set(after) == set(found["before"]) == {"0", "1", "2"}
-    for seed, held in found["after"]["0.1"].items():
-        assert held["kl"] < found["after"]["0"][seed]["kl"]
+        assert set(after) == set(figures_of["before"]) == {"0", "1", "2"}
+    for seed, penalised in figures_of["after"]["0.1"].items():
+        assert penalised["kl"] < figures_of["after"]["0"][seed]["kl"]
     assert {one["answer"] for one in recorded(name, "claims.json").values()} == {"yes"}
     if name == "guessing":
-        for after in found["after"].values():
+        for after in figures_of["after"].values():
             for seed, policy in after.items():
-                assert policy["turns"] < found["before"][seed]["turns"] - 0.4
+                assert policy["turns"] < figures_of["before"][seed]["turns"] - 0.4

@@ -42,7 +42,7 @@ def checked(function: Callable) -> Callable:
         values = [
             (name, value, hints[name])
             for name, argument in arguments.items()
-            for value in each(argument, signature.parameters[name].kind)
+            for value in values_of(argument, signature.parameters[name].kind)
         ]
         with jaxtyped("context"):  # a size has one value in all of them
             for name, value, hint in [*values, ("the result", result, hints["return"])]:
@@ -67,7 +67,7 @@ def form_of(values) -> tuple:
     )
 
 
-def each(argument, kind) -> list:
+def values_of(argument, kind) -> list:
     """The values of a parameter, which are many of *args and **kwargs."""
     if kind is inspect.Parameter.VAR_KEYWORD:
         return list(argument.values())

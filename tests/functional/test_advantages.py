@@ -28,79 +28,81 @@ def gae(rewards=REWARDS, values=VALUES, mask=MASK, gamma=0.9, lam=0.8):
     ("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 0.0), (0.9, 1.0), (0.0, 0.5)]
 )
 def test_matches_the_oracle(gamma: float, lam: float):
-    for found, expected in zip(
+    for output, expected in zip(
         gae(gamma=gamma, lam=lam),
         oracles.gae(REWARDS, VALUES, MASK, gamma, lam),
         strict=True,
     ):
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert output.dtype == jnp.float32
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_by_hand():
     # δ = (1 + 3 - 2, 4 - 3) = (2, 1), A = (2 + ½·1, 1); the value 9 belongs to nothing.
-    found, returns = gae(
+    advantages, returns = gae(
         rewards=jnp.array([[1.0, 4.0, 7.0]]),
         values=jnp.array([[2.0, 3.0, 9.0]]),
         mask=jnp.array([[True, True, False]]),
         gamma=1.0,
         lam=0.5,
     )
-    np.testing.assert_array_equal(found, [[2.5, 1.0, 0.0]])
+    np.testing.assert_array_equal(advantages, [[2.5, 1.0, 0.0]])
     np.testing.assert_array_equal(returns, [[4.5, 4.0, 0.0]])
 
 
 def test_lam_1_is_the_discounted_return_minus_the_value():
-    found, returns = gae(lam=1.0)
+    advantages, returns = gae(lam=1.0)
     for b, t in oracles.entries(MASK):
         later = [u for u in range(t, 6) if MASK[b, u]]
         discounted = sum(0.9 ** (u - t) * REWARDS[b, u] for u in later)
         assert float(returns[b, t]) == pytest.approx(discounted, abs=1e-5)
-        assert float(found[b, t]) == pytest.approx(discounted - VALUES[b, t], abs=1e-5)
+        assert float(advantages[b, t]) == pytest.approx(
+            discounted - VALUES[b, t], abs=1e-5
+        )
 
 
 def test_exact_values_leave_no_advantage():
     """When the critic knows the return, every advantage is 0 at any lam."""
     _, returns = gae(lam=1.0)
-    found, _ = gae(values=returns, lam=0.3)
-    np.testing.assert_allclose(found, np.zeros_like(REWARDS), atol=1e-6)
+    advantages, _ = gae(values=returns, lam=0.3)
+    np.testing.assert_allclose(advantages, np.zeros_like(REWARDS), atol=1e-6)
 
 
 def test_zero_rewards_and_values_give_zeros():
-    for found in gae(np.zeros_like(REWARDS), np.zeros_like(VALUES)):
-        np.testing.assert_array_equal(found, np.zeros_like(REWARDS))
+    for output in gae(np.zeros_like(REWARDS), np.zeros_like(VALUES)):
+        np.testing.assert_array_equal(output, np.zeros_like(REWARDS))
 
 
 def total(rewards, values):
-    found, returns = gae(rewards, values)
+    advantages, returns = gae(rewards, values)
     weights = np.arange(1, MASK.size + 1, dtype=np.float32).reshape(MASK.shape)
-    return jnp.sum(found * weights) + jnp.sum(returns**2)
+    return jnp.sum(advantages * weights) + jnp.sum(returns**2)
 
 
 def test_garbage_changes_neither_value_nor_gradient():
     dirty = oracles.poison(REWARDS, MASK), oracles.poison(VALUES, MASK)
-    for found, expected in zip(gae(*dirty), gae(), strict=True):
-        np.testing.assert_array_equal(found, expected)
-        np.testing.assert_array_equal(np.asarray(found)[~MASK], 0.0)
+    for output, expected in zip(gae(*dirty), gae(), strict=True):
+        np.testing.assert_array_equal(output, expected)
+        np.testing.assert_array_equal(np.asarray(output)[~MASK], 0.0)
     gradients = jax.grad(total, (0, 1))
-    for found, expected in zip(
+    for output, expected in zip(
         gradients(*dirty), gradients(REWARDS, VALUES), strict=True
     ):
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(output, expected)
 
 
 def test_gradient_matches_finite_differences():
     weights = np.arange(1, MASK.size + 1).reshape(MASK.shape)
 
     def oracle(rewards, values):
-        found, returns = oracles.gae(rewards, values, MASK, 0.9, 0.8)
-        return float((found * weights + returns**2).sum())
+        advantages, returns = oracles.gae(rewards, values, MASK, 0.9, 0.8)
+        return float((advantages * weights + returns**2).sum())
 
-    found = jax.grad(total, (0, 1))(REWARDS, VALUES)
+    gradients = jax.grad(total, (0, 1))(REWARDS, VALUES)
     for_rewards = oracles.numerical_gradient(lambda x: oracle(x, VALUES), REWARDS)
     for_values = oracles.numerical_gradient(lambda x: oracle(REWARDS, x), VALUES)
-    np.testing.assert_allclose(found[0], for_rewards, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found[1], for_values, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradients[0], for_rewards, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradients[1], for_values, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_row_order_and_jit_change_nothing():
@@ -134,24 +136,24 @@ def test_columns_outside_the_mask_are_no_steps(gamma: float, lam: float):
     """As if they had never been there: the oracle sees rows without them."""
     rng = np.random.default_rng(1)
     rewards, values = rng.normal(0, 1, (2, *TURNS.shape)).astype(np.float32)
-    found = gae(rewards, values, TURNS, gamma=gamma, lam=lam)
+    of_turns = gae(rewards, values, TURNS, gamma=gamma, lam=lam)
     for b, mask in enumerate(TURNS):
         rows = (x[None, b, mask] for x in (rewards, values))
         alone = oracles.gae(*rows, np.ones((1, mask.sum()), bool), gamma, lam)
-        for output, expected in zip(found, alone, strict=True):
+        for output, expected in zip(of_turns, alone, strict=True):
             np.testing.assert_allclose(output[b, mask], expected[0], 1e-5, 1e-6)
             np.testing.assert_array_equal(output[b, ~mask], 0.0)
 
 
 def test_the_state_after_a_turn_is_the_one_before_the_next_sampled_token():
-    found, returns = gae(
+    advantages, returns = gae(
         rewards=jnp.array([[1.0, 7.0, 7.0, 4.0]]),
         values=jnp.array([[2.0, 9.0, 9.0, 3.0]]),
         mask=jnp.array([[True, False, False, True]]),
         gamma=1.0,
         lam=0.5,
     )
-    np.testing.assert_array_equal(found, [[2.5, 0.0, 0.0, 1.0]])
+    np.testing.assert_array_equal(advantages, [[2.5, 0.0, 0.0, 1.0]])
     np.testing.assert_array_equal(returns, [[4.5, 0.0, 0.0, 4.0]])
 
 
@@ -185,8 +187,8 @@ def test_one_run_of_true_keeps_its_bits(*, jitted: bool):
         (jax.jit(function) if jitted else function)(*arrays)
         for function in (gae, lambda r, v, m: of_one_run(r, v, m, 0.9, 0.8))
     )
-    for found, expected in zip(of_now, of_then, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for output, expected in zip(of_now, of_then, strict=True):
+        np.testing.assert_array_equal(output, expected)
 
 
 def test_wrong_input_says_what_to_do():

@@ -35,13 +35,15 @@ def f32(numbers):
 
 def policy_of(probabilities, scores, n):
     """π_n: every tuple of n draws, its probability shared by the best in it."""
-    found = np.zeros(len(scores))
+    probabilities_of_best = np.zeros(len(scores))
     for drawn in itertools.product(range(len(scores)), repeat=n):
         best = max(scores[i] for i in drawn)
         winners = [i for i in drawn if scores[i] == best]
         for i in winners:
-            found[i] += np.prod(probabilities[list(drawn)]) / len(winners)
-    return found
+            probabilities_of_best[i] += np.prod(probabilities[list(drawn)]) / len(
+                winners
+            )
+    return probabilities_of_best
 
 
 def divergence(chosen, probabilities):
@@ -68,10 +70,10 @@ def test_exact_kl_is_that_of_all_tuples(n):
     chosen = policy_of(PROBABILITIES, SCORES, n)
     assert chosen.sum() == pytest.approx(1)
     expected = divergence(chosen, PROBABILITIES)
-    found = exact_kl(PROBABILITIES, SCORES, n)
-    assert found.dtype == jnp.float32
-    assert float(found) == pytest.approx(expected, abs=1e-6)
-    assert float(found) <= best_of_n.kl_bound(n)
+    output = exact_kl(PROBABILITIES, SCORES, n)
+    assert output.dtype == jnp.float32
+    assert float(output) == pytest.approx(expected, abs=1e-6)
+    assert float(output) <= best_of_n.kl_bound(n)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -79,8 +81,8 @@ def test_the_ratio_of_each_response_is_that_of_all_tuples(n):
     below = [PROBABILITIES[score > SCORES].sum() for score in SCORES]
     equal = [PROBABILITIES[score == SCORES].sum() for score in SCORES]
     expected = np.log(policy_of(PROBABILITIES, SCORES, n) / PROBABILITIES)
-    found = log_ratio(below=f32(below), equal=f32(equal), n=n)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    output = log_ratio(below=f32(below), equal=f32(equal), n=n)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_four_equally_likely_levels_cost_less_than_the_bound():
@@ -112,8 +114,8 @@ def test_ever_more_draws_leave_the_best_level_alone():
 
 
 def test_a_response_that_cannot_come_costs_nothing():
-    found = exact_kl([0.0, 0.5, 0.0, 0.5], [-1, 0, 1, 2], 3)
-    assert float(found) == pytest.approx(float(exact_kl([0.5, 0.5], [0, 2], 3)))
+    output = exact_kl([0.0, 0.5, 0.0, 0.5], [-1, 0, 1, 2], 3)
+    assert float(output) == pytest.approx(float(exact_kl([0.5, 0.5], [0, 2], 3)))
 
 
 @pytest.mark.parametrize("n", [2, 64, 1000])
@@ -125,8 +127,8 @@ def test_the_ratio_where_ties_are_rare_or_all_there_is(n):
     rho = below / (below + equal)
     powers = [sum(r**k for k in range(n)) for r in rho]
     expected = (n - 1) * np.log(below + equal) + np.log(powers)
-    found = log_ratio(below=f32(below), equal=f32(equal), n=n)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    output = log_ratio(below=f32(below), equal=f32(equal), n=n)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
 
 
 # --- measured ---------------------------------------------------------------------
@@ -144,14 +146,14 @@ def estimate(scores, among, n):
 def test_the_estimate_by_counting(n):
     among = [[0.1, 0.4, 0.4, 0.9], [0.0, 0.0, 0.0, -2.0]]
     scores = [[0.4, 1.0, 0.05], [0.0, 0.5, -3.0]]
-    found = estimate(scores, among, n)
+    output = estimate(scores, among, n)
     for i, j in np.ndindex(2, 3):
         below = sum(other < scores[i][j] for other in among[i])
         up_to = sum(other <= scores[i][j] for other in among[i])
         powers = [(below / up_to if up_to > below else 1.0) ** k for k in range(n)]
         log_f = harmonic(up_to) - harmonic(4)
         expected = (n - 1) * log_f + math.log(sum(powers))
-        assert float(found[i, j]) == pytest.approx(expected, abs=1e-5)
+        assert float(output[i, j]) == pytest.approx(expected, abs=1e-5)
 
 
 def binomial(m, p):
@@ -162,8 +164,8 @@ def binomial(m, p):
 def test_the_estimate_has_no_bias_but_a_tail(share):
     """Its mean over how many of 40 samples score lower, summed."""
     among = np.arange(40.0)
-    found = np.asarray(estimate(np.arange(41) - 0.5, among, 5), np.float64)
-    mean = float(found @ binomial(40, share))
+    output = np.asarray(estimate(np.arange(41) - 0.5, among, 5), np.float64)
+    mean = float(output @ binomial(40, share))
     tail = sum((1 - share) ** k / k for k in range(41, 2000))
     expected = math.log(5) + 4 * (math.log(share) + tail)
     assert mean == pytest.approx(expected, abs=2e-5)
@@ -172,14 +174,14 @@ def test_the_estimate_has_no_bias_but_a_tail(share):
 @pytest.mark.parametrize(("n", "size"), [(2, 8), (16, 8), (64, 8)])
 def test_its_mean_over_what_best_of_n_chooses_is_the_bound(n, size):
     """Without ties, whatever the number of other samples: F of the best is Beta."""
-    found = np.asarray(estimate(np.arange(size + 1) - 0.5, np.arange(size), n))
+    output = np.asarray(estimate(np.arange(size + 1) - 0.5, np.arange(size), n))
     chance = [
         # Of n + M samples the best of the n has k of the M below it.
         n / (n + size) * math.comb(size, k) / math.comb(n + size - 1, n + k - 1)
         for k in range(size + 1)
     ]
     assert sum(chance) == pytest.approx(1)
-    assert float(found @ chance) == pytest.approx(best_of_n.kl_bound(n), abs=2e-2)
+    assert float(output @ chance) == pytest.approx(best_of_n.kl_bound(n), abs=2e-2)
 
 
 @pytest.mark.slow
@@ -196,10 +198,10 @@ def test_with_ties_it_comes_to_the_exact_kl():
 
 def test_a_score_that_is_not_finite_is_below_all_that_are():
     odd = [math.nan, -math.inf, math.inf]
-    found = estimate([0.0, *odd], [*odd, 1.0, -1.0], 3)
+    output = estimate([0.0, *odd], [*odd, 1.0, -1.0], 3)
     expected = estimate([0.0, -9.0, -9.0, -9.0], [-9.0, -9.0, -9.0, 1.0, -1.0], 3)
-    np.testing.assert_array_equal(found, expected)
-    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(output, expected)
+    assert np.isfinite(output).all()
 
 
 # --- the best of some -------------------------------------------------------------
@@ -209,28 +211,28 @@ SAMPLES = np.array([0.3, -1.2, 0.3, 2.5, 0.0, 2.5, 0.3])
 
 def weights_of(scores, n):
     """Every subset of n, shared by the best in it."""
-    found = np.zeros(len(scores))
+    output = np.zeros(len(scores))
     subsets = [*itertools.combinations(range(len(scores)), n)]
     for drawn in subsets:
         best = max(scores[i] for i in drawn)
         winners = [i for i in drawn if scores[i] == best]
-        found[winners] += 1 / len(winners) / len(subsets)
-    return found
+        output[winners] += 1 / len(winners) / len(subsets)
+    return output
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_weights_are_those_of_all_subsets(n):
-    found = selection_weights(f32([SAMPLES, SAMPLES[::-1]]), n=n)
+    output = selection_weights(f32([SAMPLES, SAMPLES[::-1]]), n=n)
     expected = weights_of(SAMPLES, n)
-    np.testing.assert_allclose(found, [expected, expected[::-1]], atol=2e-7)
-    np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-6)
+    np.testing.assert_allclose(output, [expected, expected[::-1]], atol=2e-7)
+    np.testing.assert_allclose(output.sum(axis=1), 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_expected_best_is_the_mean_over_all_subsets(n):
     expected = np.mean([max(drawn) for drawn in itertools.combinations(SAMPLES, n)])
-    found = expected_best(f32(SAMPLES), n=n)
-    assert float(found) == pytest.approx(expected, abs=1e-6)
+    output = expected_best(f32(SAMPLES), n=n)
+    assert float(output) == pytest.approx(expected, abs=1e-6)
 
 
 def test_expected_best_has_no_bias():
@@ -238,24 +240,26 @@ def test_expected_best_has_no_bias():
     chosen = policy_of(PROBABILITIES, SCORES, 2)
     drawn = np.array([*itertools.product(range(6), repeat=4)])
     chance = PROBABILITIES[drawn].prod(axis=1)
-    found = expected_best(f32(SCORES[drawn]), n=2)
-    assert float(np.asarray(found) @ chance) == pytest.approx(chosen @ SCORES, abs=1e-6)
+    output = expected_best(f32(SCORES[drawn]), n=2)
+    assert float(np.asarray(output) @ chance) == pytest.approx(
+        chosen @ SCORES, abs=1e-6
+    )
     # And of anything else that is said of the one that is chosen.
-    said = np.array([3.0, 1.0, -4.0, 1.0, 5.0, 9.0])
+    numbers = np.array([3.0, 1.0, -4.0, 1.0, 5.0, 9.0])
     weights = selection_weights(f32(SCORES[drawn]), n=2)
-    mean = (np.asarray(weights) * said[drawn]).sum(axis=1) @ chance
-    assert mean == pytest.approx(chosen @ said, abs=1e-5)
+    mean = (np.asarray(weights) * numbers[drawn]).sum(axis=1) @ chance
+    assert mean == pytest.approx(chosen @ numbers, abs=1e-5)
 
 
 def test_many_samples_do_not_overflow():
     scores = np.random.default_rng(0).normal(size=600)
-    found = expected_best(f32(scores), n=300)
+    output = expected_best(f32(scores), n=300)
     ranked = np.sort(scores)
     total = math.comb(600, 300)
     expected = sum(
         score * (math.comb(rank, 299) / total) for rank, score in enumerate(ranked)
     )
-    assert float(found) == pytest.approx(expected, abs=1e-4)
+    assert float(output) == pytest.approx(expected, abs=1e-4)
 
 
 def test_what_is_not_finite_wins_only_where_nothing_else_is():
@@ -270,9 +274,9 @@ def test_what_is_not_finite_wins_only_where_nothing_else_is():
 
 def test_uncompiled_it_is_the_same():
     for n in (1, 3):
-        found = best_of_n.expected_best(f32(SAMPLES), n=n)
+        output = best_of_n.expected_best(f32(SAMPLES), n=n)
         compiled = expected_best(f32(SAMPLES), n=n)
-        assert float(found) == pytest.approx(float(compiled), abs=1e-6)
+        assert float(output) == pytest.approx(float(compiled), abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -26,20 +26,22 @@ class Checker(doctest.OutputChecker):
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
         if super().check_output(want, got, optionflags):
             return True
-        wanted, numbers = NUMBER.findall(want), NUMBER.findall(got)
+        wanted_numbers, numbers = NUMBER.findall(want), NUMBER.findall(got)
         texts = ["".join(NUMBER.sub("#", text).split()) for text in (want, got)]
         return (
-            bool(wanted)
+            bool(wanted_numbers)
             and texts[0] == texts[1]
-            and all(close(a, b) for a, b in zip(wanted, numbers, strict=True))
+            and all(close(a, b) for a, b in zip(wanted_numbers, numbers, strict=True))
         )
 
 
-def close(wanted: str, got: str) -> bool:
-    digits = len(wanted.partition("e")[0].partition(".")[2])
-    if "." not in wanted:
-        return wanted == got
-    return math.isclose(float(wanted), float(got), rel_tol=0, abs_tol=0.51 / 10**digits)
+def close(expected: str, got: str) -> bool:
+    digits = len(expected.partition("e")[0].partition(".")[2])
+    if "." not in expected:
+        return expected == got
+    return math.isclose(
+        float(expected), float(got), rel_tol=0, abs_tol=0.51 / 10**digits
+    )
 
 
 def modules() -> list:

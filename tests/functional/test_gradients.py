@@ -362,7 +362,7 @@ TWICE = (
 def test_gradients_are_finite_differences(name):
     function, shapes = CASES[name]
     x = direction(shapes, seed=1)
-    v = tuple(0.3 * each for each in direction(shapes, seed=2))
+    v = tuple(0.3 * array for array in direction(shapes, seed=2))
     rng = np.random.default_rng(3)
     weights = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32),
@@ -371,7 +371,7 @@ def test_gradients_are_finite_differences(name):
 
     @jax.jit
     def evaluate(x, v, weights):
-        line = jnp.asarray([STEP * each for each in STENCIL], jnp.float32)
+        line = jnp.asarray([STEP * offset for offset in STENCIL], jnp.float32)
         points = jax.lax.map(
             lambda t: function(*(a + t * b for a, b in zip(x, v, strict=True))), line
         )
@@ -381,7 +381,7 @@ def test_gradients_are_finite_differences(name):
     points, pulled = evaluate(x, v, weights)
     slope = jax.tree.map(
         lambda leaf: np.einsum(
-            "p,p...->...", [each / STEP for each in STENCIL.values()], leaf
+            "p,p...->...", [offset / STEP for offset in STENCIL.values()], leaf
         ),
         points,
     )
@@ -411,10 +411,10 @@ def test_every_public_function_of_arrays_is_a_case():
 
 
 def both(hidden, head, temperature):
-    found = logprob_chunks.logprobs_and_entropy(
+    output = logprob_chunks.logprobs_and_entropy(
         hidden, head, TOKENS[:, 0] % 10, temperature=2 + temperature, plan=PLAN
     )
-    return found[0] + 0.3 * found[1]
+    return output[0] + 0.3 * output[1]
 
 
 def divergence(hidden, head, temperature):
@@ -468,7 +468,7 @@ def test_products_with_the_hessian(function):
 
     @jax.jit
     def evaluate(x, v):
-        line = jnp.asarray([STEP * each for each in STENCIL], jnp.float32)
+        line = jnp.asarray([STEP * offset for offset in STENCIL], jnp.float32)
         points = jax.lax.map(
             lambda t: gradient(*(a + t * b for a, b in zip(x, v, strict=True))), line
         )
@@ -480,7 +480,7 @@ def test_products_with_the_hessian(function):
     points, products = evaluate(x, v)
     slope = jax.tree.map(
         lambda leaf: np.einsum(
-            "p,p...->...", [each / STEP for each in STENCIL.values()], leaf
+            "p,p...->...", [offset / STEP for offset in STENCIL.values()], leaf
         ),
         points,
     )

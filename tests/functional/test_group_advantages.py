@@ -17,19 +17,19 @@ SCORES = np.random.default_rng(0).normal(0.3, 2.0, 24).astype(np.float32)
 @pytest.mark.parametrize("group_size", [2, 3, 8, 24])
 @pytest.mark.parametrize("normalise", [True, False])
 def test_group_relative_matches_the_oracle(group_size, normalise):
-    found = advantages.group_relative(
+    output = advantages.group_relative(
         SCORES, group_size=group_size, normalise=normalise
     )
-    assert found.dtype == jnp.float32
+    assert output.dtype == jnp.float32
     expected = oracles.group_relative(SCORES, group_size, normalise)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 8, 24])
 def test_leave_one_out_matches_the_oracle(group_size):
-    found = advantages.leave_one_out(SCORES, group_size=group_size)
+    output = advantages.leave_one_out(SCORES, group_size=group_size)
     expected = oracles.leave_one_out(SCORES, group_size)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_by_hand():
@@ -58,12 +58,12 @@ def test_the_two_baselines_differ_by_a_factor():
 def test_equal_scores_have_no_advantage(score):
     """Though the mean of equal numbers need not be that number in float32."""
     scores = jnp.full(7, score, jnp.float32)
-    for found in (
+    for output in (
         advantages.group_relative(scores, group_size=7),
         advantages.group_relative(scores, group_size=7, normalise=False),
         advantages.leave_one_out(scores, group_size=7),
     ):
-        np.testing.assert_array_equal(found, np.zeros(7))
+        np.testing.assert_array_equal(output, np.zeros(7))
     assert advantages.equal_groups(scores, group_size=7).tolist() == [True]
 
 
@@ -83,13 +83,13 @@ def test_groups_keep_to_themselves():
 
 def test_shifts_do_nothing_and_normalised_scales_neither():
     for normalise in (True, False):
-        here, there = (
+        here, scaled = (
             advantages.group_relative(
                 jnp.asarray(scores, jnp.float32), group_size=4, normalise=normalise
             )
             for scores in (SCORES, SCORES + 5)
         )
-        np.testing.assert_allclose(here, there, atol=1e-5)
+        np.testing.assert_allclose(here, scaled, atol=1e-5)
     doubled = advantages.group_relative(2 * SCORES, group_size=4)
     np.testing.assert_allclose(
         doubled, advantages.group_relative(SCORES, group_size=4), rtol=1e-4

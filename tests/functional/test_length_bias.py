@@ -55,7 +55,7 @@ def expected(baseline, aggregation, constant=3.0):
     return total
 
 
-def found(baseline, aggregation, constant=3.0):
+def gradient_of(baseline, aggregation, constant=3.0):
     """f64[3]: the same by the library, a minibatch of every pair."""
     form = {"group": advantages.group_relative, "others": advantages.leave_one_out}
     options = {"normalise": False} if baseline == "group" else {}
@@ -89,7 +89,7 @@ def found(baseline, aggregation, constant=3.0):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("baseline", "share"), [("others", 1.0), ("group", 0.5)])
 def test_only_the_constant_keeps_the_direction(baseline, share, aggregation):
-    gradient = found(baseline, aggregation)
+    gradient = gradient_of(baseline, aggregation)
     np.testing.assert_allclose(gradient, expected(baseline, aggregation), rtol=2e-5)
     ratios = gradient / (share * TRUE)
     if aggregation == "constant":
@@ -99,7 +99,7 @@ def test_only_the_constant_keeps_the_direction(baseline, share, aggregation):
 
 
 def test_a_constant_of_1_gives_the_gradient_itself():
-    np.testing.assert_allclose(found("others", "constant", 1.0), TRUE, rtol=2e-5)
+    np.testing.assert_allclose(gradient_of("others", "constant", 1.0), TRUE, rtol=2e-5)
 
 
 @pytest.mark.cases(quick=1)

@@ -36,13 +36,13 @@ def expected_from_hidden() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
 def test_token_logprobs_and_entropy_match_the_oracle(temperature: float):
-    found = logprobs.token_logprobs(LOGITS, TOKENS, temperature=temperature)
+    output = logprobs.token_logprobs(LOGITS, TOKENS, temperature=temperature)
     expected = oracles.token_logprobs(LOGITS, TOKENS, temperature)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found[:, 0], 0.0)
-    found = logprobs.entropy(LOGITS, temperature=temperature)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(output[:, 0], 0.0)
+    output = logprobs.entropy(LOGITS, temperature=temperature)
     expected = oracles.entropy(LOGITS, temperature)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_column_t_is_read_from_the_logits_before_it():
@@ -50,33 +50,33 @@ def test_column_t_is_read_from_the_logits_before_it():
     tokens = np.array([[3, 1, 4, 2]], np.int32)
     for t in range(1, 4):
         certain[0, t - 1, tokens[0, t]] = 1e4
-    found = logprobs.token_logprobs(certain, tokens)
-    np.testing.assert_array_equal(found, np.zeros((1, 4)))
+    output = logprobs.token_logprobs(certain, tokens)
+    np.testing.assert_array_equal(output, np.zeros((1, 4)))
 
 
 def test_probabilities_of_all_tokens_sum_to_1():
     total = np.zeros(B)
     for token in range(V):
-        found = logprobs.token_logprobs(LOGITS, np.full((B, S), token, np.int32))
-        total += np.exp(np.asarray(found)[:, 3])
+        output = logprobs.token_logprobs(LOGITS, np.full((B, S), token, np.int32))
+        total += np.exp(np.asarray(output)[:, 3])
     np.testing.assert_allclose(total, 1.0, rtol=1e-5)
 
 
 def test_entropy_of_equal_logits_is_log_v_and_of_one_word_0():
     logits = np.stack([np.full(V, 7.0), np.full(V, -np.inf)]).astype(np.float32)
     logits[1, 4] = 2.0
-    found = logprobs.entropy(logits)
-    np.testing.assert_allclose(found, [np.log(V), 0.0], rtol=1e-6)
+    output = logprobs.entropy(logits)
+    np.testing.assert_allclose(output, [np.log(V), 0.0], rtol=1e-6)
     gradient = jax.grad(lambda x: jnp.sum(logprobs.entropy(x)))(logits)
     np.testing.assert_allclose(gradient, np.zeros_like(logits), atol=1e-6)
 
 
 def test_logits_of_half_precision_are_taken_to_float32():
     half = LOGITS.astype(jnp.bfloat16)
-    found = logprobs.token_logprobs(half, TOKENS)
-    assert found.dtype == jnp.float32
+    output = logprobs.token_logprobs(half, TOKENS)
+    assert output.dtype == jnp.float32
     expected = oracles.token_logprobs(half.astype(np.float32), TOKENS)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -85,26 +85,26 @@ def test_gradient_of_logprobs_and_entropy_match_finite_differences():
 
     def loss(x):
         w = weights.astype(np.float32)
-        found = logprobs.token_logprobs(x, TOKENS, temperature=0.7)
-        return jnp.sum(found * w) + jnp.sum(logprobs.entropy(x, temperature=0.7) * w)
+        output = logprobs.token_logprobs(x, TOKENS, temperature=0.7)
+        return jnp.sum(output * w) + jnp.sum(logprobs.entropy(x, temperature=0.7) * w)
 
     def oracle(x):
-        found = oracles.token_logprobs(x, TOKENS, 0.7)
-        return float((found * weights + oracles.entropy(x, 0.7) * weights).sum())
+        output = oracles.token_logprobs(x, TOKENS, 0.7)
+        return float((output * weights + oracles.entropy(x, 0.7) * weights).sum())
 
     expected = oracles.numerical_gradient(oracle, LOGITS)
-    found = jax.jit(jax.grad(loss))(LOGITS)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    gradient = jax.jit(jax.grad(loss))(LOGITS)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
 # 2**32 is what 256 devices have together, more than int32 holds.
 @pytest.mark.parametrize("max_logits", [1, TWO_ROWS, 2**32])
 def test_from_hidden_matches_the_oracle(max_logits: int):
-    for found, expected in zip(
+    for output, expected in zip(
         from_hidden(max_logits=max_logits), expected_from_hidden(), strict=True
     ):
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert output.dtype == jnp.float32
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("max_logits", one_in(2, [TWO_ROWS, 2**24]))
@@ -112,14 +112,14 @@ def test_from_hidden_gradient_matches_finite_differences(max_logits: int):
     weights = RNG.normal(size=(2, B, S)).astype(np.float32)
 
     def loss(hidden, head):
-        found = from_hidden(hidden, head, max_logits=max_logits)
-        return jnp.sum(found[0] * weights[0]) + jnp.sum(found[1] * weights[1])
+        output = from_hidden(hidden, head, max_logits=max_logits)
+        return jnp.sum(output[0] * weights[0]) + jnp.sum(output[1] * weights[1])
 
     def oracle(hidden, head):
         logits = oracles.logits_from_hidden(hidden, head[:V])
-        found = oracles.token_logprobs(logits, TOKENS, 0.7) * weights[0]
+        output = oracles.token_logprobs(logits, TOKENS, 0.7) * weights[0]
         entropy = oracles.entropy(logits, 0.7)[:, :-1] * weights[1, :, 1:]
-        return float(found.sum() + entropy.sum())
+        return float(output.sum() + entropy.sum())
 
     for_hidden, for_head = jax.jit(jax.grad(loss, (0, 1)))(HIDDEN, HEAD)
     expected = oracles.numerical_gradient(lambda x: oracle(x, HEAD), HIDDEN)
@@ -129,8 +129,8 @@ def test_from_hidden_gradient_matches_finite_differences(max_logits: int):
     np.testing.assert_array_equal(for_head[V:], 0.0)
 
 
-def weighted(found, weights):
-    return jnp.sum(found[0] * weights[0]) + jnp.sum(found[1] * weights[1])
+def weighted(output, weights):
+    return jnp.sum(output[0] * weights[0]) + jnp.sum(output[1] * weights[1])
 
 
 def materialised(hidden, head, tokens, temperature=0.7):
@@ -149,8 +149,8 @@ def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
     @jax.jit
     def both(head):
         def loss(hidden, head):
-            found = from_hidden(hidden, head, max_logits=max_logits)
-            return weighted(found, weights), found
+            output = from_hidden(hidden, head, max_logits=max_logits)
+            return weighted(output, weights), output
 
         return jax.grad(loss, (0, 1), has_aux=True)(HIDDEN, head)
 
@@ -181,22 +181,22 @@ def test_sizes_that_do_not_divide(words: int, width: int):
     weights = rng.normal(size=(2, 2, 4)).astype(np.float32)
 
     def chunked(hidden, head, max_logits):
-        found = from_hidden(
+        output = from_hidden(
             hidden, head, tokens, vocab_size=None, max_logits=max_logits
         )
-        return weighted(found, weights), found
+        return weighted(output, weights), output
 
     def whole(hidden, head):
-        found = materialised(hidden, head, tokens)
-        return weighted(found, weights), found
+        output = materialised(hidden, head, tokens)
+        return weighted(output, weights), output
 
     expected = jax.value_and_grad(whole, (0, 1), has_aux=True)(hidden, head)
     step = jax.jit(jax.value_and_grad(chunked, (0, 1), has_aux=True), static_argnums=2)
     for max_logits in (1, 2 * 3 * 5, 2 * 3 * 32, 2**24):
-        found = step(hidden, head, max_logits)
+        output = step(hidden, head, max_logits)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-            found,
+            output,
             expected,
         )
 
@@ -214,8 +214,8 @@ def test_gradient_of_one_argument_alone_and_its_products():
         compiled = step.lower(HIDDEN, HEAD).compile()
         # 2 chunks of 2 rows of every block
         product = 2 * B * (S - 1) * D * (4 * 16)
-        found = cost.cost(compiled.as_text())
-        return step(HIDDEN, HEAD)[1], found.flops / product
+        work = cost.cost(compiled.as_text())
+        return step(HIDDEN, HEAD)[1], work.flops / product
 
     (both, products) = run((0, 1))
     assert products == 4
@@ -231,17 +231,17 @@ def test_gradient_of_one_result_alone(which: int):
     weights[which] = RNG.normal(size=(B, S))
 
     def alone(hidden, head):
-        found = from_hidden(hidden, head, max_logits=TWO_ROWS)
-        return jnp.sum(found[which] * weights[which])
+        output = from_hidden(hidden, head, max_logits=TWO_ROWS)
+        return jnp.sum(output[which] * weights[which])
 
     def whole(hidden, head):
         return weighted(materialised(hidden, head[:V], TOKENS), weights)
 
-    found = jax.jit(jax.grad(alone, (0, 1)))(HIDDEN, HEAD)
+    gradient = jax.jit(jax.grad(alone, (0, 1)))(HIDDEN, HEAD)
     expected = jax.grad(whole, (0, 1))(HIDDEN, HEAD)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        found,
+        gradient,
         expected,
     )
 
@@ -250,18 +250,18 @@ def test_gradient_of_the_temperature_matches_finite_differences():
     weights = RNG.normal(size=(2, B, S)).astype(np.float32)
 
     def loss(temperature):
-        found = from_hidden(temperature=temperature, max_logits=TWO_ROWS)
-        return weighted(found, weights)
+        output = from_hidden(temperature=temperature, max_logits=TWO_ROWS)
+        return weighted(output, weights)
 
     def oracle(temperature):
         logits = oracles.logits_from_hidden(HIDDEN, HEAD[:V])
-        found = oracles.token_logprobs(logits, TOKENS, float(temperature[0]))
+        output = oracles.token_logprobs(logits, TOKENS, float(temperature[0]))
         entropy = oracles.entropy(logits, float(temperature[0]))[:, :-1]
-        return float((found * weights[0]).sum() + (entropy * weights[1, :, 1:]).sum())
+        return float((output * weights[0]).sum() + (entropy * weights[1, :, 1:]).sum())
 
     expected = oracles.numerical_gradient(oracle, np.array([0.7]))
-    found = jax.jit(jax.grad(loss))(jnp.float32(0.7))
-    np.testing.assert_allclose(found, expected[0], rtol=1e-3)
+    gradient = jax.jit(jax.grad(loss))(jnp.float32(0.7))
+    np.testing.assert_allclose(gradient, expected[0], rtol=1e-3)
 
 
 def test_positions_without_a_cotangent_play_no_part_in_the_gradient():
@@ -271,29 +271,29 @@ def test_positions_without_a_cotangent_play_no_part_in_the_gradient():
     broken[:, :-1][~mask[:, 1:]] = np.nan
 
     def loss(hidden, head):
-        found = from_hidden(hidden, head, max_logits=TWO_ROWS)
-        return weighted([jnp.where(mask, x, 0.0) for x in found], weights)
+        output = from_hidden(hidden, head, max_logits=TWO_ROWS)
+        return weighted([jnp.where(mask, x, 0.0) for x in output], weights)
 
     step = jax.jit(jax.grad(loss, (0, 1)))
-    found, expected = step(broken, HEAD), step(HIDDEN, HEAD)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    output, expected = step(broken, HEAD), step(HIDDEN, HEAD)
+    jax.tree.map(np.testing.assert_array_equal, output, expected)
 
 
 def test_under_vmap():
     weights = RNG.normal(size=(2, B, S)).astype(np.float32)
 
     def loss(hidden, head, tokens):
-        found = from_hidden(hidden, head, tokens, max_logits=TWO_ROWS)
-        return weighted(found, weights)
+        output = from_hidden(hidden, head, tokens, max_logits=TWO_ROWS)
+        return weighted(output, weights)
 
     step = jax.jit(jax.grad(loss, (0, 1)))
     args = [jnp.stack([x, x[::-1]]) for x in (HIDDEN, HEAD, TOKENS)]
-    found = jax.jit(jax.vmap(step))(*args)
+    output = jax.jit(jax.vmap(step))(*args)
     for i in range(2):
         expected = step(*(x[i] for x in args))
         jax.tree.map(
             lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5),
-            found,
+            output,
             expected,
         )
 
@@ -306,44 +306,44 @@ def test_logits_on_a_high_level_keep_their_digits():
     )
     raised = head.copy()  # what a program under way still reads is not to change
     hidden[..., D], raised[:, D] = 1.0, 4096.0
-    found = from_hidden(hidden, raised, temperature=1.0, max_logits=TWO_ROWS)
+    output = from_hidden(hidden, raised, temperature=1.0, max_logits=TWO_ROWS)
     expected = from_hidden(hidden, head, temperature=1.0, max_logits=TWO_ROWS)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(output, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-3)
 
 
 def test_a_token_that_cannot_come_and_one_that_is_none():
     tokens = TOKENS.copy()
     tokens[:, 2], tokens[:, 3], tokens[:, 4] = V, PADDED, -1
-    found, _ = from_hidden(tokens=tokens, max_logits=TWO_ROWS)
-    np.testing.assert_array_equal(found[:, 2], -np.inf)
-    np.testing.assert_array_equal(found[:, 3:5], np.nan)
+    output, _ = from_hidden(tokens=tokens, max_logits=TWO_ROWS)
+    np.testing.assert_array_equal(output[:, 2], -np.inf)
+    np.testing.assert_array_equal(output[:, 3:5], np.nan)
     expected, _ = expected_from_hidden()
-    np.testing.assert_allclose(found[:, 5], expected[:, 5], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output[:, 5], expected[:, 5], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first_column", [1, 4, S, S + 1])
 @pytest.mark.parametrize("max_logits", [1, 2**24])
 def test_columns_before_the_first_are_0(first_column: int, max_logits: int):
     options = {"first_column": first_column, "max_logits": max_logits}
-    for found, expected in zip(
+    for output, expected in zip(
         from_hidden(**options), expected_from_hidden(), strict=True
     ):
-        assert found.shape == (B, S)
-        np.testing.assert_array_equal(found[:, :first_column], 0.0)
+        assert output.shape == (B, S)
+        np.testing.assert_array_equal(output[:, :first_column], 0.0)
         np.testing.assert_allclose(
-            found[:, first_column:], expected[:, first_column:], rtol=1e-5, atol=1e-5
+            output[:, first_column:], expected[:, first_column:], rtol=1e-5, atol=1e-5
         )
 
 
 def test_rows_do_not_know_each_other():
     order = np.array([2, 0, 1])
-    for found, expected in zip(
+    for output, expected in zip(
         from_hidden(HIDDEN[order], tokens=TOKENS[order], max_logits=TWO_ROWS),
         from_hidden(max_logits=TWO_ROWS),
         strict=True,
     ):
-        np.testing.assert_allclose(found, expected[order], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(output, expected[order], rtol=1e-6, atol=1e-6)
 
 
 def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype():
@@ -353,35 +353,35 @@ def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype():
     tokens = rng.integers(0, 8, (2, 4)).astype(np.int32)
 
     def total(hidden, head):
-        found, _ = logprobs.token_logprobs_from_hidden(
+        output, _ = logprobs.token_logprobs_from_hidden(
             hidden, head, tokens, temperature=50.0, max_logits=2 * 8
         )
-        return jnp.sum(found), found
+        return jnp.sum(output), output
 
     logits = oracles.logits_from_hidden(hidden.astype(np.float32), head)
     expected = oracles.token_logprobs(logits, tokens, 50.0)
-    gradients, found = jax.jit(jax.grad(total, (0, 1), has_aux=True))(hidden, head)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    gradients, output = jax.jit(jax.grad(total, (0, 1), has_aux=True))(hidden, head)
+    assert output.dtype == jnp.float32
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
     assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
 
     def whole(hidden, head):
         return jnp.sum(materialised(hidden, head, tokens, 50.0)[0])
 
     wide = hidden.astype(np.float32)
-    for found, expected in zip(
+    for output, expected in zip(
         gradients, jax.grad(whole, (0, 1))(wide, head), strict=True
     ):
         near = 2**-7 * np.abs(expected).max()
-        np.testing.assert_allclose(found.astype(np.float32), expected, atol=near)
+        np.testing.assert_allclose(output.astype(np.float32), expected, atol=near)
 
 
 def test_softcapped_logits_match_the_oracle():
     """c·tanh(z / c), before the temperature."""
-    found, entropy = from_hidden(softcap=2.0)
+    output, entropy = from_hidden(softcap=2.0)
     logits = 2.0 * np.tanh(oracles.logits_from_hidden(HIDDEN, HEAD[:V]) / 2.0)
     expected = oracles.token_logprobs(logits, TOKENS, 0.7)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     expected = oracles.entropy(logits, 0.7)[:, :-1]
     np.testing.assert_allclose(entropy[:, 1:], expected, rtol=1e-5, atol=1e-5)
 
@@ -391,10 +391,10 @@ def test_never_holds_the_logits_of_every_position():
     all_logits = rows * columns * vocab * 4  # bytes in float32, 16 MiB
 
     def loss(hidden, head, tokens):
-        found = logprobs.token_logprobs_from_hidden(
+        output = logprobs.token_logprobs_from_hidden(
             hidden, head, tokens, max_logits=16 * rows * vocab
         )
-        return jnp.sum(found[0] + found[1])
+        return jnp.sum(output[0] + output[1])
 
     shapes = (
         jax.ShapeDtypeStruct((rows, columns, width), jnp.float32),

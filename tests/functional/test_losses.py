@@ -137,13 +137,13 @@ def cuts(rows: int):
 def test_token_weights_by_hand():
     """The drawing of the docstring: 3, 1 and 0 tokens."""
     mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
-    found = losses.token_weights(mask)
-    np.testing.assert_allclose(found, mask / 4, rtol=1e-6)
-    found = losses.token_weights(mask, aggregation="sequence_mean")
+    weights = losses.token_weights(mask)
+    np.testing.assert_allclose(weights, mask / 4, rtol=1e-6)
+    weights = losses.token_weights(mask, aggregation="sequence_mean")
     rows = np.array([[1 / 6], [1 / 2], [0]])
-    np.testing.assert_allclose(found, mask * rows, rtol=1e-6)
-    found = losses.token_weights(mask, aggregation="constant", loss_scale_factor=4.0)
-    np.testing.assert_allclose(found, mask / 8, rtol=1e-6)
+    np.testing.assert_allclose(weights, mask * rows, rtol=1e-6)
+    weights = losses.token_weights(mask, aggregation="constant", loss_scale_factor=4.0)
+    np.testing.assert_allclose(weights, mask / 8, rtol=1e-6)
     assert not losses.token_weights(np.zeros_like(mask)).any()
 
 
@@ -154,22 +154,22 @@ def test_token_weights_of_any_parts_are_those_of_the_whole(aggregation):
     whole = np.asarray(losses.token_weights(MASK, **options))
     assert whole.sum() == pytest.approx(SUMS[aggregation], rel=1e-6)
     for parts in cuts(len(MASK)):
-        found = [
+        weights = [
             losses.token_weights(MASK[rows], **options, **counts) for rows in parts
         ]
-        np.testing.assert_array_equal(np.concatenate(found), whole)
+        np.testing.assert_array_equal(np.concatenate(weights), whole)
 
 
 def test_responses_of_one_length_weigh_the_same_either_way():
     """And of unequal lengths they do not: the short one counts for more."""
     even = np.tile(np.array([0, 1, 1, 1, 0, 0], bool), (4, 1))
     for options in ({}, BY_RESPONSE):
-        found = [policy_loss(m, options=options, **POLICY)[0] for m in (even, MASK)]
+        losses_of = [policy_loss(m, options=options, **POLICY)[0] for m in (even, MASK)]
         if not options:
-            by_token = found
+            by_token = losses_of
         else:
-            assert float(found[0]) == pytest.approx(float(by_token[0]), rel=1e-5)
-            assert abs(float(found[1] - by_token[1])) > 1e-2
+            assert float(losses_of[0]) == pytest.approx(float(by_token[0]), rel=1e-5)
+            assert abs(float(losses_of[1] - by_token[1])) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,12 @@ def test_policy_loss_matches_the_oracle(options):
 
 def for_oracle(options):
     """The names of the oracle."""
-    found = {"clip": options["clip_range"]}
+    named = {"clip": options["clip_range"]}
     if "clip_range_high" in options:
-        found["clip_high"] = options["clip_range_high"]
+        named["clip_high"] = options["clip_range_high"]
     if "dual_clip" in options:
-        found["dual_clip"] = options["dual_clip"]
-    return found
+        named["dual_clip"] = options["dual_clip"]
+    return named
 
 
 HIGH = {"clip_range_high": 0.28}
@@ -249,8 +249,8 @@ DUAL = {"dual_clip": 3.0}
     ],
 )
 def test_the_cases_of_the_clip(ratio, advantage, options, loss, gradient):
-    found, slope, _ = surrogate(np.log(ratio), advantage, options)
-    assert float(found) == pytest.approx(loss, rel=1e-5)
+    loss_value, slope, _ = surrogate(np.log(ratio), advantage, options)
+    assert float(loss_value) == pytest.approx(loss, rel=1e-5)
     assert float(slope) == pytest.approx(gradient, rel=1e-5)
 
 
@@ -274,13 +274,13 @@ def surrogate_with(**options):
 def surrogate(log_ratio, advantage, options):
     """The loss of one token, its slope in the token's log-prob, and statistics."""
     cells = (np.full((1, 1), number, np.float32) for number in (log_ratio, advantage))
-    (found, stats), slope = surrogate_with(**options)(*cells)
-    return found, slope[0, 0], stats
+    (loss_value, stats), slope = surrogate_with(**options)(*cells)
+    return loss_value, slope[0, 0], stats
 
 
 def test_the_dual_clip_holds_where_the_ratio_itself_overflows():
-    found, slope, _ = surrogate(200.0, -2.0, DUAL)
-    assert (float(found), float(slope)) == (pytest.approx(6.0), 0.0)
+    loss_value, slope, _ = surrogate(200.0, -2.0, DUAL)
+    assert (float(loss_value), float(slope)) == (pytest.approx(6.0), 0.0)
 
 
 LOG_RATIOS = [-1e4, -100, -1, 0, 0.1, 1, 79, 85, 88, 89, 95, 100, 120, 1e4, np.inf]
@@ -295,7 +295,7 @@ def test_the_gradient_is_that_of_the_formula_wherever_it_is_finite(advantage, op
     low, high = 0.8, 1 + options.get("clip_range_high", 0.2)
     largest = np.log(np.finfo(np.float32).max)
     for log_ratio in LOG_RATIOS:
-        expected, slope, held = 0.0, 0.0, False
+        expected, slope, overflows = 0.0, 0.0, False
         if advantage > 0:
             ratio = np.exp(min(log_ratio, 10.0))
             expected = -min(ratio, high) * advantage
@@ -307,20 +307,20 @@ def test_the_gradient_is_that_of_the_formula_wherever_it_is_finite(advantage, op
                 expected = -low * advantage
             else:
                 log_size = log_ratio + np.log(-advantage)
-                held = log_size > largest
+                overflows = log_size > largest
                 expected = slope = np.exp(min(log_size, 88.72))
                 slope = 0.0 if np.isinf(log_ratio) else slope
-        found, gradient, stats = surrogate(log_ratio, advantage, options)
+        loss_value, gradient, stats = surrogate(log_ratio, advantage, options)
         case = f"log-ratio {log_ratio}"
-        np.testing.assert_allclose(found, expected, 3e-5, 1e-32, err_msg=case)
+        np.testing.assert_allclose(loss_value, expected, 3e-5, 1e-32, err_msg=case)
         np.testing.assert_allclose(gradient, slope, 3e-5, 1e-32, err_msg=case)
-        assert float(stats["policy/overflowfrac"][0]) == held, case
+        assert float(stats["policy/overflowfrac"][0]) == overflows, case
 
 
 def test_what_is_no_number_stays_visible():
     for log_ratio, advantage in ((np.nan, 0.0), (np.nan, -1.0), (0.0, np.nan)):
-        found, _, _ = surrogate(log_ratio, advantage, {})
-        assert np.isnan(found)
+        loss_value, _, _ = surrogate(log_ratio, advantage, {})
+        assert np.isnan(loss_value)
 
 
 def test_before_any_update_the_policy_loss_is_the_policy_gradient():
@@ -329,9 +329,9 @@ def test_before_any_update_the_policy_loss_is_the_policy_gradient():
     loss, stats = policy_loss(**arrays)
     expected = -oracles.masked_mean(POLICY["advantages"], MASK)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
-    found = means(stats)
-    assert found["policy/approxkl"] == found["policy/clipfrac"] == 0.0
-    assert found["policy/ratio_mean"] == found["policy/ratio_max"] == 1.0
+    numbers = means(stats)
+    assert numbers["policy/approxkl"] == numbers["policy/clipfrac"] == 0.0
+    assert numbers["policy/ratio_mean"] == numbers["policy/ratio_max"] == 1.0
     gradient = jax.grad(lambda x: policy_loss(**arrays | {"logprobs": x})[0])(OLD)
     expected = np.where(MASK, -POLICY["advantages"] / 8, 0.0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5)
@@ -390,8 +390,8 @@ def test_pairwise_identities():
     assert float(loss) == pytest.approx(np.log(2), rel=1e-6)
     assert means(stats)["pairwise/accuracy"] == 0.0  # a tie is a miss
     shifted = {name: x + np.float32(3) for name, x in PAIRS.items()}
-    found, expected = losses.pairwise_loss(**shifted), losses.pairwise_loss(**PAIRS)
-    assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5)
+    output, expected = losses.pairwise_loss(**shifted), losses.pairwise_loss(**PAIRS)
+    assert float(output[0]) == pytest.approx(float(expected[0]), rel=1e-5)
     far = {"chosen": jnp.array([-500.0]), "rejected": jnp.array([500.0])}
     assert float(losses.pairwise_loss(**far)[0]) == pytest.approx(1000.0)
 
@@ -400,12 +400,12 @@ def test_pairwise_gradient_is_the_chance_of_the_wrong_answer():
     def loss(chosen, rejected, margin):
         return losses.pairwise_loss(chosen=chosen, rejected=rejected, margin=margin)[0]
 
-    found = jax.grad(loss, (0, 1, 2))(PAIRS["chosen"], PAIRS["rejected"], MARGIN)
+    gradients = jax.grad(loss, (0, 1, 2))(PAIRS["chosen"], PAIRS["rejected"], MARGIN)
     lead = np.float64(PAIRS["chosen"]) - PAIRS["rejected"] - MARGIN
     wrong = 1 / (1 + np.exp(lead)) / 5
-    np.testing.assert_allclose(found[0], -wrong, rtol=1e-5)
-    np.testing.assert_allclose(found[1], wrong, rtol=1e-5)
-    np.testing.assert_array_equal(found[2], np.zeros(5))
+    np.testing.assert_allclose(gradients[0], -wrong, rtol=1e-5)
+    np.testing.assert_allclose(gradients[1], wrong, rtol=1e-5)
+    np.testing.assert_array_equal(gradients[2], np.zeros(5))
 
 
 def test_language_model_loss_matches_the_oracle():
@@ -461,9 +461,9 @@ LOGGED = {name: f"loss/{re.split('_b|_over', name)[0]}" for name in PER_TOKEN}
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_the_loss_is_what_is_logged_of_it(name: str):
     loss, arrays, _ = PER_TOKEN[name]
-    found, stats = loss(**arrays)
-    assert float(found) == pytest.approx(ORACLES[name](arrays), rel=1e-5)
-    assert means(stats)[LOGGED[name]] == pytest.approx(float(found), rel=1e-6)
+    output, stats = loss(**arrays)
+    assert float(output) == pytest.approx(ORACLES[name](arrays), rel=1e-5)
+    assert means(stats)[LOGGED[name]] == pytest.approx(float(output), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
@@ -547,17 +547,17 @@ def test_padding_and_row_order_change_nothing(name: str):
     expected = loss(**arrays)
     wide = loss(np.pad(MASK, sides), **{k: np.pad(x, sides) for k, x in arrays.items()})
     rows = loss(MASK[order], **{k: x[order] for k, x in arrays.items()})
-    for found in (wide, rows):
-        assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-6)
-        assert means(found[1]) == pytest.approx(means(expected[1]), rel=1e-6)
+    for output in (wide, rows):
+        assert float(output[0]) == pytest.approx(float(expected[0]), rel=1e-6)
+        assert means(output[1]) == pytest.approx(means(expected[1]), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_an_empty_mask_gives_0_and_no_gradient(name: str):
     loss, arrays, _ = PER_TOKEN[name]
     nothing = np.zeros_like(MASK)
-    found, gradients = jax.value_and_grad(lambda a: loss(nothing, **a)[0])(arrays)
-    assert float(found) == 0.0
+    output, gradients = jax.value_and_grad(lambda a: loss(nothing, **a)[0])(arrays)
+    assert float(output) == 0.0
     for gradient in gradients.values():
         np.testing.assert_array_equal(gradient, np.zeros((4, 6)))
 

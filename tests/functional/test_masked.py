@@ -18,10 +18,10 @@ def weights() -> np.ndarray:
 
 
 def test_lengths_to_mask():
-    found = masked.lengths_to_mask(jnp.array([2, 0, 4, 9], jnp.int32), size=4)
-    assert found.dtype == jnp.bool_
+    output = masked.lengths_to_mask(jnp.array([2, 0, 4, 9], jnp.int32), size=4)
+    assert output.dtype == jnp.bool_
     np.testing.assert_array_equal(
-        found, [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+        output, [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     )
 
 
@@ -30,45 +30,45 @@ def test_sum_mean_and_variance_match_the_oracle():
     assert float(masked.masked_mean(X, mask=MASK)) == pytest.approx(mean, rel=1e-5)
     assert float(masked.masked_sum(X, mask=MASK)) == pytest.approx(8 * mean, rel=1e-5)
     for ddof in (0, 1):
-        found = masked.masked_var(X, mask=MASK, ddof=ddof)
+        output = masked.masked_var(X, mask=MASK, ddof=ddof)
         expected = oracles.masked_var(X, MASK, ddof)
-        assert float(found) == pytest.approx(expected, rel=1e-5)
+        assert float(output) == pytest.approx(expected, rel=1e-5)
 
 
 def test_mean_along_an_axis_is_row_by_row():
-    found = masked.masked_mean(X, mask=MASK, axis=1)
+    output = masked.masked_mean(X, mask=MASK, axis=1)
     expected = [oracles.masked_mean(x, mask) for x, mask in zip(X, MASK, strict=True)]
     assert expected[1] == 0.0
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(output, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_whiten_matches_the_oracle(shift_mean: bool, ddof: int):
-    found = masked.masked_whiten(X, mask=MASK, shift_mean=shift_mean, ddof=ddof)
+    output = masked.masked_whiten(X, mask=MASK, shift_mean=shift_mean, ddof=ddof)
     expected = oracles.masked_whiten(X, MASK, shift_mean, ddof)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("ddof", "first"), [(0, 0.0508), (1, 0.1394)])
 def test_whiten_published_example(ddof: int, first: float):
     rewards = jnp.linspace(1.2, 2.0, 9).reshape(3, 3)
     everything = jnp.ones((3, 3), jnp.bool_)
-    found = masked.masked_whiten(rewards, mask=everything, shift_mean=False, ddof=ddof)
-    assert float(found[0, 0]) == pytest.approx(first, abs=5e-5)
+    output = masked.masked_whiten(rewards, mask=everything, shift_mean=False, ddof=ddof)
+    assert float(output[0, 0]) == pytest.approx(first, abs=5e-5)
 
 
 def test_whitened_has_mean_0_and_variance_1():
-    found = masked.masked_whiten(X, mask=MASK)
-    assert float(masked.masked_mean(found, mask=MASK)) == pytest.approx(0, abs=1e-6)
-    assert float(masked.masked_var(found, mask=MASK)) == pytest.approx(1, rel=1e-5)
-    np.testing.assert_array_equal(np.asarray(found)[~MASK], 0.0)
+    output = masked.masked_whiten(X, mask=MASK)
+    assert float(masked.masked_mean(output, mask=MASK)) == pytest.approx(0, abs=1e-6)
+    assert float(masked.masked_var(output, mask=MASK)) == pytest.approx(1, rel=1e-5)
+    np.testing.assert_array_equal(np.asarray(output)[~MASK], 0.0)
 
 
 def test_whitening_a_large_mean_keeps_its_digits():
-    found = masked.masked_whiten(X + np.float32(1000), mask=MASK)
+    output = masked.masked_whiten(X + np.float32(1000), mask=MASK)
     expected = oracles.masked_whiten(X, MASK)
-    np.testing.assert_allclose(found, expected, atol=1e-3)
+    np.testing.assert_allclose(output, expected, atol=1e-3)
 
 
 @pytest.mark.cases(quick=5)
@@ -79,17 +79,17 @@ def test_equal_numbers_are_whitened_to_0(number, count):
     mask = jnp.arange(count + 7) < count
 
     @jax.jit
-    def found(x, mask):
+    def whitening(x, mask):
         return (
             masked.masked_whiten(x, mask=mask),
             masked.masked_mean(x, mask=mask),
             masked.masked_whiten(x, mask=mask, shift_mean=False),
         )
 
-    whitened, mean, kept = found(x, mask)
+    whitened, mean, selected = whitening(x, mask)
     np.testing.assert_array_equal(whitened, np.zeros(count + 7, np.float32))
     assert float(mean) == np.float32(number)
-    np.testing.assert_array_equal(kept, np.where(mask, np.float32(number), 0))
+    np.testing.assert_array_equal(selected, np.where(mask, np.float32(number), 0))
 
 
 @pytest.mark.parametrize("number", [100.1, 1000.1])
@@ -98,9 +98,9 @@ def test_equal_numbers_are_whitened_to_0_on_a_mesh(number):
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
     x = jax.device_put(jnp.full((296, 3), number, jnp.float32), rows)
     mask = jax.device_put(jnp.arange(888).reshape(296, 3) % 5 > 0, rows)
-    found = jax.jit(lambda x, mask: masked.masked_whiten(x, mask=mask))(x, mask)
-    assert len(found.sharding.device_set) == 8
-    np.testing.assert_array_equal(found, np.zeros((296, 3), np.float32))
+    output = jax.jit(lambda x, mask: masked.masked_whiten(x, mask=mask))(x, mask)
+    assert len(output.sharding.device_set) == 8
+    np.testing.assert_array_equal(output, np.zeros((296, 3), np.float32))
 
 
 def test_numbers_a_digit_apart_are_whitened_as_in_float64():
@@ -109,16 +109,16 @@ def test_numbers_a_digit_apart_are_whitened_as_in_float64():
     mask = np.ones(300, bool)
     expected = oracles.masked_whiten(x, mask)
     assert 0.2 < expected[7] < 1
-    found = masked.masked_whiten(x, mask=mask)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    output = masked.masked_whiten(x, mask=mask)
+    np.testing.assert_allclose(output, expected, rtol=1e-5)
 
 
 def test_one_entry_has_no_spread_and_an_empty_mask_gives_0():
     for mask in (np.zeros_like(MASK), np.arange(X.size).reshape(X.shape) == 7):
         for ddof in (0, 1):
             assert float(masked.masked_var(X, mask=mask, ddof=ddof)) == 0.0
-            found = masked.masked_whiten(X, mask=mask, ddof=ddof)
-            np.testing.assert_array_equal(found, np.zeros_like(X))
+            output = masked.masked_whiten(X, mask=mask, ddof=ddof)
+            np.testing.assert_array_equal(output, np.zeros_like(X))
 
 
 REDUCTIONS = {
@@ -154,18 +154,18 @@ def test_garbage_changes_neither_value_nor_gradient(name: str):
     ],
 )
 def test_gradient_matches_finite_differences(name, oracle):
-    found = jax.grad(lambda x: REDUCTIONS[name](x, mask=MASK))(X)
+    gradient = jax.grad(lambda x: REDUCTIONS[name](x, mask=MASK))(X)
     expected = oracles.numerical_gradient(lambda x: oracle(x, MASK), X)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_whiten_is_invariant_to_padding_and_row_order():
-    found = masked.masked_whiten(X, mask=MASK)
+    output = masked.masked_whiten(X, mask=MASK)
     wide, wide_mask = np.pad(X, ((0, 2), (3, 1))), np.pad(MASK, ((0, 2), (3, 1)))
     padded = masked.masked_whiten(wide, mask=wide_mask)
-    np.testing.assert_allclose(padded[:3, 3:-1], found, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(padded[:3, 3:-1], output, rtol=1e-5, atol=1e-6)
     swapped = masked.masked_whiten(X[::-1], mask=MASK[::-1])
-    np.testing.assert_allclose(swapped[::-1], found, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(swapped[::-1], output, rtol=1e-5, atol=1e-6)
 
 
 def stats(total: float, weight: float, largest: float) -> masked.Stats:

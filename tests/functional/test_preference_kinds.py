@@ -111,7 +111,7 @@ kto = functools.partial(
     desirable_weight=1.3,
     undesirable_weight=0.7,
 )
-EACH = {"simpo": (simpo, PAIRS), "orpo": (orpo, PAIRS), "kto": (kto, TEXTS)}
+KINDS = {"simpo": (simpo, PAIRS), "orpo": (orpo, PAIRS), "kto": (kto, TEXTS)}
 
 
 def means(stats):
@@ -141,11 +141,11 @@ def test_simpo_and_orpo_match_the_oracle():
     expected = oracles.orpo_pairs(np.float64(CHOSEN), np.float64(REJECTED), 0.4)
     assert float(loss) == pytest.approx(expected.mean(), rel=1e-5)
     odds = [np.log(p / (1 - p)) for p in np.exp(np.float64([CHOSEN, REJECTED]))]
-    found = means(stats)
-    assert found["loss/dpo"] == pytest.approx(expected.mean(), rel=1e-5)
-    assert found["dpo/nll"] == pytest.approx(-np.float64(CHOSEN).mean(), rel=1e-5)
-    assert found["dpo/margin"] == pytest.approx((odds[0] - odds[1]).mean(), rel=1e-4)
-    assert found["dpo/accuracy"] == pytest.approx(right)
+    numbers = means(stats)
+    assert numbers["loss/dpo"] == pytest.approx(expected.mean(), rel=1e-5)
+    assert numbers["dpo/nll"] == pytest.approx(-np.float64(CHOSEN).mean(), rel=1e-5)
+    assert numbers["dpo/margin"] == pytest.approx((odds[0] - odds[1]).mean(), rel=1e-4)
+    assert numbers["dpo/accuracy"] == pytest.approx(right)
 
 
 def test_kto_matches_the_oracle():
@@ -184,9 +184,9 @@ def test_no_gradient_reaches_z0_or_the_reference():
     np.testing.assert_array_equal(slope, 0)
 
 
-@pytest.mark.parametrize("name", one_in(3, sorted(EACH)))
+@pytest.mark.parametrize("name", one_in(3, sorted(KINDS)))
 def test_garbage_and_cuts_change_nothing(name):
-    loss, arrays = EACH[name]
+    loss, arrays = KINDS[name]
     mask = np.array([1, 1, 0, 1, 0, 1], bool)
     labels = {"desirable": GOOD[mask]} if name == "kto" else {}
     expected, stats = loss(**{key: x[mask] for key, x in arrays.items()}, **labels)
@@ -196,9 +196,9 @@ def test_garbage_and_cuts_change_nothing(name):
             key: np.where(mask, x, np.float32(garbage)) for key, x in arrays.items()
         }
         of = jax.value_and_grad(lambda x: loss(**x, mask=mask), has_aux=True)
-        (found, held), gradient = of(spoilt)
-        assert float(found) == pytest.approx(float(expected), rel=1e-6)
-        assert means(held) == pytest.approx(means(stats), rel=1e-6)
+        (output, stats_of_spoilt), gradient = of(spoilt)
+        assert float(output) == pytest.approx(float(expected), rel=1e-6)
+        assert means(stats_of_spoilt) == pytest.approx(means(stats), rel=1e-6)
         for leaf in jax.tree.leaves(gradient):
             np.testing.assert_array_equal(leaf[~mask], 0)
             assert np.isfinite(leaf).all()

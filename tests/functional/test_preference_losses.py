@@ -21,7 +21,7 @@ POLICY = {name: x for name, x in PAIRS.items() if "ref" not in name}
 FREE = dict.fromkeys(PAIRS) | POLICY
 SOFT = np.array([0.0, 1.0, 0.5, 0.1, 0.9, 0.3], np.float32)
 SMOOTH = {"soft": SOFT, "0.2": 0.2, "0": 0.0}
-each_kind = pytest.mark.parametrize(
+for_each_kind = pytest.mark.parametrize(
     ("kind", "smoothing"),
     [
         *(("sigmoid", smoothing) for smoothing in SMOOTH),
@@ -31,15 +31,15 @@ each_kind = pytest.mark.parametrize(
 )
 
 
-def dpo_loss(given=PAIRS, **options):
-    return losses.dpo_loss(**given, **{"beta": BETA, **options})
+def dpo_loss(pairs=PAIRS, **options):
+    return losses.dpo_loss(**pairs, **{"beta": BETA, **options})
 
 
-def lead_of(given=PAIRS):
+def lead_of(pairs=PAIRS):
     """h in float64, the reference being nothing where there is none."""
     chosen, rejected, *reference = (
         np.float64(
-            0 if given[f"{name}_logprobs"] is None else given[f"{name}_logprobs"]
+            0 if pairs[f"{name}_logprobs"] is None else pairs[f"{name}_logprobs"]
         )
         for name in NAMES
     )
@@ -51,7 +51,7 @@ def means(stats):
 
 
 @pytest.mark.parametrize(
-    ("kind", "smoothing", "given"),
+    ("kind", "smoothing", "pairs"),
     [
         ("sigmoid", "0", PAIRS),
         ("sigmoid", "0.2", PAIRS),
@@ -63,17 +63,17 @@ def means(stats):
         ("hinge", "0", FREE),
     ],
 )
-def test_losses_and_gradients_match_the_oracle(kind, smoothing, given):
+def test_losses_and_gradients_match_the_oracle(kind, smoothing, pairs):
     options = {"kind": kind, "label_smoothing": SMOOTH[smoothing]}
 
     def loss(policy):
-        return dpo_loss(given | policy, **options)
+        return dpo_loss(pairs | policy, **options)
 
-    (found, stats), gradient = jax.value_and_grad(loss, has_aux=True)(POLICY)
-    lead = lead_of(given)
+    (output, stats), gradient = jax.value_and_grad(loss, has_aux=True)(POLICY)
+    lead = lead_of(pairs)
     smooth = np.broadcast_to(np.float64(SMOOTH[smoothing]), 6)
     expected, slopes = oracles.dpo_pairs(lead, BETA, kind, smooth)
-    assert float(found) == pytest.approx(np.mean(expected), rel=1e-5)
+    assert float(output) == pytest.approx(np.mean(expected), rel=1e-5)
     np.testing.assert_allclose(
         gradient["chosen_logprobs"], np.divide(slopes, 6), rtol=1e-4, atol=1e-7
     )
@@ -105,7 +105,7 @@ def test_statistics_are_implicit_rewards():
     )
 
 
-@each_kind
+@for_each_kind
 def test_where_the_policy_is_the_reference(kind, smoothing):
     """log 2 to the last bit, whatever the smoothing; IPO asks for 1/(2β), SLiC for 1.
 
@@ -124,7 +124,7 @@ def test_where_the_policy_is_the_reference(kind, smoothing):
     assert means(stats)["dpo/margin"] == means(stats)["dpo/accuracy"] == 0
 
 
-@each_kind
+@for_each_kind
 def test_no_gradient_reaches_the_reference_or_the_labels(kind, smoothing):
     smooth = jnp.broadcast_to(jnp.float32(SMOOTH[smoothing]), 6)
 
@@ -149,14 +149,14 @@ def test_a_certainly_wrong_label_is_the_other_answer_chosen():
     chosen, rejected, ref_chosen, ref_rejected = PAIRS.values()
     other = dict(zip(PAIRS, (rejected, chosen, ref_rejected, ref_chosen), strict=True))
     certain = jnp.ones(6, jnp.float32)
-    found, _ = dpo_loss(label_smoothing=certain)
-    assert float(found) == pytest.approx(float(dpo_loss(other)[0]), rel=1e-5)
+    output, _ = dpo_loss(label_smoothing=certain)
+    assert float(output) == pytest.approx(float(dpo_loss(other)[0]), rel=1e-5)
     # A chance that all pairs share is an array of it.
     same, _ = dpo_loss(label_smoothing=0.2 * certain)
     assert float(same) == pytest.approx(float(dpo_loss(label_smoothing=0.2)[0]))
 
 
-@each_kind
+@for_each_kind
 def test_garbage_in_pairs_that_are_not_there(kind, smoothing):
     mask = np.array([1, 1, 0, 1, 0, 1], bool)
     labels = {"kind": kind, "label_smoothing": SMOOTH[smoothing]}
@@ -178,9 +178,11 @@ def test_garbage_in_pairs_that_are_not_there(kind, smoothing):
             return dpo_loss(spoilt | policy, mask=mask, **labels)
 
         policy = {name: spoilt[name] for name in POLICY}
-        (found, held), gradient = jax.value_and_grad(loss, has_aux=True)(policy)
-        assert float(found) == pytest.approx(float(expected), rel=1e-6)
-        assert means(held) == pytest.approx(means(stats), rel=1e-6)
+        (output, stats_of_garbage), gradient = jax.value_and_grad(loss, has_aux=True)(
+            policy
+        )
+        assert float(output) == pytest.approx(float(expected), rel=1e-6)
+        assert means(stats_of_garbage) == pytest.approx(means(stats), rel=1e-6)
         for leaf in jax.tree.leaves(gradient):
             np.testing.assert_array_equal(leaf[~mask], 0)
             assert np.isfinite(leaf).all()
@@ -214,7 +216,7 @@ def test_nothing_overflows():
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("pairs", "options", "message"),
     [
         (PAIRS, {"beta": 0.0}, r"beta: expected a finite number above 0, got 0.0"),
         (PAIRS, {"beta": -1.0}, r"beta: expected a finite number above 0, got -1.0"),
@@ -247,9 +249,9 @@ def test_nothing_overflows():
         ),
     ],
 )
-def test_what_no_loss_can_be_made_of(given, options, message):
+def test_what_no_loss_can_be_made_of(pairs, options, message):
     with pytest.raises(InputError, match=message):
-        dpo_loss(given, **options)
+        dpo_loss(pairs, **options)
 
 
 def test_wrong_arrays_say_what_to_do():

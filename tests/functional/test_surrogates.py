@@ -39,7 +39,7 @@ TRL = {
     "cispo": (CISPO, {}),  # its epsilon_high is the weight's bound, 1.4
     "sapo": (SAPO, BY_RESPONSE),
 }
-EACH = {
+VARIANTS = {
     "gspo": functools.partial(PPO, ratio_level="sequence"),
     "gspo_token": functools.partial(PPO, ratio_level="sequence_token"),
     "cispo": CISPO,
@@ -71,16 +71,16 @@ def test_advantages_are_those_of_trl():
             REWARDS, group_size=4, normalise=normalise, eps=1e-4
         )
         np.testing.assert_allclose(ours, RECORDED[f"advantages/{name}"], atol=1e-6)
-    kept = ~RECORDED["left_out"]
-    for name, which in {"rloo": None, "rloo_without": kept}.items():
+    row_mask = ~RECORDED["left_out"]
+    for name, which in {"rloo": None, "rloo_without": row_mask}.items():
         ours = advantages.leave_one_out(REWARDS, group_size=4, row_mask=which)
         np.testing.assert_allclose(ours, RECORDED[f"advantages/{name}"], atol=1e-6)
 
 
 def test_what_is_not_kept_is_in_no_mean_and_no_deviation():
     scores = jnp.array([1.0, 0.0, 2.0, 9.0, 4.0, 5.0, 6.0, 7.0])
-    kept = jnp.array([True, True, True, False, True, False, False, False])
-    few = {"group_size": 4, "row_mask": kept}
+    row_mask = jnp.array([True, True, True, False, True, False, False, False])
+    few = {"group_size": 4, "row_mask": row_mask}
     plain = advantages.group_relative(scores, normalise=False, **few)
     np.testing.assert_array_equal(plain, [0, -1, 1, 0, 0, 0, 0, 0])
     scaled = advantages.group_relative(scores, eps=1e-12, **few)
@@ -91,20 +91,20 @@ def test_what_is_not_kept_is_in_no_mean_and_no_deviation():
         advantages.leave_one_out(bad, **few)[:4], [0, -1.5, 1.5, 0]
     )
     with pytest.raises(ValueError, match="row_mask"):
-        advantages.leave_one_out(scores, group_size=4, row_mask=kept[:4])
+        advantages.leave_one_out(scores, group_size=4, row_mask=row_mask[:4])
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_before_any_update_the_gradient_is_the_policy_gradient(name):
     """To the last bit of -A/N, whatever the surrogate."""
-    _, gradient = loss_and_gradient(EACH[name], logprobs=ARRAYS["old_logprobs"])
+    _, gradient = loss_and_gradient(VARIANTS[name], logprobs=ARRAYS["old_logprobs"])
     expected = np.where(MASK, -ARRAYS["advantages"] / MASK.sum(), 0.0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", one_in(2, EACH))
+@pytest.mark.parametrize("name", one_in(2, VARIANTS))
 def test_garbage_under_the_mask_and_cuts_change_nothing(name):
-    loss = EACH[name]
+    loss = VARIANTS[name]
     whole, gradient = loss_and_gradient(loss)
     counts = {"num_tokens": jnp.float32(MASK.sum()), "num_responses": jnp.float32(8)}
     dirty = {
@@ -129,14 +129,14 @@ def test_garbage_under_the_mask_and_cuts_change_nothing(name):
 @pytest.mark.parametrize(
     ("name", "shift"),
     [
-        *((name, -300.0) for name in EACH),
-        *((name, 300.0) for name in EACH if name[0] != "g"),
-        *((name, 80.0) for name in EACH if name[0] == "g"),  # a sum of e^300 is not
+        *((name, -300.0) for name in VARIANTS),
+        *((name, 300.0) for name in VARIANTS if name[0] != "g"),
+        *((name, 80.0) for name in VARIANTS if name[0] == "g"),  # a sum of e^300 is not
     ],
 )
 def test_ratios_far_beyond_float32_leave_gradients_finite(name, shift):
     value, gradient = loss_and_gradient(
-        EACH[name], logprobs=ARRAYS["old_logprobs"] + np.float32(shift)
+        VARIANTS[name], logprobs=ARRAYS["old_logprobs"] + np.float32(shift)
     )
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
@@ -148,8 +148,8 @@ def test_the_ratio_of_a_sequence_by_hand():
     x = np.array([[0.3, -0.1, 7.0], [0.5, 7.0, 7.0]], np.float32)
     mask = np.array([[1, 1, 0], [1, 0, 0]], bool)
     for level in ("sequence", "sequence_token"):
-        found = ratios.at_level(x, mask=mask, ratio_level=level)
-        np.testing.assert_allclose(found, [[0.1, 0.1, 0], [0.5, 0, 0]], atol=1e-7)
+        output = ratios.at_level(x, mask=mask, ratio_level=level)
+        np.testing.assert_allclose(output, [[0.1, 0.1, 0], [0.5, 0, 0]], atol=1e-7)
     # The gradient of a weighted sum: of the mean, or of each token's own log-prob.
     weights = jnp.array([[1.0, 3.0, 9.0], [2.0, 9.0, 9.0]])
 
@@ -168,12 +168,12 @@ def test_the_two_levels_of_a_sequence_agree_where_advantages_do():
     pairs = {
         equal: [
             loss_and_gradient(
-                functools.partial(PPO, ratio_level=each),
+                functools.partial(PPO, ratio_level=ratio_level),
                 advantages=ARRAYS["advantages"]
                 * (1 if equal else RECORDED["logprobs"]),
                 **level,
             )
-            for each in ("sequence", "sequence_token")
+            for ratio_level in ("sequence", "sequence_token")
         ]
         for equal in (True, False)
     }
@@ -265,12 +265,12 @@ def test_what_does_not_fit_is_refused():
         SAPO(**arrays | {"logprobs": arrays["logprobs"].astype(jnp.bfloat16)})
 
 
-@pytest.mark.parametrize("name", one_in(2, EACH))
+@pytest.mark.parametrize("name", one_in(2, VARIANTS))
 def test_nothing_but_the_log_probs_has_a_gradient(name):
     """Advantages and the log-probs of the sampler are data."""
 
     def value(arrays):
-        return EACH[name](logprobs=RECORDED["logprobs"], mask=MASK, **arrays)[0]
+        return VARIANTS[name](logprobs=RECORDED["logprobs"], mask=MASK, **arrays)[0]
 
     arrays = jax.tree.map(jnp.asarray, ARRAYS)
     for key, gradient in jax.grad(value)(arrays).items():

@@ -25,39 +25,39 @@ def reward(scores=SCORES, kl=KL, mask=MASK, kl_coef=0.2):
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2])
 @pytest.mark.parametrize("kl", [KL, None])
 def test_matches_the_oracle(kl, kl_coef: float):
-    found = reward(kl=kl, kl_coef=kl_coef)
-    assert found.dtype == jnp.float32
+    output = reward(kl=kl, kl_coef=kl_coef)
+    assert output.dtype == jnp.float32
     expected = oracles.token_rewards(SCORES, kl, MASK, kl_coef)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_published_objective():
     """Score 0.875, KL 1.300, β 0.20: objective 0.615."""
-    found = reward(
+    output = reward(
         scores=jnp.array([0.875]),
         kl=jnp.array([[7.0, 0.4, 0.8, 0.1, 7.0]]),
         mask=jnp.array([[False, True, True, True, False]]),
         kl_coef=jnp.float32(0.20),
     )
-    np.testing.assert_allclose(found, [[0, -0.08, -0.16, 0.855, 0]], rtol=1e-6)
-    assert float(jnp.sum(found)) == pytest.approx(0.615, abs=1e-6)
+    np.testing.assert_allclose(output, [[0, -0.08, -0.16, 0.855, 0]], rtol=1e-6)
+    assert float(jnp.sum(output)) == pytest.approx(0.615, abs=1e-6)
 
 
 def test_rows_sum_to_score_minus_penalty_and_an_empty_row_gets_nothing():
     expected = SCORES - 0.2 * np.where(MASK, KL, 0).sum(1)
     expected[3] = 0.0
-    found = np.asarray(reward())
-    np.testing.assert_allclose(found.sum(1), expected, rtol=1e-5)
-    np.testing.assert_array_equal(found[3], np.zeros(6))
+    output = np.asarray(reward())
+    np.testing.assert_allclose(output.sum(1), expected, rtol=1e-5)
+    np.testing.assert_array_equal(output[3], np.zeros(6))
 
 
 def test_fractional_scores_are_kept():
-    found = reward(scores=np.full(4, 0.7, np.float32), kl=None)
-    assert float(found[0, -1]) == np.float32(0.7)
+    output = reward(scores=np.full(4, 0.7, np.float32), kl=None)
+    assert float(output[0, -1]) == np.float32(0.7)
 
 
 def test_rewards_of_turns_stand_at_their_turns_and_the_rest_of_the_score_at_the_end():
-    found = token_rewards(
+    output = token_rewards(
         scores=jnp.array([1.0, 2.0]),
         kl=jnp.array([[0.0, 1.0, 2.0, 9.0, 4.0], [0.0, 0.0, 9.0, 9.0, 8.0]]),
         mask=jnp.array([[0, 1, 1, 0, 1], [0, 1, 0, 0, 1]], bool),
@@ -65,12 +65,12 @@ def test_rewards_of_turns_stand_at_their_turns_and_the_rest_of_the_score_at_the_
         turn_rewards=jnp.array([[0.0, 0.0, 0.75, 7.0, 0.0], [0.0, -0.5, 0, 0, 0]]),
     )
     expected = [[0, -0.125, 0.75 - 0.25, 0, 0.25 - 0.5], [0, -0.5, 0, 0, 2.5 - 1]]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(output, expected)
 
 
 def test_the_score_mask_has_the_rest_of_the_score():
     """N+: in the column after the last token; those of turns stay where they are."""
-    found = token_rewards(
+    output = token_rewards(
         scores=jnp.array([1.0]),
         kl=None,
         mask=jnp.array([[True, False, True, False]]),
@@ -78,15 +78,15 @@ def test_the_score_mask_has_the_rest_of_the_score():
         score_mask=jnp.array([[True, False, True, True]]),
         turn_rewards=jnp.array([[0.25, 0.0, 0.0, 0.0]]),
     )
-    np.testing.assert_array_equal(found, [[0.25, 0.0, 0.0, 0.75]])
+    np.testing.assert_array_equal(output, [[0.25, 0.0, 0.0, 0.75]])
 
 
 def test_one_turn_without_a_reward_of_its_own_is_as_without_turns():
     nothing = np.zeros(MASK.shape, np.float32)
-    found = token_rewards(
+    output = token_rewards(
         scores=SCORES, kl=KL, mask=MASK, kl_coef=0.2, turn_rewards=nothing
     )
-    np.testing.assert_array_equal(found, reward())
+    np.testing.assert_array_equal(output, reward())
 
 
 def test_garbage_changes_neither_value_nor_gradient():
@@ -114,8 +114,8 @@ def test_padding_and_row_order_change_nothing():
     np.testing.assert_array_equal(wide[:, 2:-3], reward())
     np.testing.assert_array_equal(wide[:, [0, 1, -3, -2, -1]], 0.0)
     order = np.array([2, 3, 1, 0])
-    found = reward(scores=SCORES[order], kl=KL[order], mask=MASK[order])
-    np.testing.assert_array_equal(found, np.asarray(reward())[order])
+    output = reward(scores=SCORES[order], kl=KL[order], mask=MASK[order])
+    np.testing.assert_array_equal(output, np.asarray(reward())[order])
 
 
 def test_wrong_input_says_what_to_do():

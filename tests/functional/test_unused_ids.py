@@ -106,9 +106,9 @@ def test_logprobs_are_those_of_a_vocabulary_without_the_ids(where, max_logits):
             unused=ranges,
         )
     )
-    found, entropy = program(HIDDEN, with_garbage(HEAD, ranges, np.nan), tokens)
+    output, entropy = program(HIDDEN, with_garbage(HEAD, ranges, np.nan), tokens)
     expected = oracles.token_logprobs(logits, places, 0.7)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     expected = oracles.entropy(logits, 0.7)[:, :-1]
     np.testing.assert_allclose(entropy[:, 1:], expected, rtol=1e-5, atol=1e-5)
     absent = np.full((B, S), unused_ids.listed(ranges)[0], np.int32)
@@ -144,10 +144,10 @@ def test_no_gradient_of_logprobs_reaches_their_rows(where, max_logits):
     expected = jax.jit(jax.grad(whole, (0, 1)))(HIDDEN, HEAD)
     spoilt = with_garbage(HEAD, ranges, np.nan)
     for head in (HEAD, spoilt):
-        found = jax.jit(jax.grad(chunked, (0, 1)))(HIDDEN, head)
-        for a, b in zip(found, expected, strict=True):
+        gradients = jax.jit(jax.grad(chunked, (0, 1)))(HIDDEN, head)
+        for a, b in zip(gradients, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
-        assert not np.any(np.asarray(found[1])[unused_ids.listed(ranges)])
+        assert not np.any(np.asarray(gradients[1])[unused_ids.listed(ranges)])
 
 
 KINDS = {
@@ -165,23 +165,23 @@ KINDS = {
 def values(kind: str, ranges) -> np.ndarray:
     """By float64 loops over a vocabulary that never had the ids."""
     logits, ref_logits = (
-        oracles.logits_from_hidden(*each)[:, :-1]
-        for each in (
+        oracles.logits_from_hidden(*arrays)[:, :-1]
+        for arrays in (
             (HIDDEN, compact(HEAD, ranges)),
             (REF_HIDDEN, compact(REF_HEAD, ranges)),
         )
     )
-    found = np.zeros((B, S))
+    values = np.zeros((B, S))
     for b, t in np.ndindex(B, S - 1):
         p, q = logits[b, t], ref_logits[b, t]
         if kind.startswith("jensen"):
-            own, ref = (np.array(oracles.log_softmax(each, 0.7)) for each in (p, q))
+            own, ref = (np.array(oracles.log_softmax(logits, 0.7)) for logits in (p, q))
             k = 3 if "top_k" in kind else None
-            found[b, t + 1] = oracles.jensen_shannon(own, ref, beta=0.3, k=k)
+            values[b, t + 1] = oracles.jensen_shannon(own, ref, beta=0.3, k=k)
         else:
             pair = (q, p) if kind == "forward" else (p, q)
-            found[b, t + 1] = oracles.exact_kl(*pair, 0.7)
-    return found
+            values[b, t + 1] = oracles.exact_kl(*pair, 0.7)
+    return values
 
 
 @pytest.mark.cases(quick=6, slow=8)
@@ -194,16 +194,16 @@ def test_divergences_are_those_of_a_vocabulary_without_the_ids(kind, where, max_
     options = {"temperature": 0.7, "max_logits": max_logits}
 
     def loss(hidden, head, ref_hidden, ref_head, **more):
-        found = KINDS[kind](hidden, head, ref_hidden, ref_head, **options, **more)
-        return jnp.sum(found * weights), found
+        output = KINDS[kind](hidden, head, ref_hidden, ref_head, **options, **more)
+        return jnp.sum(output * weights), output
 
     def gradient(**more):
         return jax.jit(jax.grad(functools.partial(loss, **more), (0, 1), has_aux=True))
 
     spoilt, ref_spoilt = (with_garbage(head, ranges, 1e4) for head in (HEAD, REF_HEAD))
     left_out = gradient(vocab_size=V, unused=ranges)
-    found = left_out(HIDDEN, spoilt, REF_HIDDEN, ref_spoilt)
-    (for_hidden, for_head), value = found
+    output = left_out(HIDDEN, spoilt, REF_HIDDEN, ref_spoilt)
+    (for_hidden, for_head), value = output
     if kind == "top_k of all":  # no k of the compact vocabulary is as many
         (of_hidden, of_head), expected = gradient(vocab_size=V, unused=ranges)(
             HIDDEN, HEAD, REF_HIDDEN, REF_HEAD
@@ -243,12 +243,12 @@ def test_any_ranges_in_any_chunks(absent, chunk):
     places = np.arange(B * S, dtype=np.int32).reshape(B, S) % len(some)
     tokens = np.array(some, np.int32)[places]
     options = {"vocab_size": V, "unused": ranges, "max_logits": 2 * B * S * chunk}
-    found, entropy = logprobs.token_logprobs_from_hidden(
+    output, entropy = logprobs.token_logprobs_from_hidden(
         HIDDEN, HEAD, tokens, **options
     )
     logits = oracles.logits_from_hidden(HIDDEN, HEAD[some])
     expected = oracles.token_logprobs(logits, places)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     expected = oracles.entropy(logits)[:, :-1]
     np.testing.assert_allclose(entropy[:, 1:], expected, rtol=1e-5, atol=1e-5)
     exact = kl.exact_from_hidden(HIDDEN, HEAD, REF_HIDDEN, REF_HEAD, **options)

@@ -30,36 +30,36 @@ def rollout():
 def test_a_columns_entry_is_about_its_token(rollout):
     columns = np.arange(rollout.tokens.size, dtype=np.float32)
     logprobs = columns.reshape(rollout.tokens.shape) / 3
-    told = sampled_tokens.columns(
+    records = sampled_tokens.columns(
         rollout, logprobs=logprobs, ref_logprobs=-logprobs, decode=decode
     )
     texts = transcripts.texts(rollout, decode=decode)
-    assert len(told) == len(texts)
-    for row, (each, (_, response)) in enumerate(zip(told, texts, strict=True)):
-        assert "".join(each["tokens"]) == response
-        assert [piece.strip() for piece in each["tokens"]] == response.split()
+    assert len(records) == len(texts)
+    for row, (record, (_, response)) in enumerate(zip(records, texts, strict=True)):
+        assert "".join(record["tokens"]) == response
+        assert [piece.strip() for piece in record["tokens"]] == response.split()
         places = np.flatnonzero(rollout.response_mask[row])
-        wanted = [round(float(logprobs[row, t]), 4) for t in places]
-        assert each["logprobs"] == wanted
-        assert each["ref_logprobs"] == [-x for x in wanted]
-    assert json.loads(json.dumps(told)) == told
+        expected = [round(float(logprobs[row, t]), 4) for t in places]
+        assert record["logprobs"] == expected
+        assert record["ref_logprobs"] == [-x for x in expected]
+    assert json.loads(json.dumps(records)) == records
 
 
 def test_without_a_reference_there_are_none_of_its_log_probs(rollout):
-    told = sampled_tokens.columns(
+    records = sampled_tokens.columns(
         rollout, logprobs=rollout.old_logprobs, ref_logprobs=None, decode=decode
     )
-    assert all(each.keys() == {"tokens", "logprobs"} for each in told)
+    assert all(record.keys() == {"tokens", "logprobs"} for record in records)
 
 
 def test_an_empty_response(rollout):
     empty = dataclasses.replace(
         rollout, response_mask=np.zeros_like(rollout.response_mask)
     )
-    told = sampled_tokens.columns(
+    records = sampled_tokens.columns(
         empty, logprobs=empty.old_logprobs, ref_logprobs=None, decode=decode
     )
-    assert told[0] == {"tokens": [], "logprobs": []}
+    assert records[0] == {"tokens": [], "logprobs": []}
 
 
 @pytest.fixture
@@ -82,13 +82,13 @@ def two_turns():
 
 
 def test_observed_tokens_stand_in_their_places_without_numbers(two_turns):
-    told = sampled_tokens.columns(
+    records = sampled_tokens.columns(
         two_turns, logprobs=two_turns.old_logprobs, ref_logprobs=None, decode=decode
     )
-    assert "".join(told[0]["tokens"]) == "it is <stop> a fine gift <eos>"
-    assert told[0]["logprobs"] == [-3.0, -4.0, -5.0, None, None, -8.0, -9.0]
-    assert told[0]["observed"] == [False, False, False, True, True, False, False]
-    assert told[1] == {
+    assert "".join(records[0]["tokens"]) == "it is <stop> a fine gift <eos>"
+    assert records[0]["logprobs"] == [-3.0, -4.0, -5.0, None, None, -8.0, -9.0]
+    assert records[0]["observed"] == [False, False, False, True, True, False, False]
+    assert records[1] == {
         "tokens": ["it", " <stop>", " dull"],
         "logprobs": [-14.0, -15.0, None],
         "observed": [False, False, True],
@@ -106,7 +106,7 @@ def test_texts_have_what_was_observed_in_its_place_and_not_in_the_prompt(two_tur
 def test_an_observed_token_has_no_alternatives(two_turns):
     ids = np.tile(np.array([3, 4]), (2, 11, 1))
     likely = ids, ids.astype(np.float32), ids.astype(np.float32)
-    told = sampled_tokens.alternatives(two_turns, likely, decode=decode)
-    assert [len(places) for places in told[0]] == [2, 2, 2, 0, 0, 2, 2]
-    assert told[0][0] == [["it", 3.0, 3.0], ["is", 4.0, 4.0]]
-    assert told[0][5] == [[" it", 3.0, 3.0], [" is", 4.0, 4.0]]
+    records = sampled_tokens.alternatives(two_turns, likely, decode=decode)
+    assert [len(places) for places in records[0]] == [2, 2, 2, 0, 0, 2, 2]
+    assert records[0][0] == [["it", 3.0, 3.0], ["is", 4.0, 4.0]]
+    assert records[0][5] == [[" it", 3.0, 3.0], [" is", 4.0, 4.0]]

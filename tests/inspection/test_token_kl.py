@@ -26,7 +26,7 @@ def decode(ids):
 
 
 def divergences_of(tokens, **options):
-    found = token_logprobs.compute(
+    predicted = token_logprobs.compute(
         PARAMS,
         REF_PARAMS,
         model=toys.GPT2,
@@ -35,18 +35,18 @@ def divergences_of(tokens, **options):
         decode=decode,
         **options,
     )
-    assert "".join(token.text for token in found) == decode(tokens)
-    assert found[0].divergence is None
-    return [token.divergence for token in found[1:] if token.divergence is not None]
+    assert "".join(token.text for token in predicted) == decode(tokens)
+    assert predicted[0].divergence is None
+    return [token.divergence for token in predicted[1:] if token.divergence is not None]
 
 
 def rows_of(params, model, rows, temperature=1.0):
     tokens = jnp.asarray(rows, jnp.int32)
     mask = jnp.ones_like(tokens, bool)
-    found = logprobs(
+    output = logprobs(
         params, model=model, tokens=tokens, mask=mask, temperature=temperature
     )
-    return np.asarray(found, np.float64)
+    return np.asarray(output, np.float64)
 
 
 @pytest.mark.slow
@@ -55,15 +55,15 @@ def rows_of(params, model, rows, temperature=1.0):
 )
 def test_logprobs_are_those_of_the_two_models(temperature):
     tokens = [3, 9, 1, 12, 0, 7, 7]
-    found = divergences_of(tokens, temperature=temperature, alternatives=4)
+    predicted = divergences_of(tokens, temperature=temperature, alternatives=4)
     both = [
         rows_of(params, model, [tokens], temperature)[0, 1:]
         for params, model in ((PARAMS, toys.GPT2), (REF_PARAMS, toys.LLAMA))
     ]
-    k1s = [token.k1 for token in found]
+    k1s = [token.k1 for token in predicted]
     assert sum(k1s) == pytest.approx((both[0] - both[1]).sum(), abs=1e-4)
-    np.testing.assert_allclose([p.logprob for p in found], both[0], atol=1e-4)
-    np.testing.assert_allclose([p.ref_logprob for p in found], both[1], atol=1e-4)
+    np.testing.assert_allclose([p.logprob for p in predicted], both[0], atol=1e-4)
+    np.testing.assert_allclose([p.ref_logprob for p in predicted], both[1], atol=1e-4)
     # What could have come, from logits one place before the token.
     row = jnp.asarray([tokens], jnp.int32)
     tables = []
@@ -74,7 +74,7 @@ def test_logprobs_are_those_of_the_two_models(temperature):
         scaled = np.asarray(logits, np.float64)[0] / temperature
         tables.append(scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True)))
     own, ref = tables
-    for t, token in enumerate(found):
+    for t, token in enumerate(predicted):
         exact = sum(math.exp(own[t, v]) * (own[t, v] - ref[t, v]) for v in range(13))
         assert token.exact == pytest.approx(exact, abs=1e-4)
         likeliest = sorted(range(13), key=lambda v: -own[t, v])[:4]
@@ -86,7 +86,7 @@ def test_logprobs_are_those_of_the_two_models(temperature):
 
 
 def test_a_model_has_no_kl_to_itself():
-    found = token_logprobs.compute(
+    predicted = token_logprobs.compute(
         PARAMS,
         PARAMS,
         model=toys.GPT2,
@@ -95,7 +95,7 @@ def test_a_model_has_no_kl_to_itself():
         decode=decode,
         alternatives=99,
     )
-    for token in found[1:]:
+    for token in predicted[1:]:
         assert token.divergence is not None
         assert token.divergence.k1 == 0
         assert token.divergence.exact == pytest.approx(0, abs=1e-6)
@@ -109,8 +109,8 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half():
     starts = (0, 12, 16)
     rows = rows_of(PARAMS, toys.GPT2, [tokens[start : start + 24] for start in starts])
     expected = [*rows[0, 1:24], *rows[1, 24 - 12 : 24], *rows[2, 36 - 16 : 24]]
-    found = divergences_of(tokens)
-    np.testing.assert_allclose([p.logprob for p in found], expected, atol=1e-4)
+    predicted = divergences_of(tokens)
+    np.testing.assert_allclose([p.logprob for p in predicted], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_the_page_holds_the_numbers_and_nothing_runs_in_it():
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "img", "iframe"})
     assert "http" not in text
     assert "<title>&lt;script&gt;&quot;of&quot; a &amp; b</title>" in text
-    shown = [(each["title"], body) for each, body in page.tokens]
+    shown = [(attributes["title"], body) for attributes, body in page.tokens]
     assert shown == [
         ("0: not predicted", "<b>"),
         (
@@ -214,7 +214,7 @@ def test_the_page_holds_the_numbers_and_nothing_runs_in_it():
             "\\x1b[2J",
         ),
     ]
-    styles = [each.get("style", "") for each, _ in page.tokens]
+    styles = [attributes.get("style", "") for attributes, _ in page.tokens]
     # 0.55 · 1.5/2 of blue over 0.25/2 of the line; half of orange over a full line.
     assert styles[1] == (
         "background:rgba(37,99,235,0.413);border-color:rgba(147,51,234,0.125)"
@@ -283,11 +283,11 @@ def test_a_run_prints_and_writes(checkpoints, tmp_path, capsys):
     assert "".join(body for _, body in Page(page).tokens) == "the·cat·sat·on·a·dog"
     assert "temperature 0.5</title>" in page
     # The same text, given on the command line: the same numbers, no file.
-    given = dataclasses.replace(options, text=None, html=None, prompt=text)
-    token_kl.run(given)
+    options_of_prompt = dataclasses.replace(options, text=None, html=None, prompt=text)
+    token_kl.run(options_of_prompt)
     again = capsys.readouterr().out
     assert again == printed.replace(f"written to {tmp_path / 'out.html'}\n", "")
-    warm = dataclasses.replace(given, temperature=1.0)
+    warm = dataclasses.replace(options_of_prompt, temperature=1.0)
     token_kl.run(warm)
     assert capsys.readouterr().out != again
 

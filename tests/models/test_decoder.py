@@ -25,15 +25,15 @@ def numbers_of(params, *, model, tokens, mask):
     """((a loss, (log-probs, entropies)), its gradient)."""
 
     def loss(params):
-        found, entropy = policy.logprobs_and_entropy(
+        logprobs, entropy = policy.logprobs_and_entropy(
             params, model=model, tokens=tokens, mask=mask, temperature=0.7
         )
-        return (found - 0.1 * entropy).sum(), (found, entropy)
+        return (logprobs - 0.1 * entropy).sum(), (logprobs, entropy)
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
 
-each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+for_each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 
 VARIANTS = {
     "gpt2": tiny.GPT2,
@@ -57,25 +57,25 @@ VARIANTS = {
 def test_logits_match_the_oracle(model):
     params = tiny.params(model)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="right")
-    found = np.asarray(logits_of(params, model=model, tokens=tokens, mask=mask))
-    assert found.dtype == np.float32
-    assert found.shape == (3, SIZE, tiny.VOCAB)
+    output = np.asarray(logits_of(params, model=model, tokens=tokens, mask=mask))
+    assert output.dtype == np.float32
+    assert output.shape == (3, SIZE, tiny.VOCAB)
     for row, length in enumerate(LENGTHS):
         expected = oracles.decoder_logits(params, model, list(tokens[row, :length]))
-        np.testing.assert_allclose(found[row, :length], expected, atol=1e-5)
+        np.testing.assert_allclose(output[row, :length], expected, atol=1e-5)
 
 
 def test_the_rope_of_the_tests_has_a_frequency_of_every_kind():
     plain = dataclasses.replace(tiny.LLAMA, rope_scaling=None)
-    kept = np.divide(
+    unscaled = np.divide(
         oracles.rope_frequencies(tiny.LLAMA), oracles.rope_frequencies(plain)
     )
-    assert kept[0] == 1
-    assert 0.25 < kept[1] < 1
-    np.testing.assert_allclose(kept[2:], 0.25)
+    assert unscaled[0] == 1
+    assert 0.25 < unscaled[1] < 1
+    np.testing.assert_allclose(unscaled[2:], 0.25)
 
 
-@each_family
+@for_each_family
 @pytest.mark.parametrize("padding", [0, -1, 2**31 - 1, tiny.VOCAB])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(model, side, padding):
@@ -83,12 +83,12 @@ def test_padding_changes_nothing(model, side, padding):
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="right")
     expected = np.asarray(hidden_states(params, model=model, tokens=tokens, mask=mask))
     padded, where = tiny.batch(LENGTHS, SIZE + 4, side=side, padding=padding)
-    found = np.asarray(hidden_states(params, model=model, tokens=padded, mask=where))
-    np.testing.assert_allclose(found[where], expected[mask], atol=2e-6)
-    assert np.isfinite(found).all()
+    output = np.asarray(hidden_states(params, model=model, tokens=padded, mask=where))
+    np.testing.assert_allclose(output[where], expected[mask], atol=2e-6)
+    assert np.isfinite(output).all()
 
 
-@each_family
+@for_each_family
 def test_a_token_changes_nothing_before_it(model):
     params = tiny.params(model)
     tokens, mask = tiny.batch((SIZE,), SIZE, side="right")
@@ -103,12 +103,12 @@ def test_a_token_changes_nothing_before_it(model):
 
 def test_positions_count_tokens():
     mask = np.array([[0, 0, 1, 1, 1, 0], [1, 0, 1, 0, 0, 1]], bool)
-    found = positions_of(mask)
-    assert found.dtype == jnp.int32
-    np.testing.assert_array_equal(found, [[0, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 2]])
+    output = positions_of(mask)
+    assert output.dtype == jnp.int32
+    np.testing.assert_array_equal(output, [[0, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 2]])
 
 
-@each_family
+@for_each_family
 def test_bfloat16_is_close_and_logits_stay_float32(model):
     params = tiny.params(model)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
@@ -118,13 +118,13 @@ def test_bfloat16_is_close_and_logits_stay_float32(model):
         lambda: decoder.hidden_states(params, model=half, tokens=tokens, mask=mask)
     )
     assert hidden.dtype == jnp.bfloat16
-    found = logits_of(params, model=half, tokens=tokens, mask=mask)
-    assert found.dtype == jnp.float32
-    error = np.abs(np.asarray(found) - exact)[mask]
+    output = logits_of(params, model=half, tokens=tokens, mask=mask)
+    assert output.dtype == jnp.float32
+    error = np.abs(np.asarray(output) - exact)[mask]
     assert 0 < error.mean() < 0.02 * exact[mask].std()
 
 
-@each_family
+@for_each_family
 def test_a_layer_is_compiled_once(model):
     """The program of eight layers has the size of that of two."""
 
@@ -152,8 +152,8 @@ def test_the_vocabulary_s_padding_never_matters(model):
     (_, clean), _ = numbers_of(params, model=model, tokens=tokens, mask=mask)
     for value in (np.nan, np.inf, 1e30):
         dirty = tiny.with_rows_of_padding(params, model, value)
-        (_, found), gradient = numbers_of(dirty, model=model, tokens=tokens, mask=mask)
-        for array, expected in zip(found, clean, strict=True):
+        (_, output), gradient = numbers_of(dirty, model=model, tokens=tokens, mask=mask)
+        for array, expected in zip(output, clean, strict=True):
             np.testing.assert_array_equal(array, expected)
         np.testing.assert_array_equal(
             logits_of(dirty, model=model, tokens=tokens, mask=mask),
@@ -168,7 +168,7 @@ def test_the_vocabulary_s_padding_never_matters(model):
 
 
 @pytest.mark.cases(quick=1)
-@each_family
+@for_each_family
 def test_the_gradient_does_not_see_padding(model):
     params = tiny.params(model)
 
@@ -223,10 +223,10 @@ def test_parameter_counts():
         shapes = jax.eval_shape(
             lambda m=model: decoder.init(jax.random.key(0), model=m)
         )
-        held = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
         tables = 1 if model.tied_head else 2
         padding = tables * (128 - tiny.VOCAB) * model.hidden_size
-        assert held - padding == decoder.num_parameters(model)
+        assert num_parameters - padding == decoder.num_parameters(model)
 
 
 def test_bad_shapes_and_configs_are_named():
@@ -257,7 +257,7 @@ def test_bad_shapes_and_configs_are_named():
 
 @pytest.mark.cases(slow=1)
 @pytest.mark.slow
-@each_family
+@for_each_family
 def test_the_gradient_of_many_tokens_is_that_of_their_parts(model):
     """XLA for CPU (JAX 0.12.0) compiles a bare normalisation's gradient wrongly there.
 
@@ -269,10 +269,10 @@ def test_the_gradient_of_many_tokens_is_that_of_their_parts(model):
     weights = jax.random.normal(jax.random.key(1), (8, 640))
 
     def loss(params, tokens, weights):
-        found = policy.logprobs(
+        logprobs = policy.logprobs(
             params, model=model, tokens=tokens, mask=jnp.ones(tokens.shape, bool)
         )
-        return (found * weights).sum()
+        return (logprobs * weights).sum()
 
     gradient = jax.jit(jax.grad(loss))
     whole = gradient(params, tokens, weights)
@@ -281,7 +281,7 @@ def test_the_gradient_of_many_tokens_is_that_of_their_parts(model):
         for row in range(0, 8, 2)
     ]
     total = jax.tree.map(lambda *leaves: sum(leaves), *parts)
-    for found, expected in zip(
+    for of_whole, expected in zip(
         jax.tree.leaves(whole), jax.tree.leaves(total), strict=True
     ):
-        np.testing.assert_allclose(found, expected, atol=1e-3, rtol=1e-4)
+        np.testing.assert_allclose(of_whole, expected, atol=1e-3, rtol=1e-4)

@@ -93,7 +93,7 @@ def test_gradients_are_finite_differences(role, name):
     def evaluate(params, v):
         y, pull = jax.vjp(function, params)
         weights = like(y, seed=3)
-        line = jnp.asarray([STEP * each for each in STENCIL], jnp.float32)
+        line = jnp.asarray([STEP * offset for offset in STENCIL], jnp.float32)
         points = jax.lax.map(
             lambda t: function(jax.tree.map(lambda a, b: a + t * b, params, v)), line
         )

@@ -75,8 +75,10 @@ def test_layers_one_by_one_are_the_loop(model, remat):
     gradient = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
     looped, hidden = gradient(params, model)
     apart, same = gradient(params, unrolled(dataclasses.replace(model, remat=remat)))
-    kept = np.asarray(mask)
-    np.testing.assert_allclose(hidden[kept], same[kept], rtol=0, atol=1e-5)
+    mask_of_tokens = np.asarray(mask)
+    np.testing.assert_allclose(
+        hidden[mask_of_tokens], same[mask_of_tokens], rtol=0, atol=1e-5
+    )
     chex.assert_trees_all_close(looped, apart, rtol=1e-4, atol=1e-5)
 
 
@@ -160,17 +162,17 @@ def test_a_product_and_its_gradients(left, right):
     np.testing.assert_allclose(of_x, np.einsum("...nm,...km->...nk", g, w), atol=1e-5)
     np.testing.assert_allclose(of_w, np.einsum("...nk,...nm->...km", x, g), atol=1e-5)
     mapped = jax.vmap(jax.grad(lambda w, x: layout.product(x, w).sum(), 0), (None, 0))
-    each = mapped(single[1], jnp.stack([single[0], 2 * single[0]]))
+    gradients_of_both = mapped(single[1], jnp.stack([single[0], 2 * single[0]]))
     ones = np.ones_like(g)
     summed = np.einsum("...nk,...nm->...km", x, ones)
-    np.testing.assert_allclose(each[1], 2 * summed, atol=1e-5)
+    np.testing.assert_allclose(gradients_of_both[1], 2 * summed, atol=1e-5)
 
 
 def test_a_product_of_other_shapes_and_in_shard_map():
     """Where it has no gradient of its own."""
     x, w = jnp.arange(48.0).reshape(4, 4, 3), jnp.arange(6.0).reshape(3, 2)
-    found = jax.grad(lambda w: layout.product(x, w).sum())(w)
-    np.testing.assert_allclose(found, np.full((3, 2), x.sum((0, 1))[:, None]))
+    gradient = jax.grad(lambda w: layout.product(x, w).sum())(w)
+    np.testing.assert_allclose(gradient, np.full((3, 2), x.sum((0, 1))[:, None]))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("rows",))
     rows = jax.sharding.PartitionSpec("rows")
 
@@ -185,7 +187,7 @@ def test_a_product_of_other_shapes_and_in_shard_map():
 
     flat = x.reshape(16, 3)
     same = jax.jit(jax.grad(lambda w: of_rows(w, flat).sum()))(w)
-    np.testing.assert_allclose(same, found)
+    np.testing.assert_allclose(same, gradient)
 
 
 def test_what_is_laid_out_for_a_cpu_is_so_there_alone():
@@ -197,10 +199,10 @@ def test_what_is_laid_out_for_a_cpu_is_so_there_alone():
         platform: traced.lower(lowering_platforms=(platform,)).as_text()
         for platform in ("cpu", "tpu", "cuda")
     }
-    found = {
+    laid_out = {
         platform: "optimization_barrier" in text for platform, text in texts.items()
     }
-    assert found == {"cpu": True, "tpu": False, "cuda": False}
+    assert laid_out == {"cpu": True, "tpu": False, "cuda": False}
 
 
 def test_windows_cover_every_column_and_grow_slowly():
@@ -289,9 +291,9 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
         assert set(few[number]["mlp"]["up"]) == {"transposed"}
         scale = np.asarray(params["layers"]["mlp_norm"]["scale"])[number]
         np.testing.assert_array_equal(few[number]["mlp_norm"]["scale"], scale)
-    kept = layers(stored, model=model, rows=4)
+    few_rows = layers(stored, model=model, rows=4)
     apart = toys.jit(functools.partial(unstack, num_layers=2))
-    chex.assert_trees_all_equal(kept, apart(stored["layers"]), strict=True)
+    chex.assert_trees_all_equal(few_rows, apart(stored["layers"]), strict=True)
 
 
 @pytest.mark.cases(slow=2)
@@ -322,10 +324,10 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
     if how == "bfloat16":
         model = dataclasses.replace(model, dtype=how)
     if how == "lora":
-        wanted = lora.LoRA(rank=2)
-        adapters = lora.init(jax.random.key(3), model=model, lora=wanted)
+        adapters_config = lora.LoRA(rank=2)
+        adapters = lora.init(jax.random.key(3), model=model, lora=adapters_config)
         moved = toys.perturbed(adapters, seed=4, scale=0.3)
-        params = lora.attach(params, moved, lora=wanted)
+        params = lora.attach(params, moved, lora=adapters_config)
     on_mesh = functools.partial  # of a function
     if how == "mesh":
         mesh = MeshShape.parse("fsdp=4,tensor=2").make()
@@ -360,14 +362,14 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
 
     expected = sample(0)
     assert not products
-    found = sample(3)
+    samples = sample(3)
     width, words = model.hidden_size, model.padded_vocab_size
     assert {(words, width), (width, model.intermediate_size)} <= set(products)
     tolerance = 2e-2 if how == "bfloat16" else 1e-5
     for name in ("tokens", "mask", "response_mask"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=tolerance)
-    np.testing.assert_allclose(found.entropy, expected.entropy, atol=tolerance)
+        np.testing.assert_array_equal(getattr(samples, name), getattr(expected, name))
+    np.testing.assert_allclose(samples.logprobs, expected.logprobs, atol=tolerance)
+    np.testing.assert_allclose(samples.entropy, expected.entropy, atol=tolerance)
 
 
 def test_fastest_knows_the_backend_and_the_layers():
@@ -403,13 +405,15 @@ def test_change_if_changes_all_or_nothing(way, monkeypatch):
     flags = jnp.array([True, False])
     if way == "vmap":
         both = jax.jit(jax.vmap(run))(flags)
-        changed, kept = (jax.tree.map(lambda leaf, i=i: leaf[i], both) for i in (0, 1))
+        changed, unchanged = (
+            jax.tree.map(lambda leaf, i=i: leaf[i], both) for i in (0, 1)
+        )
     else:
-        changed, kept = map(run if way == "plain" else jax.jit(run), flags)
+        changed, unchanged = map(run if way == "plain" else jax.jit(run), flags)
     np.testing.assert_array_equal(changed["a"], [np.inf, np.nan, np.inf])
     np.testing.assert_array_equal(changed["b"], [1, 2, 3])
-    chex.assert_trees_all_equal(kept, tree)
-    np.testing.assert_array_equal(np.signbit(kept["a"]), [False, True, False])
+    chex.assert_trees_all_equal(unchanged, tree)
+    np.testing.assert_array_equal(np.signbit(unchanged["a"]), [False, True, False])
 
 
 def test_change_if_within_shard_map_changes_what_each_device_says():
@@ -423,8 +427,8 @@ def test_change_if_within_shard_map_changes_what_each_device_says():
         return layout.change_if(flag[0], lambda tree: tree + step, tree)
 
     flags, steps = jnp.arange(8) % 2 == 0, 1.0 + jnp.arange(8)
-    found = jax.jit(run)(flags, steps, jnp.ones(1))
-    np.testing.assert_array_equal(found, [2, 1, 4, 1, 6, 1, 8, 1])
+    output = jax.jit(run)(flags, steps, jnp.ones(1))
+    np.testing.assert_array_equal(output, [2, 1, 4, 1, 6, 1, 8, 1])
 
 
 def test_change_if_branches_on_a_cpu_alone():
@@ -444,10 +448,10 @@ def test_change_if_branches_on_a_cpu_alone():
 def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
     shape, times, monkeypatch
 ):
-    asked, plain = [], logprobs.token_logprobs_from_hidden
+    sizes, plain = [], logprobs.token_logprobs_from_hidden
 
     def computed(*args, max_logits, **options):
-        asked.append(max_logits)
+        sizes.append(max_logits)
         return plain(*args, max_logits=max_logits, **options)
 
     monkeypatch.setattr(policy, "token_logprobs_from_hidden", computed)
@@ -458,7 +462,7 @@ def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
     mesh = MeshShape.parse(shape).make()
     jax.eval_shape(compute, params)
     jax.eval_shape(sharding.on(mesh, compute), params)
-    assert asked == [logprobs.MAX_LOGITS, times * logprobs.MAX_LOGITS]
+    assert sizes == [logprobs.MAX_LOGITS, times * logprobs.MAX_LOGITS]
 
 
 def test_parameters_are_made_and_counted_without_the_kernel():
@@ -467,11 +471,11 @@ def test_parameters_are_made_and_counted_without_the_kernel():
     plain = dataclasses.replace(model, attention="xla")
     key, adapter = jax.random.key(0), lora.LoRA(rank=2)
     for init in (decoder.init, functools.partial(lora.init, lora=adapter)):
-        found, expected = (
+        output, expected = (
             jax.eval_shape(functools.partial(init, model=one), key)
             for one in (model, plain)
         )
-        assert found == expected
+        assert output == expected
     # By hand: embedding and head, then a layer's projections, MLP and norms.
     kernels = 16 * (16 + 2 * 8) + 16 * 16 + 3 * 16 * 24 + 2 * 16
     assert decoder.num_parameters(model) == 2 * 13 * 16 + kernels + 16
@@ -493,23 +497,23 @@ def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):
     assert layout.fastest(model, backend="gpu") == model
     toy = dataclasses.replace(toys.LLAMA, num_heads=4, num_kv_heads=2)
     model = dataclasses.replace(toy, dtype="bfloat16", attention="cudnn")
-    asked, plain = [], jax.nn.dot_product_attention
+    implementations, plain = [], jax.nn.dot_product_attention
 
     def attention(*args, implementation, **options):
-        asked.append(implementation)
+        implementations.append(implementation)
         return plain(*args, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     params = toys.params(toy)
-    asked.clear()
+    implementations.clear()
     tokens, mask = batch()
-    given = {"tokens": tokens, "mask": mask}
+    inputs = {"tokens": tokens, "mask": mask}
     hidden = jax.jit(decoder.hidden_states, static_argnames="model")
-    found = hidden(params, model=model, **given)
-    assert set(asked) == {"cudnn"}
-    asked.clear()
+    output = hidden(params, model=model, **inputs)
+    assert set(implementations) == {"cudnn"}
+    implementations.clear()
     model = dataclasses.replace(model, attention="xla")
-    expected = hidden(params, model=model, **given)
-    assert not asked
-    found, expected = (np.asarray(x, np.float32)[mask] for x in (found, expected))
-    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)  # bfloat16's
+    expected = hidden(params, model=model, **inputs)
+    assert not implementations
+    output, expected = (np.asarray(x, np.float32)[mask] for x in (output, expected))
+    np.testing.assert_allclose(output, expected, rtol=0.05, atol=0.05)  # bfloat16's

@@ -225,11 +225,11 @@ def test_at_the_start_it_is_the_base_to_the_bit(model):
     attached = lora.attach(base, start, lora=ALL)
     tokens, mask = texts()
     compute = toys.jit(policy.logprobs, static_argnames=("model",))
-    found, expected = (
+    output, expected = (
         compute(params, model=model, tokens=tokens, mask=mask)
         for params in (attached, base)
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(output, expected)
     assert float(jnp.abs(expected).max()) > 1
 
 
@@ -267,8 +267,8 @@ def test_a_scalar_model_has_a_score_over_the_adapted_trunk():
     expected = scores_of(whole, model=model, tokens=tokens, mask=mask)
     merged = merge(base, params, lora=ALL)
     for full in (lora.attach(base, params, lora=ALL), merged):
-        found = scores_of(full, model=model, tokens=tokens, mask=mask)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        scores = scores_of(full, model=model, tokens=tokens, mask=mask)
+        np.testing.assert_allclose(scores, expected, atol=1e-4)
     back = unmerge(merged, params, lora=ALL)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), back, base)
 
@@ -276,17 +276,17 @@ def test_a_scalar_model_has_a_score_over_the_adapted_trunk():
 # What moves, and what does not.
 
 
-def loss(adapters, held, *, model=toys.LLAMA):
+def loss(adapters, base, *, model=toys.LLAMA):
     tokens, mask = texts()
-    params = adapted.params(adapters, base=held, lora=ALL)
+    params = adapted.params(adapters, base=base, lora=ALL)
     return policy.logprobs(params, model=model, tokens=tokens, mask=mask).sum()
 
 
 def test_the_gradient_is_that_of_a_and_b_and_of_nothing_else():
-    held = toys.freeze(toys.params(toys.LLAMA))
+    base = toys.freeze(toys.params(toys.LLAMA))
     adapters = trained(toys.LLAMA)
     both = toys.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))
-    grads, of_base = both(adapters, held)
+    grads, of_base = both(adapters, base)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(of_base.stored))
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(grads))
     # Against a difference quotient along a random direction.
@@ -302,11 +302,11 @@ def test_the_gradient_is_that_of_a_and_b_and_of_nothing_else():
         for g, s in zip(jax.tree.leaves(grads), jax.tree.leaves(step), strict=True)
     )
     value = toys.jit(loss)
-    there, back = (
-        float(value(jax.tree.map(lambda a, s, e=e: a + e * s, on_host, step), held))
+    forward, back = (
+        float(value(jax.tree.map(lambda a, s, e=e: a + e * s, on_host, step), base))
         for e in (1e-3, -1e-3)
     )
-    np.testing.assert_allclose((there - back) / 2e-3, slope, rtol=2e-2)
+    np.testing.assert_allclose((forward - back) / 2e-3, slope, rtol=2e-2)
     assert abs(slope) > 1
 
 
@@ -319,15 +319,15 @@ def test_the_backward_pass_holds_no_second_base(dtype):
     )
     one = np.ones((1, 4), np.int32)
 
-    def loss(adapters, held):
-        full = adapted.params(adapters, base=held, lora=ALL)
+    def loss(adapters, base):
+        full = adapted.params(adapters, base=base, lora=ALL)
         return policy.logprobs(full, model=deep, tokens=one, mask=one > 0).sum()
 
     # The compiler needs shapes alone.
     params = jax.eval_shape(functools.partial(decoder.init, model=deep), KEY)
-    held = jax.eval_shape(functools.partial(frozen.freeze, dtype=dtype), params)
+    base = jax.eval_shape(functools.partial(frozen.freeze, dtype=dtype), params)
     adapters = jax.eval_shape(functools.partial(lora.init, model=deep, lora=ALL), KEY)
-    compiled = toys.jit(jax.grad(loss)).lower(adapters, held).compile()
+    compiled = toys.jit(jax.grad(loss)).lower(adapters, base).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     # Measured: 0.32 and, each layer being read again, 0.18 (else 1.33).
     assert temporary < 0.5 * storage.nbytes(params["layers"])
@@ -338,7 +338,7 @@ def test_the_backward_pass_holds_no_second_base(dtype):
 
 def small_update(stage, start, **of_stage):
     """Two steps of Adam over a frozen base; the base is verified afterwards."""
-    held = toys.freeze(toys.params())
+    base = toys.freeze(toys.params())
     optimizer = optax.adam(1e-2)
     step = toys.jit(
         functools.partial(
@@ -350,9 +350,9 @@ def small_update(stage, start, **of_stage):
     assert storage.nbytes(current.opt) < 2.1 * storage.nbytes(start)
     rows = []
     for _ in range(8):
-        current, stats = step(current, base=held)
+        current, stats = step(current, base=base)
         rows.append(masked.mean_stats(stats))
-    frozen.verify(held)
+    frozen.verify(base)
     return current, rows
 
 
@@ -443,14 +443,14 @@ def run():
         rows.append(jax.device_get(masked.mean_stats(stats)))
     del stats, _
     gc.collect()
-    held = [array for array in jax.live_arrays() if id(array) not in before]
+    new_arrays = [array for array in jax.live_arrays() if id(array) not in before]
     return {
         "base": base,
         "state": current,
         "reward": reward_adapters,
         "prompts": prompts,
         "rows": rows,
-        "bytes": sum(array.nbytes for array in held),
+        "bytes": sum(array.nbytes for array in new_arrays),
     }
 
 
@@ -481,8 +481,8 @@ def test_four_models_hold_one_base(run):
 @pytest.mark.slow
 def test_optimizer_state_is_of_the_adapters_alone(run):
     smallest = storage.nbytes(run["state"].policy)
-    held = storage.nbytes(run["state"].policy_opt)
-    assert 2 * smallest <= held <= 2 * smallest + 16
+    num_bytes = storage.nbytes(run["state"].policy_opt)
+    assert 2 * smallest <= num_bytes <= 2 * smallest + 16
     shapes = {leaf.shape for leaf in jax.tree.leaves(run["base"].stored)}
     for leaf in jax.tree.leaves((run["state"].policy_opt, run["state"].policy)):
         assert leaf.shape not in shapes or leaf.ndim < 2
@@ -540,9 +540,9 @@ def test_adapters_are_trained_over_a_base_in_int8(memory):
         reward=reward,
         key=KEY,
     )
-    found = masked.mean_stats(stats)
-    assert found["objective/kl_k3"] == 0.0
-    assert found["policy/sampler_mismatch"] < 1e-5
+    means = masked.mean_stats(stats)
+    assert means["objective/kl_k3"] == 0.0
+    assert means["policy/sampler_mismatch"] < 1e-5
     assert not bool(lora.changes_nothing(after.policy))
     frozen.verify(base)
 
@@ -598,7 +598,7 @@ def test_the_self_check_knows_that_adapters_start_as_the_base(measure, run):
 
 
 def test_base_and_lora_come_together():
-    held = toys.freeze(toys.params(toys.LLAMA))
+    base = toys.freeze(toys.params(toys.LLAMA))
     prompts = toys.prompts()
     plain = dataclasses.replace(SETTINGS, lora=None)
     adapters = start_state().policy
@@ -610,7 +610,7 @@ def test_base_and_lora_come_together():
             prompts=prompts,
             key=KEY,
             recipe=plain,
-            frozen=FrozenModels(base=held),
+            frozen=FrozenModels(base=base),
         )
 
 

@@ -50,13 +50,13 @@ def value_and_grad(trained, batch, *, model, base=None, adapters=None):
     return jax.value_and_grad(loss)(trained)
 
 
-def assert_near(found, expected):
+def assert_near(output, expected):
     """To 1e-6 of the largest entry of each leaf."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=0, atol=1e-6 * np.abs(np.asarray(b)).max()
         ),
-        found,
+        output,
         expected,
     )
 
@@ -129,7 +129,7 @@ def test_a_stored_base_is_not_kept_as_it_was_read():
         lora.init(jax.random.key(1), model=small, lora=adapters),
     )
     batch = texts((8,), 8)
-    found = {}
+    memory_of = {}
     for remat in ["none", "dots"]:
         model = dataclasses.replace(small, remat=remat)
         compute = jax.jit(
@@ -138,8 +138,8 @@ def test_a_stored_base_is_not_kept_as_it_was_read():
         program = compute.lower(trained, batch, base=base).compile()
         room = program.memory_analysis().temp_size_in_bytes
         assert room < storage.nbytes(params["layers"]) / 4
-        found[remat] = program(trained, batch, base=base)
-    assert_near(found["dots"], found["none"])
+        memory_of[remat] = program(trained, batch, base=base)
+    assert_near(memory_of["dots"], memory_of["none"])
 
 
 def test_a_name_that_is_none():
@@ -151,18 +151,18 @@ def test_a_name_that_is_none():
 def test_remat_is_of_a_run_and_not_of_a_checkpoint(tmp_path):
     folder = str(toy_files.checkpoint(tmp_path / "model"))
     start = pretrained.load(folder, remat="full")
-    wanted = dataclasses.replace(toy_files.MODEL, remat="full")
-    assert start.model == layout.fastest(wanted)
+    expected = dataclasses.replace(toy_files.MODEL, remat="full")
+    assert start.model == layout.fastest(expected)
     hf.save(tmp_path / "again", start.model, start.params, tokenizer=start.tokenizer)
     assert hf.model_config(tmp_path / "again") == toy_files.MODEL
     # The reference has no gradient; a critic may begin as the reward model.
-    held = {"policy": start, "storage": frozen_models.COPY}
-    frozen_models.load_reference(str(tmp_path / "again"), **held)
+    options = {"policy": start, "storage": frozen_models.COPY}
+    frozen_models.load_reference(str(tmp_path / "again"), **options)
     trunk = {name: start.params[name] for name in ("embed", "layers", "final_norm")}
     score = {"kernel": np.zeros(16, np.float32), "bias": np.float32(0)}
     hf.save_reward(
         *(tmp_path / "reward", start.model, {"trunk": trunk, "score": score}),
         tokenizer=start.tokenizer,
     )
-    reward = frozen_models.load_reward_model(str(tmp_path / "reward"), **held)
+    reward = frozen_models.load_reward_model(str(tmp_path / "reward"), **options)
     assert reward.model == start.model

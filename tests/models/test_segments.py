@@ -18,7 +18,7 @@ ROWS, WIDTH = ((0, 2), (1, 3)), 14  # texts of each row
 RNG = np.random.default_rng(4)
 TEXTS = [RNG.integers(0, tiny.VOCAB, length) for length in LENGTHS]
 WEIGHTS = [RNG.normal(size=length).astype(np.float32) for length in LENGTHS]
-each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+for_each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 
 
 def packed(columns, *, rows=ROWS, width=WIDTH, fill=0):
@@ -43,7 +43,7 @@ def value_and_gradient(params, *, model, tokens, segments, weights, mask=None):
     """(Σ w·(log-prob + entropy), both), and the gradient."""
 
     def total(params):
-        found = policy.logprobs_and_entropy(
+        output = policy.logprobs_and_entropy(
             params,
             model=model,
             tokens=tokens,
@@ -51,7 +51,7 @@ def value_and_gradient(params, *, model, tokens, segments, weights, mask=None):
             segments=segments if mask is None else None,
             temperature=0.7,
         )
-        return (weights * (found[0] + found[1])).sum(), found
+        return (weights * (output[0] + output[1])).sum(), output
 
     return jax.value_and_grad(total, has_aux=True)(params)
 
@@ -72,11 +72,11 @@ def of_texts(model, tokens, *, rows=ROWS, width=WIDTH, segmented=True):
 def by_text(array, *, rows=ROWS, width=WIDTH):
     """A [rows, width] array taken apart, text by text."""
     _, segments = packed(TEXTS, rows=rows, width=width)
-    found = {}
+    arrays = {}
     for row, texts in enumerate(rows):
         for number, text in enumerate(texts, start=1):
-            found[text] = np.asarray(array)[row][segments[row] == number]
-    return [found[text] for text in range(len(TEXTS))]
+            arrays[text] = np.asarray(array)[row][segments[row] == number]
+    return [arrays[text] for text in range(len(TEXTS))]
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
 
 
 @pytest.mark.slow
-@each_family
+@for_each_family
 def test_a_text_does_not_see_its_neighbours(model):
     """Not by a bit, whatever they say, before or after it."""
     (_, before), _ = of_texts(model, TEXTS)
@@ -123,14 +123,14 @@ def test_a_text_does_not_see_its_neighbours(model):
 
 
 @pytest.mark.cases(quick=1)
-@each_family
+@for_each_family
 def test_what_stands_at_padding_is_not_read(model):
     array, segments = packed(TEXTS)
     weights, _ = packed(WEIGHTS)
     expected, gradient = of_texts(model, TEXTS)
     for fill in (-1, 2**31 - 1, tiny.VOCAB):
         spoilt = jnp.asarray(np.where(segments > 0, array, fill), jnp.int32)
-        found, other = value_and_gradient(
+        output, other = value_and_gradient(
             tiny.params(model),
             model=model,
             tokens=spoilt,
@@ -138,7 +138,7 @@ def test_what_stands_at_padding_is_not_read(model):
             weights=weights,
             mask=None,
         )
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        jax.tree.map(np.testing.assert_array_equal, output, expected)
         jax.tree.map(np.testing.assert_array_equal, other, gradient)
 
 
@@ -151,14 +151,14 @@ def test_rows_may_be_wider_than_the_learned_positions():
     row = np.concatenate([text, text, text])[None]
     segments = np.repeat([1, 2, 3], count)[None].astype(np.int32)
     logprobs = jax.jit(policy.logprobs, static_argnames=("model",))
-    found = logprobs(
+    output = logprobs(
         tiny.params(model),
         model=model,
         tokens=jnp.asarray(row, jnp.int32),
         mask=segments > 0,
         segments=segments,
     )
-    first, *others = np.split(np.asarray(found)[0], 3)
+    first, *others = np.split(np.asarray(output)[0], 3)
     for other in others:
         np.testing.assert_allclose(other, first, atol=1e-5)
     alone = logprobs(

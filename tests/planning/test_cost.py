@@ -28,30 +28,30 @@ def shape(*sizes):
 
 
 def test_a_product():
-    found = cost_of(jnp.matmul, shape(8, 16), shape(16, 4))
-    assert found.flops == 2 * 8 * 16 * 4
-    assert found.bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
-    assert not found.collectives
+    work = cost_of(jnp.matmul, shape(8, 16), shape(16, 4))
+    assert work.flops == 2 * 8 * 16 * 4
+    assert work.bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    assert not work.collectives
 
 
 def test_the_body_of_a_scan_counts_every_turn():
     def layers(x, weights):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
-    found = cost_of(layers, shape(8, 16), shape(50, 16, 16))
-    assert found.flops == 50 * 2 * 8 * 16 * 16
-    assert found.unknown_loops == 0
+    work = cost_of(layers, shape(8, 16), shape(50, 16, 16))
+    assert work.flops == 50 * 2 * 8 * 16 * 16
+    assert work.unknown_loops == 0
     # Each turn reads its own matrix, and not all fifty.
-    assert 50 * 4 * 16 * 16 < found.bytes < 50 * 4 * (10 * 16 * 16)
+    assert 50 * 4 * 16 * 16 < work.bytes < 50 * 4 * (10 * 16 * 16)
 
 
 def test_a_loop_of_unknown_length_takes_the_turns_that_are_given():
     def halve(x, w):
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: x @ w, x)
 
-    found = cost_of(halve, shape(4, 4), shape(4, 4), trips=(7,))
-    assert found.flops == 7 * 2 * 4**3
-    assert found.unknown_loops == 1
+    work = cost_of(halve, shape(4, 4), shape(4, 4), trips=(7,))
+    assert work.flops == 7 * 2 * 4**3
+    assert work.unknown_loops == 1
 
 
 ATTENTION = config.gpt2(
@@ -66,13 +66,13 @@ def test_blocks_that_are_visited_by_hand():
     )
     wide, narrow = 1 + 2 + 3 + 4 + 5, 1 + 2 + 3 + 3 + 3
     for model, pairs in {ATTENTION: wide, local: (wide + narrow) / 2}.items():
-        found = workload.block_visits(model, columns=600, context=4, backend="cpu")
-        assert found == {
+        visits = workload.block_visits(model, columns=600, context=4, backend="cpu")
+        assert visits == {
             blockwise_passes.KEY_BLOCKS: pairs / 5,
             blockwise_passes.QUERY_BLOCKS: pairs / 5 / 4,
         }
-    found = workload.block_visits(ATTENTION, columns=600, context=1, backend="gpu")
-    assert set(found.values()) == {(1 + 2) / 2}  # blocks of 512
+    visits = workload.block_visits(ATTENTION, columns=600, context=1, backend="gpu")
+    assert set(visits.values()) == {(1 + 2) / 2}  # blocks of 512
 
 
 @pytest.mark.slow
@@ -88,11 +88,11 @@ def test_blockwise_attention_counts_the_blocks_that_it_visits():
 
     gradient = jax.jit(jax.grad(attend, argnums=(0, 1, 2)))
     compiled = gradient.lower(query, query, query, segments).compile()
-    found = cost.cost(compiled.as_text(), named=visits)
+    work = cost.cost(compiled.as_text(), named=visits)
     of_block = 2 * 128 * 128 * 8  # FLOPs of one product of one head
     blocks = 1 + 2 + 3 + 4 + 5
-    assert found.flops == pytest.approx(3 * 2 * blocks * (2 + 5) * of_block)
-    assert found.unknown_loops == 0
+    assert work.flops == pytest.approx(3 * 2 * blocks * (2 + 5) * of_block)
+    assert work.unknown_loops == 0
 
 
 ROWS, COLUMNS = 3, 10
@@ -150,9 +150,9 @@ def test_loops_of_unknown_length_take_their_turns_in_order():
 
     one = 2 * 4**2  # of one row
     for trips, flops in {(7, 3): 7 * 4 + 3 * 2, (7, 3, 2): 12 * 4 + 12 * 2}.items():
-        found = cost_of(twice, shape(4, 4), shape(4, 4), trips=trips)
-        assert found.flops == flops * one
-        assert found.unknown_loops == 2
+        work = cost_of(twice, shape(4, 4), shape(4, 4), trips=trips)
+        assert work.flops == flops * one
+        assert work.unknown_loops == 2
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_the_nodes_of_a_group():
-    found = cost.cost(TWO_NODES, per_node=4).collectives
-    assert found == {
+    work = cost.cost(TWO_NODES, per_node=4).collectives
+    assert work == {
         Collective("all-reduce", 32, 4, 2): 1,
         Collective("all-reduce", 32, 2, 1): 1,
         Collective("collective-permute", 32, 2, 1): 1,
@@ -227,10 +227,10 @@ ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> bf16
 )
 def test_the_products_of_cudnn_s_attention(target, mask, products):
     """q·kᵀ and shares·v, each 2·B·H·S·S·d; a gradient has five such products."""
-    found = cost.cost(CUDNN.replace("TARGET", target).replace("MASK", mask, 1))
-    assert found.flops == products * 2 * 2 * 4 * 32 * 32 * 16
+    work = cost.cost(CUDNN.replace("TARGET", target).replace("MASK", mask, 1))
+    assert work.flops == products * 2 * 2 * 4 * 32 * 32 * 16
     # What it reads and writes, and no logits.
-    assert found.bytes == 2 * 2 * 32 * 16 * (4 + 2 + 2 + 4)
+    assert work.bytes == 2 * 2 * 32 * 16 * (4 + 2 + 2 + 4)
 
 
 SPLASH = """
@@ -273,15 +273,15 @@ def test_collectives_by_kind_and_size():
         y = jax.lax.with_sharding_constraint(x @ w, on("fsdp"))
         return jnp.square(y).sum()
 
-    found = cost_of(total, x, w)
-    assert found.collectives[Collective("all-gather", 4 * 64 * 32, 4)] == 1
-    assert found.collectives[Collective("all-reduce", 4, 4)] == 1
-    assert found.flops == 2 * 128 * 64 * 32
+    work = cost_of(total, x, w)
+    assert work.collectives[Collective("all-gather", 4 * 64 * 32, 4)] == 1
+    assert work.collectives[Collective("all-reduce", 4, 4)] == 1
+    assert work.flops == 2 * 128 * 64 * 32
     gathered = Collective("all-gather", 4 * 64 * 32, 4).sent
     assert gathered == 4 * 64 * 32 * 3 / 4
     assert Collective("all-reduce", 4, 4).sent == 2 * 4 * 3 / 4
     assert Collective("collective-permute", 12, 2).sent == 12
-    assert found.sent == gathered + 6
+    assert work.sent == gathered + 6
 
 
 @pytest.mark.slow
@@ -320,10 +320,10 @@ def test_words_that_are_sharded_are_computed_where_they_lie():
     mesh = MeshShape(tensor=8).make()
 
     def loss(hidden, head, tokens):
-        found = logprobs.token_logprobs_from_hidden(
+        output = logprobs.token_logprobs_from_hidden(
             hidden, head, tokens, vocab_size=120, max_logits=words * rows * columns // 2
         )
-        return jnp.sum(found[0] + found[1])
+        return jnp.sum(output[0] + output[1])
 
     def on(*axes):
         return NamedSharding(mesh, PartitionSpec(*axes))
@@ -335,9 +335,9 @@ def test_words_that_are_sharded_are_computed_where_they_lie():
     )
     tokens = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
     lowered = step.lower(shape(rows, columns, width), shape(words, width), tokens)
-    found = cost.cost(lowered.compile().as_text())
+    work = cost.cost(lowered.compile().as_text())
     product = 2 * rows * (columns - 1) * width * words
-    assert found.flops == 4 * product / 8
+    assert work.flops == 4 * product / 8
 
 
 TPU = """HloModule jit_f
@@ -389,13 +389,13 @@ ENTRY %main.1 (a.0: bf16[32,1024,4096,1], a.1: bf16[32,128,4096,1], a.2: bf16[64
 
 def test_the_text_of_a_tpu():
     """A product written as a convolution, a gather in two pieces, a loop by twos."""
-    found = cost.cost(TPU)
-    assert found.flops == 2 * 32 * 1024 * 4096 * 4096
+    work = cost.cost(TPU)
+    assert work.flops == 2 * 32 * 1024 * 4096 * 4096
     # 5 turns: 0, 2, 4, 6, 8.
-    assert found.collectives == {Collective("all-gather", 2 * 4096 * 8, 64): 5}
+    assert work.collectives == {Collective("all-gather", 2 * 4096 * 8, 64): 5}
     # The product's result stays on the chip; its arguments are read whole.
     products = 2 * (32 * 1024 * 4096 + 4096 * 4096)
-    assert products <= found.bytes < products + 5000
+    assert products <= work.bytes < products + 5000
 
 
 GPU = """HloModule jit_g
@@ -457,9 +457,9 @@ ENTRY %main.1 (a.0: bf16[4096,1024], a.1: bf16[8,4096], a.2: bf16[4096,1024]) ->
 def test_weights_behind_a_view_and_a_prefetch_are_read_once():
     """By hand: each matrix once, x twice, each result once."""
     matrix, rows, result = 2 * 4096 * 1024, 2 * 8 * 4096, 2 * 8 * 1024
-    found = cost.cost(PREFETCHED)
-    assert found.bytes == 2 * matrix + 2 * rows + 2 * result
-    assert found.flops == 2 * (2 * 8 * 4096 * 1024)
+    work = cost.cost(PREFETCHED)
+    assert work.bytes == 2 * matrix + 2 * rows + 2 * result
+    assert work.flops == 2 * (2 * 8 * 4096 * 1024)
 
 
 def test_a_copy_counts_where_it_comes_from_and_where_it_goes():

@@ -40,8 +40,8 @@ def test_no_file_and_an_empty_one(tmp_path):
 def test_the_batch_has_the_quantiles_of_the_file():
     lengths = tuple(range(1, 241))
     assert histogram.spread(lengths, rows=240) == lengths
-    found = histogram.spread(lengths, rows=48)
-    assert np.mean(found) == pytest.approx(np.mean(lengths), abs=1)
+    rows = histogram.spread(lengths, rows=48)
+    assert np.mean(rows) == pytest.approx(np.mean(lengths), abs=1)
     assert histogram.spread((2, 9), rows=4) == (2, 2, 9, 9)
     assert histogram.spread((2, 9, 11), rows=1) == (9,)
 
@@ -49,7 +49,7 @@ def test_the_batch_has_the_quantiles_of_the_file():
 @pytest.mark.slow
 def test_what_a_histogram_changes_of_a_plan():
     """Tokens, model FLOPs and the sampler's turns: no shape, as rows are padded."""
-    config, options = planned.asked("ppo", "--batch-size=4", "--max-new-tokens=200")
+    config, options = planned.parsed("ppo", "--batch-size=4", "--max-new-tokens=200")
     of = functools.partial(
         job.workload_of, config, options, target=planned.target_of(config, options)
     )

@@ -5,7 +5,7 @@ import itertools
 import jax
 import planned
 import pytest
-from planned import asked, target_of, work_of
+from planned import parsed, target_of, work_of
 from tiers import one_in
 
 from rlhf_jax.planning import chips, measured, model_flops, tables
@@ -78,13 +78,13 @@ def test_what_each_job_holds():
 @pytest.mark.slow
 def test_the_model_flops_of_every_job():
     """Forward passes, f, or h with a head; a gradient is two more."""
-    config, options = asked("ppo")
+    config, options = parsed("ppo")
     model = job.start_of(config, options, target=target_of(config, options)).model
     texts = Texts(6, (4,) * 16)
     f = model_flops.forward(model, texts, head=False)
     h = model_flops.forward(model, texts, head=True)
     grouped = model_flops.forward(model, texts, head=True, group_size=4)
-    found = {
+    flops = {
         name: [one.model_flops for one in work_of(name, *words).programs]
         for name, words in {
             "ppo": ("--num-epochs=2",),
@@ -102,7 +102,7 @@ def test_the_model_flops_of_every_job():
         "dpo": [2 * h, 3 * 2 * h],
     }
     for name in JOBS:
-        assert found[name] == pytest.approx(expected[name]), name
+        assert flops[name] == pytest.approx(expected[name]), name
 
 
 @pytest.mark.slow
@@ -116,12 +116,12 @@ def test_tokens_of_a_step():
 
 
 def test_advice_of_a_job_without_a_critic():
-    config, _ = asked("sft")
+    config, _ = parsed("sft")
     resident = {"policy": 4 * 2**30, "policy's optimizer": 8 * 2**30}
     alive = [measured.Alive("learning", 0, 0, 6 * 2**30, 0, 0, 18 * 2**30)]
-    found = advice.advice(config, resident=resident, alive=alive)
-    assert "--lora 16: about 8.00 GiB a chip less" in found
-    assert "--remat full: about 3.00 GiB a chip less" in found
+    lines = advice.advice(config, resident=resident, alive=alive)
+    assert "--lora 16: about 8.00 GiB a chip less" in lines
+    assert "--remat full: about 3.00 GiB a chip less" in lines
 
 
 @pytest.mark.cases(slow=1)
@@ -132,7 +132,7 @@ def test_a_plan_of_every_job(algorithm, capsys, tmp_path):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("1\n2\n4\n4\n")
     words = ("--placement.policy=fsdp=8", f"--lengths={lengths}")
-    result = plan.plan(*asked(algorithm, *words, chip="h100"))
+    result = plan.plan(*parsed(algorithm, *words, chip="h100"))
     tables.show(result)
     text = capsys.readouterr().out
     assert [one["name"] for one in result["programs"]] == JOBS[algorithm]

@@ -70,7 +70,7 @@ def command(files, out, *options):
     ]
 
 
-def ask(files, out, *options):
+def check_run(files, out, *options):
     config = command_line.parse(
         ppo.Config, description="", argv=command(files, out, *options)
     )
@@ -178,12 +178,12 @@ def has(monkeypatch, size):
 )
 def test_every_part_by_hand(files, tmp_path, monkeypatch, options, least):
     has(monkeypatch, least)
-    ask(files, tmp_path / "run", *options)
+    check_run(files, tmp_path / "run", *options)
     has(monkeypatch, least - 1)
-    with pytest.raises(InputError, match="a run that fits into") as told:
-        ask(files, tmp_path / "run", *options)
-    assert "--no-check-memory" in str(told.value)
-    assert "\n  policy: 0.0 MiB\n" in str(told.value)
+    with pytest.raises(InputError, match="a run that fits into") as raised:
+        check_run(files, tmp_path / "run", *options)
+    assert "--no-check-memory" in str(raised.value)
+    assert "\n  policy: 0.0 MiB\n" in str(raised.value)
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_nothing_is_read_or_left_and_the_option_goes_on(
 
     monkeypatch.setattr(trainer.pretrained, "load", read)
 
-    def told(*options):
+    def refusal_of(*options):
         with pytest.raises(SystemExit) as stopped:
             command_line.main(
                 trainer.main,
@@ -211,13 +211,13 @@ def test_nothing_is_read_or_left_and_the_option_goes_on(
         assert not any(tmp_path.iterdir())
         return capsys.readouterr().err
 
-    refusal = told()
+    refusal = refusal_of()
     assert len(jax.live_arrays()) <= before
     assert "error: memory of the host: expected a run that fits into 0.1 MiB" in refusal
     assert "at least 0.2 MiB" in refusal
     assert "\n  reference: 0.0 MiB" in refusal
     assert "Traceback" not in refusal
-    assert "weights are read" in told("--no-check-memory")
+    assert "weights are read" in refusal_of("--no-check-memory")
 
 
 TREE = {
@@ -226,56 +226,58 @@ TREE = {
 }
 
 
-def refused(held, passing=()):
+def refused(parts, passing=()):
     try:
-        memory_check.check(held, lambda: passing, change="ask for less")
+        memory_check.check(parts, lambda: passing, change="ask for less")
     except InputError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("mesh", "each"),
+    ("mesh", "num_bytes"),
     [
         (MeshShape(data=8), 128 * 16 * 4 + 12),
         (MeshShape(fsdp=8), 128 * 2 * 4 + 12),
         (MeshShape(data=2, fsdp=2, tensor=2), 64 * 8 * 4 + 12),
     ],
 )
-def test_a_device_holds_its_shards_and_a_copy_of_the_rest(monkeypatch, mesh, each):
-    held = [Part("policy", TREE, mesh.make())]
+def test_a_device_holds_its_shards_and_a_copy_of_the_rest(monkeypatch, mesh, num_bytes):
+    parts = [Part("policy", TREE, mesh.make())]
     passing = [Passing("KV cache", 800, mesh.make())]
     # Devices of the CPU share its memory.
-    has(monkeypatch, 8 * each + 800)
-    assert refused(held, passing) == ""
-    has(monkeypatch, 8 * each + 799)
-    assert "memory of the host" in refused(held, passing)
+    has(monkeypatch, 8 * num_bytes + 800)
+    assert refused(parts, passing) == ""
+    has(monkeypatch, 8 * num_bytes + 799)
+    assert "memory of the host" in refused(parts, passing)
     # Others have their own.
     monkeypatch.setattr(memory_check, "_place", lambda device: device)
-    has(monkeypatch, each + 100)
-    assert refused(held, passing) == ""
-    has(monkeypatch, each + 99)
-    assert "KV cache" in refused(held, passing)
+    has(monkeypatch, num_bytes + 100)
+    assert refused(parts, passing) == ""
+    has(monkeypatch, num_bytes + 99)
+    assert "KV cache" in refused(parts, passing)
 
 
 def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
     monkeypatch.setattr(memory_check, "_place", lambda device: device)
-    here, there = jax.devices()[:4], jax.devices()[4:]
+    here, theirs = jax.devices()[:4], jax.devices()[4:]
     four = MeshShape(data=4)
     size = 128 * 16 * 4 + 12
-    held = [Part("policy", TREE, four.make(here)), Part("critic", TREE, None)]
+    parts = [Part("policy", TREE, four.make(here)), Part("critic", TREE, None)]
     # Programs of different devices are not added up.
-    passing = [Passing("gradients", 400, four.make(each)) for each in (here, there)]
-    limits = dict.fromkeys(here, size + 100) | dict.fromkeys(there, 100)
+    passing = [
+        Passing("gradients", 400, four.make(devices)) for devices in (here, theirs)
+    ]
+    limits = dict.fromkeys(here, size + 100) | dict.fromkeys(theirs, 100)
     monkeypatch.setattr(
         memory_check, "limit", {**limits, memory_check.HOST: size}.__getitem__
     )
-    assert refused(held, passing) == ""
+    assert refused(parts, passing) == ""
     limits[here[0]] -= 1
     monkeypatch.setattr(
         memory_check, "limit", {**limits, memory_check.HOST: size}.__getitem__
     )
-    assert "gradients" in refused(held, passing)
+    assert "gradients" in refused(parts, passing)
 
 
 @pytest.mark.parametrize(
@@ -284,11 +286,11 @@ def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
 def test_episodes_have_all_weights_in_every_replica(
     files, tmp_path, monkeypatch, sampler, copies
 ):
-    found = []
-    monkeypatch.setattr(memory_check, "check", lambda *a, **k: found.append(a))
+    checks = []
+    monkeypatch.setattr(memory_check, "check", lambda *a, **k: checks.append(a))
     options = ("--placement.policy=fsdp=8", *sampler, "--batch-size=8")
-    ask(files, tmp_path / "run", "--environment=calculator", *options)
-    [(_, passing)] = found
+    check_run(files, tmp_path / "run", "--environment=calculator", *options)
+    [(_, passing)] = checks
     (copy,) = passing()[0].beside
     monkeypatch.undo()
     # The biases of outputs and the norms are on both devices of a replica.
@@ -332,7 +334,7 @@ def test_what_a_device_has():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compiler_asks_for_no_less(dtype):
     """Of the programs that make the KV cache and the gradients."""
-    config, options = planned.asked(
+    config, options = planned.parsed(
         *("ppo", "--batch-size=2", "--prompt-length=1", "--max-new-tokens=40"),
         f"--dtype={dtype}",
         path=planned.model(vocab=13, width=32, heads=4, positions=64),

@@ -28,10 +28,10 @@ def by_token(model, texts, *, head, first=0):
                 total += 2 * size * model.num_kv_heads * model.head_dim * 2
                 ups = 2 if model.gated_mlp else 1
                 total += 2 * size * model.intermediate_size * (ups + 1)
-                seen = column + 1
+                num_visible = column + 1
                 if model.is_local(layer):
-                    seen = min(seen, model.sliding_window)
-                total += 2 * 2 * seen * heads
+                    num_visible = min(num_visible, model.sliding_window)
+                total += 2 * 2 * num_visible * heads
             if head and column >= texts.prompt:
                 total += 2 * size * model.vocab_size
     return total
@@ -40,20 +40,20 @@ def by_token(model, texts, *, head, first=0):
 @pytest.mark.parametrize("model", [tiny.GPT2, tiny.LLAMA, LOCAL])
 @pytest.mark.parametrize("head", [True, False])
 def test_a_forward_pass_token_by_token(model, head):
-    found = model_flops.forward(model, TEXTS, head=head)
-    assert found == by_token(model, TEXTS, head=head)
+    flops = model_flops.forward(model, TEXTS, head=head)
+    assert flops == by_token(model, TEXTS, head=head)
 
 
 def test_a_prompt_that_texts_share_is_run_once():
-    found = model_flops.forward(LOCAL, TEXTS, head=True, group_size=2)
+    flops = model_flops.forward(LOCAL, TEXTS, head=True, group_size=2)
     prompt = by_token(LOCAL, Texts(3, (0, 0)), head=False)
     rest = by_token(LOCAL, TEXTS, head=True, first=3)
-    assert found == prompt + rest
+    assert flops == prompt + rest
 
 
 def test_observed_tokens_are_run_for_each_text_and_not_predicted():
     observed = (2, 0, 3, 1)
-    found = model_flops.forward(
+    flops = model_flops.forward(
         tiny.GPT2, TEXTS._replace(observed=observed), head=True, group_size=2
     )
     # As one response, less the predictions of what was observed.
@@ -62,7 +62,7 @@ def test_observed_tokens_are_run_for_each_text_and_not_predicted():
     predictions = 2 * 6 * tiny.GPT2.hidden_size * tiny.GPT2.vocab_size
     prompt = by_token(tiny.GPT2, Texts(3, (0, 0)), head=False)
     rest = by_token(tiny.GPT2, as_one, head=True, first=3)
-    assert found == prompt + rest - predictions
+    assert flops == prompt + rest - predictions
     assert TEXTS._replace(observed=observed).tokens == 4 * 3 + 18 + 6
 
 
@@ -81,8 +81,8 @@ def test_a_gradient_is_two_passes_more_and_that_of_adapters_one():
 def test_six_parameters_a_token():
     """Of a 7B model and short texts a step of training is 6 N a token, about."""
     model = registry.KNOWN["llama-2-7b"]
-    found = model_flops.training(model, Texts(0, (64,)), head=True, adapters=None)
-    assert found == pytest.approx(6 * 6.738e9 * 64, rel=0.03)
+    flops = model_flops.training(model, Texts(0, (64,)), head=True, adapters=None)
+    assert flops == pytest.approx(6 * 6.738e9 * 64, rel=0.03)
 
 
 def test_the_mfu_by_hand():
@@ -103,8 +103,8 @@ def test_the_speed_of_a_step():
         program("update", 4.0, 12e12),
     ]
     chip = dataclasses.replace(chips.CHIPS["h100"], flops=1e12)
-    found = plan.speed(programs, chip=chip, num_chips=4, tokens=640)
-    assert found == {
+    speed = plan.speed(programs, chip=chip, num_chips=4, tokens=640)
+    assert speed == {
         "seconds": 8.0,
         "model_flops": 16e12,
         "mfu": 0.5,

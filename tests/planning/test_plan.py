@@ -97,15 +97,15 @@ def program(name, reads):
 
 
 def test_what_is_alive_is_more_than_a_program():
-    held = {"policy": 10, "critic": 20, "reference": 30}
+    resident = {"policy": 10, "critic": 20, "reference": 30}
     sizes = {"argument": 12, "temporary": 5, "output": 11, "alias": 10}
     one = Measured(program("learning", ("policy",)), sizes, None, Cost())
-    found = measured.alive(one, held)
-    assert found == Alive("learning", 50, 12, 5, 11, 10, total=50 + 12 + 5 + 11 - 10)
+    alive = measured.alive(one, resident)
+    assert alive == Alive("learning", 50, 12, 5, 11, 10, total=50 + 12 + 5 + 11 - 10)
     refused = Measured(
         program("sampling", ("policy",)), {"temporary": 99}, "no", Cost()
     )
-    assert measured.alive(refused, held).total == 60 + 99
+    assert measured.alive(refused, resident).total == 60 + 99
 
 
 def test_the_roofline_is_the_slowest_of_three():
@@ -113,11 +113,11 @@ def test_the_roofline_is_the_slowest_of_three():
     cost = Cost(flops=20.0, bytes=15.0)
     cost.collectives[Collective("all-gather", 8, 4)] = 2
     one = Measured(program("learning", ()), {}, None, cost)
-    found = measured.described(one, chip)
+    described = measured.described(one, chip)
     seconds = {"products": 2.0, "memory": 3.0, "links": 2 * 6 / 2.0, "network": 0.0}
-    assert found["seconds"] == {**seconds, "bound": 6.0}
+    assert described["seconds"] == {**seconds, "bound": 6.0}
     gathered = {"kind": "all-gather", "size": 8, "devices": 4, "nodes": 1}
-    assert found["collectives"] == [{**gathered, "times": 2, "sent": 12.0}]
+    assert described["collectives"] == [{**gathered, "times": 2, "sent": 12.0}]
 
 
 def test_gpus_of_several_nodes_have_two_links():
@@ -127,9 +127,9 @@ def test_gpus_of_several_nodes_have_two_links():
     )
     cost = Cost()
     cost.collectives[Collective("all-gather", 8, 4, 2)] = 3
-    found = measured.described(Measured(program("x", ()), {}, None, cost), chip)
-    assert (found["sent_bytes"], found["network_bytes"]) == (18.0, 6.0)
-    assert found["seconds"] == {
+    described = measured.described(Measured(program("x", ()), {}, None, cost), chip)
+    assert (described["sent_bytes"], described["network_bytes"]) == (18.0, 6.0)
+    assert described["seconds"] == {
         "products": 0.0,
         "memory": 0.0,
         "links": 12 / 2.0,
@@ -150,8 +150,8 @@ def test_the_largest_batch_is_found_with_few_compiles(start, limit):
 
     size = alive(start)
     known = {start: size} if size <= limit else {}
-    found = advice.largest(alive, limit=limit, known=known)
-    assert found == ({107: 20, 100: 18, 9: 0}[limit], True)
+    rows = advice.largest(alive, limit=limit, known=known)
+    assert rows == ({107: 20, 100: 18, 9: 0}[limit], True)
     assert len(calls) <= 6
 
 
@@ -163,7 +163,7 @@ def test_the_largest_batch_says_when_it_was_not_found():
 def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
     """1000 bytes held and 100 a row, of 10,000: 90 rows, 88 of them in eights."""
 
-    def measure(programs, there, *, rows, waiting, visits=None):
+    def measure(programs, devices, *, rows, waiting, visits=None):
         sizes = {"argument": 1000, "temporary": 100 * rows}
         return [Measured(program("sampling", ("policy",)), sizes, None, Cost())]
 
@@ -173,22 +173,22 @@ def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
     small = dataclasses.replace(chips.CHIPS["v5e"], memory=10_000)
     monkeypatch.setitem(chips.CHIPS, "v5e", small)
     words = ("--placement.policy=fsdp=8", "--find-batch")
-    found = plan.plan(*planned.asked("ppo", *words))
-    assert found["largest_batch"] == {"rows": 88, "multiple_of": 8, "exact": True}
-    assert found["fits"]
-    assert not found["advice"]
+    result = plan.plan(*planned.parsed("ppo", *words))
+    assert result["largest_batch"] == {"rows": 88, "multiple_of": 8, "exact": True}
+    assert result["fits"]
+    assert not result["advice"]
     words += ("--num-minibatches=2", "--micro-batch-size=24", "--batch-size=48")
-    most = plan.plan(*planned.asked("ppo", *words))["largest_batch"]
+    most = plan.plan(*planned.parsed("ppo", *words))["largest_batch"]
     assert most == {"rows": 48, "multiple_of": 2 * 24, "exact": True}
     over = plan.plan(
-        *planned.asked("ppo", "--placement.policy=fsdp=8", "--batch-size=160")
+        *planned.parsed("ppo", "--placement.policy=fsdp=8", "--batch-size=160")
     )
     assert not over["fits"]
     assert any("--batch-size 80" in line for line in over["advice"])
 
 
 def test_advice_names_what_saves_most():
-    config, _ = planned.asked("ppo", "--placement.policy=fsdp=2")
+    config, _ = planned.parsed("ppo", "--placement.policy=fsdp=2")
     resident = {
         "policy": 4 * GIB,
         "policy's optimizer": 8 * GIB,
@@ -201,14 +201,14 @@ def test_advice_names_what_saves_most():
         "scoring and learning", 6 * GIB, 24 * GIB, 40 * GIB, 0, 0, 70 * GIB
     )
     sampling = Alive("sampling", 26 * GIB, 4 * GIB, 1 * GIB, 0, 0, 31 * GIB)
-    found = advice.advice(config, resident=resident, alive=[sampling, learning])
-    assert found[:2] == [
+    lines = advice.advice(config, resident=resident, alive=[sampling, learning])
+    assert lines[:2] == [
         "--lora 16: about 24.00 GiB a chip less",
         "--remat full: about 20.00 GiB a chip less",
     ]
-    assert "--reference-storage.dtype int8: about 3.00 GiB a chip less" in found
-    assert "--micro-batch-size 8: about 20.00 GiB a chip less" in found
-    lighter, _ = planned.asked("ppo", "--remat=full", "--reference-storage.dtype=int8")
+    assert "--reference-storage.dtype int8: about 3.00 GiB a chip less" in lines
+    assert "--micro-batch-size 8: about 20.00 GiB a chip less" in lines
+    lighter, _ = planned.parsed("ppo", "--remat=full", "--reference-storage.dtype=int8")
     again = advice.advice(lighter, resident=resident, alive=[sampling, learning])
     assert not any("remat" in line or "--reference" in line for line in again)
 
@@ -216,9 +216,9 @@ def test_advice_names_what_saves_most():
 @pytest.mark.slow
 def test_what_is_known_of_the_temporaries():
     """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
-    found = planned.work_of("ppo", "--placement.policy=fsdp=8").within
+    within = planned.work_of("ppo", "--placement.policy=fsdp=8").within
     rows, columns = 16, 6 + 4
-    assert found["KV cache"] == 2 * 2 * rows * columns * 64 * 4
+    assert within["KV cache"] == 2 * 2 * rows * columns * 64 * 4
     fields = {field.name for field in dataclasses.fields(batch.Experience)}
     of_options = {
         "prompt_scale",
@@ -231,14 +231,14 @@ def test_what_is_known_of_the_temporaries():
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
         *("advantages", "value_mask", "old_values", "returns", "token_rewards"),
     }
-    assert found["experience"] == rows * columns * (4 + 3 * 1 + 6 * 4)
-    found = planned.work_of("grpo", "--placement.policy=fsdp=8").within
+    assert within["experience"] == rows * columns * (4 + 3 * 1 + 6 * 4)
+    within = planned.work_of("grpo", "--placement.policy=fsdp=8").within
     fields = {field.name for field in dataclasses.fields(batch.PolicyExperience)}
     assert fields - of_options == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
         *("advantages", "token_rewards"),
     }
-    assert found["experience"] == rows * columns * (4 + 2 * 1 + 4 * 4)
+    assert within["experience"] == rows * columns * (4 + 2 * 1 + 4 * 4)
 
 
 def test_a_plan_takes_the_command_of_its_run(tmp_path):
@@ -289,13 +289,13 @@ def test_commands_that_cannot_be_planned(words, message):
 )
 def test_what_a_user_gets_wrong(words, message):
     with pytest.raises(InputError, match=message):
-        plan.plan(*planned.asked("ppo", *words))
+        plan.plan(*planned.parsed("ppo", *words))
 
 
 def test_no_chip():
     message = r"expected --topology, as v5e:8x8 or .* got neither on cpu"
     with pytest.raises(InputError, match=message):
-        plan.plan(*planned.asked("ppo", chip=None))
+        plan.plan(*planned.parsed("ppo", chip=None))
 
 
 def test_a_topology_names_its_chip():
@@ -393,7 +393,7 @@ CONTINUOUS = ("--group-size=4", "--continuous-batching=8")
 @pytest.mark.slow
 def test_a_plan_of_continuous_batching_in_pages():
     words = (*CONTINUOUS, "--sampler=here,cache_pages=12,page_size=4")
-    paged = plan.plan(*planned.asked("grpo", *words))["programs"][0]
+    paged = plan.plan(*planned.parsed("grpo", *words))["programs"][0]
     # 16 of 4 tokens, four at a time in eight places: 3 turns twice, in 4 arrivals.
     assert paged["turns"] == 4 * 2
     assert paged["seconds_of_turn"]["bound"] > 0
@@ -423,15 +423,15 @@ def test_shares_of_the_rows_have_turns_of_their_own():
 
 def test_the_cache_by_hand():
     """Keys and values, L layers, B rows, S columns, K heads of head_dim."""
-    found = workload.cache_bytes(tiny.LLAMA, rows=3, columns=10)
-    assert found == 2 * 2 * 3 * 10 * 2 * 8 * 4
+    num_bytes = workload.cache_bytes(tiny.LLAMA, rows=3, columns=10)
+    assert num_bytes == 2 * 2 * 3 * 10 * 2 * 8 * 4
     model = dataclasses.replace(tiny.LLAMA, cache_pages=6, page_size=4)
     assert workload.cache_bytes(model, rows=3, columns=10) == 2 * 2 * 24 * 2 * 8 * 4
     assert workload.cache_bytes(model, rows=2, columns=10) == 2 * 2 * 20 * 2 * 8 * 4
     # Of MIXED two layers keep a window of 4 for each row, one has pages.
     mixed = dataclasses.replace(tiny.MIXED, cache_pages=6, page_size=4)
-    found = workload.cache_bytes(mixed, rows=3, columns=10)
-    assert found == 2 * (2 * 3 * 4 + 24) * 12 * 4
+    num_bytes = workload.cache_bytes(mixed, rows=3, columns=10)
+    assert num_bytes == 2 * (2 * 3 * 4 + 24) * 12 * 4
     half = workload.cache_bytes(tiny.bfloat16(tiny.GPT2), rows=3, columns=10)
     assert half == 2 * 2 * 3 * 10 * 16 * 2
 
@@ -476,8 +476,8 @@ def test_two_plans_at_once():
         )
         running.append(process)
         assert process.stdout is not None
-        told = process.stdout.readline().strip()
-        assert told == "4", process.communicate("\n")[1][-2000:]
+        line = process.stdout.readline().strip()
+        assert line == "4", process.communicate("\n")[1][-2000:]
     for process in running:
         process.communicate("\n")
 
@@ -492,7 +492,7 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
     words = ("--batch-size=64", "--num-epochs=1", "--micro-batch-size=32")
     shares = {}
     for devices in (2, 8):
-        config, options = planned.asked(
+        config, options = planned.parsed(
             *("ppo", *words, f"--placement.policy=fsdp={devices}"),
             path=planned.model(layers=1),
         )
@@ -514,7 +514,7 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(policy_gradient, "programs", lambda *a, **k: every(*a, **k)[:2])
     file = tmp_path / "plan.json"
     words = ("--placement.policy=fsdp=8", f"--json={file}")
-    plan.run(*planned.asked("ppo", *words), command="this one")
+    plan.run(*planned.parsed("ppo", *words), command="this one")
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["command"] == "this one"
     assert result["fits"]
@@ -532,12 +532,14 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
 
 def check(result):
     """The verdict follows from the figures beside it."""
-    held = result["held"]
+    resident = result["held"]
     for row, one in zip(result["alive"], result["programs"], strict=True):
         sizes = one["bytes"]
         assert one["refused"] is None
         assert row["argument"] == sizes["argument"]
-        assert row["others"] <= sum(held.values()) <= row["others"] + sizes["argument"]
+        assert (
+            row["others"] <= sum(resident.values()) <= row["others"] + sizes["argument"]
+        )
         assert row["total"] == (
             row["others"]
             + sizes["argument"]
@@ -703,14 +705,14 @@ def test_sampling_has_a_mesh_and_a_storage_of_its_own():
         "--placement.sampler=data=4,tensor=2",
         "--sampler=here,dtype=int8,cache=int8",
     )
-    result = plan.plan(*planned.asked("grpo", *words, *apart))
-    plain = plan.plan(*planned.asked("grpo", *words))
+    result = plan.plan(*planned.parsed("grpo", *words, *apart))
+    plain = plan.plan(*planned.parsed("grpo", *words))
     resharding, one, *_ = result["programs"]
     assert resharding["name"] == "resharding for sampling"
     assert resharding["sent_bytes"] > 0
     before, *_ = plain["programs"]
     assert one["turns"] == before["turns"] == 3
-    kinds = {each["kind"] for each in one["collectives"]}
+    kinds = {collective["kind"] for collective in one["collectives"]}
     assert "all-to-all" in kinds
     # The copy is beside the policy, which this program does not read.
     assert result["alive"][0]["others"] == sum(result["held"].values())
@@ -718,8 +720,8 @@ def test_sampling_has_a_mesh_and_a_storage_of_its_own():
         sum(plain["held"].values()) - plain["held"]["policy"]
     )
     assert 0 < one["seconds_of_turn"]["bound"] < before["seconds_of_turn"]["bound"]
-    for each in (one, before):
-        once = each["seconds"]["memory"] - 3 * each["seconds_of_turn"]["memory"]
-        assert 0 < once < each["seconds"]["memory"]
+    for program in (one, before):
+        once = program["seconds"]["memory"] - 3 * program["seconds_of_turn"]["memory"]
+        assert 0 < once < program["seconds"]["memory"]
     # 16 rows of 10 columns, 2 layers and 8 heads of 8 numbers and a scale.
     assert result["within"]["KV cache"] == 2 * 2 * 16 * 10 * 8 * (8 + 4) // 8

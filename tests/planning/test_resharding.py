@@ -32,38 +32,38 @@ def shapes():
 
 def elements(tree, mesh):
     """Per device the set of elements that it has, as numbers of all leaves."""
-    found = {device.id: set() for device in mesh.devices.flat}
+    numbers_of = {device.id: set() for device in mesh.devices.flat}
     begin = 0
     where = sharding.shardings(tree, mesh=mesh)
     for leaf, place in zip(jax.tree.leaves(tree), jax.tree.leaves(where), strict=True):
         numbers = begin + np.arange(leaf.size).reshape(leaf.shape)
         for device, part in place.devices_indices_map(leaf.shape).items():
-            found[device.id].update(numbers[part].ravel().tolist())
+            numbers_of[device.id].update(numbers[part].ravel().tolist())
         begin += leaf.size
-    return [found[at] for at in sorted(found)]
+    return [numbers_of[at] for at in sorted(numbers_of)]
 
 
 @pytest.mark.parametrize("per_node", [None, 4])
 def test_what_is_received_is_what_was_lacking(shapes, per_node):
     old, new = (shape.make() for shape in (FSDP, SAMPLER))
-    found = resharding.received(shapes, source=old, target=new, per_node=per_node)
+    received = resharding.received(shapes, source=old, target=new, per_node=per_node)
     has, needs = elements(shapes, old), elements(shapes, new)
     pairs = list(zip(has, needs, strict=True))
-    assert found.bytes == 2 * max(len(after - before) for before, after in pairs)
-    assert found.written == 2 * max(map(len, needs))
+    assert received.bytes == 2 * max(len(after - before) for before, after in pairs)
+    assert received.written == 2 * max(map(len, needs))
     across = 0
     for at in range(0, 8, per_node or 8):
         node = slice(at, at + (per_node or 8))
         lacking = set().union(*needs[node]) - set().union(*has[node])
         across = max(across, len(lacking) * 2 / (per_node or 8))
-    assert found.across == across
+    assert received.across == across
     assert (across > 0) == (per_node is not None)
 
 
 def test_nothing_is_received_where_a_layout_stays(shapes):
     mesh = FSDP.make()
-    found = resharding.received(shapes, source=mesh, target=mesh, per_node=4)
-    assert (found.bytes, found.across) == (0, 0.0)
+    received = resharding.received(shapes, source=mesh, target=mesh, per_node=4)
+    assert (received.bytes, received.across) == (0, 0.0)
 
 
 def test_seconds_of_both_links(shapes):

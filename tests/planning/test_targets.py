@@ -84,10 +84,10 @@ def test_a_decoded_token_reads_weights_and_cache_at_most_once_and_sends_neither(
 )
 def test_four_chips_share_the_columns_of_a_row():
     """For four v5e: splash computes attention, and no chip has the states of a row."""
-    found = played(context_on_tpu)
-    assert found["kernels"] > 0
-    assert found["whole rows"] == 0
-    assert found["own columns"] > 0
+    output = played(context_on_tpu)
+    assert output["kernels"] > 0
+    assert output["whole rows"] == 0
+    assert output["own columns"] > 0
 
 
 @pytest.mark.parametrize("algorithm", PROGRAMS)

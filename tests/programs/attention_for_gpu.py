@@ -50,8 +50,8 @@ def models():
 
 
 def kernels(done):
-    found = re.findall(r'custom_call_target="__cudnn\$(fmha\w*)"', done.as_text())
-    return sorted(set(found))
+    names = re.findall(r'custom_call_target="__cudnn\$(fmha\w*)"', done.as_text())
+    return sorted(set(names))
 
 
 def main():
@@ -61,14 +61,14 @@ def main():
     where = SingleDeviceSharding(device)
 
     def compile_(function, *args):
-        there = compiled.placed(args, jax.tree.map(lambda _: where, args))
-        return compiled.program(function, *there, device=device)
+        placed = compiled.placed(args, jax.tree.map(lambda _: where, args))
+        return compiled.program(function, *placed, device=device)
 
     tokens = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.int32)
     mask = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bool_)
     adapter = lora.LoRA(rank=4)
     key = jax.eval_shape(jax.random.key, 0)
-    found = {"device": device.device_kind}
+    kernels_of = {"device": device.device_kind}
     for name, model in models().items():
         init = functools.partial(decoder.init, model=model)
         adapt = functools.partial(lora.init, model=model, lora=adapter)
@@ -80,8 +80,8 @@ def main():
 
         params, adapters = (jax.eval_shape(make, key) for make in (init, adapt))
         done = compile_(jax.grad(loss, (0, 1)), params, adapters, tokens, mask)
-        found[name] = kernels(done)
-    print(json.dumps(found))
+        kernels_of[name] = kernels(done)
+    print(json.dumps(kernels_of))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def main():
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
 
-    found = {}
+    measured = {}
     for columns in COLUMNS:
         for form, options in FORMS.items():
 
@@ -48,11 +48,11 @@ def main():
                 device=device,
             )
             kernels = re.findall(r"(splash_m[hq]a_\w+?)(?:[.\"\\]|$)", done.as_text())
-            found[f"{form}, {columns}"] = {
+            measured[f"{form}, {columns}"] = {
                 "kernels": sorted(set(kernels)),
                 "temporary": done.memory_analysis().temp_size_in_bytes,
             }
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

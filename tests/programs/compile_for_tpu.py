@@ -46,7 +46,7 @@ def main():
     )
     params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=MODEL))
     valued = jax.eval_shape(functools.partial(critic.from_policy, model=MODEL), params)
-    found = {}
+    measured = {}
     for way in ("none", "copy", "int8", "host", "host-int8"):
         reference = None
         if way != "none":
@@ -55,12 +55,12 @@ def main():
         memory = compiled.memory(
             program, rollout, per_row * 1.0, reference, valued, device=device
         )
-        found[way] = {
+        measured[way] = {
             "argument": memory.argument_size_in_bytes,
             "temporary": memory.temp_size_in_bytes,
             "host_argument": memory.host_argument_size_in_bytes,
         }
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

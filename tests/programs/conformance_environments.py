@@ -40,12 +40,12 @@ def python_of(folder: Path, name: str) -> Path:
         unfit = ("torchvision", "torchaudio", "torchcodec")
         subprocess.run([*pip[:3], "uninstall", "-q", "-y", *unfit], capture_output=True)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["nothing"]
-        raise RuntimeError(f"pip install {' '.join(PACKAGES[name])}: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or ["nothing"]
+        raise RuntimeError(f"pip install {' '.join(PACKAGES[name])}: {lines[-1]}")
     (path / READY).touch()
     return python
 
 
 if __name__ == "__main__":
-    for each in sys.argv[2:] or PACKAGES:
-        print(python_of(Path(sys.argv[1]), each))
+    for package in sys.argv[2:] or PACKAGES:
+        print(python_of(Path(sys.argv[1]), package))

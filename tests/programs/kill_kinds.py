@@ -176,8 +176,8 @@ def write_files(folder: Path) -> None:
         for word in words
     ]
     toy_files.jsonl(folder / "pairs.jsonl", *pairs * 3)
-    asked = {"question": "the cat", "answer": "so it is #### 4"}
-    toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
-    toy_files.jsonl(folder / "held_out.jsonl", asked)
+    row = {"question": "the cat", "answer": "so it is #### 4"}
+    toy_files.jsonl(folder / "questions.jsonl", *[row] * 24)
+    toy_files.jsonl(folder / "held_out.jsonl", row)
     starts = ("cat", "dog", "good", "bad")
     toy_files.jsonl(folder / "starts.jsonl", *({"start": word} for word in starts))

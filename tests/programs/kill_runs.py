@@ -87,7 +87,7 @@ class Running:
         codes = [process.wait() for process in self.processes]
         return -signal.SIGKILL in codes
 
-    def told(self) -> str:
+    def output(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in self.errors)
 
 
@@ -126,26 +126,26 @@ def play(kind: Kind, files: Path, out: Path, *, kills: int, rng: random.Random) 
             for process in running.processes:
                 process.wait(timeout=600)
         codes = [process.poll() for process in running.processes]
-        assert codes == [0] * len(codes), f"ended with {codes}:\n{running.told()}"
+        assert codes == [0] * len(codes), f"ended with {codes}:\n{running.output()}"
         return done
 
 
 def contents(out: Path) -> dict[str, bytes]:
     """Every file that a run leaves; of snapshots the names, as orbax writes clocks."""
-    found = {}
+    files = {}
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
         parts = path.relative_to(out).parts
         if parts[0] == "snapshots":
             if len(parts) <= 3:
-                found[name] = b""
+                files[name] = b""
         elif path.is_file():
-            found[name] = b"" if skipped(path) else path.read_bytes()
+            files[name] = b"" if skipped(path) else path.read_bytes()
             if name == "config.json":
                 config = json.loads(path.read_text())
                 del config["config"]["out"]
-                found[name] = json.dumps(config).encode()
-    return found
+                files[name] = json.dumps(config).encode()
+    return files
 
 
 def skipped(path: Path) -> bool:
@@ -174,11 +174,11 @@ def main() -> None:
             turn += 1
             out = folder / f"killed_{turn}"
             killed += play(KINDS[name], files, out, kills=share - killed, rng=rng)
-            found = contents(out)
+            actual = contents(out)
             differing = [
                 path
-                for path in sorted(expected.keys() | found.keys())
-                if expected.get(path) != found.get(path)
+                for path in sorted(expected.keys() | actual.keys())
+                if expected.get(path) != actual.get(path)
             ]
             if differing:
                 raise SystemExit(f"{name}: after {killed} kills others: {differing}")

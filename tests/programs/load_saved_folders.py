@@ -29,8 +29,8 @@ def main() -> None:
             problems, gap = check(str(file.parent), expected)
         except Exception as error:  # the next folder may be read
             problems, gap = [f"{type(error).__name__}: {error}"[:300]], None
-        found = {"folder": file.parent.name, "problems": problems, "gap": gap}
-        print(json.dumps(found), flush=True)
+        result = {"folder": file.parent.name, "problems": problems, "gap": gap}
+        print(json.dumps(result), flush=True)
 
 
 def with_transformers(folder: str, expected: dict[str, Any]) -> tuple[list[str], Any]:
@@ -72,14 +72,14 @@ def with_transformers(folder: str, expected: dict[str, Any]) -> tuple[list[str],
     with torch.no_grad():
         logits = model.eval()(tokens, attention_mask=torch.ones_like(tokens)).logits
     if expected["what"] == "scores":
-        found = logits[:, 0]
+        numbers = logits[:, 0]
     else:
         logprobs = torch.log_softmax(logits.double(), -1)[:, :-1]
-        found = logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
+        numbers = logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
         ends = model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         problems += differences({"stop ids": (ends, expected["stop_ids"])})
-    gap = float((found - torch.tensor(expected["values"])).abs().max())
+    gap = float((numbers - torch.tensor(expected["values"])).abs().max())
     return problems + beyond(gap), gap
 
 
@@ -107,12 +107,12 @@ def with_vllm(folder: str, expected: dict[str, Any]) -> tuple[list[str], Any]:
     if scores:
         raw = vllm.PoolingParams(use_activation=False)
         outputs = engine.classify(prompts, pooling_params=raw, use_tqdm=False)
-        found = [output.outputs.probs[0] for output in outputs]
+        values_here = [output.outputs.probs[0] for output in outputs]
         values = expected["values"]
     else:
         greedy = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         outputs = engine.generate(prompts, greedy, use_tqdm=False)
-        found = [
+        values_here = [
             position[token].logprob
             for row, output in zip(expected["tokens"], outputs, strict=True)
             for token, position in zip(row[1:], output.prompt_logprobs[1:], strict=True)
@@ -122,7 +122,7 @@ def with_vllm(folder: str, expected: dict[str, Any]) -> tuple[list[str], Any]:
         ends = generation.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         problems += differences({"stop ids": (ends, expected["stop_ids"])})
-    gap = max(abs(a - b) for a, b in zip(values, found, strict=True))
+    gap = max(abs(a - b) for a, b in zip(values, values_here, strict=True))
     del engine
     gc.collect()
     return problems + beyond(gap), gap
@@ -157,8 +157,8 @@ def tokenizer_problems(tokenizer: Any, expected: dict[str, Any]) -> list[str]:
         "longest text": (tokenizer.model_max_length, expected["context"]),
     }
     if expected["chat"] is not None:
-        said = [{"role": "user", "content": "the cat"}]
-        chat = tokenizer.apply_chat_template(said, add_generation_prompt=True)
+        messages = [{"role": "user", "content": "the cat"}]
+        chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         ids = chat["input_ids"] if hasattr(chat, "keys") else chat
         pairs["chat"] = (list(ids), expected["chat"])
     return differences(pairs)
@@ -167,9 +167,9 @@ def tokenizer_problems(tokenizer: Any, expected: dict[str, Any]) -> list[str]:
 def differences(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
     """{what: (found, expected)} of those that are not equal."""
     return [
-        f"{what}: expected {expected!r:.120}, got {found!r:.120}"
-        for what, (found, expected) in pairs.items()
-        if found != expected
+        f"{what}: expected {expected!r:.120}, got {value!r:.120}"
+        for what, (value, expected) in pairs.items()
+        if value != expected
     ]
 
 

@@ -26,7 +26,7 @@ def main():
         return count(text, **settings)
 
     cost.cost = counted
-    found = {}
+    results = {}
     for algorithm in ("ppo", "grpo"):
         targets.clear()
         # Heads that cuDNN has kernels for, and sizes that every axis divides.
@@ -36,9 +36,9 @@ def main():
         # `auto` takes cuDNN from 1,024 tokens on.
         words += ["--attention=cudnn"] if topology.startswith("h100") else []
         path = planned.model(vocab=512, width=256, heads=4)
-        result = plan.plan(*planned.asked(algorithm, *words, path=path, chip=None))
-        found[algorithm] = {**result, "custom_calls": dict(targets)}
-    print(json.dumps(found))
+        result = plan.plan(*planned.parsed(algorithm, *words, path=path, chip=None))
+        results[algorithm] = {**result, "custom_calls": dict(targets)}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

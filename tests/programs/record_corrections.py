@@ -196,10 +196,10 @@ def main() -> None:
     # Its bounds are of μ/π_old.
     bounds = f"{1 / CAP}_{1 / FLOOR}"
     for statistic in ("seq_sum_k1", "seq_mean_k1"):
-        kept, _ = helper.compute_rollout_rejection_mask(
+        accepted, _ = helper.compute_rollout_rejection_mask(
             log_ratio, mask, rollout_rs=statistic, rollout_rs_threshold=bounds
         )
-        recorded[f"verl/reject/{statistic}"] = kept.numpy().astype(bool)
+        recorded[f"verl/reject/{statistic}"] = accepted.numpy().astype(bool)
     np.savez(FIXTURES / "sampler_corrections.npz", **recorded)
 
 

@@ -167,8 +167,8 @@ def advantages(trainer_type, config_type, rewards, **options):
                 **options,
             ),
         )
-        asked = [prompts[row // GROUP] for row in range(ROWS)]
-        output = trainer._generate_and_score_completions(asked)
+        prompts_of_rows = [prompts[row // GROUP] for row in range(ROWS)]
+        output = trainer._generate_and_score_completions(prompts_of_rows)
     return output["advantages"].numpy()
 
 
@@ -183,7 +183,7 @@ def main() -> None:
         recorded[f"advantages/{scale}"] = advantages(
             trl.GRPOTrainer, trl.GRPOConfig, rewards, scale_rewards=scale
         )
-    some = [None if row in LEFT_OUT else each for row, each in enumerate(rewards)]
+    some = [None if row in LEFT_OUT else reward for row, reward in enumerate(rewards)]
     for name, values in {"rloo": rewards, "rloo_without": some}.items():
         recorded[f"advantages/{name}"] = advantages(
             trl.RLOOTrainer, trl.RLOOConfig, values, beta=0.0

@@ -65,20 +65,24 @@ def check_replicas(mesh):
     up = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
     params = {"layers": {"mlp": {"up": {"kernel": up}}}}
     home = sharding.place(jax.tree.map(jax.numpy.asarray, params), mesh=mesh)
-    held = replicas.of_mesh(mesh)
-    placed = replicas.place((home, jax.random.key(3)), replicas=held)
-    found, key = placed[0]["layers"]["mlp"]["up"]["kernel"], placed[1]
-    assert found.is_fully_addressable
-    np.testing.assert_array_equal(np.asarray(found), up)
-    assert found.addressable_shards[0].data.shape == (2, 8, 16 // held.size)
+    replicas_of_mesh = replicas.of_mesh(mesh)
+    placed = replicas.place((home, jax.random.key(3)), replicas=replicas_of_mesh)
+    kernel, key = placed[0]["layers"]["mlp"]["up"]["kernel"], placed[1]
+    assert kernel.is_fully_addressable
+    np.testing.assert_array_equal(np.asarray(kernel), up)
+    assert kernel.addressable_shards[0].data.shape == (
+        2,
+        8,
+        16 // replicas_of_mesh.size,
+    )
     assert jax.random.key_data(key).tolist() == [0, 3]
     of_mesh = sharding.place(jax.random.key(3), mesh=mesh)  # as a run has its key
-    key = replicas.place(of_mesh, replicas=held)
+    key = replicas.place(of_mesh, replicas=replicas_of_mesh)
     assert jax.random.key_data(key).tolist() == [0, 3]
-    kept = jax.tree.map(  # as a base in host memory
+    on_host = jax.tree.map(  # as a base in host memory
         lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(PINNED)), home
     )
-    [leaf] = jax.tree.leaves(replicas.place(kept, replicas=held))
+    [leaf] = jax.tree.leaves(replicas.place(on_host, replicas=replicas_of_mesh))
     assert leaf.sharding.memory_kind == PINNED
     np.testing.assert_array_equal(np.asarray(leaf), up)
 

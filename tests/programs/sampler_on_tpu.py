@@ -37,7 +37,7 @@ def main():
         return count(text, **settings)
 
     cost.cost = counted
-    config, options = planned.asked(
+    config, options = planned.parsed(
         *("grpo", "--topology=v5e:2x4", "--placement.policy=fsdp=8"),
         *(f"--placement.sampler={MESH}", "--sampler=here,dtype=bfloat16"),
         *("--prompt-length=896", "--max-new-tokens=128", f"--batch-size={ROWS}"),

@@ -43,8 +43,8 @@ def of(lists: Iterable[Any]) -> str:
 def texts(examples: Sequence[Text]) -> str:
     """Of demonstrations, with what of them is learned."""
     return of(
-        [[*each.prompt], [*each.response], [*map(int, each.trained)]]
-        for each in examples
+        [[*example.prompt], [*example.response], [*map(int, example.trained)]]
+        for example in examples
     )
 
 
@@ -66,7 +66,7 @@ def of_episodes(name: str, rows: Sequence[Any], shown: Sequence[Any]) -> dict[st
     episodes = turns.encode_episodes(
         tokenizer, shown, max_length=LONGEST, stop_ids=stops
     )
-    observed = [turn for each in shown for turn in each["turns"][1::2]]
+    observed = [turn for episode in shown for turn in episode["turns"][1::2]]
     return {
         f"{name}/demonstrations": texts(episodes),
         f"{name}/prompts": of(encoder.prompt(row, where="a row") for row in rows),
@@ -92,9 +92,9 @@ def recorded() -> dict[str, str]:
         {"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a, b in outside_sampler.SUMS
     ]
     examples = encoding.encode_demonstrations(characters(), rows, max_length=LONGEST)
-    _, asked = encoding.encode_prompts(characters(), rows, max_length=LONGEST)
+    _, prompts = encoding.encode_prompts(characters(), rows, max_length=LONGEST)
     digests["outside_sampler/demonstrations"] = texts(examples)
-    digests["outside_sampler/prompts"] = of(asked)
+    digests["outside_sampler/prompts"] = of(prompts)
     return digests
 
 
@@ -107,7 +107,7 @@ def real_inputs(folder: Path) -> dict[str, str]:
     digests["gpt2/tinyshakespeare/blocks"] = texts(blocks)
     for split in ("train", "test"):
         path = folder / "gsm8k" / f"{split}.jsonl"
-        _, asked = encoding.encode_prompts(
+        _, prompts = encoding.encode_prompts(
             gpt2,
             files.read_prompts(path, field="question"),
             field="question",
@@ -116,7 +116,7 @@ def real_inputs(folder: Path) -> dict[str, str]:
         fields = {"prompt": "question", "response": "answer"}
         rows = files.read_demonstrations(path, **fields)
         shown = encoding.encode_demonstrations(gpt2, rows, max_length=LONGEST, **fields)
-        digests[f"gpt2/gsm8k/{split}/prompts"] = of(asked)
+        digests[f"gpt2/gsm8k/{split}/prompts"] = of(prompts)
         digests[f"gpt2/gsm8k/{split}/demonstrations"] = texts(shown)
     harmless = folder / "hh-rlhf-harmless" / "pairs.jsonl"
     preferences = encoding.encode_preferences(
@@ -131,8 +131,8 @@ def real_inputs(folder: Path) -> dict[str, str]:
     )
     digests["gpt2/hh-rlhf-harmless/preferences"] = pairs(preferences)
     digests["gpt2/hh-rlhf-harmless/labelled"] = of(
-        [[*each.prompt], [*each.completion], [*each.mismatched], int(each.desirable)]
-        for each in labelled
+        [[*text.prompt], [*text.completion], [*text.mismatched], int(text.desirable)]
+        for text in labelled
     )
     with tempfile.TemporaryDirectory() as out:
         small = Preparation(

@@ -42,14 +42,14 @@ def main():
         shape(WORDS, WIDTH),
         shape(ROWS, WIDTH),
     )
-    found = {}
+    num_bytes = {}
     for topology in ("v5e:2x2", "v5p:2x2x1"):
         device = compiled.target(topology)
         where = SingleDeviceSharding(device)
-        there = compiled.placed(args, jax.tree.map(lambda _: where, args))  # noqa: B023
-        done = compiled.program(decode, *there, device=device)
-        found[topology] = cost.cost(done.as_text()).bytes
-    print(json.dumps(found))
+        placed = compiled.placed(args, jax.tree.map(lambda _: where, args))  # noqa: B023
+        done = compiled.program(decode, *placed, device=device)
+        num_bytes[topology] = cost.cost(done.as_text()).bytes
+    print(json.dumps(num_bytes))
 
 
 if __name__ == "__main__":

@@ -70,9 +70,9 @@ def until(browser, script, *, seconds=60):
     raise AssertionError(f"not within {seconds} s: {script}")
 
 
-def opened(browser, address, *, offline=True, **asked):
+def opened(browser, address, *, offline=True, **size):
     """The page, drawn whole, without a word in the console."""
-    screen(browser, **asked)
+    screen(browser, **size)
     blocked = ["http://*", "https://*"] if offline else []
     browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": blocked})
     browser.get_log("browser")
@@ -97,8 +97,8 @@ def page(tmp_path_factory):
             row["response"] = "".join(row["tokens"])
             row["prompt"] = f"say {EVIL}"
         timed = metrics.read(hacked / "timings.jsonl")
-        for each in timed:
-            each["phases"][MARKED] = 0.5
+        for timing in timed:
+            timing["phases"][MARKED] = 0.5
         lines(hacked / "timings.jsonl", timed)
         rows[-1]["alternatives"] = [[["gift", -0.5, -2.0]] for _ in rows[-1]["tokens"]]
         lines(hacked / "samples.jsonl", rows)
@@ -147,7 +147,7 @@ def test_the_first_screen_says_which_run_hacked_its_reward_and_on_which_tokens(
 def test_curves_are_drawn_with_bands_and_the_legend_toggles_them(browser, page):
     opened(browser, page)
     charts = browser.find_elements(By.CSS_SELECTOR, "#charts .panel")
-    names = [each.find_element(By.CSS_SELECTOR, ".name").text for each in charts]
+    names = [chart.find_element(By.CSS_SELECTOR, ".name").text for chart in charts]
     assert names[:3] == ["objective/scores", "judge/score", "objective/kl"]
     first = "#charts .panel:first-child"
     assert len(traces(browser, first)) == 6  # of two groups a line and a band of two
@@ -174,8 +174,8 @@ def test_curves_are_drawn_with_bands_and_the_legend_toggles_them(browser, page):
     active.send_keys(Keys.SHIFT, Keys.ENTER)  # alone
     assert len(traces(browser, first)) == 3
     pressed = [
-        each.get_attribute("aria-pressed")
-        for each in browser.find_elements(By.CSS_SELECTOR, chips)
+        chip.get_attribute("aria-pressed")
+        for chip in browser.find_elements(By.CSS_SELECTOR, chips)
     ]
     assert pressed == ["false", "true"]
 
@@ -199,7 +199,7 @@ def test_a_band_may_be_the_interval_of_the_mean(browser, page):
     opened(browser, page)
     box = "document.querySelector('#charts .chart').layout.yaxis.range"
     choices = browser.find_elements(By.CSS_SELECTOR, "#band button")
-    assert [each.text for each in choices] == [
+    assert [choice.text for choice in choices] == [
         "range of seeds",
         "95% interval",
         "mean alone",
@@ -226,15 +226,17 @@ def test_a_run_that_diverged_without_a_judge_is_told_as_such(browser, tmp_path):
     opened(browser, html.as_uri())
     headline = browser.find_element(By.ID, "headline")
     assert headline.text == "No judge looked at this run"
-    titles = {each.text for each in browser.find_elements(By.CSS_SELECTOR, ".sides h3")}
+    titles = {
+        heading.text for heading in browser.find_elements(By.CSS_SELECTOR, ".sides h3")
+    }
     assert "Policy at step 0; same prompt" in titles  # its log-probs are not equal
-    told = []
+    tips = []
     for tokens in browser.find_elements(By.CSS_SELECTOR, ".tokens"):
         tokens.send_keys(Keys.ARROW_RIGHT)
-        told.append(browser.find_element(By.ID, "tip").text)
+        tips.append(browser.find_element(By.ID, "tip").text)
         tokens.send_keys(Keys.ESCAPE)
-    assert len(told) == 12
-    assert ["log π no number" in each for each in told].count(True) == 1
+    assert len(tips) == 12
+    assert ["log π no number" in tip for tip in tips].count(True) == 1
     assert browser.get_log("browser") == []
 
 
@@ -287,8 +289,8 @@ def test_search_prompts_steps_and_order_choose_the_samples(browser, page):
     search.send_keys("ONERROR")
     assert count.text.startswith("2 responses of")
     assert len(samples(browser)) == 2
-    found = browser.find_elements(By.CSS_SELECTOR, ".tokens .found")
-    assert [each.text for each in found] == [EVIL, EVIL]
+    marked = browser.find_elements(By.CSS_SELECTOR, ".tokens .found")
+    assert [token.text for token in marked] == [EVIL, EVIL]
     search.clear()
     search.send_keys("no such text")
     assert count.text.startswith("0 responses of")
@@ -297,7 +299,7 @@ def test_search_prompts_steps_and_order_choose_the_samples(browser, page):
     assert count.text.startswith(f"{total} responses of")
     step = browser.find_element(By.ID, "sample-step")
     step.send_keys(Keys.HOME)  # the slider by keys
-    assert {each.text.split("\n")[0][:6] for each in samples(browser)} == {"step 0"}
+    assert {sample.text.split("\n")[0][:6] for sample in samples(browser)} == {"step 0"}
     Select(browser.find_element(By.ID, "sample-prompt")).select_by_value(
         "review number 1"
     )
@@ -322,7 +324,7 @@ def test_text_with_markup_stays_text(browser, page):
     assert token.text == EVIL
     assert EVIL in browser.find_element(By.CSS_SELECTOR, ".sample .prompt").text
     phases = browser.find_elements(By.CSS_SELECTOR, "#timing-chart .legendtext")
-    assert MARKED in [each.text for each in phases]
+    assert MARKED in [phase.text for phase in phases]
     # The library itself, the page's script and nothing of a text.
     assert browser.execute_script("return document.scripts.length") == 4
     assert browser.get_log("browser") == []
@@ -334,7 +336,7 @@ def test_keys_go_through_tokens_and_tell_both_log_probs(browser, page):
     both = browser.find_elements(By.CSS_SELECTOR, ".tokens")
     tip = browser.find_element(By.ID, "tip")
     assert not tip.is_displayed()
-    told = []
+    tips = []
     for tokens in both:
         tokens.send_keys(Keys.ARROW_RIGHT)
         assert EVIL in tip.text
@@ -344,10 +346,10 @@ def test_keys_go_through_tokens_and_tell_both_log_probs(browser, page):
         assert "log π_ref" in tip.text
         tokens.send_keys(Keys.END)
         assert "token 12 of 12" in tip.text
-        told.append(tip.text)
+        tips.append(tip.text)
         tokens.send_keys(Keys.ESCAPE)
         assert not tip.is_displayed()
-    assert ["gift" in each for each in told].count(True) == 1  # where it is recorded
+    assert ["gift" in tip for tip in tips].count(True) == 1  # where it is recorded
 
 
 def test_everything_is_reached_by_tab(browser, page):
@@ -412,8 +414,8 @@ def test_many_groups_are_filtered_in_the_legend(browser, tmp_path):
     box.send_keys("0.1")
     assert len(browser.find_elements(By.CSS_SELECTOR, "#legend button.group")) == 10
     buttons = {
-        each.text: each
-        for each in browser.find_elements(By.CSS_SELECTOR, "#legend > button")
+        button.text: button
+        for button in browser.find_elements(By.CSS_SELECTOR, "#legend > button")
     }
     buttons["Show these"].click()
     assert len(traces(browser, first)) == 10

@@ -11,9 +11,9 @@ from rlhf_jax.reports.contents import contents
 from rlhf_jax.runs import metrics
 
 
-def data_of(*folders, **asked):
+def data_of(*folders, **options):
     runs, waiting = reading.read_all(folders)
-    return contents(runs, title="Runs", waiting=waiting, **asked).data
+    return contents(runs, title="Runs", waiting=waiting, **options).data
 
 
 def rewritten(folder, name, values):
@@ -28,8 +28,8 @@ def rewritten(folder, name, values):
 def test_a_curve_is_the_mean_over_seeds_with_its_range_and_interval(tmp_path):
     values = [[1.0, None, 4.0], [3.0, 5.0, "NaN"], [8.0, None, 6.0]]
     folders = [run(tmp_path / str(seed), seed=seed) for seed in range(3)]
-    for folder, each in zip(folders, values, strict=True):
-        rewritten(folder, "objective/kl", each)
+    for folder, values_of_run in zip(folders, values, strict=True):
+        rewritten(folder, "objective/kl", values_of_run)
     drawn = data_of(*folders)["curves"]
     curve = drawn["stages"]["ppo"]["objective/kl"]["0"]
     assert drawn["steps"][curve["x"]] == [0, 1, 2]
@@ -61,10 +61,10 @@ def test_stages_are_apart(tmp_path):
 
 @pytest.mark.parametrize(("count", "points"), [(3, 5), (5, 5), (200, 50), (7, 2)])
 def test_thinning_keeps_both_ends(count, points):
-    kept = curves.thinned(count, points=points)
-    assert len(kept) == min(count, points)
-    assert (kept[0], kept[-1]) == (0, count - 1)
-    assert max(np.diff(kept)) <= 2 * count / points
+    columns = curves.thinned(count, points=points)
+    assert len(columns) == min(count, points)
+    assert (columns[0], columns[-1]) == (0, count - 1)
+    assert max(np.diff(columns)) <= 2 * count / points
 
 
 def test_the_tokens_with_the_most_kl_are_of_the_newest_steps():
@@ -73,7 +73,7 @@ def test_the_tokens_with_the_most_kl_are_of_the_newest_steps():
             "step": step,
             "tokens": tokens,
             "logprobs": [-1.0] * len(k1),
-            "ref_logprobs": [-1.0 - each for each in k1],
+            "ref_logprobs": [-1.0 - x for x in k1],
         }
 
     rows = [row(step, ["old"], [9.0]) for step in range(6)]
@@ -106,7 +106,7 @@ def test_what_was_observed_counts_neither_as_length_nor_as_kl(tmp_path):
     ((only,), tokens) = data["runs"][0]["samples"], data["runs"][0]["tokens"]
     assert (only["length"], only["read"], only["kl"]) == (2, 1, 3.5)
     assert only["observed"] == [False, True, False]
-    assert [each["text"] for each in tokens] == ["6", "4"]
+    assert [token["text"] for token in tokens] == ["6", "4"]
 
 
 def test_a_run_that_diverged_has_a_page(tmp_path):
@@ -158,7 +158,7 @@ def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
     assert document.written(data) <= size + 300  # the note
     assert data["curves"] == whole["curves"]
     (note,) = data["notes"]
-    shown = sum(len(each["samples"]) for each in data["runs"])
+    shown = sum(len(recorded["samples"]) for recorded in data["runs"])
     assert note.startswith(f"{shown} of 240 recorded responses")
     for before, after in zip(whole["runs"], data["runs"], strict=True):
         assert 0 < len(after["samples"]) < len(before["samples"])
@@ -188,11 +188,11 @@ def test_tokens_of_markup_count_as_what_the_page_writes(tmp_path):
 def test_of_many_steps_curves_are_thinned(tmp_path):
     data = data_of(run(tmp_path / "a", steps=300, further=20), size=60_000)
     of_ppo, steps = data["curves"]["stages"]["ppo"], data["curves"]["steps"]
-    counts = {name: len(each["0"]["y"]) for name, each in of_ppo.items()}
+    counts = {name: len(curve["0"]["y"]) for name, curve in of_ppo.items()}
     assert counts["reward/part_3"] < 300
     assert counts["objective/kl"] == min(300, 4 * counts["reward/part_3"])
-    for each in of_ppo.values():
-        at = steps[each["0"]["x"]]
+    for curve in of_ppo.values():
+        at = steps[curve["0"]["x"]]
         assert (at[0], at[-1]) == (0, 299)
     assert any("steps" in note for note in data["notes"])
 
@@ -209,8 +209,8 @@ def test_reward_and_kl_have_the_judges_steps_too(tmp_path):
     drawn = curves.curves(tables, points=5, fine=("judge/score",))
     of_ppo = drawn["stages"]["ppo"]
     at = {
-        name: set(drawn["steps"][each["0"]["x"]])
-        for name, each in of_ppo.items()
+        name: set(drawn["steps"][curve["0"]["x"]])
+        for name, curve in of_ppo.items()
         if name in ("judge/score", "objective/scores", "objective/kl")
     }
     assert len(at["judge/score"]) == 20
@@ -262,12 +262,12 @@ def test_a_metric_has_the_unit_of_the_glossary(tmp_path):
     of_part = glossary.entry_of("reward/helpful", entries=entries)
     assert of_part.unit == "the part's units per response"
     assert glossary.entry_of("mine/own", entries=entries) == ("", "")
-    told = data_of(run(tmp_path / "a"))["glossary"]
-    assert told["judge/score"]["unit"] == "the judge's units per response"
+    of_page = data_of(run(tmp_path / "a"))["glossary"]
+    assert of_page["judge/score"]["unit"] == "the judge's units per response"
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda path: path.mkdir(), r"expected the folder of a run.* got nothing"),
         (lambda path: None, r"expected the folder of a run.* got no folder"),
@@ -277,9 +277,9 @@ def test_a_metric_has_the_unit_of_the_glossary(tmp_path):
         ),
     ],
 )
-def test_a_folder_that_is_no_run(make, said, tmp_path):
+def test_a_folder_that_is_no_run(make, message, tmp_path):
     make(tmp_path / "x")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         reading.read_all([tmp_path / "x"])
 
 

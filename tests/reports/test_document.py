@@ -105,7 +105,7 @@ def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["RUN"], "expected --html FILE, to write the page, or --watch"),
         (["RUN", "--html", "no/such/folder/x.html"], "a folder that exists"),
@@ -119,7 +119,7 @@ def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, 
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    options, said, tmp_path, monkeypatch, capsys
+    options, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     run(tmp_path / "RUN")
@@ -129,5 +129,5 @@ def test_bad_input_is_one_line_and_status_2(
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
-    assert said in line
+    assert message in line
     assert not (tmp_path / "x.html").exists()

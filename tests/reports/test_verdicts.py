@@ -102,7 +102,7 @@ def test_alarms_count_also_while_the_run_goes_on(tmp_path):
     (folder / "metrics.jsonl").write_text(text)
     ((only,), _) = reading.read_all([folder])
     raised = verdicts.alarms_of(only)
-    assert [(each.name, each.step) for each in raised] == [
+    assert [(alarm.name, alarm.step) for alarm in raised] == [
         ("reward_hacking", 5),
         ("reward_hacking", 20),
     ]
@@ -126,8 +126,8 @@ def test_other_alarms(names, kind, tmp_path):
         for k, name in enumerate(names)
     ]
     (folder / "summary.json").write_text(json.dumps({"alarms": raised}))
-    found = verdict(folder)
-    assert (found.kind, found.step) == (kind, 7 if names else None)
+    told_verdict = verdict(folder)
+    assert (told_verdict.kind, told_verdict.step) == (kind, 7 if names else None)
 
 
 def test_a_run_without_a_reward(tmp_path):

@@ -23,7 +23,7 @@ def served(tmp_path, monkeypatch):
         yield server, folder
 
 
-def asked(server, path, *, method="GET", **headers):
+def fetched(server, path, *, method="GET", **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     try:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -42,34 +42,34 @@ def test_it_listens_on_this_machine_alone(served):
 
 def test_the_page_and_its_data_and_nothing_else(served):
     server, _ = served
-    status, body, headers = asked(server, "/")
+    status, body, headers = fetched(server, "/")
     assert status == 200
     assert b"const LIVE = true;" in body
     assert headers["Content-Type"] == "text/html; charset=utf-8"
-    status, body, _ = asked(server, "/data.json")
+    status, body, _ = fetched(server, "/data.json")
     assert status == 200
     assert json.loads(body)["runs"][0]["steps"] == 3
     for path in ("/metrics.jsonl", "/../config.json", "/data.json/x"):
-        assert asked(server, path)[0] == 404, path
+        assert fetched(server, path)[0] == 404, path
     for method in ("POST", "PUT", "DELETE"):
-        assert asked(server, "/", method=method)[0] == 501, method
+        assert fetched(server, "/", method=method)[0] == 501, method
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1:1", "127.0.0.1"])
 def test_another_name_for_this_address_is_not_answered(host, served):
     """A site whose name is pointed here could read the runs otherwise."""
     server, _ = served
-    assert asked(server, "/data.json", Host=host)[0] == 403
+    assert fetched(server, "/data.json", Host=host)[0] == 403
 
 
 def test_new_rows_are_new_data_and_old_data_are_not_sent_again(served):
     server, folder = served
-    _, _, headers = asked(server, "/data.json")
+    _, _, headers = fetched(server, "/data.json")
     tag = headers["ETag"]
-    assert asked(server, "/data.json", If_None_Match=tag)[:2] == (304, b"")
+    assert fetched(server, "/data.json", If_None_Match=tag)[:2] == (304, b"")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "ppo", "step": 3, "objective/scores": 1.0}\n{"sta')
-    status, body, headers = asked(server, "/data.json", If_None_Match=tag)
+    status, body, headers = fetched(server, "/data.json", If_None_Match=tag)
     assert status == 200
     assert json.loads(body)["runs"][0]["steps"] == 4
     assert headers["ETag"] != tag
@@ -78,7 +78,7 @@ def test_new_rows_are_new_data_and_old_data_are_not_sent_again(served):
 def test_a_file_that_cannot_be_read_leaves_the_last_data(served, capsys):
     server, folder = served
     (folder / "metrics.jsonl").write_text("no row\n")
-    status, body, _ = asked(server, "/data.json")
+    status, body, _ = fetched(server, "/data.json")
     assert status == 200
     assert json.loads(body)["runs"][0]["steps"] == 3
     assert "not read again yet" in capsys.readouterr().err

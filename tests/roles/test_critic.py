@@ -22,17 +22,19 @@ def params():
 
 def test_a_value_is_the_head_of_the_state_before_its_token():
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
-    found = np.asarray(values_of(params(), model=MODEL, tokens=tokens, mask=mask))
-    assert found.dtype == np.float32
+    values = np.asarray(values_of(params(), model=MODEL, tokens=tokens, mask=mask))
+    assert values.dtype == np.float32
     # The reward model reads the last token: of a text cut just before column t.
     score = jax.jit(rewards.sequence_scores, static_argnames="model")
     for t in range(1, SIZE):
-        seen = mask & (np.arange(SIZE) < t)[None, :]
-        before = np.asarray(score(params(), model=MODEL, tokens=tokens, mask=seen))
+        mask_before = mask & (np.arange(SIZE) < t)[None, :]
+        before = np.asarray(
+            score(params(), model=MODEL, tokens=tokens, mask=mask_before)
+        )
         known = mask[:, t] & mask[:, t - 1]
-        np.testing.assert_allclose(found[known, t], before[known], atol=1e-5)
-        assert not found[~known, t].any()
-    assert not found[:, 0].any()
+        np.testing.assert_allclose(values[known, t], before[known], atol=1e-5)
+        assert not values[~known, t].any()
+    assert not values[:, 0].any()
 
 
 def test_a_value_does_not_see_its_own_token():
@@ -47,19 +49,21 @@ def test_a_value_does_not_see_its_own_token():
 
 
 def test_padding_on_either_side_changes_no_value():
-    found = {}
+    values_of_side = {}
     for side in ("left", "right"):
         tokens, mask = tiny.batch(LENGTHS, SIZE, side=side, padding=-1)
         values = values_of(params(), model=MODEL, tokens=tokens, mask=mask)
-        found[side] = np.asarray(values)[mask]
-    np.testing.assert_allclose(found["left"], found["right"], atol=1e-5)
+        values_of_side[side] = np.asarray(values)[mask]
+    np.testing.assert_allclose(
+        values_of_side["left"], values_of_side["right"], atol=1e-5
+    )
 
 
 def test_a_critic_of_the_policy_starts_at_0_and_learns():
     start = critic.from_policy(tiny.params(MODEL), model=MODEL)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
-    found = values_of(start, model=MODEL, tokens=tokens, mask=mask)
-    np.testing.assert_array_equal(found, 0.0)
+    values = values_of(start, model=MODEL, tokens=tokens, mask=mask)
+    np.testing.assert_array_equal(values, 0.0)
 
     def error(head):
         values = critic.values(

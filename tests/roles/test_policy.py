@@ -16,28 +16,28 @@ both = jax.jit(
     policy.logprobs_and_entropy,
     static_argnames=("model", "first_column"),
 )
-each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+for_each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 
 
-@each_family
+@for_each_family
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_logprobs_and_entropy_are_those_of_the_logits(model, side):
     params = tiny.params(model)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side=side)
     logits = np.asarray(logits_of(params, model=model, tokens=tokens, mask=mask))
-    found, entropy = both(
+    logprobs, entropy = both(
         params, model=model, tokens=tokens, mask=mask, temperature=0.7
     )
     expected = oracles.token_logprobs(logits, tokens, 0.7)
     expected_entropy = oracles.entropy(logits, 0.7)
     for row, t in np.ndindex(*tokens.shape):
         if t > 0 and mask[row, t] and mask[row, t - 1]:
-            assert float(found[row, t]) == pytest.approx(expected[row, t], abs=1e-5)
+            assert float(logprobs[row, t]) == pytest.approx(expected[row, t], abs=1e-5)
             assert float(entropy[row, t]) == pytest.approx(
                 expected_entropy[row, t - 1], abs=1e-5
             )
         else:  # padding, or the first token of a text
-            assert float(found[row, t]) == float(entropy[row, t]) == 0
+            assert float(logprobs[row, t]) == float(entropy[row, t]) == 0
 
 
 def test_columns_before_the_first_are_not_computed():
@@ -94,31 +94,32 @@ def of_used(size):
     return np.where(mask, np.array(USED)[tokens % len(USED)], 0).astype(np.int32), mask
 
 
-@each_family
+@for_each_family
 def test_ids_without_a_token_have_probability_0_in_every_role(model):
     """By the logits; KL(π, π) is 0 and every KL is that of the used ids."""
     model = dataclasses.replace(model, unused_ids=UNUSED)
     params, other = tiny.params(model), tiny.params(model, seed=1)
     tokens, mask = of_used(SIZE)
-    given = {"model": model, "tokens": tokens, "mask": mask}
-    every = np.asarray(logits_of(params, **given))
+    inputs = {"model": model, "tokens": tokens, "mask": mask}
+    every = np.asarray(logits_of(params, **inputs))
     assert np.all(np.isneginf(np.delete(every, USED, axis=-1)))
     logits, ref_logits = (
-        np.asarray(logits_of(each, **given))[..., USED] for each in (params, other)
+        np.asarray(logits_of(weights, **inputs))[..., USED]
+        for weights in (params, other)
     )
     places = np.searchsorted(USED, tokens).clip(0, len(USED) - 1)
-    ours, entropy = both(params, temperature=0.7, **given)
+    ours, entropy = both(params, temperature=0.7, **inputs)
     predicted = mask & np.pad(mask[:, :-1], ((0, 0), (1, 0)))
     expected = np.where(predicted, oracles.token_logprobs(logits, places, 0.7), 0)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
     after = np.pad(oracles.entropy(logits, 0.7)[:, :-1], ((0, 0), (1, 0)))
     np.testing.assert_allclose(entropy, np.where(predicted, after, 0), atol=1e-5)
-    theirs, _ = both(frozen.read(frozen.freeze(params)), temperature=0.7, **given)
+    theirs, _ = both(frozen.read(frozen.freeze(params)), temperature=0.7, **inputs)
     np.testing.assert_array_equal(kl.k1(ours, theirs), 0.0)
 
     def exact(params, ref_params, **options):
         hidden, ref_hidden = (
-            decoder.hidden_states(each, **given) for each in (params, ref_params)
+            decoder.hidden_states(weights, **inputs) for weights in (params, ref_params)
         )
         sides = params, hidden, ref_params, ref_hidden
         return policy.exact_kl(

@@ -16,7 +16,9 @@ from rlhf_jax.train.config import batch, optimizer, rewards, sampler, start
 from rlhf_jax.train.config.optimizer import Adam, Custom, TFAdam
 from rlhf_jax.train.methods import distill, grpo, nash_md, online_dpo, ppo, reinforce
 
-CONFIGS = [each.Config for each in (ppo, grpo, reinforce, online_dpo, nash_md, distill)]
+CONFIGS = [
+    module.Config for module in (ppo, grpo, reinforce, online_dpo, nash_md, distill)
+]
 WRITTEN = {  # of every union: what is written, as short as it can be
     Control: [
         "fixed",
@@ -75,7 +77,7 @@ def unions(kind):
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         kinds = choices.kinds_of(hint) if choices.is_union(hint) else {}
-        if kinds and not any(hasattr(each, "parse") for each in kinds.values()):
+        if kinds and not any(hasattr(kind, "parse") for kind in kinds.values()):
             yield hint
         elif dataclasses.is_dataclass(hint):
             yield from unions(hint)
@@ -84,7 +86,7 @@ def unions(kind):
 def test_every_union_of_the_configs_is_here_with_every_kind():
     of_configs = {union for config in CONFIGS for union in unions(config)}
     assert {Control, optimizer.Rule} < of_configs
-    assert of_configs <= {*WRITTEN, *(None | each for each in WRITTEN)}
+    assert of_configs <= {*WRITTEN, *(None | union for union in WRITTEN)}
     for union, texts in WRITTEN.items():
         made = {type(choices.parse(text, union)) for text in texts}
         assert made >= set(choices.kinds_of(union).values())

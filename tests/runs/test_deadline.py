@@ -112,16 +112,16 @@ def test_a_reward_that_hangs_is_ended_in_time_and_the_run_goes_on(tmp_path, hang
             time.sleep(0.3)  # to be well inside
             process.send_signal(signal.SIGTERM)
             began = time.monotonic()
-            _, told = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=60)
             took = time.monotonic() - began
         finally:
             process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert SECONDS <= took < SECONDS + 15  # with a save, on a busy machine
-    given_up = f"step {HANGS_AT} did not come through its sampler, reward or judge"
-    assert f"{given_up} within 1.5 s of SIGTERM" in told
-    assert f"saved as of step {HANGS_AT}; go on with" in told
-    assert "Traceback" not in told
+    message = f"step {HANGS_AT} did not come through its sampler, reward or judge"
+    assert f"{message} within 1.5 s of SIGTERM" in errors
+    assert f"saved as of step {HANGS_AT}; go on with" in errors
+    assert "Traceback" not in errors
     assert sorted(os.listdir(out / "snapshots" / "only")) == ["3", str(HANGS_AT)]
     assert len(metrics.read(out / "metrics.jsonl")) == HANGS_AT
     play(Config(out=out, hang=hang, resume=True))
@@ -160,14 +160,14 @@ def test_a_tick_does_not_wait_where_it_holds_the_lock():
 
 def ended(monkeypatch, save, *, late):
     """(status, what was told) of a process that a deadline ends."""
-    told, status, over = [], [], threading.Event()
+    lines, status, over = [], [], threading.Event()
 
     def leave(code):
         status.append(code)
         over.set()
 
     monkeypatch.setattr(deadline.os, "_exit", leave)
-    monkeypatch.setattr(deadline.os, "write", recorded(told))
+    monkeypatch.setattr(deadline.os, "write", recorded(lines))
     with deadline.Deadline(0.05) as limited, command_line.Interrupt():
         if late:
             signal.raise_signal(signal.SIGINT)
@@ -177,16 +177,16 @@ def ended(monkeypatch, save, *, late):
             if not late:
                 signal.raise_signal(signal.SIGINT)
             assert over.wait(30)
-    return status, "".join(told)
+    return status, "".join(lines)
 
 
-def recorded(told):
+def recorded(lines):
     write = os.write
 
     def to(fd, text):
         if fd != 2:
             return write(fd, text)
-        told.append(text.decode())
+        lines.append(text.decode())
         return len(text)
 
     return to
@@ -200,29 +200,31 @@ def test_it_saves_only_where_code_may_hang(monkeypatch, late):
         saved.append(signum)
         return "saved"
 
-    status, told = ended(monkeypatch, save, late=late)
+    status, printed = ended(monkeypatch, save, late=late)
     assert (status, saved) == ([130], [signal.SIGINT])
-    assert told.endswith("saved\n")
+    assert printed.endswith("saved\n")
 
 
 def test_a_save_that_fails_is_told_and_ends_the_process_too(monkeypatch):
     def save(signum):
         raise OSError("no space left")
 
-    status, told = ended(monkeypatch, save, late=False)
+    status, printed = ended(monkeypatch, save, late=False)
     assert status == [1]
-    assert "expected to save, got OSError: no space left; the snapshots before" in told
+    assert (
+        "expected to save, got OSError: no space left; the snapshots before" in printed
+    )
 
 
 def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatch):
-    told, status, ahead = [], [], Future()
+    lines, status, ahead = [], [], Future()
 
     def leave(code):
         status.append(code)
         ahead.set_result(jnp.zeros(9))
 
     monkeypatch.setattr(deadline.os, "_exit", leave)
-    monkeypatch.setattr(deadline.os, "write", recorded(told))
+    monkeypatch.setattr(deadline.os, "write", recorded(lines))
     config = Config(out=tmp_path / "run", progress=False)
     with (
         run.Run(config, num_steps={"only": 8}, stop_timeout=0.05) as job,
@@ -233,7 +235,7 @@ def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatc
         with pytest.raises(command_line.Interrupted):
             stage.end_step(0, {"score": (jnp.float32(0), jnp.float32(1))})
     assert status == [128 + signal.SIGTERM]
-    assert "its rollouts are not drawn; the snapshots before stay" in "".join(told)
+    assert "its rollouts are not drawn; the snapshots before stay" in "".join(lines)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

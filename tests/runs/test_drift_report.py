@@ -85,8 +85,8 @@ def test_positions_at_the_first_the_middle_and_the_last_step():
 
 @pytest.mark.slow
 def test_plots_of_what_a_recorder_wrote(tmp_path, rendered):
-    found = moved(bias=1.0, layers=(0.5, 0.2, 0.0))
-    assert [path.name for path in drift_report.plots(tmp_path, found)] == [
+    table = moved(bias=1.0, layers=(0.5, 0.2, 0.0))
+    assert [path.name for path in drift_report.plots(tmp_path, table)] == [
         "drift_by_layer.png"
     ]
     one = jnp.ones(3)
@@ -94,7 +94,7 @@ def test_plots_of_what_a_recorder_wrote(tmp_path, rendered):
         record.begin("ppo")
         positions = {"k1": (one, one), "k3": (one, one), "responses": (one, one)}
         record.write(0, {"x": (jnp.float32(1), None)}, positions=positions)
-    drawn = drift_report.plots(tmp_path, found)
+    drawn = drift_report.plots(tmp_path, table)
     assert [path.stem for path in drawn] == ["drift_by_layer", "kl_by_position"]
     for path in drawn:
         image = matplotlib.image.imread(path)

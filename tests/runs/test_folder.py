@@ -262,7 +262,7 @@ def test_a_group_that_may_be_none_is_read_back(tmp_path):
         place: PlaceOption = WITH_POLICY
 
     hints = {"mesh": MeshShape(fsdp=2), "place": Place("last", MeshShape(tensor=4))}
-    for given in ({}, hints):
-        config = Config(out=tmp_path, **given)
+    for options in ({}, hints):
+        config = Config(out=tmp_path, **options)
         fields = to_json(config)
         assert from_json(Config, fields, source=tmp_path) == config

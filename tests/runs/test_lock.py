@@ -80,8 +80,8 @@ def test_the_lock_is_held_until_the_outermost_gives_it_back(tmp_path):
         with lock.hold(path.parent):
             assert is_locked(path)
         assert is_locked(path)
-        told = json.loads(path.read_bytes())  # closing it gives the lock back
-        assert told["process"] == os.getpid()
+        holder = json.loads(path.read_bytes())  # closing it gives the lock back
+        assert holder["process"] == os.getpid()
     assert list(tmp_path.iterdir()) == []  # nothing came into what was made
 
 
@@ -148,7 +148,9 @@ def test_a_system_without_posix_locks_is_refused_and_left_as_it_was(
 ):
     monkeypatch.setitem(sys.modules, "fcntl", None)
     monkeypatch.setattr(sys, "platform", "win32")
-    told = r"run: expected a POSIX system such as Linux.*got win32; start the run there"
-    with pytest.raises(InputError, match=told), lock.hold(tmp_path / "run"):
+    message = (
+        r"run: expected a POSIX system such as Linux.*got win32; start the run there"
+    )
+    with pytest.raises(InputError, match=message), lock.hold(tmp_path / "run"):
         raise AssertionError("held")
     assert not (tmp_path / "run").exists()

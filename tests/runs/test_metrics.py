@@ -76,9 +76,9 @@ def test_positions_are_means_a_place(tmp_path):
 def large(rows):
     """Two alarms, on the latest x and on the mean of all."""
     values = [float(row["x"]) for row in rows]
-    found = {"high": f"x is {values[-1]}"} if values[-1] > 2 else {}
+    alarms_of = {"high": f"x is {values[-1]}"} if values[-1] > 2 else {}
     mean = sum(values) / len(values)
-    return found | ({"mean": f"mean is {mean}"} if mean > 1.5 else {})
+    return alarms_of | ({"mean": f"mean is {mean}"} if mean > 1.5 else {})
 
 
 def test_a_row_names_the_alarms_that_are_active_at_it(tmp_path):
@@ -311,7 +311,7 @@ def test_tensorboard_gets_what_was_measured(tmp_path, monkeypatch):
 
 
 def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
-    asked, logged = [], []
+    options_of_runs, logged = [], []
 
     class Run:
         def define_metric(self, *names, **options):
@@ -327,7 +327,7 @@ def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
             logged.append("finished")
 
     def init(**options):
-        asked.append(options)
+        options_of_runs.append(options)
         return Run()
 
     module = types.ModuleType("wandb")
@@ -338,9 +338,9 @@ def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
         with metrics.Recorder(tmp_path, sinks=[sink], check=large) as record:
             record.begin("ppo", step=2)
             record.write(2, stats(2.5))
-    assert asked[0] == asked[1]
-    assert asked[0]["config"] == {"seed": 1}
-    assert asked[0]["id"]
+    assert options_of_runs[0] == options_of_runs[1]
+    assert options_of_runs[0]["config"] == {"seed": 1}
+    assert options_of_runs[0]["id"]
     assert logged[:5] == [
         ("ppo/*", {"step_metric": "ppo/step"}),
         {"ppo/step": 2, "ppo/x": 2.5},
@@ -355,8 +355,8 @@ def test_an_alarm_stops_the_run_once_its_row_is_written(tmp_path):
         record.begin("ppo")
         for step, value in enumerate([1, 3]):
             record.write(step, stats(value))
-        told = r"step 1, high: x is 3\.0 \(--alarms\.stop\)"
-        with pytest.raises(StopError, match=told):
+        message = r"step 1, high: x is 3\.0 \(--alarms\.stop\)"
+        with pytest.raises(StopError, match=message):
             record.write(2, stats(1))
     assert lines(tmp_path, "metrics") == [
         '{"stage": "ppo", "step": 0, "x": 1.0}',

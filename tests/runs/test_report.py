@@ -80,10 +80,10 @@ def test_progress_tells_an_alarm_once_and_its_name_while_it_lasts(terminal):
     for step, active in enumerate(([], [DRIFT], [DRIFT, KL], [KL], [])):
         progress.write("ppo", step, {}, active)
     progress.close()
-    told = [
+    alarm_lines = [
         line.strip() for line in file.getvalue().splitlines() if "ALARM ppo" in line
     ]
-    assert [line[line.index("ALARM") :] for line in told] == [
+    assert [line[line.index("ALARM") :] for line in alarm_lines] == [
         f"ALARM ppo step 1: weight_drift: {DRIFT.message}".strip(),
         f"ALARM ppo step 2: kl: {KL.message}",
     ]

@@ -39,7 +39,7 @@ def play(
     of="update",
     stop=None,
     check=None,
-    found=None,
+    alarms=None,
 ):
     """Adds the step to a sum; `skipped(step)` is what the update says of itself."""
     steps = []
@@ -55,8 +55,8 @@ def play(
             at = {"k1": (jnp.full(2, step), jnp.ones(2))} if step % 3 == 0 else None
             stage.end_step(step, skips(skipped(step), of=of), positions=at)
             steps.append(step)
-    if found is not None:
-        found += job.alarms
+    if alarms is not None:
+        alarms += job.alarms
     return stage.state, steps
 
 
@@ -105,10 +105,10 @@ def test_a_run_tells_its_alarms_and_positions(tmp_path):
         for step in (3, 7)
     ]
     play(config, meta={}, check=check, stop=7)
-    found = []
+    alarms = []
     again = dataclasses.replace(config, resume=True)
-    play(again, meta={}, check=check, found=found)
-    assert found == expected
+    play(again, meta={}, check=check, alarms=alarms)
+    assert alarms == expected
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "alarms" in row] == [3, 4, 7]
     positions = metrics.read(tmp_path / "run" / "positions.jsonl")
@@ -128,17 +128,17 @@ def test_a_resume_with_another_reference_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("of", "told"),
+    ("of", "message_end"),
     [
         ("update", "and nothing was updated meanwhile"),
         ("critic", "of the critic's, which was not updated meanwhile, though the"),
     ],
 )
 def test_skips_in_a_row_stop_the_run_and_leave_the_last_good_snapshot(
-    tmp_path, of, told
+    tmp_path, of, message_end
 ):
     config = Config(out=tmp_path / "run")
-    message = f"not finite 5 times in a row, {told}"
+    message = f"not finite 5 times in a row, {message_end}"
     with pytest.raises(stage.DivergedError, match=message):
         play(config, meta={}, skipped=lambda step: max(0, step - 2), of=of)
     # The fifth skip, of step 7, is read when step 7 is about to be saved.

@@ -93,13 +93,13 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_afterwards(
 ):
     out = tmp_path / "run"
     ended = start("--out", out, LARGEST=str(largest))
-    told = [line for line in ended.stderr.splitlines() if "stopped" in line]
+    stopped = [line for line in ended.stderr.splitlines() if "stopped" in line]
     assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.splitlines()[-1:] == told
+    assert ended.stderr.splitlines()[-1:] == stopped
     assert "Traceback" not in ended.stderr
-    assert f"{out / name} could not be written: File too large; safe are" in told[0]
-    assert safe in told[0]
-    assert f"--config {out / 'config.json'} --resume" in told[0]
+    assert f"{out / name} could not be written: File too large; safe are" in stopped[0]
+    assert safe in stopped[0]
+    assert f"--config {out / 'config.json'} --resume" in stopped[0]
     assert start("--out", out, "--resume").returncode == 0
     assert start("--out", tmp_path / "whole").returncode == 0
     for file in ("metrics.jsonl", "summary.json"):
@@ -177,9 +177,9 @@ def test_what_the_system_said(error, expected):
 @pytest.mark.parametrize("error", [InputError("wrong"), frozen.ReferenceMovedError()])
 def test_what_is_told_already_is_not_a_failed_write(error):
     error.__cause__ = OSError(errno.ENOSPC, FULL)
-    with pytest.raises(type(error)) as told, write_errors.writing(Path("x")):
+    with pytest.raises(type(error)) as raised, write_errors.writing(Path("x")):
         raise error
-    assert told.value is error
+    assert raised.value is error
 
 
 def ending(function, tmp_path, capsys):
@@ -194,9 +194,9 @@ def test_a_failed_write_of_an_experiment_s_own(tmp_path, capsys):
     def full(config):
         raise OSError(errno.ENOSPC, FULL)
 
-    status, told = ending(full, tmp_path, capsys)
+    status, printed = ending(full, tmp_path, capsys)
     assert status == 1
-    assert told == (
+    assert printed == (
         f"stopped: a file could not be written: {FULL}; no snapshot is complete yet; "
         f"make room there, then start again, as nothing was written yet\n"
     )
@@ -224,10 +224,10 @@ def test_an_out_that_cannot_be_written_is_told_before_the_run(
         "access",
         lambda path, mode: Path(path) != closed and access(path, mode),
     )
-    status, told = ending(pytest.fail, tmp_path, capsys)
+    status, printed = ending(pytest.fail, tmp_path, capsys)
     assert status == 2
-    assert told.startswith(f"error: --out {closed}: expected a folder that can be")
-    assert told.count("\n") == 1
+    assert printed.startswith(f"error: --out {closed}: expected a folder that can be")
+    assert printed.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

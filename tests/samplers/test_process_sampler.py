@@ -60,14 +60,14 @@ def test_both_draw_what_the_program_of_an_iteration_does(outside):
     here = Decoder(RECIPE)
     mesh = ONE_DEVICE.make()
     sample = Sampler(RECIPE, mesh=mesh, home=mesh)
-    seen = []
+    tokens = []
     for version in (0, 7):
         policy = params(version)
         arguments = sharding.place((policy, KEY, np.int32(version)), mesh=mesh)
-        policy_there, key, stamp = arguments
-        asked = row_sharding.put_rows(PROMPTS, mesh=mesh)
+        placed_policy, key, stamp = arguments
+        prompts = row_sharding.put_rows(PROMPTS, mesh=mesh)
         expected = jax.device_get(
-            sample(policy_there, prompts=asked, key=key, version=stamp)
+            sample(placed_policy, prompts=prompts, key=key, version=stamp)
         )
         here.load(policy, version=version)
         assert sampler.hand_over(policy, version=version) == 0
@@ -75,15 +75,17 @@ def test_both_draw_what_the_program_of_an_iteration_does(outside):
             here.draw(PROMPTS, key=KEY),
             sampler.draw(PROMPTS, key=KEY, version=version),
         ):
-            found = protocol.rollout_of(PROMPTS, drawn, version=version)
-            jax.tree.map(np.testing.assert_array_equal, found, expected)
-            for left, right in zip(*map(jax.tree.leaves, (found, expected)), strict=1):
+            rollout = protocol.rollout_of(PROMPTS, drawn, version=version)
+            jax.tree.map(np.testing.assert_array_equal, rollout, expected)
+            for left, right in zip(
+                *map(jax.tree.leaves, (rollout, expected)), strict=1
+            ):
                 assert left.dtype == right.dtype
-        seen.append(expected.tokens)
+        tokens.append(expected.tokens)
         # Each version's file is gone once it was read.
         (only,) = folder.iterdir()
         assert not list(only.iterdir())
-    assert (seen[0] != seen[1]).any()
+    assert (tokens[0] != tokens[1]).any()
 
 
 def test_a_draw_of_another_version_is_refused(outside):
@@ -162,9 +164,9 @@ def test_parameters_as_a_file(tmp_path):
     written["c"] = np.ones(2, jax.numpy.bfloat16)
     weight_files.write(tmp_path / "one", written)
     assert [file.name for file in tmp_path.iterdir()] == ["one"]
-    found = weight_files.read(tmp_path / "one")
-    jax.tree.map(np.testing.assert_array_equal, found, written)
-    assert found["c"].dtype == jax.numpy.bfloat16
+    params_read = weight_files.read(tmp_path / "one")
+    jax.tree.map(np.testing.assert_array_equal, params_read, written)
+    assert params_read["c"].dtype == jax.numpy.bfloat16
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path):
@@ -175,9 +177,9 @@ def test_folders_of_killed_processes_are_removed(tmp_path):
     (tmp_path / left / "version-3").mkdir(parents=True)
     (tmp_path / f"{weight_files.PREFIX}elsewhere-{ended.pid}-x").mkdir()
     after = weight_files.HandOverFolder(tmp_path)
-    kept = {path.name for path in tmp_path.iterdir()}
+    names = {path.name for path in tmp_path.iterdir()}
     elsewhere = f"{weight_files.PREFIX}elsewhere-{ended.pid}-x"
-    assert kept == {before.path.name, after.path.name, elsewhere}
+    assert names == {before.path.name, after.path.name, elsewhere}
 
 
 def test_a_folder_that_cannot_be(tmp_path):
@@ -191,9 +193,9 @@ def test_an_entropy_that_a_sampler_lacks_is_estimated():
     drawn = protocol.Drawn(
         np.full((4, 3), 5), logprobs, lengths=np.array([2, 2, 1, 3], np.int32)
     )
-    found = protocol.rollout_of(PROMPTS, drawn, version=None)
-    assert found.version is None
-    np.testing.assert_array_equal(found.entropy[0], [0, 0, 0, 1, 2, 0])
-    np.testing.assert_array_equal(found.old_logprobs[2], [0, 0, 0, -1, 0, 0])
-    np.testing.assert_array_equal(found.mask[0], [0, 1, 1, 1, 1, 0])
-    np.testing.assert_array_equal(found.response_mask.sum(axis=1), [2, 2, 1, 3])
+    rollout = protocol.rollout_of(PROMPTS, drawn, version=None)
+    assert rollout.version is None
+    np.testing.assert_array_equal(rollout.entropy[0], [0, 0, 0, 1, 2, 0])
+    np.testing.assert_array_equal(rollout.old_logprobs[2], [0, 0, 0, -1, 0, 0])
+    np.testing.assert_array_equal(rollout.mask[0], [0, 1, 1, 1, 1, 0])
+    np.testing.assert_array_equal(rollout.response_mask.sum(axis=1), [2, 2, 1, 3])

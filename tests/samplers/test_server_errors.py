@@ -69,22 +69,25 @@ def sampler(url, **options):
 def test_what_is_asked_and_handed_over(toy, url, tmp_path):
     with sampler(url, weights=tmp_path / "new") as server:
         assert server.hand_over(PARAMS, version=4) < 1e-5
-        asked, toy.asked = toy.asked, []
-        assert len({json.dumps(each) for each in asked}) == 8
+        requests, toy.requests = toy.requests, []
+        assert len({json.dumps(request) for request in requests}) == 8
         drawn = server.draw(PROMPTS, key=KEY, version=4)
-        first, toy.asked = toy.asked, []
+        first, toy.requests = toy.requests, []
         server.draw(PROMPTS, key=KEY, version=4)
-        again, toy.asked = toy.asked, []
+        again, toy.requests = toy.requests, []
         server.draw(PROMPTS, key=jax.random.key(3), version=4)
     np.testing.assert_array_equal(drawn.tokens, [[5, 6, 7]] * 2)
     assert drawn.lengths.tolist() == [3, 3]
     assert drawn.entropy is None
-    by_prompt = [{tuple(a["prompt"]): a for a in each} for each in (first, again)]
+    by_prompt = [
+        {tuple(a["prompt"]): a for a in requests_of_draw}
+        for requests_of_draw in (first, again)
+    ]
     assert by_prompt[0] == by_prompt[1]
     assert by_prompt[0].keys() == {(5,), (6, 7)}
-    assert len({each["seed"] for each in first + toy.asked}) == 4
+    assert len({request["seed"] for request in first + toy.requests}) == 4
     assert first[0]["stop_token_ids"] == [1]
-    assert all(0 <= each["seed"] < 2**31 for each in first)
+    assert all(0 <= request["seed"] < 2**31 for request in first)
     assert toy.loads == [("version-4", ["config.json", "model.safetensors"])]
     assert not list((tmp_path / "new").iterdir())
 
@@ -105,8 +108,8 @@ def test_ids_without_a_token_are_forbidden_to_the_server(toy, url):
             server.hand_over(PARAMS, version=0)
         toy.unused = UNUSED.model.unused_ids
         assert server.hand_over(PARAMS, version=1) < 1e-5
-        assert all(each["logit_bias"] == forbidden for each in toy.asked)
-        shown = {token for each in toy.asked for token in each["prompt"]}
+        assert all(request["logit_bias"] == forbidden for request in toy.requests)
+        shown = {token for request in toy.requests for token in request["prompt"]}
         assert not shown & set(map(int, forbidden))
         toy.change = spoilt("token_ids", [5, 21, 7])
         with pytest.raises(ServerError, match=r"has none of id 21, as .* logit_bias"):
@@ -239,13 +242,13 @@ def test_what_an_overloaded_server_did_not_answer_is_asked_again(
     with sampler(url) as server:
         server.hand_over(PARAMS, version=0)
         expected = server.draw(PROMPTS, key=KEY, version=0)
-        toy.asked = []
+        toy.requests = []
         toy.change = Failing((status, {"error": "busy"}), times=1)
         drawn = server.draw(PROMPTS, key=KEY, version=0)
     np.testing.assert_array_equal(drawn.tokens, expected.tokens)
     np.testing.assert_array_equal(drawn.sampler_logprobs, expected.sampler_logprobs)
-    assert len(toy.asked) == 3  # two rows, and one of them again
-    assert len({json.dumps(each) for each in toy.asked}) == 2
+    assert len(toy.requests) == 3  # two rows, and one of them again
+    assert len({json.dumps(request) for request in toy.requests}) == 2
     assert len(toy.loads) == 1
     assert pauses == [1.0]
     (line,) = capsys.readouterr().err.splitlines()

@@ -56,10 +56,10 @@ LOOKUP = claims.lookup_in(
     ],
 )
 def test_answers(claim, answer, seeds, difference):
-    told = claims.answer(claim, lookup=LOOKUP)
-    assert (told.answer, told.seeds) == (answer, seeds)
-    assert told.difference == pytest.approx(difference)
-    assert told.interval.low <= difference <= told.interval.high
+    answered = claims.answer(claim, lookup=LOOKUP)
+    assert (answered.answer, answered.seeds) == (answer, seeds)
+    assert answered.difference == pytest.approx(difference)
+    assert answered.interval.low <= difference <= answered.interval.high
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_settings_by_whole_names_and_lists():
     sweep = declaration.declared({"trainer": "ppo", "grid": grid}, source="file")
     lookup = claims.lookup_in(sweep.cells, {"gold": {sweep.cells[0]: {0: 1.0}}})
     assert lookup("gold", {"policy_rank": 1, "critic_rank": 3}) == {0: 1.0}
-    told = claims.answer("gold(clip=[0.1, 0.2]) > 0", lookup=lookup)
-    assert (told.seeds, told.difference) == (1, 1.0)
+    answered = claims.answer("gold(clip=[0.1, 0.2]) > 0", lookup=lookup)
+    assert (answered.seeds, answered.difference) == (1, 1.0)
 
 
 @pytest.mark.parametrize(

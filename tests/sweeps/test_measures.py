@@ -67,9 +67,9 @@ def test_a_number_of_a_run(run, measure, expected):
     ],
 )
 def test_a_measure_that_nobody_has(run, measure, message):
-    there = Measure(metric="objective/kl")
-    [told] = measures.absent({"score": measure, "kl": there}, runs=[run])
-    assert message in told
+    kl_measure = Measure(metric="objective/kl")
+    [message_of] = measures.absent({"score": measure, "kl": kl_measure}, runs=[run])
+    assert message in message_of
 
 
 def test_runs_without_files_or_with_broken_ones(tmp_path):

@@ -11,11 +11,11 @@ from rlhf_jax.sweeps import statistics
 
 def test_an_estimate_by_hand():
     """t(0.975, 3) = 3.1824; s² = 5 / 3; the middle half of four is 2 and 3."""
-    told = statistics.estimate([1.0, 2.0, 3.0, 4.0])
+    estimate = statistics.estimate([1.0, 2.0, 3.0, 4.0])
     half = 3.182446 * math.sqrt(5 / 3) / 2
-    assert (told.seeds, told.mean, told.iqm) == (4, 2.5, 2.5)
-    assert told.interval == pytest.approx((2.5 - half, 2.5 + half), abs=1e-5)
-    assert told.iqm_interval is None
+    assert (estimate.seeds, estimate.mean, estimate.iqm) == (4, 2.5, 2.5)
+    assert estimate.interval == pytest.approx((2.5 - half, 2.5 + half), abs=1e-5)
+    assert estimate.iqm_interval is None
 
 
 def test_half_widths_are_those_of_each_column():
@@ -27,9 +27,9 @@ def test_half_widths_are_those_of_each_column():
 
 
 def test_an_iqm_leaves_bad_seeds_out():
-    told = statistics.estimate([*range(10), 1e6, -1e6])
-    assert told.iqm == pytest.approx(4.5)
-    assert told.iqm_interval.low < 4.5 < told.iqm_interval.high < 20
+    estimate = statistics.estimate([*range(10), 1e6, -1e6])
+    assert estimate.iqm == pytest.approx(4.5)
+    assert estimate.iqm_interval.low < 4.5 < estimate.iqm_interval.high < 20
 
 
 def test_few_and_equal_seeds():
@@ -43,11 +43,11 @@ def test_few_and_equal_seeds():
 @pytest.mark.parametrize("seeds", [3, 2, 5, 10])
 def test_intervals_of_means_hold_the_truth_in_95_of_100_sweeps(seeds):
     drawn = np.random.default_rng(seeds).normal(2.0, 3.0, size=(2000, seeds))
-    held = [
+    covers = [
         interval.low <= 2.0 <= interval.high
         for interval in map(statistics.of_mean, drawn)
     ]
-    assert 0.93 <= np.mean(held) <= 0.97
+    assert 0.93 <= np.mean(covers) <= 0.97
 
 
 @pytest.mark.slow
@@ -58,8 +58,8 @@ def test_intervals_of_interquartile_means_do(draw, seeds):
     random = np.random.default_rng(seeds)
     distribution = stats.norm if draw == "normal" else stats.t(3)
     drawn = distribution.rvs(size=(2000, seeds), random_state=random)
-    held = [
+    covers = [
         interval.low <= 0.0 <= interval.high
         for interval in map(statistics.of_iqm, drawn)
     ]
-    assert 0.93 <= np.mean(held) <= 0.97
+    assert 0.93 <= np.mean(covers) <= 0.97

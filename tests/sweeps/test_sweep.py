@@ -53,8 +53,8 @@ def rows_of(out):
 
 
 def test_a_sweep_from_file_to_answer(tmp_path, capsys):
-    found = swept(tmp_path, TOML, jobs=3)
-    cells = found["cells"]
+    results = swept(tmp_path, TOML, jobs=3)
+    cells = results["cells"]
     assert list(cells) == ["slope=1", "slope=2"]
     # The noise of a seed's last step is the same in both cells.
     noise = [random.Random(1000 * seed + 2).random() for seed in range(3)]
@@ -63,8 +63,8 @@ def test_a_sweep_from_file_to_answer(tmp_path, capsys):
     assert cells["slope=2"]["told"] == cells["slope=2"]["end"]
     less = cells["slope=2"]["end"]["less_first_cell"]
     assert (less["seeds"], less["mean"]) == (3, pytest.approx(3.0))
-    assert found["claims"]["steeper"]["answer"] == "yes"
-    assert found["claims"]["steeper"]["difference"] == pytest.approx(3.0)
+    assert results["claims"]["steeper"]["answer"] == "yes"
+    assert results["claims"]["steeper"]["difference"] == pytest.approx(3.0)
     printed = capsys.readouterr().out
     assert "6 runs of 2 cells, 0 done already" in printed
     assert "[6/6]" in printed
@@ -97,10 +97,10 @@ def test_a_run_that_fails_leaves_the_others_alone(tmp_path):
         swept(tmp_path, failing, jobs=3)
     assert "3 of 9 runs failed, the others are complete" in str(error.value)
     assert "slope=13 seed 1 (status 1): error: a slope of 13 brings" in str(error.value)
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert found["cells"]["slope=13"]["end"]["seeds"] == {}
-    assert found["cells"]["slope=2"]["end"]["estimate"]["seeds"] == 3
-    assert found["claims"]["steeper"]["answer"] == "yes"
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["cells"]["slope=13"]["end"]["seeds"] == {}
+    assert results["cells"]["slope=2"]["end"]["estimate"]["seeds"] == 3
+    assert results["claims"]["steeper"]["answer"] == "yes"
 
 
 @pytest.mark.cases(quick=2)
@@ -125,10 +125,10 @@ def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(kind)
-    _, told = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     if kind == signal.SIGTERM:
         assert process.returncode == 128 + kind
-        assert "stopped and saved; the same command goes on" in told
+        assert "stopped and saved; the same command goes on" in errors
     cut = rows.read_text()
     assert 1 <= cut.count("\n") < 4
     time.sleep(0.6)
@@ -171,14 +171,14 @@ word = {cells}
 process = {{ summary = "process" }}
 runs = {{ summary = "runs" }}
 """
-    with pytest.raises(StopError, match="2 of 6 runs failed") as told:
+    with pytest.raises(StopError, match="2 of 6 runs failed") as raised:
         swept(tmp_path, text, map=True)
-    assert "word=fails seed 0 (status 1): ValueError: no luck" in str(told.value)
-    assert "word=dies seed 0 (status 7): word dies" in str(told.value)
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert "word=fails seed 0 (status 1): ValueError: no luck" in str(raised.value)
+    assert "word=dies seed 0 (status 7): word dies" in str(raised.value)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
     of_cells = [
         {name: one["seeds"].get("0") for name, one in of.items()}
-        for of in found["cells"].values()
+        for of in results["cells"].values()
     ]
     assert [of["runs"] for of in of_cells] == [1, None, 3, None, 1, 2]
     processes = [of["process"] for of in of_cells]
@@ -230,9 +230,9 @@ process = {{ summary = "process" }}
     began = time.monotonic()
     swept(tmp_path, text, map=True)
     assert time.monotonic() - began < 20
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
     first, maps, after, later = (
-        of["process"]["seeds"]["0"] for of in found["cells"].values()
+        of["process"]["seeds"]["0"] for of in results["cells"].values()
     )
     assert first == maps != after == later
 
@@ -275,11 +275,11 @@ word = ["first", "leaves", "after", "forks"]
 found = { summary = "found" }
 """
     began = time.monotonic()
-    with pytest.raises(StopError, match="2 of 4 runs failed") as told:
+    with pytest.raises(StopError, match="2 of 4 runs failed") as raised:
         swept(tmp_path, text, map=True)
     assert time.monotonic() - began < 20
-    assert "word=leaves seed 0 (status 4)" in str(told.value)
-    assert "word=forks seed 0 (status 3)" in str(told.value)
+    assert "word=leaves seed 0 (status 4)" in str(raised.value)
+    assert "word=forks seed 0 (status 3)" in str(raised.value)
     first, after = (
         (
             tmp_path / "out" / "runs" / f"word={word}" / "seed_0" / "found.txt"
@@ -304,7 +304,7 @@ def test_a_worker_that_is_gone_or_talks_as_it_starts_is_no_harm(tmp_path, monkey
             one._process.wait()
 
     ended = execution.run_all(runs, launcher=workers, jobs=1, tell=kill)
-    assert [each.status for each in ended] == [0, 0]
+    assert [run_ended.status for run_ended in ended] == [0, 0]
     assert "module loaded" in runs[0].log.read_text()
 
 
@@ -341,7 +341,7 @@ def test_a_job_of_submitit_is_a_run(tmp_path):
         tmp_path / "jobs", parameters={"timeout_min": 1}, cluster="local"
     )
     ended = execution.run_all(runs, launcher=launcher, jobs=2, tell=lambda ended: None)
-    statuses = {each.run.cell.name: each.status for each in ended}
+    statuses = {run_ended.run.cell.name: run_ended.status for run_ended in ended}
     assert statuses == {"slope=2": 0, "slope=13": 1}
     assert runs[0].done
     with pytest.raises(InputError, match=r"expected a cluster and parameters of subm"):
@@ -387,11 +387,11 @@ def test_a_measure_that_no_run_has_does_not_hide_the_others(tmp_path, capsys):
     text = text.replace("[1.0, 2.0]", "[1.0, 2.0, 13.0]")
     with pytest.raises(StopError, match=r"3 of 9 runs failed"):
         swept(tmp_path, text, jobs=3)
-    told = capsys.readouterr()
-    assert "warning: measure bad: expected a finite number in" in told.err
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert found["cells"]["slope=2"]["bad"]["estimate"] is None
-    assert found["cells"]["slope=2"]["end"]["estimate"]["seeds"] == 3
+    printed = capsys.readouterr()
+    assert "warning: measure bad: expected a finite number in" in printed.err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["cells"]["slope=2"]["bad"]["estimate"] is None
+    assert results["cells"]["slope=2"]["end"]["estimate"]["seeds"] == 3
     with pytest.raises(
         InputError, match=r"got valve, which no run has; there are valu"
     ):
@@ -404,14 +404,14 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
     planned.begin(declaration.read(file), out=out)
     command = [sys.executable, "-m", "rlhf_jax.train.main", "sweep", str(file)]
     with lock.hold(out):  # as this process does while its runs are under way
-        told = subprocess.run(
+        process_of_second = subprocess.run(
             [*command, f"--out={out}"],
             env={**os.environ, "PYTHONPATH": places.PYTHONPATH},
             capture_output=True,
             text=True,
         )
-    assert told.returncode == 2
-    assert f"{os.getpid()}" in told.stderr
+    assert process_of_second.returncode == 2
+    assert f"{os.getpid()}" in process_of_second.stderr
     assert not (out / "runs").exists()
 
 

@@ -31,10 +31,12 @@ def config(**options) -> Callable[[Path], object]:
 def edited(file: str, **options) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
         path = folder / file
-        there = json.loads(path.read_text()) if path.exists() else {}
-        there |= options
-        kept = {name: value for name, value in there.items() if value is not ...}
-        path.write_text(json.dumps(kept))
+        options_of_file = json.loads(path.read_text()) if path.exists() else {}
+        options_of_file |= options
+        options_left = {
+            name: value for name, value in options_of_file.items() if value is not ...
+        }
+        path.write_text(json.dumps(options_left))
 
     return damage
 
@@ -67,9 +69,9 @@ def tensors(change: Callable[[dict[str, np.ndarray]], object]):
     """The tensors changed in place."""
 
     def damage(folder: Path) -> None:
-        held = load_file(folder / WEIGHTS)
-        change(held)
-        save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+        weights = load_file(folder / WEIGHTS)
+        change(weights)
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
     return damage
 
@@ -83,15 +85,15 @@ def index(weight_map: object) -> Callable[[Path], object]:
 
 
 def filled(name: str, value: float):
-    def change(held):
-        held[name] = held[name].copy()
-        held[name].flat[3] = value
+    def change(weights):
+        weights[name] = weights[name].copy()
+        weights[name].flat[3] = value
 
     return tensors(change)
 
 
 def cast(name: str, dtype: str):
-    return tensors(lambda held: held.update({name: held[name].astype(dtype)}))
+    return tensors(lambda weights: weights.update({name: weights[name].astype(dtype)}))
 
 
 WEIGHTS = "model.safetensors"
@@ -162,20 +164,22 @@ OWN = [
     ("huge header", written(WEIGHTS, b"\xff" * 16), "in model.safetensors, got 16"),
     ("weights are a folder", a_folder(WEIGHTS), "model.safetensors"),
     ("no tensors", tensors(dict.clear), f"{HOLDS} 1;"),
-    ("missing", tensors(lambda held: held.pop(NORM)), f"missing: {NORM}"),
+    ("missing", tensors(lambda weights: weights.pop(NORM)), f"missing: {NORM}"),
     (
         "extra",
-        tensors(lambda held: held.update({"transformer.h.0.x": np.zeros(2, "f4")})),
+        tensors(
+            lambda weights: weights.update({"transformer.h.0.x": np.zeros(2, "f4")})
+        ),
         "unknown: transformer.h.0.x",
     ),
     (
         "misshapen",
-        tensors(lambda held: held.update({NORM: np.ones(15, "f4")})),
+        tensors(lambda weights: weights.update({NORM: np.ones(15, "f4")})),
         f"misshapen: {NORM}",
     ),
     (
         "transposed",
-        tensors(lambda held: held.update({WTE: held[WTE].T.copy()})),
+        tensors(lambda weights: weights.update({WTE: weights[WTE].T.copy()})),
         "vocab_size|misshapen",
     ),
     ("infinite", filled(NORM, np.inf), FINITE.format(f"{NORM} .* 0 NaN and")),
@@ -213,12 +217,12 @@ OWN = [
          "rstrip": False, "normalized": False, "special": True},
     ]), "ids below the model's vocabulary size 24, got id 24"),
 ]  # fmt: skip
-OF_EACH = [Case(trainer, *of) for trainer in TRAINERS for of in EVERYWHERE]
+OF_EVERY_TRAINER = [Case(trainer, *of) for trainer in TRAINERS for of in EVERYWHERE]
 IN_TURN = [
     Case(list(TRAINERS)[i % len(TRAINERS)], *of)  # each by one trainer in turn
     for i, of in enumerate(OWN)
 ]
-CASES = [*OF_EACH, *IN_TURN]
+CASES = [*OF_EVERY_TRAINER, *IN_TURN]
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +233,7 @@ def files(tmp_path_factory):
 @pytest.mark.cases(quick=8)
 @pytest.mark.parametrize(
     "bad",
-    [*bad_inputs.by_one_each(OF_EACH), *one_in(5, IN_TURN)],
+    [*bad_inputs.by_one_each(OF_EVERY_TRAINER), *one_in(5, IN_TURN)],
     ids=[f"{bad.trainer}: {bad.name}" for bad in CASES],
 )
 def test_a_checkpoint_that_is_refused(files, tmp_path, capsys, bad):
@@ -260,14 +264,14 @@ def test_a_checkpoint_that_is_refused(files, tmp_path, capsys, bad):
 def test_a_template_that_is_refused(files, tmp_path, capsys, template, message):
     shutil.copytree(files / "model", tmp_path / "model")
     edited("tokenizer_config.json", chat_template=template)(tmp_path / "model")
-    said = {
+    row = {
         name: [{"role": role, "content": text}]
         for name, role, text in (
             ("prompt", "user", "the cat"),
             ("response", "assistant", "sat"),
         )
     }
-    (tmp_path / "chat.jsonl").write_text(json.dumps(said))
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row))
     bad_inputs.refused(
         capsys,
         "sft",

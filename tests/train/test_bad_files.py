@@ -42,7 +42,7 @@ FILES = {
 WRITTEN = "bad.jsonl:1: expected text or messages in '{}', got "
 MESSAGES = "bad.jsonl:1: expected messages as .* in '{}', got .*whose {} is no text"
 # Values of the field that is asked, for every trainer.
-ASKED = {
+PROMPT_FIELDS = {
     "null": (None, WRITTEN + "NoneType None"),
     "number": (3, WRITTEN + "int 3"),
     "true": (True, WRITTEN + "bool True"),
@@ -113,29 +113,35 @@ ANSWER = {
 def rows_of(trainer):
     """(name, rows, message) of rows that lack a field or hold another value there."""
     row = ROWS[trainer]
-    asked = next(iter(row))
+    field_of_prompt = next(iter(row))
     for field in row:
         # A pair without a prompt may be two dialogues, which is told instead.
         missing = f"bad.jsonl:1: expected a (field|text in) '{field}'"
         yield f"no {field}", {k: v for k, v in row.items() if k != field}, missing
-    for name, (value, message) in ASKED.items():
-        yield f"{asked} {name}", row | {asked: value}, message.replace("{}", asked)
+    for name, (value, message) in PROMPT_FIELDS.items():
+        yield (
+            f"{field_of_prompt} {name}",
+            row | {field_of_prompt: value},
+            message.replace("{}", field_of_prompt),
+        )
     if trainer != "sft":  # which learns how texts begin too
-        blank = f"bad.jsonl:1: expected a prompt in '{asked}', got an empty text"
-        yield f"{asked} blank", row | {asked: " "}, blank
+        blank = (
+            f"bad.jsonl:1: expected a prompt in '{field_of_prompt}', got an empty text"
+        )
+        yield f"{field_of_prompt} blank", row | {field_of_prompt: " "}, blank
     field, values = ANSWER.get(trainer, ("", []))
     for value, message in values:
-        told = message.replace("{}", field)
-        yield f"{field} {value!r:.20}", row | {field: value}, told
+        shown = message.replace("{}", field)
+        yield f"{field} {value!r:.20}", row | {field: value}, shown
 
 
-OF_EACH = [
+OF_EVERY_TRAINER = [
     (trainer, name, content, message)
     for trainer in TRAINERS
     for name, (content, message) in FILES.items()
 ]
 CASES = [
-    *OF_EACH,
+    *OF_EVERY_TRAINER,
     *(
         (trainer, name, json.dumps(row).encode(), message)
         for trainer in TRAINERS
@@ -165,15 +171,15 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize(
     ("trainer", "content", "message"),
     [
-        *bad_inputs.by_one_each([(case[0], *case[2:]) for case in OF_EACH]),
-        *one_in(9, [(case[0], *case[2:]) for case in CASES[len(OF_EACH) :]]),
+        *bad_inputs.by_one_each([(case[0], *case[2:]) for case in OF_EVERY_TRAINER]),
+        *one_in(9, [(case[0], *case[2:]) for case in CASES[len(OF_EVERY_TRAINER) :]]),
     ],
     ids=[f"{trainer}: {name}" for trainer, name, _, _ in CASES],
 )
 def test_data_that_is_refused(files, tmp_path, capsys, trainer, content, message):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(content)
-    said = bad_inputs.refused(
+    errors = bad_inputs.refused(
         capsys,
         trainer,
         [DATA[trainer], str(bad)],
@@ -181,4 +187,4 @@ def test_data_that_is_refused(files, tmp_path, capsys, trainer, content, message
         out=tmp_path / "run",
         message=message,
     )
-    assert len(said) < 1000
+    assert len(errors) < 1000

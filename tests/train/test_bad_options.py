@@ -355,9 +355,9 @@ OWN = {
         ("--micro-batch-size=0", "micro_batch_size to divide the 4 rows"),
     ],
 }
-OF_EACH = [case(trainer, *of) for trainer in TRAINERS for of in EVERYWHERE]
+OF_EVERY_TRAINER = [case(trainer, *of) for trainer in TRAINERS for of in EVERYWHERE]
 ALONE = [case(trainer, *of) for trainer, own in OWN.items() for of in own]
-CASES = [*OF_EACH, *ALONE]
+CASES = [*OF_EVERY_TRAINER, *ALONE]
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +368,9 @@ def files(tmp_path_factory):
 
 @pytest.mark.cases(quick=16, slow=120)
 @pytest.mark.parametrize(
-    "bad", [*bad_inputs.by_one_each(OF_EACH), *one_in(12, ALONE)], ids=bad_inputs.name
+    "bad",
+    [*bad_inputs.by_one_each(OF_EVERY_TRAINER), *one_in(12, ALONE)],
+    ids=bad_inputs.name,
 )
 def test_an_option_that_is_refused(files, tmp_path, capsys, bad):
     bad_inputs.refused(

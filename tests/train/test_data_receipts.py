@@ -64,7 +64,7 @@ MODEL = toy_files.config.gpt2(
 )
 
 
-class Told(Exception):
+class Printed(Exception):
     """The run has told its data, and would begin."""
 
 
@@ -77,17 +77,17 @@ def begin(files, tmp_path, monkeypatch, capsys):
 
     def stop(data):
         tell(data)
-        raise Told
+        raise Printed
 
     monkeypatch.setattr(printed, "tell", stop)
 
     def run(command, *options):
         argv = [f"--model={files}/model", f"--out={tmp_path}/run", "--no-progress"]
-        with pytest.raises(Told):
-            command.command([*argv, *(each.format(files) for each in options)])
+        with pytest.raises(Printed):
+            command.command([*argv, *(option.format(files) for option in options)])
         data = json.loads((tmp_path / "run" / "data.json").read_text())
         return (
-            {each["name"]: each for each in data["sources"]},
+            {source["name"]: source for source in data["sources"]},
             data,
             capsys.readouterr(),
         )
@@ -251,8 +251,8 @@ def test_evaluate_in_an_environment(begin):
     sources, *_ = evaluated(begin, f"--environment={of_module}", "--num-workers=1")
     source = sources["--prompts"]
     assert (source["read"], source["used"]) == (13, 10)
-    given = source["fields"]["whole_rows_given_to"]
-    assert given == [f"--environment {of_module}"]
+    readers = source["fields"]["whole_rows_given_to"]
+    assert readers == [f"--environment {of_module}"]
 
 
 @slow
@@ -291,22 +291,25 @@ def test_grpo(begin, files, environment):
         *("--max-new-tokens=4", "--num-steps=1", "--overlong=drop", *task),
     )
     too_long = {"longer than 12 tokens": (3, 11)}
-    told = {"read_fields": (), "unread": ()}
+    expected_fields = {"read_fields": (), "unread": ()}
     if environment is None:
-        told = {"read_fields": ("question", "answer"), "unread": ("prompt", "by")}
+        expected_fields = {
+            "read_fields": ("question", "answer"),
+            "unread": ("prompt", "by"),
+        }
     check(
         *(sources["--prompts"], files / "questions.jsonl"),
         read=13,
         left_out=too_long,
         uses={"training": 10},
-        **told,
+        **expected_fields,
     )
     check(
         *(sources["--held-out"], files / "questions.jsonl"),
         read=13,
         left_out=too_long | {"after the first 4 (--held-out-rows)": (6, 5)},
         uses={"held out": 4},
-        **told,
+        **expected_fields,
     )
     assert data["prompts_shared_with_training"] == {
         "--held-out, held out": {"shared": 4, "rows": 4}

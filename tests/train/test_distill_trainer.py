@@ -105,7 +105,9 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, capsys):
         np.subtract(row["logprobs"], row["ref_logprobs"])
         for row in metrics.read(whole / "samples.jsonl")
     ]
-    assert max(np.abs(each).max() for each in k1) > 0.01  # the teacher is another model
+    assert (
+        max(np.abs(values).max() for values in k1) > 0.01
+    )  # the teacher is another model
 
 
 @pytest.mark.long
@@ -134,9 +136,9 @@ def test_a_teacher_anywhere_gives_the_same_numbers(files, tmp_path):
     rounded = runs.pop("in int8")
     assert len(first) == STEPS
     for name, rows in runs.items():
-        for row, wanted in zip(rows, first, strict=True):
-            assert row.keys() == wanted.keys()
-            for key, value in wanted.items():
+        for row, expected in zip(rows, first, strict=True):
+            assert row.keys() == expected.keys()
+            for key, value in expected.items():
                 near = value
                 if not isinstance(value, str):  # the stage's name
                     near = pytest.approx(value, rel=2e-4, abs=2e-5)

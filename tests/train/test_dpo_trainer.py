@@ -22,7 +22,7 @@ PAIRS = [
     {"prompt": "a dog", "chosen": "is good", "rejected": "was so very bad"},
     {"prompt": "it was so", "chosen": "good", "rejected": "bad"},
 ]
-HELD = ("--held-out=0.2", "--batch-size=4")
+SPLIT = ("--held-out=0.2", "--batch-size=4")
 ADAPTERS = (
     *("--lora=2", "--precompute", "--micro-batch-size=2"),
     "--reference-storage.dtype=bfloat16",
@@ -42,7 +42,7 @@ def play(out, files, *argv):
     """Runs the experiment as its command line does; its summary."""
     words = [
         *("--out", out, "--no-progress", "--model", files / "model"),
-        *("--data", files / "pairs.jsonl", *HELD, *argv),
+        *("--data", files / "pairs.jsonl", *SPLIT, *argv),
     ]
     command_line.main(
         dpo.main,
@@ -64,10 +64,10 @@ def logprobs(folder, side):
         batch_size=len(PAIRS),
         pad_id=0,
     )
-    found = toys.jit(policy.logprobs, static_argnames="model")(
+    output = toys.jit(policy.logprobs, static_argnames="model")(
         params, model=model, tokens=texts.tokens, mask=texts.mask
     )
-    return np.where(texts.response_mask, found, 0).sum(axis=1)
+    return np.where(texts.response_mask, output, 0).sum(axis=1)
 
 
 @pytest.fixture(scope="module")

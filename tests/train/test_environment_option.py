@@ -182,7 +182,7 @@ LONG = pytest.mark.long
 )
 def test_a_run_on_eight_devices_is_that_of_one(files, behind, meshes, monkeypatch):
     options = (*GROUPS, f"--max-staleness={behind}", "--keep-snapshots=4")
-    wanted, replicas = train(files, "one", *options), set()
+    expected, replicas = train(files, "one", *options), set()
 
     def made(*args, **kwargs):
         programs = EpisodePrograms(*args, **kwargs)
@@ -190,17 +190,17 @@ def test_a_run_on_eight_devices_is_that_of_one(files, behind, meshes, monkeypatc
         return programs
 
     monkeypatch.setattr(opened, "EpisodePrograms", made)
-    found = train(files, "eight", *options, *meshes)
+    output = train(files, "eight", *options, *meshes)
     assert replicas == {8 if meshes == EIGHT[0] else 4}
-    toy_episodes.assert_same_run(found, wanted)
+    toy_episodes.assert_same_run(output, expected)
     summaries = [
-        json.loads((run / "summary.json").read_text()) for run in (found, wanted)
+        json.loads((run / "summary.json").read_text()) for run in (output, expected)
     ]
     assert summaries[0]["held_out_score_after"] == summaries[1]["held_out_score_after"]
-    before = (found / "metrics.jsonl").read_bytes()
-    shutil.rmtree(found / "snapshots" / "grpo" / "4")
+    before = (output / "metrics.jsonl").read_bytes()
+    shutil.rmtree(output / "snapshots" / "grpo" / "4")
     train(files, "eight", *options, *meshes, "--resume")
-    assert (found / "metrics.jsonl").read_bytes() == before
+    assert (output / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -253,9 +253,11 @@ def test_what_is_refused(files, capsys, options, message):
 def test_an_environment_that_answers_nothing_stops_the_run(files, capsys):
     with pytest.raises(SystemExit):
         train(files, "run", *GROUPS, environment("Broken"))
-    told = " ".join(capsys.readouterr().err.split())
-    assert "reward environment=environment: expected a number for some response" in told
-    assert "raised KeyError" in told
+    errors = " ".join(capsys.readouterr().err.split())
+    assert (
+        "reward environment=environment: expected a number for some response" in errors
+    )
+    assert "raised KeyError" in errors
     assert not (files / "run").exists()
 
 

@@ -143,7 +143,7 @@ def test_the_figures_are_those_of_the_samples(whole):
     rows = samples_of(out)
     assert len(rows) == len(PROMPTS) * 2 * (4 + 1)
     for model in ("policy", "reference"):
-        told = results[model]["sampled"]
+        figures = results[model]["sampled"]
         for name, number in {
             "score": lambda of: np.mean([row["score"] for row in of]),
             "best@1": lambda of: np.mean([row["score"] for row in of]),
@@ -156,15 +156,15 @@ def test_the_figures_are_those_of_the_samples(whole):
             ),
         }.items():
             values = per_prompt(rows, number, model=model)
-            assert told[name]["mean"] == pytest.approx(np.mean(values), abs=1e-12)
-            assert told[name]["prompts"] == len(PROMPTS)
+            assert figures[name]["mean"] == pytest.approx(np.mean(values), abs=1e-12)
+            assert figures[name]["prompts"] == len(PROMPTS)
             half = 2.776445 * np.std(values, ddof=1) / np.sqrt(5)  # t(0.975, 4)
-            width = 0.0 if half == 0 else told[name]["high"] - told[name]["low"]
-            assert (told[name]["low"] is None) == (half == 0)
+            width = 0.0 if half == 0 else figures[name]["high"] - figures[name]["low"]
+            assert (figures[name]["low"] is None) == (half == 0)
             assert 0 <= width <= 2 * half + 1e-4  # shares are cut to [0, 1]
         texts = {row["response"] for row in rows if is_sampled(row, model)}
-        assert told["distinct_overall"] == len(texts) / 20
-        assert not any(name.startswith(("pass", "majority")) for name in told)
+        assert figures["distinct_overall"] == len(texts) / 20
+        assert not any(name.startswith(("pass", "majority")) for name in figures)
         (best,) = (n for n in results[model]["greedy"] if n.startswith("best"))
         assert best == "best@1"
     kl = results["policy"]["sampled"]
@@ -179,25 +179,25 @@ def is_sampled(row, model):
 
 def test_the_policy_is_compared_prompt_by_prompt(whole):
     out, _, results = whole
-    rows, told = samples_of(out), results["comparison"]["sampled"]
+    rows, figures = samples_of(out), results["comparison"]["sampled"]
     ours, theirs = (
         per_prompt(rows, lambda of: [row["score"] for row in of], model=model)
         for model in ("policy", "reference")
     )
     wins = list(map(comparison.win_rate, ours, theirs))
-    assert told["win_rate_by_score"]["mean"] == pytest.approx(np.mean(wins))
+    assert figures["win_rate_by_score"]["mean"] == pytest.approx(np.mean(wins))
     difference = np.mean(ours) - np.mean(theirs)
-    assert told["score_difference"]["mean"] == pytest.approx(difference, abs=1e-12)
+    assert figures["score_difference"]["mean"] == pytest.approx(difference, abs=1e-12)
     judged = per_prompt(
         rows, lambda of: np.mean([np.mean(row["verdict"]) for row in of])
     )
-    assert told["win_rate_by_judge"]["mean"] == pytest.approx(np.mean(judged))
+    assert figures["win_rate_by_judge"]["mean"] == pytest.approx(np.mean(judged))
     best = results["best_of_k"]
-    assert [each["k"] for each in best] == [1, 3]
+    assert [point["k"] for point in best] == [1, 3]
     assert best[1]["mean"] == results["reference"]["sampled"]["best@3"]["mean"]
     assert best[1]["kl_at_most"] == best_of_n.kl_bound(3)
     # The judge's preference for the first is 0.1, and cancels.
-    assert told["judge_prefers_first"]["mean"] == pytest.approx(0.6)
+    assert figures["judge_prefers_first"]["mean"] == pytest.approx(0.6)
 
 
 def test_the_loss_on_texts_shows_forgetting(whole):
@@ -261,8 +261,8 @@ def test_a_signal_in_the_first_batch_stops_after_it(files, tmp_path, kind, capsy
     assert measures.calls == 3 * 4  # of three batches: none is scored twice
     play(files, once, f"--reward=measures:{name}")
     for file in ("results.json", "samples.jsonl", "metrics.jsonl"):
-        told = (stopped / file).read_text().replace(str(stopped), str(once))
-        assert told == (once / file).read_text(), file
+        text = (stopped / file).read_text().replace(str(stopped), str(once))
+        assert text == (once / file).read_text(), file
 
 
 @pytest.mark.slow
@@ -297,8 +297,8 @@ def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
     assert ours != theirs
     greedy = results["comparison"]["greedy"]["win_rate_by_score"]
     assert (greedy["mean"], greedy["low"], greedy["high"]) == (0.5, None, None)
-    told = results["policy"]["sampled"]
-    assert 0 < told["pass@1"]["mean"] < told["pass@2"]["mean"] < 1
+    figures = results["policy"]["sampled"]
+    assert 0 < figures["pass@1"]["mean"] < figures["pass@2"]["mean"] < 1
 
     def parity(row):
         words = row["response"].split()
@@ -312,7 +312,7 @@ def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
     for k in (1, 2):
         right = per_prompt(rows, lambda of: sum(row["score"] for row in of))
         passed = [success.pass_at_k(int(c), num_samples=4, k=k) for c in right]
-        assert told[f"pass@{k}"]["mean"] == pytest.approx(np.mean(passed))
+        assert figures[f"pass@{k}"]["mean"] == pytest.approx(np.mean(passed))
         voted = per_prompt(
             rows,
             lambda of, k=k: success.majority_at_k(
@@ -321,7 +321,7 @@ def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
                 k=k,
             ),
         )
-        assert told[f"majority@{k}"]["mean"] == pytest.approx(np.mean(voted))
+        assert figures[f"majority@{k}"]["mean"] == pytest.approx(np.mean(voted))
     assert "left_out" not in results
 
 
@@ -330,18 +330,18 @@ def test_a_policy_alone_with_a_reward_model(files, tmp_path):
     toy_files.reward_model(tmp_path / "scorer")
     argv = ("--reward-model", tmp_path / "scorer", "--num-samples=2")
     results = play(files, tmp_path / "run", *argv, reference=None)
-    told = results["policy"]["sampled"]
-    assert told["best@2"]["mean"] > told["best@1"]["mean"]
+    figures = results["policy"]["sampled"]
+    assert figures["best@2"]["mean"] > figures["best@1"]["mean"]
     assert "reference" not in results
-    assert "kl" not in told
+    assert "kl" not in figures
 
 
 @slow
 def test_a_verifier_that_reads_no_answers_has_no_majority(files, tmp_path, capsys):
     results = play(files, tmp_path / "run", "--verifier=measures:has_a")
-    told = results["policy"]["sampled"]
-    assert {"pass@1", "pass@2", "pass@4"} <= told.keys()
-    assert not any(name.startswith("majority") for name in told)
+    figures = results["policy"]["sampled"]
+    assert {"pass@1", "pass@2", "pass@4"} <= figures.keys()
+    assert not any(name.startswith("majority") for name in figures)
     assert "measures:has_a" in results["left_out"]["majority"]
     assert "left out: majority@k, as measures:has_a has no" in capsys.readouterr().out
 
@@ -424,8 +424,8 @@ def refused(capsys, files, out, *argv, reference=None):
         play(files, out, *argv, reference=reference)
     assert exit_.value.code == 2
     assert not out.exists()
-    said = capsys.readouterr().err
-    return " ".join(said.replace("│", " ").split())
+    errors = capsys.readouterr().err
+    return " ".join(errors.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -479,8 +479,8 @@ def test_it_is_refused_before_a_model_is_loaded(
     argv, message, files, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(trainer, "load_start", None)
-    said = refused(capsys, files, tmp_path / "run", *argv.split())
-    assert message in said
+    errors = refused(capsys, files, tmp_path / "run", *argv.split())
+    assert message in errors
 
 
 @slow
@@ -489,15 +489,17 @@ def test_a_reference_of_other_tokens_is_refused_before_a_model_is_loaded(
 ):
     monkeypatch.setattr(trainer, "load_start", None)
     other = toy_files.checkpoint(tmp_path / "other", words=toy_files.WORDS[::-1])
-    said = refused(capsys, files, tmp_path / "run", reference=other)
-    assert "expected the policy's tokenizer, got one that gives other ids" in said
+    errors = refused(capsys, files, tmp_path / "run", reference=other)
+    assert "expected the policy's tokenizer, got one that gives other ids" in errors
     short = dataclasses.replace(toy_files.MODEL, max_positions=8)
     toy_files.checkpoint(tmp_path / "short", model=short)
-    said = refused(capsys, files, tmp_path / "run", reference=tmp_path / "short")
-    assert "short: expected a context of at least the policy's 16 tokens, got 8" in said
+    errors = refused(capsys, files, tmp_path / "run", reference=tmp_path / "short")
+    assert (
+        "short: expected a context of at least the policy's 16 tokens, got 8" in errors
+    )
 
 
 @pytest.mark.slow
 def test_a_reward_that_fails_leaves_no_run(files, tmp_path, capsys):
-    said = refused(capsys, files, tmp_path / "run", "--reward=measures:fails")
-    assert "error: --reward measures:fails raised KeyError: 'no score'" in said
+    errors = refused(capsys, files, tmp_path / "run", "--reward=measures:fails")
+    assert "error: --reward measures:fails raised KeyError: 'no score'" in errors

@@ -29,19 +29,19 @@ class Hall:
         return Started(row["prompt"], (row["prompt"].split()[0], 0))
 
     def step(self, state, response):
-        (start, turn), said = state, response.split()
-        if "left" in said and turn:
+        (start, turn), words = state, response.split()
+        if "left" in words and turn:
             raise KeyError("left")
-        done = len(said) in (1, 2)
-        reward = 0.5 * ("key" in said) + 0.25 * (start in said)
+        done = len(words) in (1, 2)
+        reward = 0.5 * ("key" in words) + 0.25 * (start in words)
         return Turn("door hall", reward, done, (start, turn + 1))
 
 
 def replayed(row):
     """Score, turns and end of an episode, from its text and the environment alone."""
     state, score = Hall().reset(row).state, 0.0
-    said = row["response"].split("⟦door hall⟧")
-    for number, response in enumerate(said):
+    responses = row["response"].split("⟦door hall⟧")
+    for number, response in enumerate(responses):
         try:
             _, reward, done, state = Hall().step(state, response)
         except KeyError:
@@ -49,7 +49,7 @@ def replayed(row):
         score += reward
     stopped = row["ended"]
     early = "truncated" if not stopped else "out_of_turns"
-    return score, len(said), "by_environment" if done and stopped else early
+    return score, len(responses), "by_environment" if done and stopped else early
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_figures_are_those_of_the_episodes(whole):
             row for row in rows if (row["model"], row["decoding"]) == (model, decoding)
         ]
         assert len(of) == 4 * (16 if decoding == "sampled" else 1)
-        told = results[model][decoding]
+        figures = results[model][decoding]
         for name, number in {
             "score": lambda row: row["score"],
             "pass@1": lambda row: row["score"] == 1,
@@ -111,7 +111,7 @@ def test_the_figures_are_those_of_the_episodes(whole):
             },
         }.items():
             mean = np.mean([number(row) for row in of])
-            assert told[name]["mean"] == pytest.approx(mean, abs=1e-12), name
+            assert figures[name]["mean"] == pytest.approx(mean, abs=1e-12), name
     sampled = [row for row in rows if row["decoding"] == "sampled"]
     # Every way of ending is there, and what was read is no part of what was said.
     ends = {"by_environment", "truncated", "out_of_turns", "failed"}
@@ -149,22 +149,22 @@ def test_eight_devices_play_the_episodes_of_one(files, whole, tmp_path):
     mesh = "--placement.policy=data=2,tensor=4"
     play(files, tmp_path / "run", *HALL, "--max-new-tokens=12", mesh)
     rows = [metrics.read(run / "samples.jsonl") for run in (tmp_path / "run", out)]
-    for here, there in zip(*rows, strict=True):
-        numbers = {key: v for key, v in there.items() if isinstance(v, float)}
+    for here, other in zip(*rows, strict=True):
+        numbers = {key: v for key, v in other.items() if isinstance(v, float)}
         assert {key: here[key] for key in numbers} == pytest.approx(numbers, abs=2e-5)
-        assert here == there | {key: here[key] for key in numbers}
+        assert here == other | {key: here[key] for key in numbers}
 
 
 @pytest.mark.slow
 def test_one_turn_is_a_verifier(files, tmp_path):
     own = "test_evaluate_environment"
-    found = play(files, tmp_path / "turn", f"--environment={own}:one_turn")
+    results = play(files, tmp_path / "turn", f"--environment={own}:one_turn")
     expected = play(files, tmp_path / "verifier", f"--verifier={own}:says_key")
     for model in ("policy", "reference"):
-        greedy = found[model]["greedy"]
+        greedy = results[model]["greedy"]
         for name, figure in expected[model]["greedy"].items():
             assert greedy[name] == figure
-    said, wanted = (
+    sampled, answers = (
         [
             (row["model"], row["row"], row["response"], row["score"])
             for row in metrics.read(tmp_path / name / "samples.jsonl")
@@ -172,8 +172,8 @@ def test_one_turn_is_a_verifier(files, tmp_path):
         ]
         for name in ("turn", "verifier")
     )
-    assert said == wanted
-    assert len({response for *_, response, _ in said}) > 1
+    assert sampled == answers
+    assert len({response for *_, response, _ in sampled}) > 1
 
 
 @pytest.mark.parametrize(

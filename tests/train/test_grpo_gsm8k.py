@@ -129,10 +129,10 @@ def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
 
 def test_the_mixture_is_sampled_with_the_run_s_reference(files, monkeypatch):
     """What the sampler of a run is asked for; nothing is sampled."""
-    asked = {}
+    recorded_options = {}
 
     def sample(policy, **options):
-        asked.update(options, policy=policy)
+        recorded_options.update(options, policy=policy)
         return options["key"]
 
     monkeypatch.setattr(iteration, "sample", sample)
@@ -144,13 +144,13 @@ def test_the_mixture_is_sampled_with_the_run_s_reference(files, monkeypatch):
     meshes = build.Meshes.of(config)
     models = build.build(config, pretrained.load(config.start.model), meshes=meshes)
     sampler = make_sampler(config, models, meshes=meshes)
-    found = sampler(jnp.float32(1), prompts=jnp.float32(3), key=jnp.float32(4))
-    assert found == 4
-    stored = jax.tree.leaves(asked["frozen"].reference.stored)
+    output = sampler(jnp.float32(1), prompts=jnp.float32(3), key=jnp.float32(4))
+    assert output == 4
+    stored = jax.tree.leaves(recorded_options["frozen"].reference.stored)
     expected = jax.tree.leaves(models.reference.stored)
     assert [leaf.shape for leaf in stored] == [leaf.shape for leaf in expected]
     model = dataclasses.replace(models.recipe.model, cache="int8", prefill_chunk=2)
-    assert asked["recipe"] == dataclasses.replace(models.recipe, model=model)
+    assert recorded_options["recipe"] == dataclasses.replace(models.recipe, model=model)
     # In int8 the reference of the mixture is as far from the policy as int8 is.
     plain = parse(argv=[*words, "--out=x"])
     stored = parse(argv=[*words, "--out=x", "--reference-storage.dtype=int8"])
@@ -385,9 +385,9 @@ def test_packed_rows_learn_what_padded_ones_do(files, tmp_path, capsys):
             *(tmp_path / "narrow", files, *argv, "--packing=auto"),
             *("--packing-width=8", "--overlong=error"),
         )
-    told = " ".join(capsys.readouterr().err.split())
-    assert "train.jsonl:1: expected at most 5 tokens" in told
-    assert "raise the width of --packing or lower --max-new-tokens" in told
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "train.jsonl:1: expected at most 5 tokens" in errors
+    assert "raise the width of --packing or lower --max-new-tokens" in errors
 
 
 @pytest.mark.slow
@@ -472,13 +472,13 @@ def test_the_real_files_without_a_reference(shared_data, tmp_path):
 def test_a_question_is_put_as_text_or_as_a_message():
     options = AskedPrompts(prompts="", template="Q: {prompt}")
     assert responses.put("Why?", options=options) == "Q: Why?"
-    asked = [{"role": "user", "content": "Q: Why?"}]
+    messages = [{"role": "user", "content": "Q: Why?"}]
     chat = dataclasses.replace(options, chat=True)
-    assert responses.put("Why?", options=chat) == asked
+    assert responses.put("Why?", options=chat) == messages
     system = {"role": "system", "content": "{prompt}"}
     question = [system, {"role": "user", "content": "Why?"}]
-    for each in (options, chat):  # a row's own messages stay, but for the last
-        assert responses.put(question, options=each) == [system, *asked]
+    for choice in (options, chat):  # a row's own messages stay, but for the last
+        assert responses.put(question, options=choice) == [system, *messages]
 
 
 UNMARKED = {"question": "what is one ?", "answer": "one"}
@@ -580,8 +580,8 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
 ):
     bad = toy_files.jsonl(tmp_path / "bad.jsonl", *ROWS, UNMARKED)
     run = lambda out: gsm8k(out, files, option, bad)  # noqa: E731
-    told = refused(capsys, tmp_path, run)
-    assert "bad.jsonl:3: expected #### and a number at the end of 'answer'" in told
+    errors = refused(capsys, tmp_path, run)
+    assert "bad.jsonl:3: expected #### and a number at the end of 'answer'" in errors
 
 
 @pytest.mark.cases(quick=3)

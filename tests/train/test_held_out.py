@@ -90,8 +90,8 @@ def test_no_prompt_of_dpo_is_on_both_sides(kind, files, tmp_path):
         start=START,
     )
     sides = (trained.digested, held_out.digested)
-    each = 8 if kind == "kto" else 4
-    assert [len(side) for side in sides] == [18 * each, 2 * each]
+    num_texts = 8 if kind == "kto" else 4
+    assert [len(side) for side in sides] == [18 * num_texts, 2 * num_texts]
     assert splits.shared_prompts(*sides) == 0
     assert len({*splits.numbered(row.prompt for row in held_out.digested)}) == 2
 

@@ -24,10 +24,10 @@ TRAINERS = {
 COMMANDS = TRAINERS | {"evaluate": evaluate}  # with a screen of options
 
 
-def told(name, asked, *, capsys, monkeypatch, columns=90):
+def screen_of(name, option, *, capsys, monkeypatch, columns=90):
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as exit_:
-        main.main([name, asked])
+        main.main([name, option])
     assert exit_.value.code == 0
     return capsys.readouterr().out
 
@@ -49,7 +49,7 @@ def test_every_trainer_is_here():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch):
-    shown = told(name, "--help", capsys=capsys, monkeypatch=monkeypatch)
+    shown = screen_of(name, "--help", capsys=capsys, monkeypatch=monkeypatch)
     assert len(shown.splitlines()) <= 42
     assert max(map(len, shown.splitlines())) <= 90
     assert f"usage: rlhf-jax {name} " in shown
@@ -65,7 +65,7 @@ def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch)
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_all_has_every_option(name, capsys, monkeypatch):
-    shown = told(name, "--help-all", capsys=capsys, monkeypatch=monkeypatch)
+    shown = screen_of(name, "--help-all", capsys=capsys, monkeypatch=monkeypatch)
     config = COMMANDS[name].Config
     texts, hints = help_screen.documented(config), typing.get_type_hints(config)
     for field in dataclasses.fields(config):

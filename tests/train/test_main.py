@@ -23,10 +23,10 @@ from rlhf_jax.train import main
     ],
 )
 def test_a_command_runs_with_its_options(monkeypatch, module, argv, field, value):
-    seen = []
-    monkeypatch.setattr(module, "run", seen.append)
+    configs = []
+    monkeypatch.setattr(module, "run", configs.append)
     main.main(argv)
-    (options,) = seen
+    (options,) = configs
     assert isinstance(options, module.Options)
     assert getattr(options, field) == value
 

@@ -245,5 +245,7 @@ def test_the_mixture_of_nash_md_is_drawn_beside_the_policy(files, capsys):
     command = rlhf_jax.train.methods.nash_md.command
     with pytest.raises(SystemExit):
         train(files, "run", "--sampler=process", command=command)
-    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "nash-md: expected none with --sampler, as its mixture draws beside" in told
+    errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert (
+        "nash-md: expected none with --sampler, as its mixture draws beside" in errors
+    )

@@ -94,7 +94,9 @@ def test_a_padded_embedding_changes_nothing(files, tmp_path):
     # The saved embedding keeps its rows; no gradient has reached them.
     model, params = hf.load(str(tmp_path / "padded" / "model"))
     _, start = hf.load(str(files / "padded"))
-    own, before = (np.asarray(each["embed"]["tokens"]) for each in (params, start))
+    own, before = (
+        np.asarray(weights["embed"]["tokens"]) for weights in (params, start)
+    )
     assert model.vocab_size == PADDED.vocab_size
     np.testing.assert_array_equal(own[TOKENS:], before[TOKENS:])
     assert np.abs(own[:TOKENS] - before[:TOKENS]).max() > 1e-3

@@ -102,7 +102,7 @@ def by_hand(files):
             data.tokens, batch_size=8, seed=0, pad_id=start.pad_id
         )
         learn = jax.jit(functools.partial(ppo.learn, recipe=models.recipe))
-        state, found = models.train, []
+        state, by_step = models.train, []
         for step in range(STEPS):
             key = jax.random.fold_in(jax.random.key(0), step)
             rollout, scores = draw(
@@ -115,16 +115,16 @@ def by_hand(files):
                 frozen=FrozenModels(models.reference),
                 key=key,
             )
-            found.append((masked.mean_stats(stats), scored))
-    return found, state
+            by_step.append((masked.mean_stats(stats), scored))
+    return by_step, state
 
 
 def test_a_run_is_a_loop_of_episodes_and_learn(files):
     run = train(files, "run")
-    found, state = by_hand(files)
+    by_step, state = by_hand(files)
     rows = metrics.read(run / "metrics.jsonl")
     assert len(rows) == STEPS
-    for row, (stats, _) in zip(rows, found, strict=True):
+    for row, (stats, _) in zip(rows, by_step, strict=True):
         assert {"value/explained_variance", "objective/kl", "reward/turns"} <= set(row)
         for name, value in stats.items():
             if name.startswith("trust/") and row[name] is None:
@@ -132,7 +132,9 @@ def test_a_run_is_a_loop_of_episodes_and_learn(files):
             assert row[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
         assert row["policy/sampler_mismatch"] < 1e-5
     # Rewards before the last turn stand at their turns, and reach the run.
-    of_turns = np.concatenate([np.asarray(each.turn_rewards) for _, each in found])
+    of_turns = np.concatenate(
+        [np.asarray(scored_of_step.turn_rewards) for _, scored_of_step in by_step]
+    )
     assert (of_turns > 0).any()
     assert max(row["response/observed"] for row in rows) > 0
     _, params = hf.load(run / "model")
@@ -144,7 +146,7 @@ def test_a_run_is_a_loop_of_episodes_and_learn(files):
     assert summary["turns_last"] == rows[-1]["response/turns"] > 1
     assert summary["kl_last"] == rows[-1]["objective/kl"]
     samples = metrics.read(run / "samples.jsonl")
-    first = np.asarray(found[0][1].scores[: len(samples) // STEPS])
+    first = np.asarray(by_step[0][1].scores[: len(samples) // STEPS])
     np.testing.assert_allclose(
         [row["score"] for row in samples if row["step"] == 0], first
     )
@@ -183,24 +185,24 @@ def test_runs_resume_to_the_bit(files, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [pytest.param((), marks=LONG), LORA])
 def test_a_run_on_eight_devices_is_that_of_one(files, options):
-    wanted = train(files, "one", *options)
-    found = train(files, "eight", *options, "--placement.policy=data=4,tensor=2")
-    toy_episodes.assert_same_run(found, wanted)
+    expected = train(files, "one", *options)
+    output = train(files, "eight", *options, "--placement.policy=data=4,tensor=2")
+    toy_episodes.assert_same_run(output, expected)
 
 
 def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch):
     """The sampler of responses, which draws none, has no copy of its own."""
-    found = []
+    bases = []
 
     def sampler(*_, frozen, **__):
-        found.append(frozen.base)
+        bases.append(frozen.base)
         raise InputError("that is all")
 
     monkeypatch.setattr(samplers, "Sampler", sampler)
     meshes = ("--placement.policy=fsdp=8", "--placement.sampler=data=8")
     with pytest.raises(SystemExit):
         train(files, "run", *LORA, *meshes)
-    assert found == [None]
+    assert bases == [None]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,6 @@ def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch
 def test_what_is_refused_beside_an_environment(files, capsys, options, message):
     with pytest.raises(SystemExit):
         train(files, "run", *options)
-    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert message in told
+    errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in errors
     assert not (files / "run").exists()

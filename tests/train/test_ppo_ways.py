@@ -179,22 +179,24 @@ def test_a_judge_that_fails_is_told_and_may_be_outlived(files, tmp_path, capsys)
     """The judge's own texts are in samples.jsonl: which steps it lost is counted."""
     whole = tmp_path / "whole"
     summary = play(files, whole, *WATCHED, "--judge-failure=warn")
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     module = sys.modules["distinct_words"]
-    said: dict[int, list[str]] = {}
+    responses_of: dict[int, list[str]] = {}
     for row in metrics.read(whole / "samples.jsonl"):
-        said.setdefault(row["step"], []).append(row["response"])
-    lost = {step: module.is_lost(responses) for step, responses in said.items()}
+        responses_of.setdefault(row["step"], []).append(row["response"])
+    lost = {step: module.is_lost(responses) for step, responses in responses_of.items()}
     assert 0 < sum(lost.values()) < len(lost) == STEPS
     for row in metrics.read(whole / "metrics.jsonl"):
-        responses = said[row["step"]]
+        responses = responses_of[row["step"]]
         score = -float(np.mean([len(response) for response in responses]))
         failed = lost[row["step"]]
         assert row["judge/score"] == (None if failed else pytest.approx(score))
         assert row["judge/failed"] == float(failed)
     assert summary["judge_failures"] == sum(lost.values())
-    assert told.count("--judge distinct_words:flaky raised RuntimeError: no such") == 1
-    assert f"the judge failed at {sum(lost.values())} of the {STEPS} steps" in told
+    assert (
+        errors.count("--judge distinct_words:flaky raised RuntimeError: no such") == 1
+    )
+    assert f"the judge failed at {sum(lost.values())} of the {STEPS} steps" in errors
     with pytest.raises(SystemExit) as exit_:  # without the option it stops the run
         play(files, tmp_path / "stop", *WATCHED)
     assert exit_.value.code == 2
@@ -272,8 +274,8 @@ def check_adapters(summary, rows, out, files):
     kl = [row["objective/kl_k3"] for row in rows]
     assert kl[0] < 1e-9 < 1e-5 < kl[-1]
     model, base = hf.load(files / "model")
-    held = frozen.freeze(base)
-    made, adapters = peft.load(out / "adapter", model=model, base=held)
+    base_model = frozen.freeze(base)
+    made, adapters = peft.load(out / "adapter", model=model, base=base_model)
     _, saved = hf.load(out / "model")
     tokens = jnp.asarray(np.arange(8)[None, :] % model.vocab_size, jnp.int32)
     mask = jnp.ones_like(tokens, bool)
@@ -344,7 +346,7 @@ def test_another_second_reference_is_refused_by_its_name(files, tmp_path, capsys
     out, options = tmp_path / "run", ("--num-steps=2", *WAYS["three references"])
     play(files, out, *options)
     weights = files / "wide" / "model.safetensors"
-    kept = weights.read_bytes()
+    content = weights.read_bytes()
     tensors = load_file(weights)
     name = sorted(tensors)[0]
     tensors[name] = tensors[name] + np.float32(1e-3)
@@ -352,15 +354,15 @@ def test_another_second_reference_is_refused_by_its_name(files, tmp_path, capsys
     with pytest.raises(SystemExit) as exit_:
         play(files, out, *options, "--resume")
     assert exit_.value.code == 2
-    told = capsys.readouterr().err
-    assert "of ppo: references/wide, as source: expected fingerprint" in told
-    weights.write_bytes(kept)
+    errors = capsys.readouterr().err
+    assert "of ppo: references/wide, as source: expected fingerprint" in errors
+    weights.write_bytes(content)
     heavier = [word.replace("weight=0.5", "weight=0.7") for word in options]
     with pytest.raises(SystemExit) as exit_:
         play(files, out, *heavier, "--resume")
     assert exit_.value.code == 2
     assert "references: recorded" in capsys.readouterr().err
-    models = {each.model for each in proof.check_run(out)}
+    models = {model_of_run.model for model_of_run in proof.check_run(out)}
     assert {"reference", "references/wide", "references/watched"} <= models
 
 

@@ -134,8 +134,8 @@ def test_the_defaults_are_those_of_both():
     [("openai-2019", ("--reward=m:f",)), ("n-plus", ("--reward-model=r",))],
 )
 def test_a_preset_is_other_defaults(name, argv):
-    given = vars(parse(f"--preset={name}", *NEEDED, *argv))
-    assert given == vars(parse(*NEEDED, *argv)) | PRESETS[name]
+    options = vars(parse(f"--preset={name}", *NEEDED, *argv))
+    assert options == vars(parse(*NEEDED, *argv)) | PRESETS[name]
 
 
 def test_what_the_user_asks_for_wins():
@@ -212,10 +212,10 @@ def test_a_critic_of_the_reward_model_needs_one(capsys):
     with pytest.raises(SystemExit) as exit_:
         parse("--preset=n-plus", *NEEDED, "--reward=m:f")
     assert exit_.value.code == 2
-    said = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+    errors = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
     assert (
         "--critic.start reward_model: expected none with no reward model, as the "
-        "critic starts from exactly one" in said
+        "critic starts from exactly one" in errors
     )
 
 
@@ -248,9 +248,9 @@ def test_the_learning_rate_falls_to_0_over_all_updates(role):
         *("--optimizer=adam,eps=1e-5", "--critic.optimizer=adam,eps=1e-5"),
     )[role]
     expected = (0.1, 0.3)[role] * (1 - np.arange(12) / 12) * 0.5 / (0.5 + 1e-5)
-    found = steps_of(made, 0.5, count=14)
-    np.testing.assert_allclose(found[:12], expected, rtol=1e-3)
-    assert found[12:] == pytest.approx([0.0, 0.0], abs=1e-7)
+    sizes = steps_of(made, 0.5, count=14)
+    np.testing.assert_allclose(sizes[:12], expected, rtol=1e-3)
+    assert sizes[12:] == pytest.approx([0.0, 0.0], abs=1e-7)
 
 
 @pytest.mark.parametrize("style", ["adam", "tf_adam"])
@@ -269,18 +269,18 @@ def test_gradients_are_scaled_down_to_a_norm(role):
         *("--learning-rate=1", "--critic.learning-rate=1"),
         *("--optimizer=adam,eps=1e-5", "--critic.optimizer=adam,eps=1e-5"),
     )[role]
-    found = steps_of(scaled, 4.0, count=1, size=4)
-    assert found == pytest.approx([0.5 / 1.5], rel=1e-3)
+    sizes = steps_of(scaled, 4.0, count=1, size=4)
+    assert sizes == pytest.approx([0.5 / 1.5], rel=1e-3)
 
 
 def test_the_reward_model_s_falls_to_0_too(tmp_path, monkeypatch):
     """Over one pass of the pairs, the default."""
 
-    class Seen(Exception):
+    class Called(Exception):
         pass
 
-    def spy(*given):
-        raise Seen(given)
+    def spy(*arguments):
+        raise Called(arguments)
 
     monkeypatch.setattr(optax, "linear_schedule", spy)
     pair = {"prompt": "the cat", "chosen": "sat .", "rejected": "ran ."}
@@ -294,9 +294,9 @@ def test_the_reward_model_s_falls_to_0_too(tmp_path, monkeypatch):
             *("--learning-rate=0.25", "--no-check-memory", "--normalise=None"),
         ],
     )
-    with pytest.raises(Seen) as seen:
+    with pytest.raises(Called) as raised:
         reward_model.main(config)
-    assert seen.value.args == ((0.25, 0.0, 5),)
+    assert raised.value.args == ((0.25, 0.0, 5),)
 
 
 # --- runs ---------------------------------------------------------------------

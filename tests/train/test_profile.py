@@ -39,15 +39,15 @@ def rows(out):
 
 
 def test_sft(files, tmp_path):
-    found = profile(
+    profiled = profile(
         sft, files, tmp_path / "run", "--data", files / "answers.jsonl", "--held-out=0"
     )
     # 2 tokens of the prompt, 5 of the response and EOS, in each of 4 rows.
-    seconds = found["seconds_per_step"]
-    assert found["tokens_per_second"] == pytest.approx(4 * 8 / seconds)
-    assert {"loss", "optimizer"} <= found["seconds"].keys()
-    assert found["reference_share"] is None
-    assert found["model_flops_per_step"] > 0
+    seconds = profiled["seconds_per_step"]
+    assert profiled["tokens_per_second"] == pytest.approx(4 * 8 / seconds)
+    assert {"loss", "optimizer"} <= profiled["seconds"].keys()
+    assert profiled["reference_share"] is None
+    assert profiled["model_flops_per_step"] > 0
 
 
 def test_a_reward_model_and_dpo_read_both_texts_of_a_pair(files, tmp_path):
@@ -55,11 +55,11 @@ def test_a_reward_model_and_dpo_read_both_texts_of_a_pair(files, tmp_path):
     for experiment, name in ((reward_model, "reward"), (dpo, "dpo")):
         sampled = ("--normalise=samples,num_samples=4,max_new_tokens=4",)
         more = sampled if name == "reward" else ()
-        found = profile(experiment, files, tmp_path / name, *data, *more)
-        assert found["source"] == "trace"
-        assert (found["reference_share"] is None) == (name == "reward")
+        profiled = profile(experiment, files, tmp_path / name, *data, *more)
+        assert profiled["source"] == "trace"
+        assert (profiled["reference_share"] is None) == (name == "reward")
         # 2 + 5 and 2 + 4 tokens with EOS, of each of 4 pairs; a row of DPO holds one.
-        tokens = found["tokens_per_second"] * found["seconds_per_step"]
+        tokens = profiled["tokens_per_second"] * profiled["seconds_per_step"]
         assert tokens == pytest.approx(4 * (7 + 6))
 
 
@@ -69,18 +69,18 @@ def test_ppo_has_every_scope_and_counts_its_responses(files, tmp_path):
         *("--prompts", files / "prompts.jsonl", "--reward-model", files / "scorer"),
         *("--max-new-tokens=4", "--num-minibatches=1"),
     )
-    found = profile(ppo, files, out, *argv)
+    profiled = profile(ppo, files, out, *argv)
     scopes = ("rollout", "reference", "reward", "values", "loss", "optimizer")
-    assert list(found["seconds"])[:6] == list(scopes)
-    assert all(found["seconds"][scope] > 0 for scope in scopes)
+    assert list(profiled["seconds"])[:6] == list(scopes)
+    assert all(profiled["seconds"][scope] > 0 for scope in scopes)
     read = [4 * (2 + row["response/length"]) for row in rows(out)[1:]]
-    tokens = found["tokens_per_second"] * found["seconds_per_step"]
+    tokens = profiled["tokens_per_second"] * profiled["seconds_per_step"]
     assert tokens == pytest.approx(sum(read) / 2)
-    assert 0 < found["reference_share"] < 1
+    assert 0 < profiled["reference_share"] < 1
     # Without a profile the rows are the same to the bit.
     plain = tmp_path / "plain"
     words = ["--out", str(plain), "--model", str(files / "model"), *map(str, argv)]
-    rest = [each for each in COMMON if not each.startswith("--profile")]
+    rest = [option for option in COMMON if not option.startswith("--profile")]
     ppo.command([*words, *rest])
     assert (plain / "metrics.jsonl").read_bytes() == (
         out / "metrics.jsonl"
@@ -95,10 +95,10 @@ def test_grpo_counts_its_verifier_s_wait(files, tmp_path):
         *("--held-out", files / "questions.jsonl", "--verifier=gsm8k"),
         *("--group-size=2", "--max-new-tokens=4", "--num-workers=1"),
     )
-    found = profile(grpo, files, out, *argv)
-    assert {"rollout", "reference", "loss"} <= found["seconds"].keys()
-    assert "values" not in found["seconds"]
-    assert found["seconds"]["waiting for the reward"] > 0
+    profiled = profile(grpo, files, out, *argv)
+    assert {"rollout", "reference", "loss"} <= profiled["seconds"].keys()
+    assert "values" not in profiled["seconds"]
+    assert profiled["seconds"]["waiting for the reward"] > 0
 
 
 def test_steps_beyond_the_run_stop_it_before_a_file_is_read(tmp_path, capsys):
@@ -107,8 +107,8 @@ def test_steps_beyond_the_run_stop_it_before_a_file_is_read(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         ppo.command(words)
     assert stopped.value.code == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert told[0].startswith(
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(
         "error: --profile 2:5: expected steps of a run that has 3"
     )

@@ -40,8 +40,8 @@ class Began(Exception):
 @pytest.mark.parametrize(
     "name",
     [
-        each if each in ("sft", "dpo") else pytest.param(each, marks=slow)
-        for each in COMMANDS
+        command if command in ("sft", "dpo") else pytest.param(command, marks=slow)
+        for command in COMMANDS
     ],
 )
 def test_every_command_records_them(name, tmp_path, monkeypatch):
@@ -64,9 +64,9 @@ def test_every_command_records_them(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run.Run, "stage", began)
     command, *argv = COMMANDS[name]
-    with pytest.raises(Began) as told:
+    with pytest.raises(Began) as raised:
         command.command([*argv, "--model=model", "--out=run", "--no-progress"])
-    (meta,) = told.value.args
+    (meta,) = raised.value.args
     assert meta["unused_ids"] == [[TOKENS, TOKENS + 16]]
 
 

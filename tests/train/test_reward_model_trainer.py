@@ -63,26 +63,26 @@ def test_samples_are_normalised_before_and_after(files, tmp_path):
         "--normalise=samples,num_samples=8,max_new_tokens=4",
         "--learning-rate=1e-12",
     )
-    found = play(tmp_path / "run", files, *argv)
-    assert found["untrained_std"] != pytest.approx(1, abs=0.1)
-    assert found["trained_mean"] == pytest.approx(0, abs=1e-5)
-    assert found["trained_std"] == pytest.approx(1, abs=1e-5)
+    summary = play(tmp_path / "run", files, *argv)
+    assert summary["untrained_std"] != pytest.approx(1, abs=0.1)
+    assert summary["trained_mean"] == pytest.approx(0, abs=1e-5)
+    assert summary["trained_std"] == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.slow
 def test_demonstrations_get_mean_0_by_a_bias_alone(files, tmp_path):
     how = f"--normalise=demonstrations,source={files / 'written.jsonl'}"
-    found = play(tmp_path / "run", files, "--learning-rate=1e-2", how)
+    summary = play(tmp_path / "run", files, "--learning-rate=1e-2", how)
     scores = scores_of_written(tmp_path / "run" / "model")
     assert scores.mean() == pytest.approx(0, abs=1e-5)
-    assert scores.std() == pytest.approx(found["trained_std"], rel=1e-4)
-    assert abs(found["trained_mean"]) > 1e-2
-    assert "untrained_mean" not in found
+    assert scores.std() == pytest.approx(summary["trained_std"], rel=1e-4)
+    assert abs(summary["trained_mean"]) > 1e-2
+    assert "untrained_mean" not in summary
 
     left = play(tmp_path / "none", files, "--learning-rate=1e-2", "--normalise=None")
     assert "trained_mean" not in left
     raw = scores_of_written(tmp_path / "none" / "model")
-    assert raw.mean() == pytest.approx(found["trained_mean"], rel=1e-4)
+    assert raw.mean() == pytest.approx(summary["trained_mean"], rel=1e-4)
     np.testing.assert_allclose(raw - raw.mean(), scores, atol=1e-5)
 
 

@@ -73,7 +73,7 @@ def test_what_was_read_in_16_bits_is_saved_so(files, tmp_path, name):
         same = weights(tmp_path / "same")[key]
         if key != "score.weight":  # normalised on what is saved
             np.testing.assert_array_equal(same, wide.astype(same.dtype))
-    same, wide = (tmp_path / each / "metrics.jsonl" for each in ("same", "wide"))
+    same, wide = (tmp_path / name / "metrics.jsonl" for name in ("same", "wide"))
     assert metrics.read(same) == metrics.read(wide)
 
 

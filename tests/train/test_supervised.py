@@ -73,7 +73,9 @@ def test_adapters_alone_are_trained(name, files, tmp_path):
         trunk_of(params)["layers"],
         start["layers"],
     )
-    kernels = [moved["attention"][each]["kernel"] for each in ("query", "value")]
+    kernels = [
+        moved["attention"][projection]["kernel"] for projection in ("query", "value")
+    ]
     assert all(kernels)
     assert not any(jax.tree.leaves(moved["mlp"]))
     np.testing.assert_array_equal(
@@ -113,9 +115,9 @@ SCHEDULES = {  # sums over four updates of a peak of 1/64
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        *(("sft", each) for each in SCHEDULES),
-        *(("dpo", each) for each in ("linear", "constant")),
-        *(("reward-model", each) for each in ("linear", "wsd,decay=0.5")),
+        *(("sft", schedule) for schedule in SCHEDULES),
+        *(("dpo", schedule) for schedule in ("linear", "constant")),
+        *(("reward-model", schedule) for schedule in ("linear", "wsd,decay=0.5")),
     ],
 )
 def test_rule_and_schedule_reach_the_update(
@@ -124,9 +126,9 @@ def test_rule_and_schedule_reach_the_update(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_sums.py").write_text(SUMS)
-    asked = () if schedule == "linear" else (f"--schedule={schedule}",)
+    options = () if schedule == "linear" else (f"--schedule={schedule}",)
     train(
-        *(name, files, tmp_path / "run", "--optimizer=my_sums:rates", *asked),
+        *(name, files, tmp_path / "run", "--optimizer=my_sums:rates", *options),
         *("--learning-rate=0.015625", "--num-steps=4", "--held-out=0"),
     )
     start = hf.load(files / "model")[1]

@@ -267,7 +267,7 @@ def test_ppo_improves_a_python_reward(finished):
         assert row["reference"] == row["response"]
         assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-3)
     last = [np.subtract(row["logprobs"], row["ref_logprobs"]) for row in samples[-2:]]
-    assert max(np.abs(each).max() for each in last) > 0.05
+    assert max(np.abs(values).max() for values in last) > 0.05
     assert {row["reference"] for row in samples} != {row["response"] for row in samples}
     assert summary["compiled"]["sample"] == 1  # both respond by one program
     model, params = hf.load(out / "model")
@@ -767,6 +767,6 @@ def test_a_run_folder_that_may_not_be_continued(finished, capsys, monkeypatch):
     for file in (folder / "model").iterdir():
         file.unlink()
     toy_files.checkpoint(folder / "model", seed=1)
-    told = refusal("--resume")
-    assert "reference, as source: expected fingerprint" in told
-    assert "embed/tokens" in told
+    errors = refusal("--resume")
+    assert "reference, as source: expected fingerprint" in errors
+    assert "embed/tokens" in errors

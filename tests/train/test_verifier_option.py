@@ -50,8 +50,8 @@ def own_module(tmp_path, monkeypatch):
 )
 def test_a_verifier_by_name(argv, response, answer, score):
     for field in ("answer", "right"):
-        asked = parse(f"--verifier={argv},answer_field={field}").rewards.verifier
-        verifier = make_verifier(asked)
+        choice = parse(f"--verifier={argv},answer_field={field}").rewards.verifier
+        verifier = make_verifier(choice)
         assert verifier("what?", response, {field: answer}) == score
 
 

@@ -639,29 +639,29 @@ def test_wrong_programs_earn_nothing(code, tmp_path, monkeypatch):
 
 def ways():
     """Those that this system has; namespaces and `bwrap` are not everywhere."""
-    found = []
+    ways_tried = []
     for way in ("namespaces", "bubblewrap", "none"):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(trial, "WAYS", (way, "none"))
             trial.isolation.cache_clear()
             if trial.isolation().way == way:
-                found.append(way)
+                ways_tried.append(way)
     trial.isolation.cache_clear()
-    return found
+    return ways_tried
 
 
 @pytest.mark.slow
 def test_the_first_way_that_there_is_is_taken_and_said(capfd):
-    found = ways()
-    assert found[-1] == "none"
-    assert trial.isolation().way == found[0]
+    tried = ways()
+    assert tried[-1] == "none"
+    assert trial.isolation().way == tried[0]
     verifier._say_isolation.cache_clear()
     verifier.PythonTests()
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    expected = f"by {found[0]}" if len(found) > 1 else "without namespaces"
-    assert said.startswith("code verifier: generated code runs ")
-    assert expected in said
+    errors = capfd.readouterr().err
+    assert errors.count("\n") == 1
+    expected = f"by {tried[0]}" if len(tried) > 1 else "without namespaces"
+    assert errors.startswith("code verifier: generated code runs ")
+    assert expected in errors
 
 
 BOMBS = ("files nested for ever", "files without end", "the disk")
@@ -690,7 +690,7 @@ def test_every_way_holds(way, tmp_path, monkeypatch):
     assert "No space left" in why if way == "namespaces" else "more than 32 MiB" in why
 
 
-SEEN = """
+LOOKS_AROUND = """
 import os
 def add(a, b):
     hidden = [os.getpid, os.getppid, os.getuid]
@@ -714,7 +714,7 @@ def test_what_namespaces_leave_to_be_seen(way, monkeypatch):
         "assert pid < 5 and above < 5 and user != 0",
         "assert files == [False] * 8, files",
     ]
-    code = SEEN.replace("__FILE__", repr(os.path.abspath(__file__)))
+    code = LOOKS_AROUND.replace("__FILE__", repr(os.path.abspath(__file__)))
     assert run_tests(code, tests) == (3, 3, "")
 
 

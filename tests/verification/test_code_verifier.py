@@ -261,7 +261,9 @@ def test_a_process_that_does_not_start_is_no_verdict(monkeypatch):
 )
 def test_tests_that_cannot_be_run_are_named_with_file_and_line(tmp_path, row, message):
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in ({"tests": "1"}, row)))
+    file.write_text(
+        "".join(json.dumps(row_written) + "\n" for row_written in ({"tests": "1"}, row))
+    )
     with pytest.raises(InputError, match=f"rows.jsonl:2: {message}"):
         verifiers.check_answers(json_lines.read_located(file), verifier=PythonTests())
 

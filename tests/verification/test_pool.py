@@ -34,20 +34,20 @@ def pool():
 
 
 def test_each_response_has_its_own_score(pool, capsys):
-    wanted = np.random.default_rng(0).normal(size=20).astype(np.float32)
-    found = pool.submit(texts(*map(str, wanted))).collect()
-    np.testing.assert_array_equal(found.total, wanted)
-    assert found.total.dtype == np.float32
-    assert not found.parts["failed"].any()
-    assert not found.parts["timed_out"].any()
+    expected = np.random.default_rng(0).normal(size=20).astype(np.float32)
+    scores = pool.submit(texts(*map(str, expected))).collect()
+    np.testing.assert_array_equal(scores.total, expected)
+    assert scores.total.dtype == np.float32
+    assert not scores.parts["failed"].any()
+    assert not scores.parts["timed_out"].any()
     assert capsys.readouterr().err == ""
 
 
 def test_the_largest_float32_is_a_score(pool):
     largest = float(np.finfo(np.float32).max)
-    found = pool.submit(texts(repr(largest), repr(-largest))).collect()
-    np.testing.assert_array_equal(found.total, np.float32([largest, -largest]))
-    assert not found.parts["failed"].any()
+    scores = pool.submit(texts(repr(largest), repr(-largest))).collect()
+    np.testing.assert_array_equal(scores.total, np.float32([largest, -largest]))
+    assert not scores.parts["failed"].any()
 
 
 FAILURES = [
@@ -68,29 +68,29 @@ FAILURES = [
 
 @pytest.mark.parametrize(("response", "why"), FAILURES, ids=dict(FAILURES))
 def test_a_failure_is_left_out_counted_and_told_once(pool, capsys, response, why):
-    found = pool.submit(texts("2", response, response, "3")).collect()
-    np.testing.assert_array_equal(found.total, [2.0, 0.0, 0.0, 3.0])
-    np.testing.assert_array_equal(found.left_out, [False, True, True, False])
-    np.testing.assert_array_equal(found.parts["failed"], [0.0, 1.0, 1.0, 0.0])
-    means = masked.mean_stats(rewards.part_stats(found))
+    scores = pool.submit(texts("2", response, response, "3")).collect()
+    np.testing.assert_array_equal(scores.total, [2.0, 0.0, 0.0, 3.0])
+    np.testing.assert_array_equal(scores.left_out, [False, True, True, False])
+    np.testing.assert_array_equal(scores.parts["failed"], [0.0, 1.0, 1.0, 0.0])
+    means = masked.mean_stats(rewards.part_stats(scores))
     assert float(means["reward/failed"]) == 0.5
     assert float(means["reward/timed_out"]) == 0.0
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
         f"warning: 2 of 4 responses could not be verified and are left out; the "
         f"verifier "
         f"{why}"
     )
-    assert told.endswith(
+    assert line.endswith(
         f" for prompt 'prompt 1' (row 11 of the data) and response {response!r}"
     )
 
 
 def test_a_failure_may_score_0_instead():
     with VerifierPool(toy_verifier.check, num_workers=1, on_failure="zero") as pool:
-        found = pool.submit(texts("2", "raise")).collect()
-    np.testing.assert_array_equal(found.total, [2.0, 0.0])
-    assert found.left_out is None
+        scores = pool.submit(texts("2", "raise")).collect()
+    np.testing.assert_array_equal(scores.total, [2.0, 0.0])
+    assert scores.left_out is None
 
 
 def test_the_caller_goes_on_while_processes_verify(pool, tmp_path):
@@ -113,8 +113,8 @@ def test_a_row_that_cannot_be_sent_stops_the_run(pool):
     with pytest.raises(StopError, match=r"processes that verify do not work: .*pickle"):
         pool.submit(texts("row", row={"score": lambda: 1}))
     # The pool is as good as before.
-    found = pool.submit(texts("row", row={"score": np.float32(0.25)})).collect()
-    np.testing.assert_array_equal(found.total, [0.25])
+    scores = pool.submit(texts("row", row={"score": np.float32(0.25)})).collect()
+    np.testing.assert_array_equal(scores.total, [0.25])
 
 
 class Answers:
@@ -151,18 +151,18 @@ def test_a_verifier_as_a_reward_among_others():
 def test_what_hangs_or_dies_is_ended_and_the_others_go_on(capsys):
     """In Python or asleep; and a process that is gone without a word."""
     with VerifierPool(toy_verifier.check, num_workers=2, timeout=1.0) as pool:
-        found = pool.submit(texts("hang", "1", "spin", "2", "die", "3")).collect()
-        np.testing.assert_array_equal(found.total, [0.0, 1.0, 0.0, 2.0, 0.0, 3.0])
-        np.testing.assert_array_equal(found.parts["failed"], [1, 0, 1, 0, 1, 0])
-        np.testing.assert_array_equal(found.parts["timed_out"], [1, 0, 1, 0, 0, 0])
+        scores = pool.submit(texts("hang", "1", "spin", "2", "die", "3")).collect()
+        np.testing.assert_array_equal(scores.total, [0.0, 1.0, 0.0, 2.0, 0.0, 3.0])
+        np.testing.assert_array_equal(scores.parts["failed"], [1, 0, 1, 0, 1, 0])
+        np.testing.assert_array_equal(scores.parts["timed_out"], [1, 0, 1, 0, 0, 0])
         late, ended = capsys.readouterr().err.splitlines()  # one line per kind
         assert "2 of 6 responses" in late
         assert "the verifier took longer than 1 s for prompt 'prompt 0' (row 10" in late
         assert "1 of 6 responses" in ended
         assert "ended its process (status 3) for prompt 'prompt 4' (row 14" in ended
-        found = pool.submit(texts("die", "die quietly", "4")).collect()
-        np.testing.assert_array_equal(found.total, [0.0, 0.0, 4.0])
-        assert not found.parts["timed_out"].any()
+        scores = pool.submit(texts("die", "die quietly", "4")).collect()
+        np.testing.assert_array_equal(scores.total, [0.0, 0.0, 4.0])
+        assert not scores.parts["timed_out"].any()
         assert "ended its process (status 3)" in capsys.readouterr().err
         pool.submit(texts("die quietly")).collect()
         assert "ended its process (status 0)" in capsys.readouterr().err
@@ -315,9 +315,9 @@ def test_options_that_make_no_pool(options, message):
 
 def test_long_texts_are_cut_in_messages(pool, capsys):
     pool.submit(texts("x" * 100_000)).collect()
-    told = capsys.readouterr().err
-    assert "could not convert string to float" in told
-    assert len(told) < 1500
+    errors = capsys.readouterr().err
+    assert "could not convert string to float" in errors
+    assert len(errors) < 1500
 
 
 def test_a_verifier_may_look_for_main():

@@ -91,10 +91,10 @@ def certify(case: Case, *, claims: Iterable[Claim] = CLAIMS) -> Iterator[Finding
         share = 1.0 if claim.share is None else claim.share
         of_kl = share if claim.recipe.penalty.placement == "reward" else 1.0
         if isinstance(claim.recipe, ppo.Recipe) and claim.recipe.gamma < 1:
-            expected = expected_to_go(case, gamma=claim.recipe.gamma)
+            named = expected_to_go(case, gamma=claim.recipe.gamma)
         else:
-            expected = share * of_reward - of_kl * of_penalty
-        error = np.abs(ascent - expected).max() / np.abs(of_objective).max()
+            named = share * of_reward - of_kl * of_penalty
+        error = np.abs(ascent - named).max() / np.abs(of_objective).max()
         yield Finding(claim, float(error))
 
 

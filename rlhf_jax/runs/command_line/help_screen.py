@@ -89,8 +89,8 @@ def screen(
     lines.append("")
     for title, group in groups.items():
         lines.append(f"{title}:")
-        for option in group:
-            lines += _entry(option, width=width)
+        for shown in group:
+            lines += _entry(shown, width=width)
     lines += ["", *textwrap.wrap(" ".join(notes), width, break_on_hyphens=False)]
     return "\n".join(lines)
 

@@ -62,7 +62,7 @@ def scored(**fields):
 
 def divergences(recipe, student):
     """f64[3, 6] of each token of a response, from the logits of each text."""
-    found = np.zeros(MASK.shape)
+    values = np.zeros(MASK.shape)
     for row, (tokens, mask) in enumerate(zip(TOKENS, MASK, strict=True)):
         text = tokens[mask].tolist()
         first = int(np.argmax(mask))
@@ -73,8 +73,8 @@ def divergences(recipe, student):
                 np.asarray(oracles.log_softmax(x[t - first - 1], recipe.temperature))
                 for x in (logits, ref_logits)
             ]
-            found[row, t] = divergence(recipe, *pair)
-    return found
+            values[row, t] = divergence(recipe, *pair)
+    return values
 
 
 def divergence(recipe, q, p):
@@ -179,8 +179,8 @@ def test_the_loss_is_the_mean_divergence_of_the_logits():
     # The teacher's log-probs, of the response alone.
     text = TOKENS[1][MASK[1]].tolist()
     logits = oracles.decoder_logits(TEACHER, tiny.LLAMA, text)
-    wanted = oracles.log_softmax(logits[0], 0.7)[text[1]]
-    assert float(logprobs[1, 2]) == pytest.approx(wanted, rel=1e-4)
+    expected_logprob = oracles.log_softmax(logits[0], 0.7)[text[1]]
+    assert float(logprobs[1, 2]) == pytest.approx(expected_logprob, rel=1e-4)
     np.testing.assert_array_equal(np.asarray(logprobs)[~RESPONSE], 0.0)
 
 
@@ -220,13 +220,13 @@ def test_every_divergence_is_that_of_the_logits(options):
     recipe = dataclasses.replace(BASE, **options)
     experience, _ = recipe.experience(scored(), kl_coef=jnp.float32(BETA))
     loss, stats = jax.jit(loss_of(recipe, experience))(STUDENT)
-    found = divergences(recipe, STUDENT)
-    expected = found[RESPONSE].mean()
+    values = divergences(recipe, STUDENT)
+    expected = values[RESPONSE].mean()
     assert float(masked.mean_stats(stats)["loss/divergence"]) == pytest.approx(
         expected, rel=1e-5
     )
     if recipe.aggregation == "constant":
-        expected = found.sum() / 2.0 / 3
+        expected = values.sum() / 2.0 / 3
     assert float(loss) == pytest.approx(BETA * expected, rel=1e-5)
 
 
@@ -280,10 +280,12 @@ def test_an_iteration_is_the_same_wherever_the_teacher_runs(penalty):
             jax.tree.leaves(before.policy), jax.tree.leaves(within.policy), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
-        means, wanted = masked.mean_stats(other), masked.mean_stats(stats)
-        assert means.keys() == wanted.keys()
+        means, expected_means = masked.mean_stats(other), masked.mean_stats(stats)
+        assert means.keys() == expected_means.keys()
         for name, value in means.items():
-            assert float(value) == pytest.approx(float(wanted[name]), abs=1e-5), name
+            assert float(value) == pytest.approx(
+                float(expected_means[name]), abs=1e-5
+            ), name
     np.testing.assert_allclose(
         scored_before.ref_logprobs, scored_within.ref_logprobs, atol=1e-5
     )
@@ -424,10 +426,10 @@ def test_no_array_is_over_tokens_and_vocabulary(divergence):
 
 def test_counts_are_those_of_the_minibatch(monkeypatch):
     """A part of it is told them too, and a row without a response is none."""
-    told = {}
+    loss_options = {}
 
     def recorded(policy, **options):
-        told.update(options)
+        loss_options.update(options)
         return jnp.zeros(()), {}
 
     monkeypatch.setattr(distill.recipe, "distillation_loss", recorded)
@@ -437,18 +439,18 @@ def test_counts_are_those_of_the_minibatch(monkeypatch):
         minibatch, kl_coef=0.3, frozen=FrozenModels(reference=FROZEN)
     )
     loss((STUDENT, None), types.SimpleNamespace(response_mask=mask[:1]))
-    assert (told["num_tokens"], told["num_responses"]) == (5.0, 2.0)
-    assert (told["kl_coef"], told["recipe"]) == (0.3, BASE)
-    assert told["frozen"].reference is FROZEN
+    assert (loss_options["num_tokens"], loss_options["num_responses"]) == (5.0, 2.0)
+    assert (loss_options["kl_coef"], loss_options["recipe"]) == (0.3, BASE)
+    assert loss_options["frozen"].reference is FROZEN
 
 
 def test_the_divergence_reads_the_columns_of_the_response(monkeypatch):
     """No model is run."""
-    told = {}
+    divergence_options = {}
     module = import_module("rlhf_jax.algorithms.distill.loss")
 
     def exact_kl(*_, **options):
-        told.update(options)
+        divergence_options.update(options)
         return jnp.where(RESPONSE, jnp.float32(2), 0.0)
 
     monkeypatch.setattr(module, "exact_kl", exact_kl)
@@ -467,8 +469,11 @@ def test_the_divergence_reads_the_columns_of_the_response(monkeypatch):
         recipe=BASE,
         frozen=FrozenModels(reference=FROZEN),
     )
-    assert told["first_column"] == P
-    assert told["temperature"] == 0.7
-    assert [told[name] for name in ("model", "ref_model")] == [tiny.GPT2, tiny.LLAMA]
+    assert divergence_options["first_column"] == P
+    assert divergence_options["temperature"] == 0.7
+    assert [divergence_options[name] for name in ("model", "ref_model")] == [
+        tiny.GPT2,
+        tiny.LLAMA,
+    ]
     assert float(masked.mean_stats(stats)["loss/divergence"]) == 2
     assert float(loss) == pytest.approx(2 * BETA, rel=1e-6)

@@ -66,14 +66,14 @@ def leads(params, ref_params, *, model, temperature=1.0, token_mean=False):
     def of(side, params):
         examples = [Example(pair.prompt, getattr(pair, side)) for pair in PAIRS]
         [texts] = batches.sequences_in_order(examples, batch_size=10, pad_id=0)
-        found = toys.jit(policy.logprobs, static_argnames="model")(
+        logprobs = toys.jit(policy.logprobs, static_argnames="model")(
             params,
             model=model,
             tokens=texts.tokens,
             mask=texts.mask,
             temperature=temperature,
         )
-        sums = np.where(texts.response_mask, np.float64(found), 0).sum(axis=1)
+        sums = np.where(texts.response_mask, np.float64(logprobs), 0).sum(axis=1)
         lengths = [len(getattr(pair, side)) for pair in PAIRS]
         return sums / lengths if token_mean else sums
 
@@ -115,15 +115,17 @@ def test_the_loss_is_that_of_the_pairs(packed, family, kind, smoothing, free):
         reference_free=free,
         temperature=0.7,
     )
-    held = toys.freeze(ref_params)
-    ref_logprobs = None if free else reference_of(held, batch=packed, dpo=algorithm)
+    reference = toys.freeze(ref_params)
+    ref_logprobs = (
+        None if free else reference_of(reference, batch=packed, dpo=algorithm)
+    )
     stats = measure(params, batch=packed, dpo=algorithm, ref_logprobs=ref_logprobs)
     lead = leads(params, None if free else ref_params, model=model, temperature=0.7)
     terms, _ = oracles.dpo_pairs(lead, BETA, kind, np.full(10, smoothing))
-    found = means(stats)
-    assert found["loss/dpo"] == pytest.approx(np.mean(terms), rel=1e-4)
-    assert found["dpo/margin"] == pytest.approx(BETA * lead.mean(), rel=1e-3)
-    assert found["dpo/accuracy"] == pytest.approx((lead > 0).mean())
+    numbers = means(stats)
+    assert numbers["loss/dpo"] == pytest.approx(np.mean(terms), rel=1e-4)
+    assert numbers["dpo/margin"] == pytest.approx(BETA * lead.mean(), rel=1e-3)
+    assert numbers["dpo/accuracy"] == pytest.approx((lead > 0).mean())
 
 
 def test_padding_of_packed_pairs_is_segment_0(packed):
@@ -135,22 +137,22 @@ def test_ipo_of_means_over_tokens(packed, reference):
     """By hand: h is divided by each answer's own length, EOS included."""
     algorithm = dataclasses.replace(ALGORITHM, kind="ipo", token_mean=True)
     ref_logprobs = reference_of(reference, batch=packed, dpo=algorithm)
-    found = means(
+    numbers = means(
         measure(PARAMS, batch=packed, dpo=algorithm, ref_logprobs=ref_logprobs)
     )
     lead = leads(PARAMS, OTHER, model=toys.GPT2, token_mean=True)
     expected = np.mean((lead - 1 / (2 * BETA)) ** 2)
-    assert found["loss/dpo"] == pytest.approx(expected, rel=1e-4)
-    assert found["dpo/margin"] == pytest.approx(BETA * lead.mean(), rel=1e-3)
+    assert numbers["loss/dpo"] == pytest.approx(expected, rel=1e-4)
+    assert numbers["dpo/margin"] == pytest.approx(BETA * lead.mean(), rel=1e-3)
     by_sums = np.mean((leads(PARAMS, OTHER, model=toys.GPT2) - 1 / (2 * BETA)) ** 2)
     assert abs(by_sums - expected) > 1e-2
 
 
-def same_update(found, expected):
-    assert means(found[1]) == pytest.approx(means(expected[1]), rel=1e-3, abs=1e-5)
+def same_update(output, expected):
+    assert means(output[1]) == pytest.approx(means(expected[1]), rel=1e-3, abs=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5),
-        found[0].params,
+        output[0].params,
         expected[0].params,
     )
 
@@ -170,18 +172,20 @@ def test_however_the_pairs_are_packed_the_update_is_the_same(packed, reference):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", one_in(2, [1, 2]))
 def test_however_an_update_is_cut_it_is_the_same(packed, reference, rows):
-    given = {"batch": packed, "reference": reference}
-    expected = update(start(), dpo=ALGORITHM, **given)
+    inputs = {"batch": packed, "reference": reference}
+    expected = update(start(), dpo=ALGORITHM, **inputs)
     parts = dataclasses.replace(ALGORITHM, micro_batch_size=rows)
-    same_update(update(start(), dpo=parts, **given), expected)
+    same_update(update(start(), dpo=parts, **inputs), expected)
 
 
 @pytest.mark.slow
 def test_it_starts_at_log_2_and_learns_its_pairs(packed):
-    held = toys.freeze(PARAMS)
+    reference = toys.freeze(PARAMS)
     current, losses = start(), []
     for _ in range(60):
-        current, stats = update(current, batch=packed, dpo=ALGORITHM, reference=held)
+        current, stats = update(
+            current, batch=packed, dpo=ALGORITHM, reference=reference
+        )
         losses.append(means(stats)["loss/dpo"])
     assert losses[0] == pytest.approx(np.log(2), rel=1e-6)
     assert losses[-1] < 0.2
@@ -197,8 +201,8 @@ def test_the_reference_is_not_moved_and_takes_no_gradient(packed, reference):
     np.testing.assert_array_equal(toys.jit(jax.grad(of))(ref_logprobs), 0)
 
     def through(stored):
-        held = reference.replace(stored=stored)
-        return dpo.reference_logprobs(held, batch=packed, dpo=ALGORITHM).sum()
+        moved = reference.replace(stored=stored)
+        return dpo.reference_logprobs(moved, batch=packed, dpo=ALGORITHM).sum()
 
     for leaf in jax.tree.leaves(toys.jit(jax.grad(through))(OTHER)):
         np.testing.assert_array_equal(leaf, 0)
@@ -214,11 +218,11 @@ def test_the_reference_is_run_where_its_log_probs_are_not_given(packed, monkeypa
     module = import_module(dpo.update.__module__)
     monkeypatch.setattr(module, "reference_logprobs", run)
     monkeypatch.setattr(module, "loss", loss_of_part)
-    given = jnp.full(packed.tokens.shape, 7.0)
+    logprobs = jnp.full(packed.tokens.shape, 7.0)
     for options, number in [
         ({"reference": 2.0}, 2),
         ({"base": 3.0}, 3),
-        ({"base": 3.0, "ref_logprobs": given}, 7),
+        ({"base": 3.0, "ref_logprobs": logprobs}, 7),
     ]:
         monkeypatch.setattr(module.adapted, "params", lambda params, **_: params)
         current = state.supervised_state(
@@ -274,7 +278,7 @@ def test_precomputed_and_live_are_one_training_run(tmp_path, how):
     reference = frozen.freeze(OTHER, **how)
     rows = packing.pack(PAIRS, width=WIDTH)
     stream = packing.packed_batches(rows, batch_size=2, seed=3, pad_id=0)
-    found = precomputed.load_or_compute(
+    cache = precomputed.load_or_compute(
         tmp_path,
         [row.tokens for row in rows],
         segments=[row.segments for row in rows],
@@ -288,7 +292,7 @@ def test_precomputed_and_live_are_one_training_run(tmp_path, how):
     step_of = jax.jit(functools.partial(dpo.update, dpo=ALGORITHM))
 
     def cached(batch):
-        return {"ref_logprobs": found.padded(batch.index, width=batch.tokens.shape[1])}
+        return {"ref_logprobs": cache.padded(batch.index, width=batch.tokens.shape[1])}
 
     def live(batch):
         return {"ref_logprobs": reference_of(reference, batch=batch)}
@@ -350,9 +354,9 @@ FREE = dataclasses.replace(ALGORITHM, reference_free=True)
 def test_references_that_are_missing_or_would_not_be_read(packed, reference):
     ref_logprobs = np.zeros(packed.tokens.shape, np.float32)
 
-    def of(algorithm, **given):
+    def of(algorithm, **inputs):
         rehearse = functools.partial(dpo.update, dpo=algorithm)
-        return jax.eval_shape(rehearse, start(), batch=packed, **given)
+        return jax.eval_shape(rehearse, start(), batch=packed, **inputs)
 
     with pytest.raises(InputError, match="expected ref_logprobs, as DPO is a loss of"):
         of(ALGORITHM)
@@ -418,12 +422,12 @@ def test_kinds_that_cannot_leave_the_reference_out(kind, message):
 
 def test_pairs_are_measured_against_the_base_of_adapters(packed, monkeypatch):
     """What is read for the reference, and when; no model is run."""
-    base, seen = toys.freeze(PARAMS), []
+    base, references = toys.freeze(PARAMS), []
     updating = import_module("rlhf_jax.algorithms.dpo.update")
     adapted = dataclasses.replace(ALGORITHM, lora=lora.LoRA(rank=2))
 
     def reference_logprobs(reference, *, batch, dpo):
-        seen.append(reference)
+        references.append(reference)
         return "of the base"
 
     def loss(params, batch, *, ref_logprobs, dpo):
@@ -433,11 +437,11 @@ def test_pairs_are_measured_against_the_base_of_adapters(packed, monkeypatch):
     monkeypatch.setattr(updating, "loss", loss)
     monkeypatch.setattr(updating.adapted, "params", lambda *_, **__: None)
     assert dpo.measure(None, batch=packed, dpo=adapted, base=base) == "of the base"
-    assert seen == [base]
+    assert references == [base]
     known = dpo.measure(None, batch=packed, dpo=adapted, base=base, ref_logprobs=1)
     assert known == 1
     assert dpo.measure(None, batch=packed, dpo=ALGORITHM) is None
-    assert len(seen) == 1
+    assert len(references) == 1
 
 
 def test_presets_are_those_of_the_authors():

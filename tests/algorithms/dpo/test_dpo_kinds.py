@@ -136,8 +136,8 @@ def test_what_does_not_go_together():
     with pytest.raises(InputError, match="no ref_logprobs with kind 'simpo', got som"):
         updated(SIMPO, whole(), REF)
     start = state.supervised_state(PARAMS, optimizer=ORPO.optimizer)
-    held = toys.freeze(toys.params())
+    reference = toys.freeze(toys.params())
     with pytest.raises(InputError, match="no reference with kind 'orpo', got one"):
-        dpo.update(start, batch=whole(), dpo=ORPO, reference=held)
+        dpo.update(start, batch=whole(), dpo=ORPO, reference=reference)
     with pytest.raises(InputError, match="micro_batch_size to divide the"):
         updated(dataclasses.replace(KTO, micro_batch_size=3), whole(LABELS), REF)

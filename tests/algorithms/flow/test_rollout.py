@@ -123,9 +123,9 @@ def test_fixed_length_then_truncated_is_stopping(params, model, sampled):
     assert np.asarray(long.response_mask)[:, 4:].all()
     short = rollout.truncate(long, stop_ids=toys.STOP)
     np.testing.assert_array_equal(short.response_mask, sampled.response_mask)
-    kept = np.asarray(sampled.mask)
+    mask = np.asarray(sampled.mask)
     np.testing.assert_array_equal(
-        np.where(kept, short.tokens, 0), np.where(kept, sampled.tokens, 0)
+        np.where(mask, short.tokens, 0), np.where(mask, sampled.tokens, 0)
     )
     np.testing.assert_allclose(short.old_logprobs, sampled.old_logprobs, atol=1e-6)
 

@@ -68,7 +68,7 @@ def test_a_reference_of_another_shape(rollout):
     """Another family, wider and with a soft cap: its log-probs and the exact KL."""
     model = dataclasses.replace(toys.LLAMA, hidden_size=32, logit_softcap=3.0)
     reference = frozen.freeze(toys.params(model, seed=7), model=model)
-    found = toys.jit(
+    output = toys.jit(
         functools.partial(
             scored_by, penalty=Penalty(value_estimator="exact"), critic_model=None
         )
@@ -84,12 +84,12 @@ def test_a_reference_of_another_shape(rollout):
     assert np.abs(ref_logits).max() > 2  # where a cap of 3 bends
     ref_logprobs = oracles.token_logprobs(ref_logits, tokens, 0.7)
     np.testing.assert_allclose(
-        found.ref_logprobs, np.where(response, ref_logprobs, 0.0), atol=1e-5
+        output.ref_logprobs, np.where(response, ref_logprobs, 0.0), atol=1e-5
     )
     exact = np.zeros(tokens.shape)
     exact[:, 1:] = oracles.exact_kl(logits, ref_logits, 0.7)[:, :-1]
-    np.testing.assert_allclose(found.kl, np.where(response, exact, 0.0), atol=1e-5)
-    assert found.kl.max() > 0.1
+    np.testing.assert_allclose(output.kl, np.where(response, exact, 0.0), atol=1e-5)
+    assert output.kl.max() > 0.1
 
 
 def test_values_are_the_critics_and_masked(scored, rollout):
@@ -208,17 +208,17 @@ def test_exact_kl_is_told_as_a_sum_over_responses(rollout, monkeypatch):
     mask = rollout.response_mask
     exact = jnp.where(mask, jnp.float32(0.25), 0.0)
     monkeypatch.setattr(score, "_exact_kl", lambda *_, **__: (exact, 2 * exact))
-    found = scored_by(
+    output = scored_by(
         rollout,
         reference=REFERENCE,
         critic=None,
         policy=POLICY,
         penalty=Penalty("exact"),
     )
-    total, rows = found.kl_stats["objective/kl_exact"]
+    total, rows = output.kl_stats["objective/kl_exact"]
     assert (float(total), float(rows)) == (0.25 * int(mask.sum()), mask.shape[0])
-    np.testing.assert_array_equal(found.ref_logprobs, 2 * exact)
-    np.testing.assert_array_equal(found.kl, exact)
+    np.testing.assert_array_equal(output.ref_logprobs, 2 * exact)
+    np.testing.assert_array_equal(output.kl, exact)
     least = scored_by(  # of the top k it is a lower bound, and not told as exact
         rollout,
         reference=REFERENCE,

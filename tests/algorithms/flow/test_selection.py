@@ -37,7 +37,7 @@ def rows(count):
 
 
 @pytest.mark.parametrize(
-    ("scores", "kept"),
+    ("scores", "best_rows"),
     [
         ([1, 0, 2, 3, 5, 4], [2, 4]),
         ([1, 1, 0, 4, 4, 4], [0, 3]),  # ties go to the first
@@ -46,22 +46,22 @@ def rows(count):
         ([math.nan] * 3 + [math.nan, math.nan, -1e30], [0, 5]),
     ],
 )
-def test_the_best_of_each_group_is_kept_whole(scores, kept):
+def test_the_best_of_each_group_is_kept_whole(scores, best_rows):
     scores = jnp.asarray(scores, jnp.float32)
-    found, best = selection.best_of_n(rows(6), scores=scores, group_size=3)
+    chosen, best = selection.best_of_n(rows(6), scores=scores, group_size=3)
     for ours, all_of_them in zip(
-        jax.tree.leaves(found), jax.tree.leaves(rows(6)), strict=True
+        jax.tree.leaves(chosen), jax.tree.leaves(rows(6)), strict=True
     ):
-        np.testing.assert_array_equal(ours, np.asarray(all_of_them)[kept])
+        np.testing.assert_array_equal(ours, np.asarray(all_of_them)[best_rows])
         assert ours.dtype == all_of_them.dtype
-    np.testing.assert_array_equal(best, np.asarray(scores)[kept])
+    np.testing.assert_array_equal(best, np.asarray(scores)[best_rows])
 
 
 @pytest.mark.slow
 def test_groups_of_one_are_the_rollout_itself():
     scores = jnp.array([3.0, math.nan, -1.0], jnp.float32)
-    found, best = selection.best_of_n(rows(3), scores=scores, group_size=1)
-    np.testing.assert_array_equal(found.tokens, rows(3).tokens)
+    chosen, best = selection.best_of_n(rows(3), scores=scores, group_size=1)
+    np.testing.assert_array_equal(chosen.tokens, rows(3).tokens)
     np.testing.assert_array_equal(best, scores)
 
 
@@ -87,15 +87,15 @@ def test_wrong_input_says_what_to_do(scores, group_size, kind, message):
 
 def test_its_cost_by_hand():
     """The best of 2 where 1 of 4 others scores more, and where 3 do."""
-    found = selection.kl_stats(
+    stats = selection.kl_stats(
         jnp.array([[2.5], [0.5]], jnp.float32),
         among=jnp.array([[0, 1, 2, 3]] * 2, jnp.float32),
         n=2,
     )
-    kl, count = found["best_of_n/kl"]  # log 2 + log F, F by harmonic sums
+    kl, count = stats["best_of_n/kl"]  # log 2 + log F, F by harmonic sums
     expected = 2 * math.log(2) - 1 / 4 - (1 / 2 + 1 / 3 + 1 / 4)
     np.testing.assert_allclose(kl, expected, rtol=1e-6)
-    bound, of_bound = found["best_of_n/kl_bound"]
+    bound, of_bound = stats["best_of_n/kl_bound"]
     np.testing.assert_allclose(bound, 2 * (math.log(2) - 1 / 2), rtol=1e-6)
     assert count == of_bound == 2
 
@@ -132,13 +132,13 @@ def log_best(log_ref, rewards, n):
     """log π_n(y), from the chances that all of n draws are at most, or below, r(y)."""
     log_ref = log_ref - np.logaddexp.reduce(log_ref)  # float32 until here
     reference = np.exp(log_ref)
-    found = np.zeros(len(rewards))
+    logprobs = np.zeros(len(rewards))
     for y, reward in enumerate(rewards):
         at_most = reference[rewards <= reward].sum() ** n
         lower = reference[rewards < reward].sum() ** n
         same = reference[rewards == reward].sum()
-        found[y] = log_ref[y] + np.log((at_most - lower) / same)
-    return found
+        logprobs[y] = log_ref[y] + np.log((at_most - lower) / same)
+    return logprobs
 
 
 def tied(rewards):
@@ -158,12 +158,12 @@ def test_the_exact_kl_of_the_world_is_at_most_the_bound(world, n, ties):
     best = log_best(log_ref, rewards, n)
     assert np.exp(best).sum() == pytest.approx(1, abs=1e-6)
     kl = enumerable.divergence(best, log_ref)
-    found = best_of_n.exact_kl(
+    output = best_of_n.exact_kl(
         jnp.asarray(units / 2**22, jnp.float32),
         scores=jnp.asarray(rewards, jnp.float32),
         n=n,
     )
-    assert float(found) == pytest.approx(kl, abs=2e-6)
+    assert float(output) == pytest.approx(kl, abs=2e-6)
     bound = best_of_n.kl_bound(n)
     assert kl < bound
     # 256 responses tie with themselves alone, four levels a great deal.

@@ -61,21 +61,23 @@ def test_the_kl_to_each_is_of_the_episodes_that_began():
         rollout=dataclasses.replace(of_two.rollout, response_mask=alone),
         row_mask=jnp.asarray([True, False]),
     )
-    found, _ = further.add(of_one, further=REFERENCES, penalty=IN_REWARD, **SHAPE)
-    total, count = found.kl_stats["objective/kl_b"]
+    output, _ = further.add(of_one, further=REFERENCES, penalty=IN_REWARD, **SHAPE)
+    total, count = output.kl_stats["objective/kl_b"]
     assert float(count) == 1
     assert float(total) == pytest.approx((LOGPROBS - SECOND)[0].sum(), abs=1e-5)
 
 
 def test_the_reward_gets_the_weighted_sum_and_each_kl_is_logged():
     penalty = Penalty(clip=0.7)
-    found, beside = further.add(
+    output, beside = further.add(
         scored(penalty), further=REFERENCES, penalty=penalty, **SHAPE
     )
-    first, second, third = (LOGPROBS - each for each in (FIRST, SECOND, THIRD))
+    first, second, third = (
+        LOGPROBS - ref_logprobs for ref_logprobs in (FIRST, SECOND, THIRD)
+    )
     clipped = np.clip(first, -0.7, 0.7) + 0.5 * np.clip(second, -0.7, 0.7)
-    np.testing.assert_allclose(found.kl, np.where(MASK, clipped, 0.0), atol=1e-6)
-    means = masked.mean_stats(found.kl_stats)
+    np.testing.assert_allclose(output.kl, np.where(MASK, clipped, 0.0), atol=1e-6)
+    means = masked.mean_stats(output.kl_stats)
     assert float(means["objective/kl_b"]) == pytest.approx(second.sum() / 2, abs=1e-5)
     assert float(means["objective/kl_c"]) == pytest.approx(third.sum() / 2, abs=1e-5)
     cut = np.abs([first, second, third])[:, MASK] > 0.7
@@ -83,16 +85,16 @@ def test_the_reward_gets_the_weighted_sum_and_each_kl_is_logged():
     assert 0 < cut.mean() < 1
     assert [beside[name].weight for name in ("b", "c")] == [0.5, 0.0]
     np.testing.assert_array_equal(beside["b"].logprobs, SECOND)
-    np.testing.assert_array_equal(found.ref_logprobs, FIRST)
+    np.testing.assert_array_equal(output.ref_logprobs, FIRST)
 
 
 def test_in_the_loss_alone_no_reward_has_it():
     penalty = Penalty("k2", placement="loss")
-    found, beside = further.add(
+    output, beside = further.add(
         scored(penalty), further=REFERENCES, penalty=penalty, **SHAPE
     )
-    assert found.kl is None
-    assert "objective/kl_b" in found.kl_stats
+    assert output.kl is None
+    assert "objective/kl_b" in output.kl_stats
     np.testing.assert_array_equal(beside["c"].logprobs, THIRD)
 
 
@@ -249,10 +251,10 @@ def test_a_weight_of_0_changes_nothing_but_is_measured(penalty):
 
 def test_each_is_scored_as_the_first(monkeypatch):
     """The policy and its packing are handed on, which exact KL reads."""
-    told = []
+    calls = []
 
     def recorded(rollout, **options):
-        told.append(options)
+        calls.append(options)
         return scored(options["penalty"], ref_logprobs=SECOND)
 
     monkeypatch.setattr(further, "score", recorded)
@@ -265,7 +267,7 @@ def test_each_is_scored_as_the_first(monkeypatch):
         packing=packing,
         **SHAPE,
     )
-    (options,) = told
+    (options,) = calls
     assert options["policy"] is policy
     assert options["packing"] is packing
     assert options["reference"] is REFERENCES["b"].frozen

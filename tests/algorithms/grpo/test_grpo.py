@@ -43,8 +43,8 @@ def groups(*, num_prompts: int = 2, group_size: int = 4) -> batch.Prompts:
 
 def shifted(shift: jax.Array, answered: batch.Rollout) -> jax.Array:
     """Share of response tokens that are even, and a number f32[B]."""
-    found = (answered.tokens % 2 == 0).astype(jnp.float32)
-    return shift + masked.masked_mean(found, mask=answered.response_mask, axis=1)
+    is_even = (answered.tokens % 2 == 0).astype(jnp.float32)
+    return shift + masked.masked_mean(is_even, mask=answered.response_mask, axis=1)
 
 
 # An argument of the program, so that it is compiled once for all shifts.
@@ -140,16 +140,16 @@ def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
     ],
 )
 def test_group_experience_against_loops(scored, baseline, normalise):
-    found, stats = grpo.group_experience(
+    experience, stats = grpo.group_experience(
         scored, kl_coef=0.3, group_size=4, baseline=baseline, normalise=normalise
     )
     mask = np.asarray(scored.rollout.response_mask)
     rewards = oracles.token_rewards(
         np.asarray(scored.scores), np.asarray(scored.kl), mask, 0.3
     )
-    np.testing.assert_allclose(found.token_rewards, rewards, atol=1e-6)
+    np.testing.assert_allclose(experience.token_rewards, rewards, atol=1e-6)
     totals = np.array(
-        [row[kept].sum() for row, kept in zip(rewards, mask, strict=True)]
+        [row[inside].sum() for row, inside in zip(rewards, mask, strict=True)]
     )
     expected = np.zeros(mask.shape)
     for b, t in oracles.entries(mask):
@@ -160,7 +160,7 @@ def test_group_experience_against_loops(scored, baseline, normalise):
             expected[b, t] = oracles.leave_one_out(totals, 4)[b]
     if normalise == "rollout":
         expected = oracles.masked_whiten(expected, mask)
-    np.testing.assert_allclose(found.advantages, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(experience.advantages, expected, rtol=1e-4, atol=1e-5)
     means = masked.mean_stats(stats)
     spread = totals.reshape(2, 4).std(axis=1, ddof=1).mean()
     assert float(means["group/std"]) == pytest.approx(spread, rel=1e-4)
@@ -170,15 +170,15 @@ def test_group_experience_against_loops(scored, baseline, normalise):
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_equal_groups_teach_nothing_and_are_counted(scored, baseline):
     scores = scored.scores.at[:4].set(0.7)
-    found, stats = grpo.group_experience(
+    experience, stats = grpo.group_experience(
         dataclasses.replace(scored, scores=scores, kl=None),
         kl_coef=0.3,
         group_size=4,
         baseline=baseline,
         normalise="group" if baseline == "group" else None,
     )
-    np.testing.assert_array_equal(found.advantages[:4], 0.0)
-    assert float(jnp.abs(found.advantages[4:]).max()) > 0.1
+    np.testing.assert_array_equal(experience.advantages[:4], 0.0)
+    assert float(jnp.abs(experience.advantages[4:]).max()) > 0.1
     means = masked.mean_stats(stats)
     assert float(means["group/equal_fraction"]) == 0.5
     spread = np.asarray(scores[4:]).std(ddof=1) / 2
@@ -188,17 +188,19 @@ def test_equal_groups_teach_nothing_and_are_counted(scored, baseline):
 # One update, by hand.
 
 
-def by_hand(params, seen, *, kl_coef, weights):
+def by_hand(params, experience, *, kl_coef, weights):
     """The surrogate and k2, from all logits, over every token at once."""
-    logits = policy.logits(params, model=toys.GPT2, tokens=seen.tokens, mask=seen.mask)
+    logits = policy.logits(
+        params, model=toys.GPT2, tokens=experience.tokens, mask=experience.mask
+    )
     chances = jax.nn.softmax(logits / 0.7)[:, :-1]
-    picked = (jax.nn.one_hot(seen.tokens[:, 1:], 13) * chances).sum(-1)
-    m = seen.response_mask[:, 1:].astype(jnp.float32)
+    picked = (jax.nn.one_hot(experience.tokens[:, 1:], 13) * chances).sum(-1)
+    m = experience.response_mask[:, 1:].astype(jnp.float32)
     chance = jnp.where(m > 0, picked, 1.0)
-    ratio = chance / jnp.exp(seen.old_logprobs[:, 1:])
-    advantage = seen.advantages[:, 1:]
+    ratio = chance / jnp.exp(experience.old_logprobs[:, 1:])
+    advantage = experience.advantages[:, 1:]
     gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
-    x = jnp.log(chance) - seen.ref_logprobs[:, 1:]
+    x = jnp.log(chance) - experience.ref_logprobs[:, 1:]
     of_tokens = (-gain + kl_coef * 0.5 * x**2) * m
     return (of_tokens * jnp.broadcast_to(weights, of_tokens.shape)).sum()
 
@@ -214,7 +216,7 @@ def by_hand(params, seen, *, kl_coef, weights):
     ],
 )
 def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
-    seen, _ = grpo.group_experience(
+    experience, _ = grpo.group_experience(
         dataclasses.replace(scored, kl=None),
         kl_coef=0.3,
         group_size=4,
@@ -222,14 +224,16 @@ def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
         normalise="group",
     )
     # As if the policy had moved since it sampled, so that some ratios are clipped.
-    noise = np.random.default_rng(0).normal(0, 0.3, seen.tokens.shape)
-    moved = seen.old_logprobs + jnp.where(seen.response_mask, noise, 0.0)
-    seen = dataclasses.replace(seen, old_logprobs=moved.astype(jnp.float32))
+    noise = np.random.default_rng(0).normal(0, 0.3, experience.tokens.shape)
+    moved = experience.old_logprobs + jnp.where(experience.response_mask, noise, 0.0)
+    experience = dataclasses.replace(experience, old_logprobs=moved.astype(jnp.float32))
     settings = dataclasses.replace(
         BASE, aggregation=aggregation, loss_scale_factor=factor
     )
-    after, stats = update(fresh(kl_coef=0.3), experience=seen, key=KEY, recipe=settings)
-    rows = np.asarray(seen.response_mask)
+    after, stats = update(
+        fresh(kl_coef=0.3), experience=experience, key=KEY, recipe=settings
+    )
+    rows = np.asarray(experience.response_mask)
     lengths = rows.sum(axis=1, keepdims=True)
     assert np.ptp(lengths) > 0
     constant = toys.SIZE if factor is None else factor
@@ -239,7 +243,7 @@ def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
         "constant": len(rows) * constant,
     }[aggregation]
     grads = toys.jit(jax.grad(by_hand))(
-        POLICY, seen, kl_coef=0.3, weights=jnp.asarray(1 / divisor, jnp.float32)
+        POLICY, experience, kl_coef=0.3, weights=jnp.asarray(1 / divisor, jnp.float32)
     )
     expected = jax.tree.map(lambda p, g: p - LR * g, POLICY, grads)
     jax.tree.map(
@@ -260,12 +264,12 @@ def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
 
 @pytest.mark.long  # the same code as PPO's
 def test_micro_batches_change_nothing(scored):
-    seen, _ = grpo.group_experience(
+    experience, _ = grpo.group_experience(
         scored, kl_coef=0.3, group_size=4, baseline="leave_one_out", normalise=None
     )
-    whole, whole_stats = update(fresh(), experience=seen, key=KEY, recipe=BASE)
+    whole, whole_stats = update(fresh(), experience=experience, key=KEY, recipe=BASE)
     cut = dataclasses.replace(BASE, micro_batch_size=2)
-    parts, part_stats = update(fresh(), experience=seen, key=KEY, recipe=cut)
+    parts, part_stats = update(fresh(), experience=experience, key=KEY, recipe=cut)
     assert distance(whole.policy, parts.policy) < 1e-6
     assert distance(whole.policy, POLICY) > 1e-3
     whole_means, part_means = (
@@ -314,7 +318,7 @@ def test_a_group_of_two_prompts_has_no_advantage(scored, baseline):
     """Its prompt was run once for all of it; the update is skipped."""
     index = scored.rollout.index.at[1].add(100)
     rollout_ = dataclasses.replace(scored.rollout, index=index)
-    found, _ = grpo.group_experience(
+    experience, _ = grpo.group_experience(
         dataclasses.replace(scored, rollout=rollout_),
         kl_coef=0.3,
         group_size=4,
@@ -322,8 +326,8 @@ def test_a_group_of_two_prompts_has_no_advantage(scored, baseline):
         normalise=None,
     )
     mask = np.asarray(scored.rollout.response_mask)
-    assert np.isnan(np.asarray(found.advantages)[:4][mask[:4]]).all()
-    assert np.isfinite(np.asarray(found.advantages)[4:]).all()
+    assert np.isnan(np.asarray(experience.advantages)[:4][mask[:4]]).all()
+    assert np.isfinite(np.asarray(experience.advantages)[4:]).all()
 
 
 @pytest.mark.long
@@ -440,7 +444,7 @@ def test_each_recipe_has_the_gradient_of_its_paper():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"group_size": 1}, "expected at least 2"),
         ({"group_size": 0}, "expected at least 2"),
@@ -451,18 +455,18 @@ def test_each_recipe_has_the_gradient_of_its_paper():
         ({"clip_range": -0.1}, "clip_range"),
     ],
 )
-def test_recipes_that_mean_nothing_are_refused(options, told):
-    with pytest.raises(InputError, match=told):
+def test_recipes_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
         grpo.GroupRecipe(**options)
 
 
 def test_a_state_with_a_critic_is_refused(scored):
-    seen, _ = grpo.group_experience(
+    experience, _ = grpo.group_experience(
         scored, kl_coef=0.3, group_size=4, baseline="group", normalise=None
     )
     other = dataclasses.replace(fresh(), critic=POLICY, critic_opt=())
     with pytest.raises(InputError, match="expected a state without a critic"):
-        grpo.update(other, experience=seen, key=KEY, recipe=BASE)
+        grpo.update(other, experience=experience, key=KEY, recipe=BASE)
 
 
 def test_groups_that_do_not_divide_the_batch_are_refused():

@@ -64,51 +64,51 @@ def experience(scores=SCORES, **options):
     return grpo.group_experience(scored(scores), kl_coef=0.0, group_size=4, **arguments)
 
 
-def of_rows(found):
+def of_rows(experience):
     """The advantage of each row, nan where none of its tokens is trained on."""
-    kept = np.asarray(found.response_mask)
+    mask = np.asarray(experience.response_mask)
     return np.array(
         [
             row[inside][0] if inside.any() else np.nan
-            for row, inside in zip(np.asarray(found.advantages), kept, strict=True)
+            for row, inside in zip(np.asarray(experience.advantages), mask, strict=True)
         ]
     )
 
 
 def test_what_is_cut_off_leaves_the_loss_and_is_still_in_the_mean():
-    found, stats = experience(overlong_mask="loss")
+    output, stats = experience(overlong_mask="loss")
     nan = np.nan
     np.testing.assert_allclose(
-        of_rows(found), [nan, -0.75, 1.25, -0.75, nan, nan, -1, -1]
+        of_rows(output), [nan, -0.75, 1.25, -0.75, nan, nan, -1, -1]
     )
     np.testing.assert_array_equal(
-        found.response_mask, scored().rollout.response_mask & ENDED[:, None]
+        output.response_mask, scored().rollout.response_mask & ENDED[:, None]
     )
     assert float(masked.mean_stats(stats)["response/masked"]) == 3 / 8
 
 
 def test_a_group_s_mean_and_deviation_are_of_what_is_kept():
     nan = np.nan
-    found, _ = experience(overlong_mask="group", normalise="group")
+    output, _ = experience(overlong_mask="group", normalise="group")
     std = np.std([0, 2, 0], ddof=1)
     expected = np.array([nan, -2 / 3, 4 / 3, -2 / 3, nan, nan, 0, 0]) / std
-    np.testing.assert_allclose(of_rows(found), expected, rtol=1e-4)
+    np.testing.assert_allclose(of_rows(output), expected, rtol=1e-4)
 
 
 def test_a_mean_over_prompts_scales_the_tokens_of_each():
     for aggregation, scaled in (("prompt_mean", True), ("token_mean", False)):
         recipe = make(grpo.RLOO, aggregation=aggregation)
-        found, _ = recipe.experience(scored(), kl_coef=jnp.float32(0))
-        assert (found.prompt_scale is not None) == scaled
+        output, _ = recipe.experience(scored(), kl_coef=jnp.float32(0))
+        assert (output.prompt_scale is not None) == scaled
 
 
 def test_a_recipe_looks_for_its_own_stop_tokens():
     recipe = make(grpo.RLOO, overlong_mask="loss")
-    found, _ = dataclasses.replace(recipe, stop_ids=(STOP,)).experience(
+    output, _ = dataclasses.replace(recipe, stop_ids=(STOP,)).experience(
         scored(), kl_coef=jnp.float32(0)
     )
     np.testing.assert_array_equal(
-        found.response_mask, scored().rollout.response_mask & ENDED[:, None]
+        output.response_mask, scored().rollout.response_mask & ENDED[:, None]
     )
 
 
@@ -138,9 +138,9 @@ def test_dapo_charges_for_the_last_4096_of_20480_tokens():
 
 
 def test_what_is_cut_off_leaves_the_baseline_too():
-    found, stats = experience(overlong_mask="group", baseline="leave_one_out")
+    output, stats = experience(overlong_mask="group", baseline="leave_one_out")
     nan = np.nan
-    np.testing.assert_allclose(of_rows(found), [nan, -1, 2, -1, nan, nan, 0, 0])
+    np.testing.assert_allclose(of_rows(output), [nan, -1, 2, -1, nan, nan, 0, 0])
     means = masked.mean_stats(stats)
     assert float(means["group/equal_fraction"]) == 0.5  # of what is kept
     assert float(means["response/masked"]) == 3 / 8
@@ -148,21 +148,21 @@ def test_what_is_cut_off_leaves_the_baseline_too():
 
 def test_equal_groups_are_left_out_of_what_the_loss_is_divided_by():
     equal = np.where(np.arange(8) < 4, 3, SCORES).astype(np.float32)
-    found, stats = experience(equal, equal="leave_out", prompt_mean=True)
-    assert not np.asarray(found.response_mask)[:4].any()
+    output, stats = experience(equal, equal="leave_out", prompt_mean=True)
+    assert not np.asarray(output.response_mask)[:4].any()
     np.testing.assert_array_equal(
-        found.response_mask[4:], scored().rollout.response_mask[4:]
+        output.response_mask[4:], scored().rollout.response_mask[4:]
     )
-    np.testing.assert_allclose(of_rows(found)[4:], [0, 2, -1, -1])
-    np.testing.assert_allclose(found.prompt_scale[4:], 9 / 4)  # N_p over B/P = 4
+    np.testing.assert_allclose(of_rows(output)[4:], [0, 2, -1, -1])
+    np.testing.assert_allclose(output.prompt_scale[4:], 9 / 4)  # N_p over B/P = 4
     assert float(masked.mean_stats(stats)["response/masked"]) == 0.5
     assert experience(equal)[0].prompt_scale is None
 
 
 def test_whitening_is_over_what_is_trained_on():
-    found, _ = experience(normalise="rollout", overlong_mask="loss")
-    kept = np.asarray(found.response_mask)
-    values = np.asarray(found.advantages)[kept]
+    output, _ = experience(normalise="rollout", overlong_mask="loss")
+    mask = np.asarray(output.response_mask)
+    values = np.asarray(output.advantages)[mask]
     assert values.mean() == pytest.approx(0, abs=1e-6)
     assert values.std() == pytest.approx(1, rel=1e-5)
 
@@ -174,7 +174,7 @@ def test_the_soft_overlong_penalty_is_trl_s():
     rollout = dataclasses.replace(
         scored().rollout, response_mask=jnp.asarray(mask), tokens=jnp.asarray(mask * 5)
     )
-    found = shaping.shape(
+    scores = shaping.shape(
         jnp.zeros(len(lengths)),
         moments=no_moments(),
         rollout=rollout,
@@ -183,7 +183,7 @@ def test_the_soft_overlong_penalty_is_trl_s():
             overlong_penalty=0.5, overlong_after=12, overlong_buffer=8
         ),
     )
-    np.testing.assert_allclose(found, 0.5 * recorded["overlong"], atol=1e-6)
+    np.testing.assert_allclose(scores, 0.5 * recorded["overlong"], atol=1e-6)
 
 
 def test_a_penalty_of_overlong_responses_fits_the_longest_response():
@@ -291,17 +291,17 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
 @pytest.mark.slow
 def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
     recipe = make(grpo.RLOO, overlong_mask="loss")
-    found, _ = experience(overlong_mask="loss")
-    kept = np.asarray(found.response_mask)
+    output, _ = experience(overlong_mask="loss")
+    mask = np.asarray(output.response_mask)
     wide = {
-        field: jnp.pad(getattr(found, field), ((0, 0), (0, toys.SIZE - 3)))
+        field: jnp.pad(getattr(output, field), ((0, 0), (0, toys.SIZE - 3)))
         for field in (
             *("tokens", "mask", "response_mask", "old_logprobs"),
             *("token_rewards", "advantages"),
         )
     }
-    found = dataclasses.replace(
-        found, **wide, ref_logprobs=jnp.full((8, toys.SIZE + 1), -1.0)
+    output = dataclasses.replace(
+        output, **wide, ref_logprobs=jnp.full((8, toys.SIZE + 1), -1.0)
     )
     after, _ = toys.jit(grpo.update, static_argnames=("recipe",))(
         state.grpo_state(
@@ -311,11 +311,11 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
                 target=2.0, unit="response", horizon=1000
             ).controller(0.1),
         ),
-        experience=found,
+        experience=output,
         key=jax.random.key(0),
         recipe=recipe,
     )
-    per_response = kept.sum() / kept.any(axis=1).sum()  # 1 nat per token
+    per_response = mask.sum() / mask.any(axis=1).sum()  # 1 nat per token
     expected = oracles.adaptive_kl_coef(0.1, per_response, 8, target=2.0, horizon=1000)
     assert abs(expected - 0.1) > 1e-6
     assert float(after.kl.kl_coef) == pytest.approx(expected, rel=1e-6)

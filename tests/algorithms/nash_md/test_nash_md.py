@@ -52,15 +52,15 @@ def scored():
 
 @pytest.mark.parametrize("labels", ["bradley_terry", "ranked"])
 def test_advantages_are_wins_over_the_mixture_less_the_kl(labels):
-    given = scored()
+    both = scored()
     recipe = dataclasses.replace(BASE, labels=labels)
-    experience, stats = recipe.experience(given, kl_coef=jnp.float32(TAU))
+    experience, stats = recipe.experience(both, kl_coef=jnp.float32(TAU))
     wins = {
         "bradley_terry": [1 / (1 + np.exp(1.5)), 0.5],
         "ranked": [0.0, 0.5],
     }[labels]
     rewards = oracles.token_rewards(
-        np.repeat(np.array(wins) - 0.5, 2), np.float64(given.kl), MASK, TAU
+        np.repeat(np.array(wins) - 0.5, 2), np.float64(both.kl), MASK, TAU
     )
     expected = np.zeros(MASK.shape)
     for row in (0, 2):
@@ -73,13 +73,13 @@ def test_advantages_are_wins_over_the_mixture_less_the_kl(labels):
 
 
 def test_statistics_of_the_objective_are_of_the_policy_s_rows():
-    given = scored()
-    found = BASE.reported(given)
-    np.testing.assert_array_equal(found.scores, SCORES[0::2])
-    np.testing.assert_array_equal(found.rollout.index, [0, 1])
-    np.testing.assert_array_equal(found.kl, np.asarray(given.kl)[0::2])
+    both = scored()
+    reported = BASE.reported(both)
+    np.testing.assert_array_equal(reported.scores, SCORES[0::2])
+    np.testing.assert_array_equal(reported.rollout.index, [0, 1])
+    np.testing.assert_array_equal(reported.kl, np.asarray(both.kl)[0::2])
     number = {"objective/kl_clipped": (jnp.float32(1), jnp.float32(9))}
-    with_stats = dataclasses.replace(given, kl_stats=number)
+    with_stats = dataclasses.replace(both, kl_stats=number)
     assert BASE.reported(with_stats).kl_stats == number
 
 

@@ -68,18 +68,18 @@ def no_model(monkeypatch):
     monkeypatch.setattr(pairs_of, "policy", model)
 
 
-def updated(recipe, given, rows=None):
+def updated(recipe, rollouts, rows=None):
     """(the table after a step, stats), all pairs in one step of `rows` at a time."""
-    experience, stats = recipe.experience(given, kl_coef=jnp.float32(BETA))
+    experience, stats = recipe.experience(rollouts, kl_coef=jnp.float32(BETA))
     minibatch, loss = recipe.minibatch_loss(
         experience, kl_coef=jnp.float32(BETA), frozen=NO_MODELS
     )
     (slope, _), more = state.accumulate(
         loss, (jnp.asarray(TABLE), None), minibatch, micro_batch_size=rows
     )
-    found = masked.mean_stats(stats | more)
+    means = masked.mean_stats(stats | more)
     after = TABLE - RATE * np.asarray(slope)
-    return after, {name: float(x) for name, x in found.items()}
+    return after, {name: float(x) for name, x in means.items()}
 
 
 def leads(pairs):
@@ -89,7 +89,7 @@ def leads(pairs):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "pairs", "kept"),
+    ("recipe", "pairs", "compared"),
     [
         # Of equal scores the first is best and the last worst; the row of 0.0 leads.
         pytest.param(BASE, [(1, 3), (6, 7)], [0, 1], marks=pytest.mark.slow),
@@ -108,30 +108,30 @@ def leads(pairs):
         ),
     ],
 )
-def test_an_update_is_dpo_s_of_the_ranked_samples(recipe, pairs, kept):
+def test_an_update_is_dpo_s_of_the_ranked_samples(recipe, pairs, compared):
     gaps = np.array([SCORES[c] - SCORES[r] for c, r in pairs], np.float64)
     smooth = np.zeros(len(pairs))
     if recipe.labels == "bradley_terry":
         smooth = 1 / (1 + np.exp(gaps))
     terms, slopes = oracles.dpo_pairs(leads(pairs), BETA, recipe.kind, smooth)
     after, stats = updated(recipe, scored())
-    assert stats["loss/dpo"] == pytest.approx(np.mean([terms[i] for i in kept]))
+    assert stats["loss/dpo"] == pytest.approx(np.mean([terms[i] for i in compared]))
     assert stats["pair/score_gap"] == pytest.approx(gaps.mean())
     assert stats["pair/tied_fraction"] == pytest.approx((gaps == 0).mean())
     expected = np.zeros(TABLE.shape)
-    for i in kept:
+    for i in compared:
         chosen, rejected = pairs[i]
-        expected[chosen][MASK[chosen]] += slopes[i] / len(kept)
-        expected[rejected][MASK[rejected]] -= slopes[i] / len(kept)
+        expected[chosen][MASK[chosen]] += slopes[i] / len(compared)
+        expected[rejected][MASK[rejected]] -= slopes[i] / len(compared)
     np.testing.assert_allclose((TABLE - after) / RATE, expected, atol=1e-5)
     both = [row for i in range(len(pairs)) for row in pairs[i]]
     far = np.abs(np.float64(TABLE) - OLD)[both][MASK[both]]
     assert stats["policy/sampler_mismatch"] == pytest.approx(far.mean(), rel=1e-5)
-    given = scored()
-    experience, _ = recipe.experience(given, kl_coef=jnp.float32(BETA))
+    rollouts = scored()
+    experience, _ = recipe.experience(rollouts, kl_coef=jnp.float32(BETA))
     assert experience.members.tolist() == [[*pair] for pair in pairs]
     np.testing.assert_array_equal(
-        experience.laid_out(given.rollout.tokens), experience.tokens
+        experience.laid_out(rollouts.rollout.tokens), experience.tokens
     )
 
 
@@ -147,11 +147,11 @@ def test_parts_of_pairs_are_the_whole_and_update_is_a_step():
         policy_optimizer=NEIGHBOURS.policy_optimizer,
         kl=kl_control.fixed(BETA),
     )
-    after, found = online_dpo.update(
+    after, parts_stats = online_dpo.update(
         train, experience=experience, key=jax.random.key(0), recipe=NEIGHBOURS
     )
     np.testing.assert_allclose(after.policy, whole, atol=1e-6)
-    means = masked.mean_stats(found)
+    means = masked.mean_stats(parts_stats)
     for name in ("loss/dpo", "dpo/margin", "policy/sampler_mismatch"):
         assert float(means[name]) == pytest.approx(stats[name], rel=1e-5)
 
@@ -160,11 +160,11 @@ def test_parts_of_pairs_are_the_whole_and_update_is_a_step():
 def test_labels_of_bradley_and_terry_teach_ties_and_stand_still_at_the_optimum():
     """βh = r1 - r2: no gradient, whatever the pairs. Ranked labels go on."""
     ratios = np.where(MASK, np.float64(TABLE) - REF, 0).sum(axis=1)
-    given = scored((BETA * ratios).astype(np.float32))
+    rollouts = scored((BETA * ratios).astype(np.float32))
     recipe = dataclasses.replace(NEIGHBOURS, labels="bradley_terry")
-    still, _ = updated(recipe, given)
+    still, _ = updated(recipe, rollouts)
     np.testing.assert_allclose(still, TABLE, atol=1e-6)
-    moved, _ = updated(NEIGHBOURS, given)
+    moved, _ = updated(NEIGHBOURS, rollouts)
     assert np.abs(moved - TABLE).max() > 1e-3
     tied = scored(np.zeros(ROWS, np.float32))
     still, stats = updated(NEIGHBOURS, tied)

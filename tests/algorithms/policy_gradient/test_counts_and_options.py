@@ -67,19 +67,26 @@ OLD_LOGPROBS = ZEROS.at[0, 3].set(0.5).at[2, 4].set(0.2).at[1, 2].set(9.0)
 
 def test_counts_are_those_of_the_minibatch(monkeypatch):
     """A part of it is told them too, and a row without a response is none."""
-    told = {}
+    recorded_options = {}
 
     def terms(policy, **options):
-        told.update(options)
+        recorded_options.update(options)
         return loss.PolicyTerms(jnp.zeros(()), {}, jnp.zeros(()), None)
 
     monkeypatch.setattr(algorithm, "policy_terms", terms)
     minibatch = SimpleNamespace(response_mask=MASK)
     _, of_part = BASE.minibatch_loss(minibatch, kl_coef=0.3, frozen=NO_MODELS)
     of_part((None, None), SimpleNamespace(response_mask=MASK[:1]))
-    assert (told["num_tokens"], told["num_responses"]) == (7.0, 2.0)
-    assert told["num_tokens"].dtype == told["num_responses"].dtype == jnp.float32
-    assert (told["kl_coef"], told["recipe"]) == (0.3, BASE)
+    assert (recorded_options["num_tokens"], recorded_options["num_responses"]) == (
+        7.0,
+        2.0,
+    )
+    assert (
+        recorded_options["num_tokens"].dtype
+        == recorded_options["num_responses"].dtype
+        == jnp.float32
+    )
+    assert (recorded_options["kl_coef"], recorded_options["recipe"]) == (0.3, BASE)
 
 
 @pytest.mark.usefixtures("nothing_learned")
@@ -124,8 +131,8 @@ def read(monkeypatch):
     options = {}
 
     def stands_for(name, result):
-        def recorded(*args, **given):
-            options[name] = given
+        def recorded(*args, **named):
+            options[name] = named
             return result
 
         return recorded
@@ -248,10 +255,10 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
 def test_who_sees_a_truncated_response(
     monkeypatch, fixed_length, truncate_reward_only, sampled, rewarded
 ):
-    told = {}
+    recorded_options = {}
 
     def rollout(*_, **options):
-        told.update(options)
+        recorded_options.update(options)
         return "whole"
 
     def truncate(_, **options):
@@ -269,19 +276,19 @@ def test_who_sees_a_truncated_response(
     whole = reinforce.sample(
         {}, prompts=toys.prompts(), key=jax.random.key(0), recipe=recipe
     )
-    assert told["stop_ids"] == (() if fixed_length else toys.STOP)
-    seen = import_module(ITERATION).seen_by_reward(whole, recipe=recipe)
-    assert (whole, seen) == (sampled, rewarded)
+    assert recorded_options["stop_ids"] == (() if fixed_length else toys.STOP)
+    rewarded_rollout = import_module(ITERATION).seen_by_reward(whole, recipe=recipe)
+    assert (whole, rewarded_rollout) == (sampled, rewarded)
 
 
 @pytest.mark.parametrize(("counts", "valued"), [({}, 2.0), ({"num_valued": 3.0}, 3.0)])
 def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(
     monkeypatch, counts, valued
 ):
-    told = {}
+    recorded_options = {}
 
     def of_critic(critic, **options):
-        told.update(options)
+        recorded_options.update(options)
         return jnp.float32(2.0), {"loss/value": (2.0, 1.0)}
 
     def of_policy(policy, **options):
@@ -305,8 +312,14 @@ def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(
     )
     assert float(total) == 2.5
     assert stats.keys() == {"loss/value", "loss/policy"}
-    assert (told["frozen"].base, told["experience"]) == ("base", "experience")
-    assert (told["num_values"], told["num_valued"]) == (8.0, valued)
+    assert (recorded_options["frozen"].base, recorded_options["experience"]) == (
+        "base",
+        "experience",
+    )
+    assert (recorded_options["num_values"], recorded_options["num_valued"]) == (
+        8.0,
+        valued,
+    )
 
 
 def test_what_an_iteration_hands_on(monkeypatch):
@@ -360,14 +373,14 @@ def test_without_a_reward_every_score_is_0():
 def test_what_learn_hands_on(monkeypatch):
     """Every argument reaches the experience and the update that read it."""
     iteration = import_module(ITERATION)
-    seen = {}
+    calls = {}
 
     def experienced(state, **options):
-        seen["experience"] = options
+        calls["experience"] = options
         return "state", "experience", {"a": (1.0, 1.0)}, "scored"
 
     def updated(state, **options):
-        seen["update"] = options
+        calls["update"] = options
         return "next", {"b": (2.0, 1.0)}
 
     monkeypatch.setattr(iteration, "make_experience", experienced)
@@ -375,12 +388,12 @@ def test_what_learn_hands_on(monkeypatch):
     names = ("rollout", "scores", "frozen", "ref_output", "values", "packing")
     options = {name: object() for name in (*names, "ptx")}
     key = jax.random.key(3)
-    found = iteration.learn("start", key=key, recipe=BASE, **options)
-    assert found == ("next", {"a": (1.0, 1.0), "b": (2.0, 1.0)}, "scored")
+    output = iteration.learn("start", key=key, recipe=BASE, **options)
+    assert output == ("next", {"a": (1.0, 1.0), "b": (2.0, 1.0)}, "scored")
     passed = {name: options[name] for name in names}
-    assert seen["experience"] == passed | {"recipe": BASE}
-    again = seen["update"].pop("key")
-    assert seen["update"] == {
+    assert calls["experience"] == passed | {"recipe": BASE}
+    again = calls["update"].pop("key")
+    assert calls["update"] == {
         **{name: options[name] for name in ("frozen", "packing", "ptx")},
         "recipe": BASE,
         "experience": "experience",
@@ -412,26 +425,26 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
 
     monkeypatch.setattr(ptx_texts.sft, "loss", loss)
     params = {"w": jnp.float32(3)}
-    found, stats = ptx_texts.gradient(params, texts, recipe=recipe, frozen=NO_MODELS)
-    assert float(found["w"]) == 0.5
+    gradient, stats = ptx_texts.gradient(params, texts, recipe=recipe, frozen=NO_MODELS)
+    assert float(gradient["w"]) == 0.5
     assert [float(x) for x in stats["loss/ptx"]] == [12.0, 4.0]
 
 
 def test_what_the_sampler_is_asked_for(monkeypatch):
     """Nothing is sampled; the version of the policy goes with its tokens."""
-    iteration, told = import_module(ITERATION), {}
+    iteration, recorded_options = import_module(ITERATION), {}
 
     def rollout(policy, **options):
-        told.update(options, policy=policy)
+        recorded_options.update(options, policy=policy)
         return "rollout"
 
     monkeypatch.setattr(iteration.flow.rollout, "rollout", rollout)
     prompts = SimpleNamespace(tokens=jnp.zeros((8, 2), jnp.int32))
     key = jax.random.key(4)
-    asked = {"prompts": prompts, "key": key, "recipe": BASE, "version": 7}
-    assert iteration.sample("policy", **asked) == "rollout"
-    assert told.pop("key") == jax.random.split(key)[0]
-    assert told == {
+    arguments = {"prompts": prompts, "key": key, "recipe": BASE, "version": 7}
+    assert iteration.sample("policy", **arguments) == "rollout"
+    assert recorded_options.pop("key") == jax.random.split(key)[0]
+    assert recorded_options == {
         "policy": "policy",
         "prompts": prompts,
         "version": 7,
@@ -456,18 +469,18 @@ def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
         index=jnp.arange(3, dtype=jnp.int32),
         sample=jnp.arange(3, dtype=jnp.int32),
     )
-    given = jnp.where(MASK, jnp.float32(-0.5), 0.0)
+    ref_logprobs = jnp.where(MASK, jnp.float32(-0.5), 0.0)
     _, experience, stats, scored = iteration.make_experience(
         fresh(),
         rollout=rollout,
         scores=jnp.asarray([1.0, 2.0, 3.0]),
         frozen=NO_MODELS,
         recipe=BASE,
-        ref_output=batch.ReferenceOutput(given),
+        ref_output=batch.ReferenceOutput(ref_logprobs),
     )
-    np.testing.assert_array_equal(scored.ref_logprobs, given)
-    np.testing.assert_array_equal(experience.ref_logprobs, given)
-    np.testing.assert_array_equal(scored.kl, -given)
+    np.testing.assert_array_equal(scored.ref_logprobs, ref_logprobs)
+    np.testing.assert_array_equal(experience.ref_logprobs, ref_logprobs)
+    np.testing.assert_array_equal(scored.kl, -ref_logprobs)
     assert [float(x) for x in stats["objective/kl"]] == [3.5, 3.0]
 
 

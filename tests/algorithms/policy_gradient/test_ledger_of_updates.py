@@ -145,7 +145,7 @@ def test_every_policy_gradient_has_it(name):
         ),
         sampled(),
     )
-    names = {each for each in stats if each.startswith("trust/")}
+    names = {name for name in stats if name.startswith("trust/")}
     assert len(names) == 18
     assert {"trust/entropy_z", "trust/weight_z", "trust/duplicates_z"} < names
 

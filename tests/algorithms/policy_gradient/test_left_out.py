@@ -50,13 +50,13 @@ SCORES = np.array([0.5, -1.0, 0.25, 2.0, -0.5, 1.0], np.float32)
 
 def rollout(seed=0):
     """Row 2 with other tokens and log-probs by the seed."""
-    found = toy_turns.rollout()
+    whole = toy_turns.rollout()
     rng = np.random.default_rng(seed)
     row = OUT[:, None] & toy_turns.SAMPLED
-    words = np.where(row, rng.integers(3, 20, row.shape), found.tokens)
-    old = np.where(row, rng.normal(-2, 0.5, row.shape), found.old_logprobs)
+    words = np.where(row, rng.integers(3, 20, row.shape), whole.tokens)
+    old = np.where(row, rng.normal(-2, 0.5, row.shape), whole.old_logprobs)
     return dataclasses.replace(
-        found, tokens=toys.array(words, np.int32), old_logprobs=toys.array(old)
+        whole, tokens=toys.array(words, np.int32), old_logprobs=toys.array(old)
     )
 
 
@@ -109,8 +109,8 @@ def test_a_failure_pays_no_more_than_an_empty_response(name):
     assert not np.asarray(empty.response_mask)[OUT].any()
     expected, stats, _ = learned(recipe, rollout=empty, score=0.0)
     for seed, score in ((1, 1e6), (2, np.nan)):
-        found, others, scored = learned(recipe, rollout=rollout(seed), score=score)
-        assert toys.leaves_equal(found, expected)
+        output, others, scored = learned(recipe, rollout=rollout(seed), score=score)
+        assert toys.leaves_equal(output, expected)
         for key, pair in stats.items():
             np.testing.assert_array_equal(others[key], pair, err_msg=key)
         assert not np.asarray(scored.rollout.response_mask)[OUT].any()
@@ -175,10 +175,10 @@ def test_a_group_s_advantages_are_those_of_the_group_without_it(baseline):
         experience, stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
         return np.asarray(experience.advantages), stats
 
-    found, stats = made(np.arange(6), group_size=3, row_mask=jnp.asarray(~out))
+    output, stats = made(np.arange(6), group_size=3, row_mask=jnp.asarray(~out))
     alone, others = made(np.flatnonzero(~out), group_size=2)
-    np.testing.assert_array_equal(found[~out], alone)
-    assert not found[out].any()
+    np.testing.assert_array_equal(output[~out], alone)
+    assert not output[out].any()
     np.testing.assert_array_equal(stats["group/std"], others["group/std"])
 
 
@@ -187,11 +187,11 @@ def test_a_pair_is_of_responses_that_have_scores():
     recipe = dataclasses.replace(
         RECIPES["online DPO"], group_size=3, labels="bradley_terry"
     )
-    kept = jnp.asarray([True, False, True, False, False, True])
+    row_mask = jnp.asarray([True, False, True, False, False, True])
     scored = dataclasses.replace(
         toy_turns.scored(),
         scores=toys.array([1.0, 9.0, 3.0, 1.0, 2.0, 5.0]),
-        row_mask=kept,
+        row_mask=row_mask,
     )
     made, stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
     np.testing.assert_array_equal(made.pairs, [True, False])
@@ -204,9 +204,9 @@ def test_a_pair_is_of_responses_that_have_scores():
 
 @pytest.mark.parametrize("out", [0, 1])
 def test_the_mixture_s_failure_leaves_the_pair_out_too(out):
-    kept = np.arange(6) != out
+    row_mask = np.arange(6) != out
     scored = dataclasses.replace(
-        toy_turns.scored(), scores=toys.array(SCORES), row_mask=jnp.asarray(kept)
+        toy_turns.scored(), scores=toys.array(SCORES), row_mask=jnp.asarray(row_mask)
     )
     made, stats = RECIPES["Nash-MD"].experience(scored, kl_coef=jnp.float32(0.0))
     assert not np.asarray(made.response_mask)[:2].any()
@@ -244,17 +244,17 @@ def test_a_sum_leaves_out_what_a_reward_with_a_weight_does():
         reward([2, 0, 4], np.ones(3) == [0, 1, 0]),
         [False] * 2 + [True],
     )
-    found = rewards.weighted(
+    scores = rewards.weighted(
         {
             "tests": (1.0, of_tests),
             "judge": (0.0, reward([5, 5, 5], of_judge)),
             "length": (0.5, reward([1, 1, 1], None)),
         }
     )(None)
-    np.testing.assert_array_equal(found.left_out, [False, True, False])
+    np.testing.assert_array_equal(scores.left_out, [False, True, False])
     stats = {
         name: tuple(map(float, pair))
-        for name, pair in rewards.part_stats(found).items()
+        for name, pair in rewards.part_stats(scores).items()
     }
     assert stats == {
         "reward/tests": (6, 2),

@@ -102,13 +102,13 @@ def packing(
     return packed
 
 
-def close(found, expected, *, atol=1e-5):
+def close(output, expected, *, atol=1e-5):
     """Within 1e-5 of the largest number, of trees of gradients or moves."""
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     assert largest > 1e-3
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol * largest),
-        found,
+        output,
         expected,
     )
 
@@ -299,12 +299,12 @@ def test_every_size_is_a_branch():
         return at_size(dataclasses.replace(sized, size=of_size), back)
 
     for which, size in ((small, 0), (sized, 0), (sized, 1)):
-        found = np.asarray(tokens_back(which, jnp.int32(size)))
+        columns = np.asarray(tokens_back(which, jnp.int32(size)))
         for row, (_, response) in enumerate(LENGTHS):
             for column in range(COLUMNS):
                 is_response = PROMPTS <= column < PROMPTS + response
-                wanted = row * COLUMNS + column - 1 if is_response else 0
-                assert found[row, column] == wanted
+                expected = row * COLUMNS + column - 1 if is_response else 0
+                assert columns[row, column] == expected
 
 
 @pytest.mark.cases(slow=1)
@@ -382,9 +382,9 @@ def test_a_critic_apart():
     of_critic = jax.jit(functools.partial(critic_apart.update, recipe=recipe, key=KEY))
     compute = jax.jit(functools.partial(critic_apart.values, recipe=recipe))
     results = []
-    for each in (packed, None):
-        after, _ = of_critic(start, experience=experience(), packing=each)
-        values = compute(start.params, rollout=rollout(), packing=each)
+    for rows in (packed, None):
+        after, _ = of_critic(start, experience=experience(), packing=rows)
+        values = compute(start.params, rollout=rollout(), packing=rows)
         results.append((moved(after.params, start.params), values))
     close(results[0][0], results[1][0])
     np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-5)
@@ -402,10 +402,10 @@ def test_a_reference_by_itself():
         )
     )
     packed = packing(GROUPS, key=KEY).batch
-    found = compute(reference, rollout=rollout(), packing=packed)
+    output = compute(reference, rollout=rollout(), packing=packed)
     expected = compute(reference, rollout=rollout())
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert (np.asarray(found) != 0).any()
+    np.testing.assert_allclose(output, expected, atol=1e-5)
+    assert (np.asarray(output) != 0).any()
 
 
 @pytest.mark.slow
@@ -424,6 +424,6 @@ def test_a_reward_model():
     scorer = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
     reward = rewards.from_model(frozen.freeze(scorer), model=toys.GPT2)
     compute = jax.jit(lambda reward, rollout, packing: reward(rollout, packing))
-    found = compute(reward, rollout(), packed)
-    np.testing.assert_allclose(found, compute(reward, rollout(), None), atol=1e-5)
-    assert len(set(np.asarray(found).tolist())) == ROWS
+    output = compute(reward, rollout(), packed)
+    np.testing.assert_allclose(output, compute(reward, rollout(), None), atol=1e-5)
+    assert len(set(np.asarray(output).tolist())) == ROWS

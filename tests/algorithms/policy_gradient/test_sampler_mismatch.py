@@ -91,19 +91,19 @@ def test_a_rejected_response_is_left_out_of_everything_and_scales_follow():
     mask = np.asarray(experience.response_mask)
     gap = np.where(mask, experience.old_logprobs - sampler, 0.0)
     mean = gap.sum(axis=1) / mask.sum(axis=1)
-    kept = (mean <= np.log(1.3)) & (mean >= np.log(0.8))
-    assert kept.any()
+    accepted = (mean <= np.log(1.3)) & (mean >= np.log(0.8))
+    assert accepted.any()
     assert (mean > np.log(1.3)).any()
     assert (mean < np.log(0.8)).any()
-    np.testing.assert_array_equal(output.response_mask, mask & kept[:, None])
+    np.testing.assert_array_equal(output.response_mask, mask & accepted[:, None])
     np.testing.assert_array_equal(
-        output.advantages, np.where(kept[:, None], experience.advantages, 0.0)
+        output.advantages, np.where(accepted[:, None], experience.advantages, 0.0)
     )
     np.testing.assert_array_equal(
         output.prompt_scale, prompt_scale(output.response_mask, group_size=2)
     )
     means = masked.mean_stats(stats)
-    np.testing.assert_allclose(means["policy/sampler_ess"], kept.mean())
+    np.testing.assert_allclose(means["policy/sampler_ess"], accepted.mean())
 
 
 @pytest.mark.parametrize("correction", get_args(Correction))
@@ -278,9 +278,9 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
         sampler_weight_floor=0.5,
         sampler_correction="sequence_reject",
     )
-    kept = (0.25 * lengths <= np.log(2)) & np.asarray(low.response_mask)
-    np.testing.assert_array_equal(made.response_mask, kept)
-    assert 0 < kept.sum() < np.asarray(low.response_mask).sum()
+    accepted = (0.25 * lengths <= np.log(2)) & np.asarray(low.response_mask)
+    np.testing.assert_array_equal(made.response_mask, accepted)
+    assert 0 < accepted.sum() < np.asarray(low.response_mask).sum()
 
 
 @pytest.mark.parametrize(
@@ -331,19 +331,19 @@ def test_a_response_of_each_prompt_is_a_group_of_its_own():
 
 
 def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
-    told = {}
+    recorded_options = {}
     zeros = jnp.zeros((4, 6), jnp.float32)
     after = SimpleNamespace(old_logprobs=zeros)
 
     def recompute_logprobs(rollout, params, **options):
-        told.update(options)
+        recorded_options.update(options)
         return after
 
     module = import_module("rlhf_jax.algorithms.policy_gradient.sampler_mismatch")
     monkeypatch.setattr(module.flow.rollout, "recompute_logprobs", recompute_logprobs)
     packing = object()
     assert recomputed(None, None, recipe=RECIPE, packing=packing) is after
-    assert told == {
+    assert recorded_options == {
         "model": toys.GPT2,
         "max_new_tokens": 6,
         "temperature": RECIPE.temperature,

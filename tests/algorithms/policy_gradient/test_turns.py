@@ -100,7 +100,7 @@ def stubbed(monkeypatch):
     monkeypatch.setattr(value_loss, "values", lambda params, **_: params["values"])
 
 
-def said(*, observed: float = 0.0, values_after: bool = False):
+def sampled_alone(*, observed: float = 0.0, values_after: bool = False):
     """Parameters of the stubs, with some number at observed tokens."""
     rng = np.random.default_rng(4)
     numbers = {}
@@ -124,12 +124,12 @@ def gradient_of(recipe, scored, params):
 def test_observed_tokens_have_no_weight_in_any_term(stubbed, name):
     """Other ids, and 1e9 wherever a number is about them: the same loss to the bit."""
     recipe, after = RECIPES[name], {"values_after": name.startswith("N+")}
-    expected = gradient_of(recipe, toy_turns.scored(**after), said(**after))
+    expected = gradient_of(recipe, toy_turns.scored(**after), sampled_alone(**after))
     mutated = toy_turns.scored(observed=1e9, observed_seed=5, **after)
     assert (np.asarray(mutated.rollout.tokens) != toy_turns.tokens()).any()
-    found = gradient_of(recipe, mutated, said(observed=-1e9, **after))
-    assert toys.leaves_equal(found, expected)
-    (loss, _), gradient = found
+    output = gradient_of(recipe, mutated, sampled_alone(observed=-1e9, **after))
+    assert toys.leaves_equal(output, expected)
+    (loss, _), gradient = output
     assert float(loss) != 0
     moved = {name: np.asarray(x) != 0 for name, x in gradient.items()}
     assert moved["logprobs"][SAMPLED].any()
@@ -143,9 +143,11 @@ def test_one_more_sampled_token_would_weigh(stubbed):
     recipe = RECIPES["GRPO"]
     mutated = toy_turns.scored()
     wider = dataclasses.replace(mutated.rollout, response_mask=SAMPLED | OBSERVATIONS)
-    found = gradient_of(recipe, dataclasses.replace(mutated, rollout=wider), said())
-    expected = gradient_of(recipe, mutated, said())
-    assert not toys.leaves_equal(found, expected)
+    output = gradient_of(
+        recipe, dataclasses.replace(mutated, rollout=wider), sampled_alone()
+    )
+    expected = gradient_of(recipe, mutated, sampled_alone())
+    assert not toys.leaves_equal(output, expected)
 
 
 @functools.cache
@@ -207,10 +209,10 @@ def test_what_no_sampled_token_follows_changes_nothing_through_the_models(name):
     other = np.where(UNREAD, 3 + (toy_turns.tokens() + 4) % 10, toy_turns.tokens())
     assert (other != toy_turns.tokens()).sum() > 1
     mutated = dataclasses.replace(rollout, tokens=toys.array(other, np.int32))
-    (expected, made, *_), (found, again, *_) = (
-        learned(each, of_turns(), recipe=recipe) for each in (rollout, mutated)
+    (expected, made, *_), (output, again, *_) = (
+        learned(episodes, of_turns(), recipe=recipe) for episodes in (rollout, mutated)
     )
-    assert toys.leaves_equal(found, expected)
+    assert toys.leaves_equal(output, expected)
     for field in ("advantages", "token_rewards"):
         assert toys.leaves_equal(getattr(again, field), getattr(made, field))
 
@@ -219,13 +221,13 @@ def test_what_sampled_tokens_follow_is_their_context():
     """Log-probs of what came before stay to the bit; those behind do not."""
     arrays = {"model": toys.GPT2, "mask": toys.array(MASK, bool), "temperature": 0.7}
     logprobs = toys.jit(policy.logprobs, static_argnames=("model", "temperature"))
-    found, other = (
+    output, other = (
         np.asarray(logprobs(models()[0], tokens=toys.array(tokens, np.int32), **arrays))
         for tokens in (toy_turns.tokens(), toy_turns.tokens(observed_seed=5))
     )
     behind = np.cumsum(OBSERVATIONS, axis=1) > 0
-    np.testing.assert_array_equal(found[SAMPLED & ~behind], other[SAMPLED & ~behind])
-    assert (found[SAMPLED & behind] != other[SAMPLED & behind]).all()
+    np.testing.assert_array_equal(output[SAMPLED & ~behind], other[SAMPLED & ~behind])
+    assert (output[SAMPLED & behind] != other[SAMPLED & behind]).all()
 
 
 def episode_of(row: int) -> list[int]:
@@ -233,7 +235,7 @@ def episode_of(row: int) -> list[int]:
     return [column for column in range(MASK.shape[1]) if SAMPLED[row, column]]
 
 
-def close(found, expected):
+def close(output, expected):
     """Gradients within 1e-6, or of entries above 1 within 1e-6 of the largest."""
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     assert 0.1 < largest < 10
@@ -241,7 +243,7 @@ def close(found, expected):
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=0, atol=1e-6 * max(1, largest)
         ),
-        found,
+        output,
         expected,
     )
 
@@ -269,7 +271,7 @@ def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
     rollout = toy_turns.rollout(policy_params)
     tokens, old = np.asarray(rollout.tokens), np.asarray(rollout.old_logprobs)
     inputs = {"tokens": rollout.tokens, "mask": rollout.mask}
-    (found, gradient), *_ = learned(rollout, of_turns(), recipe=recipe)
+    (loss, gradient), *_ = learned(rollout, of_turns(), recipe=recipe)
 
     ref_logits = np.asarray(
         toys.logits(frozen.read(reference), model=toys.GPT2, **inputs), np.float64
@@ -319,7 +321,7 @@ def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
     expected, slope = toys.jit(jax.value_and_grad(by_hand))(
         (policy_params, critic_params)
     )
-    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(loss[0], expected, rtol=0, atol=1e-6)
     close(gradient, slope)
 
 
@@ -340,7 +342,7 @@ def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
     rollout = toy_turns.rollout(policy_params)
     tokens, old = np.asarray(rollout.tokens), np.asarray(rollout.old_logprobs)
     inputs = {"tokens": rollout.tokens, "mask": rollout.mask}
-    (found, (gradient, _)), *_ = learned(rollout, of_turns(), recipe=recipe)
+    (loss, (gradient, _)), *_ = learned(rollout, of_turns(), recipe=recipe)
     ref_logits = np.asarray(
         toys.logits(frozen.read(reference), model=toys.GPT2, **inputs), np.float64
     )
@@ -371,7 +373,7 @@ def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
         return x**2 / 2 + jax.lax.stop_gradient(x - x**2 / 2)
 
     expected, slope = toys.jit(jax.value_and_grad(by_hand))(policy_params)
-    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(loss[0], expected, rtol=0, atol=1e-6)
     close(gradient, slope)
 
 
@@ -412,7 +414,7 @@ def test_packed_rows_give_the_numbers_of_padded_ones(name, group_size):
     assert packed is not None
     start = fresh(recipe)
     learn = toys.jit(ppo.learn, static_argnames=("recipe",))
-    (expected, stats, scored), (found, packed_stats, again) = (
+    (expected, stats, scored), (output, packed_stats, again) = (
         learn(
             start,
             rollout=rollout,
@@ -420,9 +422,9 @@ def test_packed_rows_give_the_numbers_of_padded_ones(name, group_size):
             frozen=FrozenModels(reference=models()[2]),
             key=KEY,
             recipe=recipe,
-            packing=each,
+            packing=rows,
         )
-        for each in (None, packed)
+        for rows in (None, packed)
     )
     for field in ("values", "ref_logprobs", "kl"):
         mine, other = getattr(again, field), getattr(scored, field)
@@ -435,7 +437,7 @@ def test_packed_rows_give_the_numbers_of_padded_ones(name, group_size):
         )
     moves, padded_moves = (
         jax.tree.map(jnp.subtract, (after.policy, after.critic), before)
-        for after in (found, expected)
+        for after in (output, expected)
         for before in [(start.policy, start.critic)]
     )
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(padded_moves))
@@ -576,12 +578,12 @@ def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
 
 
 def test_only_the_state_after_the_last_turn_has_a_value():
-    found = score.value_mask(toy_turns.rollout(), after_stop=True)
+    output = score.value_mask(toy_turns.rollout(), after_stop=True)
     expected = SAMPLED.copy()
     for row, last in enumerate(toy_turns.LAST):
         if last + 1 < MASK.shape[1]:
             expected[row, last + 1] = True
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(output, expected)
 
 
 def test_statistics_count_turns_and_what_was_observed():
@@ -595,16 +597,19 @@ def test_statistics_count_turns_and_what_was_observed():
     }.items():
         assert float(stats[name][0]) == expected
     alone = dataclasses.replace(toy_turns.scored(), turn_rewards=None)
-    told = objective.objective_stats(
+    without_turns = objective.objective_stats(
         alone, kl_coef=jnp.float32(0.1), ended=jnp.ones(6, bool)
     )
-    assert stats.keys() - told.keys() == {"response/turns", "response/observed"}
+    assert stats.keys() - without_turns.keys() == {
+        "response/turns",
+        "response/observed",
+    }
 
 
 def test_episodes_are_alike_that_say_the_same_whatever_they_observe():
     scored = toy_turns.scored()
-    said = ("p a E o b -", "p a E o o b", "p a E o o c")
-    cells = np.array([row.split() for row in said])
+    episodes = ("p a E o b -", "p a E o o b", "p a E o o c")
+    cells = np.array([row.split() for row in episodes])
     tokens = np.array([[ord(cell) for cell in row] for row in cells])
     tokens[1] += np.where(cells[1] == "o", 1, 0)
     mask, sampled = cells != "-", np.isin(cells, ["a", "E", "b", "c"])
@@ -614,8 +619,8 @@ def test_episodes_are_alike_that_say_the_same_whatever_they_observe():
         mask=jnp.asarray(mask, bool),
         response_mask=jnp.asarray(sampled, bool),
     )
-    found = objective._first_of_its_kind(dataclasses.replace(scored, rollout=rollout))
-    np.testing.assert_array_equal(found, [1, 0, 1])
+    output = objective._first_of_its_kind(dataclasses.replace(scored, rollout=rollout))
+    np.testing.assert_array_equal(output, [1, 0, 1])
 
 
 def test_responses_of_fixed_length_have_one_turn():

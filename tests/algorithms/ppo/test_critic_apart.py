@@ -106,7 +106,7 @@ WAYS = {
 @pytest.mark.parametrize("way", [FIRST, "the policy waits for the critic"])
 def test_two_programs_do_what_one_does(experience, way):
     settings = dataclasses.replace(BASE, **WAYS[way])
-    wanted, wanted_stats = together(
+    expected, expected_stats = together(
         fresh(settings), experience=experience, key=KEY, recipe=settings
     )
     policy, critic = fresh_apart(settings)
@@ -116,38 +116,44 @@ def test_two_programs_do_what_one_does(experience, way):
     critic, critic_stats = apart(
         critic, experience=experience, key=KEY, recipe=settings
     )
-    close(policy.policy, wanted.policy)
-    close(policy.policy_opt, wanted.policy_opt)
-    close(critic.params, wanted.critic)
-    close(critic.opt, wanted.critic_opt)
+    close(policy.policy, expected.policy)
+    close(policy.policy_opt, expected.policy_opt)
+    close(critic.params, expected.critic)
+    close(critic.opt, expected.critic_opt)
     assert policy.critic is None
     assert int(policy.step) == 1
     assert int(critic.step) == settings.num_epochs * settings.num_minibatches
     moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), critic.params, CRITIC)
     assert max(jax.tree.leaves(moved)) > 1e-4
-    found = masked.mean_stats(stats | critic_stats)
+    means = masked.mean_stats(stats | critic_stats)
     extra = {"critic/skipped", "critic/skipped_in_a_row"}
-    assert found.keys() == wanted_stats.keys() | extra
+    assert means.keys() == expected_stats.keys() | extra
     assert not OF_THE_CRITIC & stats.keys()
-    close({name: found[name] for name in wanted_stats}, masked.mean_stats(wanted_stats))
+    close(
+        {name: means[name] for name in expected_stats},
+        masked.mean_stats(expected_stats),
+    )
 
 
 def test_beside_the_policy_s_loss_a_rejected_response_has_values_too(
     experience, monkeypatch
 ):
-    told = {}
+    loss_options = {}
     monkeypatch.setattr(
         "rlhf_jax.algorithms.ppo.recipe.ppo_loss",
-        lambda *_, **told_: told.update(told_),
+        lambda *_, **options: loss_options.update(options),
     )
-    kept = experience.response_mask.at[1].set(False)
+    accepted = experience.response_mask.at[1].set(False)
     minibatch, loss = BASE.minibatch_loss(
-        dataclasses.replace(experience, response_mask=kept),
+        dataclasses.replace(experience, response_mask=accepted),
         kl_coef=jnp.float32(0),
         frozen=NO_MODELS,
     )
     loss((None, None), minibatch)
-    assert (int(told["num_responses"]), int(told["num_valued"])) == (3, 4)
+    assert (int(loss_options["num_responses"]), int(loss_options["num_valued"])) == (
+        3,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,9 +217,9 @@ def test_adapters_are_read_over_their_base_wherever_they_are_read():
 
 def test_values_are_those_of_the_state():
     rollout = toys.sampled(POLICY)
-    found = critic_apart.values(CRITIC, rollout=rollout, recipe=BASE)
-    close(found, ppo.values(fresh(BASE), rollout=rollout, recipe=BASE))
-    assert jnp.abs(found).max() > 0.1
+    output = critic_apart.values(CRITIC, rollout=rollout, recipe=BASE)
+    close(output, ppo.values(fresh(BASE), rollout=rollout, recipe=BASE))
+    assert jnp.abs(output).max() > 0.1
 
 
 @pytest.mark.slow
@@ -224,26 +230,26 @@ def test_a_gradient_that_is_not_finite_skips_the_critic_alone(experience):
     policy, critic = fresh_apart(settings)
     critic, stats = apart(critic, experience=broken, key=KEY, recipe=settings)
     policy, _ = policy_alone(policy, experience=broken, key=KEY, recipe=settings)
-    found = masked.mean_stats(stats)
-    assert found["critic/skipped"] == 0.5  # of two minibatches
-    assert found["critic/skipped_in_a_row"] == 1
-    assert np.isfinite(found["loss/value"])
+    means = masked.mean_stats(stats)
+    assert means["critic/skipped"] == 0.5  # of two minibatches
+    assert means["critic/skipped_in_a_row"] == 1
+    assert np.isfinite(means["loss/value"])
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(critic.params))
     assert int(policy.skipped) == 0
-    wanted, _ = policy_alone(
+    expected, _ = policy_alone(
         fresh_apart(settings)[0], experience=experience, key=KEY, recipe=settings
     )
-    close(policy.policy, wanted.policy)
+    close(policy.policy, expected.policy)
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "value"),
     [("shared_trunk", True), ("stop_approxkl", 0.1), ("max_ratio_mean", 10.0)],
 )
-def test_what_needs_one_program_is_refused(experience, name, given):
-    settings = dataclasses.replace(BASE, **{name: given})
+def test_what_needs_one_program_is_refused(experience, name, value):
+    settings = dataclasses.replace(BASE, **{name: value})
     policy, critic = fresh_apart(settings)
-    refused = pytest.raises(InputError, match=f"{name}: .*got {given}")
+    refused = pytest.raises(InputError, match=f"{name}: .*got {value}")
     with refused:
         ppo.update(policy, experience=experience, key=KEY, recipe=settings)
     with refused:
@@ -298,12 +304,12 @@ def reward(rollout: batch.Rollout) -> jax.Array:
 )
 def test_on_devices_of_its_own(place):
     """Three iterations beside `ppo.iteration` on one device."""
-    shape, there, lora = PLACES[place]
+    shape, placement, lora = PLACES[place]
     settings = dataclasses.replace(BASE, lora=lora)
     if lora is not None:  # at LR they diverge by the third step, and rounding with them
         settings = dataclasses.replace(settings, policy_optimizer=optax.sgd(LR / 10))
     mesh = shape.make(jax.devices()[: shape.size])
-    mesh_there = there.make(jax.devices()[-there.size :])
+    critic_mesh = placement.make(jax.devices()[-placement.size :])
     base, trained, valued = None, POLICY, CRITIC
     if lora is not None:
         base = frozen.freeze(POLICY)
@@ -346,12 +352,12 @@ def test_on_devices_of_its_own(place):
         donate_argnames=("state",),
     )
     devices = critic_devices.CriticDevices(
-        recipe=settings, mesh=mesh_there, home=mesh, base=home_base
+        recipe=settings, mesh=critic_mesh, home=mesh, base=home_base
     )
     critic = devices.state_of(jax.tree.map(jnp.copy, valued))
     for step in range(3):
         key = jax.random.fold_in(KEY, step)
-        whole, wanted, scored = iteration(
+        whole, expected, scored = iteration(
             whole,
             prompts=prompts,
             frozen=FrozenModels(reference=reference, base=base),
@@ -378,13 +384,13 @@ def test_on_devices_of_its_own(place):
         policy, update_stats = update(
             policy, experience=experience, key=key, frozen=FrozenModels(base=home_base)
         )
-        found = masked.mean_stats(jax.device_get(stats | update_stats | critic_stats))
-        wanted = masked.mean_stats(wanted)
-        close({name: found[name] for name in wanted}, wanted, atol=1e-5)
+        means = masked.mean_stats(jax.device_get(stats | update_stats | critic_stats))
+        expected = masked.mean_stats(expected)
+        close({name: means[name] for name in expected}, expected, atol=1e-5)
     close(policy.policy, whole.policy, atol=1e-5)
     close(critic.params, whole.critic, atol=1e-5)
     for leaf in jax.tree.leaves(critic):
-        assert leaf.sharding.device_set == set(mesh_there.devices.flat)
+        assert leaf.sharding.device_set == set(critic_mesh.devices.flat)
     assert int(critic.step) == 12
 
 
@@ -396,7 +402,9 @@ def test_a_critic_elsewhere_is_the_one_here(experience):
     devices = critic_devices.CriticDevices(recipe=settings, mesh=mesh, home=home)
     place_home = functools.partial(sharding.place, mesh=home)
     start = fresh_apart(settings)[1]
-    wanted, wanted_stats = apart(start, experience=experience, key=KEY, recipe=settings)
+    expected, expected_stats = apart(
+        start, experience=experience, key=KEY, recipe=settings
+    )
     rollout = toys.sampled(POLICY)
     values = devices.values(
         devices.state_of(jax.tree.map(jnp.copy, CRITIC)), rollout=place_home(rollout)
@@ -407,8 +415,8 @@ def test_a_critic_elsewhere_is_the_one_here(experience):
         experience=place_home(experience),
         key=place_home(KEY),
     )
-    close(critic.params, wanted.params)
-    close(masked.mean_stats(jax.device_get(stats)), masked.mean_stats(wanted_stats))
+    close(critic.params, expected.params)
+    close(masked.mean_stats(jax.device_get(stats)), masked.mean_stats(expected_stats))
     for leaf in jax.tree.leaves(critic):
         assert leaf.sharding.device_set == {jax.devices()[-1]}
 
@@ -417,35 +425,35 @@ def test_the_critic_reads_responses_alone_and_packed_where_they_are(
     experience, monkeypatch
 ):
     """What its loss and its values are told; no model is run."""
-    told = []
+    calls = []
     zeros = jnp.zeros(experience.tokens.shape, jnp.float32)
 
     def values(params, *, first_column, packing, **options):
-        told.append((first_column, packing))
+        calls.append((first_column, packing))
         return zeros
 
     monkeypatch.setattr(import_module("rlhf_jax.algorithms.ppo.loss"), "values", values)
     counts = {"num_values": jnp.float32(4), "num_valued": jnp.float32(2)}
     loss = import_module("rlhf_jax.algorithms.ppo.loss").critic_loss
     loss(CRITIC, experience=experience, recipe=BASE, packing="how", **counts)
-    assert told.pop() == (experience.tokens.shape[1] - toys.SIZE, "how")
+    assert calls.pop() == (experience.tokens.shape[1] - toys.SIZE, "how")
 
     def response_values(params, *, packing, **options):
-        told.append(packing)
+        calls.append(packing)
         return zeros
 
     monkeypatch.setattr(score, "response_values", response_values)
     packing = types.SimpleNamespace(batch="of the batch")
     ppo.values(fresh(BASE), rollout=None, recipe=BASE, packing=packing)
     critic_apart.values(CRITIC, rollout=None, recipe=BASE, packing=packing)
-    assert told == ["of the batch"] * 2
+    assert calls == ["of the batch"] * 2
 
 
 def test_parts_of_packed_rows_reach_the_critic_s_loss(experience, monkeypatch):
-    told = []
+    packings = []
 
     def loss(params, *, packing, **options):
-        told.append(packing)
+        packings.append(packing)
         return jnp.zeros(()), {"loss/value": (jnp.zeros(()), jnp.ones(()))}
 
     def of_parts(loss, params, minibatch, *, parts):
@@ -460,5 +468,5 @@ def test_parts_of_packed_rows_reach_the_critic_s_loss(experience, monkeypatch):
     monkeypatch.setattr(critic_apart, "packed_parts", parts)
     _, critic = fresh_apart(BASE)
     after, _ = critic_apart.update(critic, experience=experience, key=KEY, recipe=BASE)
-    assert set(told) == {"a part"}
+    assert set(packings) == {"a part"}
     assert toys.leaves_equal(after.params, CRITIC)

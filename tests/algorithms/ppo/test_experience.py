@@ -78,12 +78,12 @@ def test_experience_against_loops(whiten, garbage):
     advantages, returns = oracles.gae(rewards, VALUES, MASK, 0.9, 0.8)
     if whiten == "rollout":
         advantages = oracles.masked_whiten(advantages, MASK)
-    for found, expected in (
+    for output, expected in (
         (made.token_rewards, rewards),
         (made.advantages, advantages),
         (made.returns, returns),
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(made.response_mask, MASK)
     np.testing.assert_array_equal(made.tokens, TOKENS)
 
@@ -120,9 +120,9 @@ def test_experience_needs_values():
         experience.gae_experience(scored(values=None), kl_coef=0.1, gamma=1.0, lam=0.95)
 
 
-def stats_of(found: batch.Scored) -> dict[str, float]:
+def stats_of(output: batch.Scored) -> dict[str, float]:
     stats = objective.objective_stats(
-        found,
+        output,
         kl_coef=jnp.asarray(0.2, jnp.float32),
         ended=jnp.asarray([True, False, True, True, True]),
     )
@@ -153,36 +153,36 @@ def test_objective_stats_against_loops(garbage):
         "response/eos_fraction": 0.8,
         "response/distinct_fraction": 0.8,  # row 3 repeats row 0
     }
-    found = stats_of(scored(garbage=garbage))
-    assert found.keys() == expected.keys()
+    stats = stats_of(scored(garbage=garbage))
+    assert stats.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(stats[name], value, rtol=1e-5, err_msg=name)
 
 
 def test_objective_stats_without_a_reference():
-    found = stats_of(scored(kl=None, ref_logprobs=None))
-    assert "objective/kl" not in found
-    assert "objective/kl_k3" not in found
-    assert "objective/ref_nll" not in found
-    assert found["objective/non_score_reward"] == 0
-    assert found["objective/rlhf_reward"] == 0.5
+    stats = stats_of(scored(kl=None, ref_logprobs=None))
+    assert "objective/kl" not in stats
+    assert "objective/kl_k3" not in stats
+    assert "objective/ref_nll" not in stats
+    assert stats["objective/non_score_reward"] == 0
+    assert stats["objective/rlhf_reward"] == 0.5
 
 
 def test_the_penalty_is_the_estimators_not_k1():
     """With a KL of 2 nats at every token: 13 tokens of 5 responses at 0.2 a nat."""
-    found = stats_of(scored(kl=jnp.full(MASK.shape, 2.0)))
+    stats = stats_of(scored(kl=jnp.full(MASK.shape, 2.0)))
     np.testing.assert_allclose(
-        found["objective/non_score_reward"], -0.2 * 2 * MASK.sum() / 5, rtol=1e-6
+        stats["objective/non_score_reward"], -0.2 * 2 * MASK.sum() / 5, rtol=1e-6
     )
     np.testing.assert_allclose(
-        found["objective/kl"], ((OLD - REF) * MASK).sum() / 5, rtol=1e-4
+        stats["objective/kl"], ((OLD - REF) * MASK).sum() / 5, rtol=1e-4
     )
 
 
 @pytest.mark.parametrize("garbage", [False, True])
 def test_kl_by_position_against_loops(garbage):
     """Columns 2 to 5 are positions 0 to 3; 5, 4, 4 and 2 rows reach them."""
-    found = objective.kl_by_position(scored(garbage=garbage), max_new_tokens=4)
+    by_position = objective.kl_by_position(scored(garbage=garbage), max_new_tokens=4)
     counts, k1s, k3s = [0.0] * 4, [0.0] * 4, [0.0] * 4
     for b in range(5):
         for t in range(6):
@@ -193,25 +193,27 @@ def test_kl_by_position_against_loops(garbage):
                 k3s[t - 2] += math.exp(-x) - 1 + x
     assert counts == [5, 4, 4, 2]
     for name, sums in (("k1", k1s), ("k3", k3s)):
-        np.testing.assert_allclose(found[name][0], sums, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(found[name][1], counts)
-    np.testing.assert_array_equal(found["responses"][0], counts)
-    np.testing.assert_array_equal(found["responses"][1], 1)
+        np.testing.assert_allclose(by_position[name][0], sums, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(by_position[name][1], counts)
+    np.testing.assert_array_equal(by_position["responses"][0], counts)
+    np.testing.assert_array_equal(by_position["responses"][1], 1)
 
 
 def test_kl_by_position_adds_up_to_the_kl_of_a_response():
-    found = objective.kl_by_position(scored(), max_new_tokens=4)
+    by_position = objective.kl_by_position(scored(), max_new_tokens=4)
     stats = objective.objective_stats(
         scored(), kl_coef=jnp.float32(0.2), ended=jnp.zeros(5, bool)
     )
     for name, metric in (("k1", "objective/kl"), ("k3", "objective/kl_k3")):
-        np.testing.assert_allclose(found[name][0].sum(), stats[metric][0], rtol=1e-5)
+        np.testing.assert_allclose(
+            by_position[name][0].sum(), stats[metric][0], rtol=1e-5
+        )
 
 
 def test_positions_that_nothing_reaches_have_weight_0():
-    found = objective.kl_by_position(scored(), max_new_tokens=6)
-    np.testing.assert_array_equal(found["k1"][1], [0, 0, 5, 4, 4, 2])
-    assert masked.mean_stats(found)["k1"][0] == 0
+    by_position = objective.kl_by_position(scored(), max_new_tokens=6)
+    np.testing.assert_array_equal(by_position["k1"][1], [0, 0, 5, 4, 4, 2])
+    assert masked.mean_stats(by_position)["k1"][0] == 0
 
 
 def test_kl_by_position_needs_a_reference():
@@ -226,7 +228,7 @@ def test_a_response_that_stands_twice_is_distinct_once():
     tokens = jnp.asarray([[9, 4, 5], [9, 4, 5], [8, 4, 5], [9, 4, 6], [9, 4, 6]])
     mask = jnp.asarray([[0, 1, 1]] * 5, bool)
     rollout = types.SimpleNamespace(tokens=tokens, response_mask=mask)
-    found = objective._first_of_its_kind(
+    is_first = objective._first_of_its_kind(
         types.SimpleNamespace(rollout=rollout, turn_rewards=None)
     )
-    np.testing.assert_array_equal(found, [1, 0, 0, 1, 0])
+    np.testing.assert_array_equal(is_first, [1, 0, 0, 1, 0])

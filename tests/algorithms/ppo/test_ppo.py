@@ -140,7 +140,7 @@ def test_an_update_is_one_step_down_the_gradient(updated, hand_made):
 @pytest.mark.slow
 def test_the_stats_of_an_update(updated, hand_made, experience):
     (_, (policy_part, value_part, ratio, m)), grads = hand_made
-    found = masked.mean_stats(updated[1])
+    means = masked.mean_stats(updated[1])
     inside = np.asarray(m) > 0
     ratios = np.asarray(ratio, np.float64)[inside]
     advantages = np.asarray(experience.advantages)[:, 1:][inside]
@@ -160,9 +160,9 @@ def test_the_stats_of_an_update(updated, hand_made, experience):
         "update/skipped_in_a_row": 0.0,
     }
     assert 0 < clipped.mean() < 1
-    assert found.keys() == {*expected, "value/clipfrac"}
+    assert means.keys() == {*expected, "value/clipfrac"}
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-3, err_msg=name)
+        np.testing.assert_allclose(means[name], value, rtol=1e-3, err_msg=name)
 
 
 @pytest.mark.slow
@@ -170,11 +170,11 @@ def test_before_any_update_the_ratio_is_one(rollout, experience):
     """approxkl 0, whatever was sampled, since nothing has moved yet."""
     own = dataclasses.replace(experience, old_logprobs=rollout.old_logprobs)
     _, stats = update(fresh(), experience=own, key=KEY, recipe=BASE)
-    found = masked.mean_stats(stats)
-    np.testing.assert_allclose(found["policy/ratio_mean"], 1.0, atol=1e-5)
-    np.testing.assert_allclose(found["policy/ratio_max"], 1.0, atol=1e-5)
-    np.testing.assert_allclose(found["policy/approxkl"], 0.0, atol=1e-9)
-    assert found["policy/clipfrac"] == 0
+    means = masked.mean_stats(stats)
+    np.testing.assert_allclose(means["policy/ratio_mean"], 1.0, atol=1e-5)
+    np.testing.assert_allclose(means["policy/ratio_max"], 1.0, atol=1e-5)
+    np.testing.assert_allclose(means["policy/approxkl"], 0.0, atol=1e-9)
+    assert means["policy/clipfrac"] == 0
 
 
 # What must not matter.
@@ -230,11 +230,11 @@ def test_micro_batches_change_nothing(updated, experience):
 
 def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
     """rows[epoch, minibatch, row], as the update takes them."""
-    seen = []
+    visited = []
 
     def record(current, *, minibatch, **_):
         jax.debug.callback(
-            lambda rows: seen.append(np.asarray(rows)),
+            lambda rows: visited.append(np.asarray(rows)),
             minibatch.tokens[:, 0],
             ordered=True,
         )
@@ -261,14 +261,14 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
     )
     ppo.update(fresh(), experience=numbered, key=key, recipe=settings)
     jax.effects_barrier()
-    return np.array(seen).reshape(num_epochs, num_minibatches, -1)
+    return np.array(visited).reshape(num_epochs, num_minibatches, -1)
 
 
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(monkeypatch):
-    seen = visits(monkeypatch, key=KEY)
-    for epoch in seen:
+    visited = visits(monkeypatch, key=KEY)
+    for epoch in visited:
         assert sorted(epoch.ravel()) == list(range(8))
-    orders = {tuple(epoch.ravel()) for epoch in seen}
+    orders = {tuple(epoch.ravel()) for epoch in visited}
     orders |= {tuple(e.ravel()) for e in visits(monkeypatch, key=jax.random.key(1))}
     assert len(orders) == 6
 
@@ -410,7 +410,7 @@ def test_the_state_is_donated_and_the_reference_is_not(iteration, reference):
 def test_a_reference_frozen_from_the_donated_policy_stands_still(reference):
     """A copy, not an alias: the policy's buffers are overwritten by its update."""
     own = jax.tree.map(jnp.copy, POLICY)
-    kept = frozen.freeze(own)
+    frozen_policy = frozen.freeze(own)
     start = fresh()
     start = dataclasses.replace(start, policy=own)
 
@@ -420,8 +420,8 @@ def test_a_reference_frozen_from_the_donated_policy_stands_still(reference):
 
     overwrite(start)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own))
-    frozen.verify(kept)
-    assert toys.leaves_equal(kept.stored, reference.stored)
+    frozen.verify(frozen_policy)
+    assert toys.leaves_equal(frozen_policy.stored, reference.stored)
 
 
 @pytest.mark.slow
@@ -438,13 +438,13 @@ def test_the_controller_moves_by_its_formula(iteration):
     after, stats, scored = iteration(away())
     response = np.asarray(scored.rollout.response_mask)
     x = oracles.k1(scored.rollout.old_logprobs, scored.ref_logprobs)
-    seen = x[response].sum() / 4
-    assert abs(seen) > 0.01
-    expected = oracles.adaptive_kl_coef(0.3, seen, 4, target=0.8, horizon=40)
+    kl = x[response].sum() / 4
+    assert abs(kl) > 0.01
+    expected = oracles.adaptive_kl_coef(0.3, kl, 4, target=0.8, horizon=40)
     np.testing.assert_allclose(after.kl.kl_coef, expected, rtol=1e-5)
     means = masked.mean_stats(stats)
     np.testing.assert_allclose(means["objective/kl_coef"], 0.3, rtol=1e-6)  # as used
-    np.testing.assert_allclose(means["objective/kl"], seen, rtol=1e-3)
+    np.testing.assert_allclose(means["objective/kl"], kl, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -473,7 +473,7 @@ def test_every_token_has_the_version_that_drew_it(iteration):
 def test_whitening_over_the_minibatch(experience):
     """Of one row each, so every row is whitened by itself."""
     settings = dataclasses.replace(ALONE, whiten_advantages="minibatch")
-    found, _ = update(fresh(), experience=experience, key=KEY, recipe=settings)
+    output, _ = update(fresh(), experience=experience, key=KEY, recipe=settings)
     advantages, mask = (
         np.array(a) for a in (experience.advantages, experience.response_mask)
     )
@@ -481,7 +481,7 @@ def test_whitening_over_the_minibatch(experience):
         advantages[b] = oracles.masked_whiten(advantages[b], mask[b])
     by_hand = dataclasses.replace(experience, advantages=jnp.asarray(advantages))
     expected, _ = update(fresh(), experience=by_hand, key=KEY, recipe=ALONE)
-    close(weights(found), weights(expected))
+    close(weights(output), weights(expected))
 
 
 @pytest.mark.slow
@@ -501,18 +501,18 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
         key=KEY,
         recipe=settings,
     )
-    found = masked.mean_stats(stats)
+    means = masked.mean_stats(stats)
     # Mean 3, variance 3.5.
     normal = (np.array([1.0, 2.0, 3.0, 6.0]) - 3) / 3.5**0.5
     stopped = (np.isin(rollout.tokens, toys.STOP) & rollout.response_mask).any(axis=1)
     assert 0 < stopped.sum() < 4
     expected = np.where(stopped, normal, -1.0)
     np.testing.assert_allclose(scored.scores, expected, rtol=1e-5)
-    np.testing.assert_allclose(found["objective/scores"], 3.0)  # as the reward said
-    np.testing.assert_allclose(found["response/eos_fraction"], stopped.mean())
+    np.testing.assert_allclose(means["objective/scores"], 3.0)  # as the reward said
+    np.testing.assert_allclose(means["response/eos_fraction"], stopped.mean())
     # The trainer's log-probs are used; how far the sampler's were is logged.
-    np.testing.assert_allclose(found["policy/sampler_mismatch"], 0.25, rtol=1e-4)
-    np.testing.assert_allclose(found["policy/ratio_mean"], 1.0, atol=1e-5)
+    np.testing.assert_allclose(means["policy/sampler_mismatch"], 0.25, rtol=1e-4)
+    np.testing.assert_allclose(means["policy/ratio_mean"], 1.0, atol=1e-5)
     np.testing.assert_allclose(scored.kl, 0.0, atol=2e-5)
 
     broken, broken_stats, _ = learn(
@@ -537,13 +537,13 @@ def test_a_broken_minibatch_is_skipped_alone(experience):
         experience, returns=experience.returns.at[2].set(jnp.inf)
     )
     after, stats = update(fresh(), experience=broken, key=KEY, recipe=ALONE)
-    found = masked.mean_stats(stats)
-    assert found["update/skipped"] == 0.25
-    assert found["update/skipped_in_a_row"] == 1
-    assert all(np.isfinite(value) for value in found.values())
+    means = masked.mean_stats(stats)
+    assert means["update/skipped"] == 0.25
+    assert means["update/skipped_in_a_row"] == 1
+    assert all(np.isfinite(value) for value in means.values())
     response = np.asarray(experience.response_mask)
-    kept = response.sum() - response[2].sum()
-    assert float(stats["loss/policy"][1]) == kept
+    num_tokens = response.sum() - response[2].sum()
+    assert float(stats["loss/policy"][1]) == num_tokens
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
     assert distance(after.policy, POLICY) > 0.01
 
@@ -644,14 +644,14 @@ def test_each_role_has_an_optimizer_of_its_own(numbers):
 @pytest.mark.slow
 def test_values_are_those_of_the_critic_s_own_model(rollout):
     other = dataclasses.replace(BASE, critic_model=REBUILT["critic_model"])
-    found = ppo.values(fresh(), rollout=rollout, recipe=other)
-    wanted = critic.values(
+    values = ppo.values(fresh(), rollout=rollout, recipe=other)
+    expected = critic.values(
         CRITIC,
         model=REBUILT["critic_model"],
         tokens=rollout.tokens,
         mask=rollout.mask,
     )
-    close(found, jnp.where(rollout.response_mask, wanted, 0.0))
+    close(values, jnp.where(rollout.response_mask, expected, 0.0))
 
 
 @pytest.mark.long  # of each another test says what it does
@@ -798,12 +798,12 @@ def train(reference):
 
 @pytest.mark.slow
 def test_ppo_raises_the_reward_and_a_higher_penalty_holds_the_kl(train):
-    free, held = train(0.0), train(1.0)
+    free, penalised = train(0.0), train(1.0)
     scores = [row["objective/scores"] for row in free]
     assert np.mean(scores[:2]) < 0.5
     assert np.mean(scores[-5:]) > 0.8
     assert abs(free[0]["objective/kl"]) < 1e-3
-    assert held[-1]["objective/kl"] < 0.5 * free[-1]["objective/kl"]
+    assert penalised[-1]["objective/kl"] < 0.5 * free[-1]["objective/kl"]
 
 
 @pytest.mark.long

@@ -230,7 +230,7 @@ TEXTS = made_texts()
 
 
 @pytest.fixture(scope="module")
-def given(answered):
+def experience(answered):
     """Numbers under which every clip bites, with a value after the last token."""
     made = toys.experience(answered, seed=7)
     longer = score.value_mask(answered, after_stop=True)
@@ -248,21 +248,21 @@ def given(answered):
 
 def poisoned(e: batch.Experience) -> batch.Experience:
     """Garbage wherever no mask has an entry."""
-    kept = dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages"), "response")
-    kept |= dict.fromkeys(("old_values", "returns", "token_rewards"), "value")
+    masks = dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages"), "response")
+    masks |= dict.fromkeys(("old_values", "returns", "token_rewards"), "value")
     changed = {
         name: jnp.asarray(oracles.poison(getattr(e, name), getattr(e, f"{mask}_mask")))
-        for name, mask in kept.items()
+        for name, mask in masks.items()
     }
     tokens = jnp.where(e.mask, e.tokens, 11)
     return dataclasses.replace(e, tokens=tokens, **changed)
 
 
-def unmoved_by_garbage(found, settings: ppo.PPO, e: batch.Experience, **arguments):
+def unmoved_by_garbage(output, settings: ppo.PPO, e: batch.Experience, **arguments):
     again = update(
         fresh(), experience=poisoned(e), key=KEY, recipe=settings, **arguments
     )
-    for left, right in zip(found, again, strict=True):
+    for left, right in zip(output, again, strict=True):
         assert toys.leaves_equal(left, right)
 
 
@@ -275,7 +275,7 @@ def unmoved_by_garbage(found, settings: ppo.PPO, e: batch.Experience, **argument
     ],
 )
 def test_every_term_at_once_as_a_mean_over_responses(
-    answered, given, aggregation, factor
+    answered, experience, aggregation, factor
 ):
     """Clip-higher, dual clip, entropy and k2 in the loss, in micro-batches."""
     settings = dataclasses.replace(
@@ -288,10 +288,10 @@ def test_every_term_at_once_as_a_mean_over_responses(
         penalty=Penalty(value_estimator="k3", grad_estimator="k2", placement="loss"),
         micro_batch_size=2,
     )
-    found = update(fresh(), experience=given, key=KEY, recipe=settings)
+    output = update(fresh(), experience=experience, key=KEY, recipe=settings)
     grads = hand()(
         (POLICY, CRITIC),
-        given,
+        experience,
         responses_alike=True,
         constant=factor,
         clip_high=0.5,
@@ -299,43 +299,43 @@ def test_every_term_at_once_as_a_mean_over_responses(
         entropy=0.05,
         k2=KL_COEF,
     )
-    after, stats = found
+    after, stats = output
     close((after.policy, after.critic), step((POLICY, CRITIC), grads))
-    ratio = np.exp(np.asarray(answered.old_logprobs - given.old_logprobs))
-    good = np.asarray(given.advantages) > 0
+    ratio = np.exp(np.asarray(answered.old_logprobs - experience.old_logprobs))
+    good = np.asarray(experience.advantages) > 0
     assert (good & (ratio > 1.2) & (ratio < 1.5)).any()
     assert (good & (ratio > 1.5)).any()
     assert 0 < float(masked.mean_stats(stats)["policy/dual_clipfrac"]) < 1
-    unmoved_by_garbage(found, settings, given)
+    unmoved_by_garbage(output, settings, experience)
 
 
 @pytest.mark.slow
-def test_texts_mixed_in_are_shared_out_over_the_minibatches(given):
+def test_texts_mixed_in_are_shared_out_over_the_minibatches(experience):
     """PPO's gradient and ptx_coef times that of the texts at temperature 1."""
     settings = dataclasses.replace(
         BASE, ptx_coef=2.0, entropy_coef=0.05, num_minibatches=2, micro_batch_size=1
     )
-    found = update(fresh(), experience=given, key=KEY, recipe=settings, ptx=TEXTS)
+    output = update(fresh(), experience=experience, key=KEY, recipe=settings, ptx=TEXTS)
     order = jax.random.permutation(jax.random.fold_in(KEY, 0), 4)
     trained = (POLICY, CRITIC)
     for part, rows in enumerate(np.asarray(order).reshape(2, 2)):
         grads = hand()(
             trained,
-            given,
+            experience,
             rows=rows,
             text_rows=(2 * part, 2 * part + 1),
             entropy=0.05,
             ptx=2.0,
         )
         trained = step(trained, grads)
-    after, stats = found
+    after, stats = output
     close((after.policy, after.critic), trained)
     assert float(stats["loss/ptx"][1]) == 15  # 16 of answers; one starts its row
-    unmoved_by_garbage(found, settings, given, ptx=TEXTS)
+    unmoved_by_garbage(output, settings, experience, ptx=TEXTS)
 
 
 @pytest.mark.long  # each guard alone is in test_ppo_details.py
-def test_the_guards_leave_out_what_they_say(given):
+def test_the_guards_leave_out_what_they_say(experience):
     """By row: a ratio of e⁴ is left out alone; one of e⁻⁵ ends the batch there."""
     settings = dataclasses.replace(
         BASE, num_minibatches=4, max_ratio_mean=10.0, stop_approxkl=10.0
@@ -344,14 +344,14 @@ def test_the_guards_leave_out_what_they_say(given):
 
     def run(*, shifted=None, by=0.0, without=()):
         rows = jnp.arange(4)[:, None]
-        kept = ~jnp.isin(rows, jnp.asarray([-1, *without]))
+        is_inside = ~jnp.isin(rows, jnp.asarray([-1, *without]))
         return update(
             fresh(),
             experience=dataclasses.replace(
-                given,
-                old_logprobs=given.old_logprobs - by * (rows == shifted),
-                response_mask=given.response_mask & kept,
-                value_mask=given.value_mask & kept,
+                experience,
+                old_logprobs=experience.old_logprobs - by * (rows == shifted),
+                response_mask=experience.response_mask & is_inside,
+                value_mask=experience.value_mask & is_inside,
             ),
             key=KEY,
             recipe=settings,
@@ -380,7 +380,7 @@ def test_the_guards_leave_out_what_they_say(given):
     assert float(masked.mean_stats(stats)["update/guarded"]) == 0
     assert not toys.leaves_equal(guarded.policy, stopped.policy)
     assert not toys.leaves_equal(guarded.policy, plain.policy)
-    unmoved_by_garbage(run(), settings, given)
+    unmoved_by_garbage(run(), settings, experience)
 
 
 # --- whole batches, by the published recipes ----------------------------------
@@ -388,27 +388,27 @@ def test_the_guards_leave_out_what_they_say(given):
 SCORES = np.array([1.5, -0.5, 2.0, 0.25], np.float32)
 
 
-def response_kl(found: batch.Scored):
-    pair = found.rollout.old_logprobs, found.ref_logprobs
+def response_kl(scored: batch.Scored):
+    pair = scored.rollout.old_logprobs, scored.ref_logprobs
     return oracles.k1(*(np.asarray(array, np.float64) for array in pair))
 
 
-def as_experience(found: batch.Scored, **numbers) -> batch.Experience:
+def as_experience(scored: batch.Scored, **numbers) -> batch.Experience:
     """What `hand` reads of a scored rollout, with advantages and returns by hand."""
-    mask = found.rollout.response_mask
+    mask = scored.rollout.response_mask
     numbers = {
         name: jnp.asarray(x, jnp.bool_ if name.endswith("mask") else jnp.float32)
         for name, x in numbers.items()
     }
     return batch.Experience(
         **{
-            "tokens": found.rollout.tokens,
-            "mask": found.rollout.mask,
+            "tokens": scored.rollout.tokens,
+            "mask": scored.rollout.mask,
             "response_mask": mask,
             "value_mask": mask,
-            "old_logprobs": found.rollout.old_logprobs,
-            "ref_logprobs": found.ref_logprobs,
-            "old_values": found.values,
+            "old_logprobs": scored.rollout.old_logprobs,
+            "ref_logprobs": scored.ref_logprobs,
+            "old_values": scored.values,
             "token_rewards": jnp.zeros(mask.shape, jnp.float32),
             **numbers,
         }
@@ -423,7 +423,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
     settings = recipe(OPENAI_2019, truncate_after=3)  # as was sampled
     assert toys.leaves_equal(ppo.seen_by_reward(untruncated, recipe=settings), sampled)
     head = {"score": CRITIC["score"]}
-    after, stats, found = learn(
+    after, stats, scored = learn(
         fresh(settings, critic=head, kl_coef=0.15),
         rollout=untruncated,
         scores=jnp.asarray(SCORES),
@@ -434,19 +434,21 @@ def test_openai_2019_by_hand(untruncated, sampled):
     mask = np.asarray(untruncated.response_mask)
     ended = np.asarray(score.ended(sampled, stop_ids=toys.STOP))
     assert 0 < ended.sum() < 4
-    np.testing.assert_allclose(found.scores, np.where(ended, SCORES, -1.0))
+    np.testing.assert_allclose(scored.scores, np.where(ended, SCORES, -1.0))
     assert mask[:, 4:].all()
     trunk = {name: POLICY[name] for name in CRITIC["trunk"]}
     shared = {"trunk": trunk, "score": CRITIC["score"]}
     values = values_of(
         shared, model=toys.GPT2, tokens=untruncated.tokens, mask=untruncated.mask
     )
-    close(found.values, np.where(mask, values, 0.0), atol=1e-5)
-    token_rewards = oracles.token_rewards(found.scores, response_kl(found), mask, 0.15)
+    close(scored.values, np.where(mask, values, 0.0), atol=1e-5)
+    token_rewards = oracles.token_rewards(
+        scored.scores, response_kl(scored), mask, 0.15
+    )
     whitened = oracles.masked_whiten(token_rewards, mask, shift_mean=False)
-    advantages, returns = oracles.gae(whitened, found.values, mask, 1.0, 0.95)
+    advantages, returns = oracles.gae(whitened, scored.values, mask, 1.0, 0.95)
     e = as_experience(
-        found, advantages=oracles.masked_whiten(advantages, mask), returns=returns
+        scored, advantages=oracles.masked_whiten(advantages, mask), returns=returns
     )
     grads, critic_grads = hand()((POLICY, shared), e)
     # The value loss reaches the policy's trunk: as that of a critic which starts as it.
@@ -460,7 +462,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
     close(after.policy, step(POLICY, both), atol=5e-6)
     assert after.critic.keys() == {"score"}
     close(after.critic["score"], step(CRITIC["score"], critic_grads["score"]))
-    squares = 0.5 * (np.asarray(found.values) - returns)[mask] ** 2
+    squares = 0.5 * (np.asarray(scored.values) - returns)[mask] ** 2
     loss = masked.mean_stats(stats)["loss/value"]
     np.testing.assert_allclose(loss, squares.mean(), rtol=1e-4)
 
@@ -469,7 +471,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
 def test_n_plus_by_hand(answered):
     """The published code on the response columns; the value loss counts one more."""
     settings = recipe(N_PLUS, micro_batch_size=2)
-    after, stats, found = learn(
+    after, stats, scored = learn(
         fresh(settings, kl_coef=0.05),
         rollout=answered,
         scores=jnp.asarray(SCORES),
@@ -479,14 +481,14 @@ def test_n_plus_by_hand(answered):
     )
     ended = np.asarray(score.ended(answered, stop_ids=toys.STOP))
     assert 0 < ended.sum() < 4
-    np.testing.assert_allclose(found.scores, np.where(ended, SCORES, -1.0))
+    np.testing.assert_allclose(scored.scores, np.where(ended, SCORES, -1.0))
     whole = values_of(
         CRITIC, model=toys.GPT2, tokens=answered.tokens, mask=answered.mask
     )
     mask = np.asarray(answered.response_mask)[:, 4:]
     advantages, returns, counted = oracles.n_plus(
-        response_kl(found)[:, 4:],
-        np.asarray(found.scores),
+        response_kl(scored)[:, 4:],
+        np.asarray(scored.scores),
         np.asarray(whole)[:, 4:],
         mask.sum(axis=1) - 1,
         kl_coef=0.05,
@@ -494,13 +496,13 @@ def test_n_plus_by_hand(answered):
     )
     assert counted.sum() > mask.sum()
     close(
-        np.asarray(found.values)[:, 4:],
+        np.asarray(scored.values)[:, 4:],
         np.where(counted, np.asarray(whole)[:, 4:], 0.0),
         atol=1e-5,
     )
     aside = ((0, 0), (4, 0))
     e = as_experience(
-        found,
+        scored,
         advantages=np.pad(advantages, aside),
         returns=np.pad(returns, aside),
         value_mask=np.pad(counted, aside),
@@ -533,7 +535,7 @@ def test_exact_kl_in_micro_batches_by_hand(answered, placement):
     settings = dataclasses.replace(
         BASE, penalty=penalty, scores=shaping, micro_batch_size=2
     )
-    after, stats, found = learn(
+    after, stats, scored = learn(
         fresh(kl_coef=0.5),
         rollout=answered,
         scores=jnp.asarray(SCORES),
@@ -545,7 +547,7 @@ def test_exact_kl_in_micro_batches_by_hand(answered, placement):
     ended = np.asarray(score.ended(answered, stop_ids=toys.STOP))
     shaped = np.clip((SCORES - SCORES.mean()) / SCORES.std(), -1, 1)
     shaped = shaped - 0.05 * mask.sum(axis=1) - 0.5 * ~ended
-    np.testing.assert_allclose(found.scores, shaped, rtol=1e-5)
+    np.testing.assert_allclose(scored.scores, shaped, rtol=1e-5)
 
     logits, ref_logits = (
         toys.logits(params, model=toys.GPT2, tokens=answered.tokens, mask=answered.mask)
@@ -558,10 +560,10 @@ def test_exact_kl_in_micro_batches_by_hand(answered, placement):
     assert 0.1 < clipfrac < 0.9
     means, in_reward, in_loss = masked.mean_stats(stats), None, 0.0
     if placement == "loss":
-        assert found.kl is None
+        assert scored.kl is None
     else:
         in_reward = clipped
-        np.testing.assert_allclose(found.kl, clipped, atol=1e-5)
+        np.testing.assert_allclose(scored.kl, clipped, atol=1e-5)
         np.testing.assert_allclose(means["penalty/clipfrac"], clipfrac, rtol=1e-5)
     if placement != "reward":
         in_loss = 0.5
@@ -569,9 +571,9 @@ def test_exact_kl_in_micro_batches_by_hand(answered, placement):
         np.testing.assert_allclose(means["loss/kl_clipfrac"], clipfrac, rtol=1e-5)
 
     token_rewards = oracles.token_rewards(shaped, in_reward, mask, 0.5)
-    advantages, returns = oracles.gae(token_rewards, found.values, mask, 1.0, 0.95)
+    advantages, returns = oracles.gae(token_rewards, scored.values, mask, 1.0, 0.95)
     e = as_experience(
-        found, advantages=oracles.masked_whiten(advantages, mask), returns=returns
+        scored, advantages=oracles.masked_whiten(advantages, mask), returns=returns
     )
     grads = hand()((POLICY, CRITIC), e, exact=in_loss, kl_clip=1.5)
     close((after.policy, after.critic), step((POLICY, CRITIC), grads), atol=5e-6)
@@ -590,7 +592,7 @@ PLAIN = {
     "k3": Penalty(value_estimator="k3", placement="both"),
     "exact": Penalty(value_estimator="exact", placement="both"),
 }
-each_penalty = pytest.mark.parametrize(
+for_each_penalty = pytest.mark.parametrize(
     "name",
     [*PENALTIES, *(pytest.param(name, marks=pytest.mark.long) for name in PLAIN)],
 )
@@ -615,7 +617,7 @@ def kl_terms(answered):
             max_new_tokens=SIZE,
             temperature=temperature,
         )
-        found = score.score(
+        scored = score.score(
             mine,
             scores=jnp.asarray(SCORES),
             reference=reference,
@@ -633,7 +635,7 @@ def kl_terms(answered):
             experience=dataclasses.replace(
                 toys.experience(answered),
                 old_logprobs=mine.old_logprobs,
-                ref_logprobs=found.ref_logprobs,
+                ref_logprobs=scored.ref_logprobs,
             ),
             kl_coef=1.0,
             num_tokens=answered.response_mask.sum(dtype=jnp.float32),
@@ -642,7 +644,7 @@ def kl_terms(answered):
             recipe=settings,
             frozen=FrozenModels(reference=reference),
         )
-        return loss + found.kl.sum(), (found.kl, masked.mean_stats(stats)["loss/kl"])
+        return loss + scored.kl.sum(), (scored.kl, masked.mean_stats(stats)["loss/kl"])
 
     @functools.cache
     def of(plain):
@@ -660,8 +662,8 @@ def kl_terms(answered):
         def run(stored, temperature):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "KL penalty")  # k2 and k3 in both
-                found = all_of_them(*jax.device_get((stored, POLICY)), temperature)
-            return jax.device_get(found)
+                output = all_of_them(*jax.device_get((stored, POLICY)), temperature)
+            return jax.device_get(output)
 
         return {
             **{t: run(POLICY, t) for t in (0.3, 0.7, 1.5)},
@@ -673,7 +675,7 @@ def kl_terms(answered):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.5])
-@each_penalty
+@for_each_penalty
 def test_the_kl_of_equal_models_is_0_wherever_it_stands(kl_terms, name, temperature):
     _, (in_reward, in_loss) = kl_terms(name)[temperature][name]
     np.testing.assert_allclose(in_reward, 0.0, atol=1e-6)
@@ -681,7 +683,7 @@ def test_the_kl_of_equal_models_is_0_wherever_it_stands(kl_terms, name, temperat
 
 
 @pytest.mark.slow
-@each_penalty
+@for_each_penalty
 def test_no_gradient_reaches_the_reference(kl_terms, name):
     gradient, (in_reward, in_loss) = kl_terms(name)["another"][name]
     assert np.abs(in_reward).max() > 0.1
@@ -693,7 +695,7 @@ def test_no_gradient_reaches_the_reference(kl_terms, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["reward", "loss", "both"])
 @pytest.mark.filterwarnings("ignore:KL penalty")
-def test_exact_kl_needs_the_reference_itself(answered, given, placement):
+def test_exact_kl_needs_the_reference_itself(answered, experience, placement):
     penalty = Penalty(value_estimator="exact", placement=placement)
     settings = dataclasses.replace(BASE, penalty=penalty)
     with pytest.raises(checks.InputError, match="for exact KL"):
@@ -711,16 +713,16 @@ def test_exact_kl_needs_the_reference_itself(answered, given, placement):
             jax.eval_shape(
                 functools.partial(ppo.update, recipe=settings),
                 fresh(),
-                experience=given,
+                experience=experience,
                 key=KEY,
             )
 
 
 @pytest.mark.slow
-def test_nothing_is_dropped_out(given):
+def test_nothing_is_dropped_out(experience):
     loss = functools.partial(
         ppo.ppo_loss,
-        experience=given,
+        experience=experience,
         kl_coef=KL_COEF,
         num_tokens=jnp.float32(9),
         num_values=jnp.float32(9),

@@ -63,9 +63,9 @@ def test_truncation_after_16_tokens_as_published():
     tokens = np.concatenate([np.full((4, 5), 13), responses], axis=1)  # prompts too
     whole = plain_rollout(tokens, np.arange(29)[None] >= np.full((4, 1), 5))
     short = rollout.truncate(whole, stop_ids=(13,), after=16)
-    found = np.asarray(short.response_mask)[:, 5:]
-    np.testing.assert_array_equal(found, ~oracles.oai_truncated(responses, 13, 16))
-    assert found.sum(axis=1).tolist() == [17, 21, 24, 17]
+    mask = np.asarray(short.response_mask)[:, 5:]
+    np.testing.assert_array_equal(mask, ~oracles.oai_truncated(responses, 13, 16))
+    assert mask.sum(axis=1).tolist() == [17, 21, 24, 17]
     ended = np.asarray(score.ended(short, stop_ids=(13,)))
     np.testing.assert_array_equal(ended, oracles.oai_valid(responses, 13, 16))
     shaped = shaping.shape(
@@ -102,10 +102,10 @@ def test_scores_are_normalised_clipped_charged_for_length_and_for_no_end(
         tokens[row, last] = 1 if ENDED[row] else 5
     tokens[:, :2] = 1  # in the prompt it ends nothing
     scores = np.array([3.0, -0.25, 0.25, 1.0])
-    seen = rewards.update_moments(rewards.no_moments(), jnp.asarray([1.0, 2.0, 9.0]))
-    found = shaping.shape(
+    moments = rewards.update_moments(rewards.no_moments(), jnp.asarray([1.0, 2.0, 9.0]))
+    shaped = shaping.shape(
         jnp.asarray(scores, jnp.float32),
-        moments=seen,
+        moments=moments,
         rollout=plain_rollout(tokens, SHORT),
         stop_ids=(1,),
         shaping=ScoreShaping(
@@ -124,7 +124,7 @@ def test_scores_are_normalised_clipped_charged_for_length_and_for_no_end(
                 "missing_stop_score", number - missing.get("missing_stop_penalty", 0.0)
             )
         expected.append(number)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(shaped, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -244,10 +244,12 @@ def numbered(rows=4, columns=6, *, seed=0, garbage=False) -> batch.Experience:
     place = np.arange(columns)[None, :]
     mask = (place >= 2) & (place < 2 + lengths)
     value_mask = (place >= 2) & (place < 3 + lengths)
-    under = oracles.poison if garbage else (lambda x, kept: np.where(kept, x, 0.0))
+    under = (
+        oracles.poison if garbage else (lambda x, unpadded: np.where(unpadded, x, 0.0))
+    )
 
-    def noise(kept):
-        return jnp.asarray(under(rng.normal(size=mask.shape), kept), jnp.float32)
+    def noise(unpadded):
+        return jnp.asarray(under(rng.normal(size=mask.shape), unpadded), jnp.float32)
 
     return batch.Experience(
         tokens=jnp.asarray(np.arange(rows)[:, None] + 0 * place, jnp.int32),
@@ -264,7 +266,7 @@ def numbered(rows=4, columns=6, *, seed=0, garbage=False) -> batch.Experience:
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def calls_of_loss(monkeypatch):
     """Puts a loss in the place of PPO's, and lists what each call of it was given.
 
     Its gradient is 1 for each of two numbers, policy and critic; its approxkl is that
@@ -274,7 +276,7 @@ def seen(monkeypatch):
 
     def loss(policy, critic, *, experience, num_tokens, num_values, num_responses, **_):
         jax.debug.callback(
-            lambda *given: calls.append(jax.tree.map(np.asarray, given)),
+            lambda *arguments: calls.append(jax.tree.map(np.asarray, arguments)),
             *(experience, num_tokens, num_values, num_responses),
             ordered=True,
         )
@@ -308,7 +310,7 @@ def two_numbers(settings: ppo.PPO, *, policy=0.0) -> state.TrainState:
     [("minibatch", "minibatch", 0), ("minibatch", None, 1), (None, "minibatch", 1)],
 )
 def test_whitening_over_the_minibatch_runs_gae_there(
-    seen, whiten_rewards, whiten_advantages, ddof
+    calls_of_loss, whiten_rewards, whiten_advantages, ddof
 ):
     """Never over a micro-batch, and what stands outside the masks plays no part."""
     settings = dataclasses.replace(
@@ -319,7 +321,7 @@ def test_whitening_over_the_minibatch_runs_gae_there(
         num_minibatches=2,
         micro_batch_size=1,
     )
-    given = numbered()
+    experience = numbered()
     ppo.update(
         two_numbers(settings),
         experience=numbered(garbage=True),
@@ -327,11 +329,11 @@ def test_whitening_over_the_minibatch_runs_gae_there(
         recipe=settings,
     )
     jax.effects_barrier()
-    visited = [int(part.tokens[0, 0]) for part, *_ in seen]
+    visited = [int(part.tokens[0, 0]) for part, *_ in calls_of_loss]
     assert sorted(visited) == [0, 1, 2, 3]
     expected = {}
     for rows in (visited[:2], visited[2:]):
-        part = jax.tree.map(lambda leaf, rows=rows: np.asarray(leaf)[rows], given)
+        part = jax.tree.map(lambda leaf, rows=rows: np.asarray(leaf)[rows], experience)
         mask, value_mask = part.response_mask, part.value_mask
         advantages, returns = part.advantages, part.returns
         if whiten_rewards:
@@ -349,7 +351,7 @@ def test_whitening_over_the_minibatch_runs_gae_there(
                 returns[i][value_mask[i]],
                 (mask.sum(), value_mask.sum(), 2),  # of the minibatch
             )
-    for row, (part, *counts) in zip(visited, seen, strict=True):
+    for row, (part, *counts) in zip(visited, calls_of_loss, strict=True):
         advantages, returns, sizes = expected[row]
         mask, value_mask = part.response_mask[0], part.value_mask[0]
         close(part.advantages[0][mask], advantages, rtol=1e-4, atol=1e-5)
@@ -357,43 +359,45 @@ def test_whitening_over_the_minibatch_runs_gae_there(
         assert tuple(counts) == sizes
 
 
-def test_updates_end_with_the_approximate_kl(seen):
+def test_updates_end_with_the_approximate_kl(calls_of_loss):
     """Steps of 0.1: ½(0.4)² = 0.08 is the first above 0.05, before the fifth step."""
     settings = dataclasses.replace(
         BASE, num_epochs=4, num_minibatches=2, stop_approxkl=0.05
     )
-    start, given = two_numbers(settings), numbered()
-    after, stats = ppo.update(start, experience=given, key=KEY, recipe=settings)
+    start, experience = two_numbers(settings), numbered()
+    after, stats = ppo.update(start, experience=experience, key=KEY, recipe=settings)
     jax.effects_barrier()
-    assert len(seen) == 5  # the fifth is looked at and left out, the others do not run
+    assert (
+        len(calls_of_loss) == 5
+    )  # the fifth is looked at and left out, the others do not run
     assert float(after.policy) == pytest.approx(-0.4)
     assert float(after.critic) == pytest.approx(-0.4)
     assert int(after.step) == 1
-    found = masked.mean_stats(stats)
-    assert float(found["update/stopped"]) == pytest.approx(4 / 8)
+    means = masked.mean_stats(stats)
+    assert float(means["update/stopped"]) == pytest.approx(4 / 8)
     per_step = [0.0, 0.005, 0.02, 0.045, 0.08]
-    tokens = [int(part.response_mask.sum()) for part, *_ in seen]
+    tokens = [int(part.response_mask.sum()) for part, *_ in calls_of_loss]
     mean = np.dot(per_step, tokens) / np.sum(tokens)
-    assert float(found["policy/approxkl"]) == pytest.approx(mean, rel=1e-5)
+    assert float(means["policy/approxkl"]) == pytest.approx(mean, rel=1e-5)
     # The next batch starts again, with the log-probs that it was sampled with.
-    own = dataclasses.replace(given, old_logprobs=given.old_logprobs - 0.4)
+    own = dataclasses.replace(experience, old_logprobs=experience.old_logprobs - 0.4)
     again, _ = ppo.update(after, experience=own, key=KEY, recipe=settings)
     assert float(again.policy) == pytest.approx(-0.8)
     assert float(again.critic) == pytest.approx(-0.8)
 
 
-def test_a_minibatch_of_a_large_mean_ratio_is_left_out_alone(seen):
+def test_a_minibatch_of_a_large_mean_ratio_is_left_out_alone(calls_of_loss):
     """Of the four rows one was sampled with log-probs 3 lower: e³ = 20 is above 10."""
     settings = dataclasses.replace(BASE, num_minibatches=4, max_ratio_mean=10.0)
-    given = numbered()
-    lower = given.old_logprobs - 3.0 * (jnp.arange(4)[:, None] == 2)
+    experience = numbered()
+    lower = experience.old_logprobs - 3.0 * (jnp.arange(4)[:, None] == 2)
     after, stats = ppo.update(
         two_numbers(settings),
-        experience=dataclasses.replace(given, old_logprobs=lower),
+        experience=dataclasses.replace(experience, old_logprobs=lower),
         key=KEY,
         recipe=settings,
     )
-    assert len(seen) == 4
+    assert len(calls_of_loss) == 4
     assert float(after.policy) == pytest.approx(-0.3)
     assert float(after.critic) == pytest.approx(-0.3)
     assert int(after.skipped) == 0
@@ -401,7 +405,7 @@ def test_a_minibatch_of_a_large_mean_ratio_is_left_out_alone(seen):
     assert "update/stopped" not in stats
 
 
-def test_the_critic_is_warmed_up_alone(seen):
+def test_the_critic_is_warmed_up_alone(calls_of_loss):
     adam = optax.adam(0.5)
     settings = dataclasses.replace(
         BASE, policy_optimizer=adam, critic_optimizer=adam, critic_warmup=2
@@ -435,7 +439,7 @@ def test_texts_and_their_coefficient_come_together():
     mixed = dataclasses.replace(BASE, ptx_coef=27.8, num_minibatches=2)
     tokens = jnp.zeros((3, 5), jnp.int32)
     texts = batch.Sequences(tokens, tokens == 0, tokens == 0)
-    for settings, given, message in (
+    for settings, ptx, message in (
         (mixed, None, "ptx texts if, and only if, ptx_coef is above 0, got none"),
         (BASE, texts, "ptx texts if, and only if, ptx_coef is above 0, got some"),
         (mixed, texts, "num_minibatches to divide the 3 rows of ptx, got 2"),
@@ -446,23 +450,23 @@ def test_texts_and_their_coefficient_come_together():
                 experience=numbered(),
                 key=KEY,
                 recipe=settings,
-                ptx=given,
+                ptx=ptx,
             )
 
 
 def test_a_penalty_that_is_no_kl_is_told_once():
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         ppo.PPO(**FIXED)
         dataclasses.replace(BASE, num_epochs=2)
-        assert not told
+        assert not warned
         penalty = Penalty(placement="loss")
-        assert not told  # of no use before there is an algorithm to use it
+        assert not warned  # of no use before there is an algorithm to use it
         ppo.PPO(**FIXED, penalty=penalty)
-    assert len(told) == 1
-    assert "its expected gradient is zero" in str(told[0].message)
-    assert "'token_mean' divides what a response adds" in str(told[0].message)
-    assert told[0].filename == __file__
+    assert len(warned) == 1
+    assert "its expected gradient is zero" in str(warned[0].message)
+    assert "'token_mean' divides what a response adds" in str(warned[0].message)
+    assert warned[0].filename == __file__
     with pytest.warns(UserWarning, match="that of no KL, it is fixed-state forward"):
         ppo.PPO(
             **FIXED,
@@ -471,7 +475,7 @@ def test_a_penalty_that_is_no_kl_is_told_once():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "bias"),
     [
         ({}, "'token_mean' divides what a response adds by .* tokens of its minibatch"),
         ({"aggregation": "sequence_mean"}, "'sequence_mean' divides .* its own tokens"),
@@ -480,13 +484,13 @@ def test_a_penalty_that_is_no_kl_is_told_once():
         ({"fixed_length": True, "truncate_reward_only": True}, None),  # as trained
     ],
 )
-def test_the_warning_names_the_bias_of_a_mean(options, told):
+def test_the_warning_names_the_bias_of_a_mean(options, bias):
     with pytest.warns(UserWarning, match="its expected gradient is zero") as warned:
-        found = ppo.PPO(**{**FIXED, **options}, penalty=Penalty(placement="loss"))
-    said = str(warned[0].message)
-    assert ("; aggregation" in said) == (told is not None)
-    assert told is None or re.search(told, said)
-    assert (found.length_bias is None) == (told is None)
+        recipe = ppo.PPO(**{**FIXED, **options}, penalty=Penalty(placement="loss"))
+    text = str(warned[0].message)
+    assert ("; aggregation" in text) == (bias is not None)
+    assert bias is None or re.search(bias, text)
+    assert (recipe.length_bias is None) == (bias is None)
 
 
 def test_a_constant_is_the_longest_response_unless_it_is_given():

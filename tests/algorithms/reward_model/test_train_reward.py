@@ -50,13 +50,13 @@ def scores_of(texts: batch.Sequences) -> np.ndarray:
 def test_the_loss_is_bradley_terrys(pairs, margin):
     """With the margin: -log σ(chosen - rejected - margin)."""
     chosen, rejected = scores_of(pairs.chosen), scores_of(pairs.rejected)
-    given = None if margin is None else jnp.asarray(margin, jnp.float32)
-    value, stats = loss(PARAMS, dataclasses.replace(pairs, margin=given))
+    margins = None if margin is None else jnp.asarray(margin, jnp.float32)
+    value, stats = loss(PARAMS, dataclasses.replace(pairs, margin=margins))
     expected = oracles.pairwise_losses(
         chosen, rejected, np.zeros(4) if margin is None else margin
     )
     np.testing.assert_allclose(value, np.mean(expected), rtol=1e-5)
-    part, _ = loss(PARAMS, dataclasses.replace(pairs, margin=given), 16.0)
+    part, _ = loss(PARAMS, dataclasses.replace(pairs, margin=margins), 16.0)
     np.testing.assert_allclose(part, np.sum(expected) / 16, rtol=1e-5)
     means = masked.mean_stats(stats)
     np.testing.assert_allclose(means["pairwise/accuracy"], (chosen > rejected).mean())
@@ -87,11 +87,11 @@ def test_it_learns_its_pairs_and_the_margin_asked_for(pairs):
     """Without a margin the loss is content with less of a lead."""
 
     def trained(margin):
-        asked = dataclasses.replace(pairs, margin=jnp.full(4, margin))
+        with_margin = dataclasses.replace(pairs, margin=jnp.full(4, margin))
         current = state.supervised_state(PARAMS, optimizer=OPTIMIZER)
         for _ in range(25):
             current, stats = update(
-                current, batch=asked, model=toys.GPT2, optimizer=OPTIMIZER
+                current, batch=with_margin, model=toys.GPT2, optimizer=OPTIMIZER
             )
         return masked.mean_stats(stats)
 

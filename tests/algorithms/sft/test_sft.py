@@ -44,7 +44,7 @@ def loss(params, texts):
 
 def test_the_loss_is_of_response_tokens_alone(texts):
     logits = toys.logits(PARAMS, model=toys.GPT2, tokens=texts.tokens, mask=texts.mask)
-    found = oracles.token_logprobs(
+    logprobs = oracles.token_logprobs(
         np.asarray(logits, np.float64), np.asarray(texts.tokens)
     )
     trained = np.array(  # nothing predicts the first token of row 3
@@ -52,7 +52,7 @@ def test_the_loss_is_of_response_tokens_alone(texts):
     ).astype(bool)
     np.testing.assert_array_equal(sft.predicted(texts), trained)
     value, stats = loss(PARAMS, texts)
-    expected = oracles.language_model_loss(found, trained)
+    expected = oracles.language_model_loss(logprobs, trained)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     total, weight = stats["loss/language_model"]
     np.testing.assert_allclose(total / weight, expected, rtol=1e-5)
@@ -79,8 +79,8 @@ def test_nothing_predicts_the_first_token_of_a_text_in_a_packed_row():
         response_mask=segments > 0,
         segments=segments,
     )
-    found = sft.predicted(packed)
-    np.testing.assert_array_equal(found, [[False, True, False, True, True, False]])
+    predicted = sft.predicted(packed)
+    np.testing.assert_array_equal(predicted, [[False, True, False, True, True, False]])
 
 
 def test_texts_of_a_packed_row_do_not_see_each_other():
@@ -159,5 +159,5 @@ def test_a_part_is_divided_by_the_tokens_of_the_whole(texts, monkeypatch):
     )
     count = int(sft.predicted(texts).sum())
     for total, expected in ((count, 1.0), (2 * count, 0.5)):
-        found, _ = sft.loss(None, texts, model=None, num_tokens=jnp.float32(total))
-        assert float(found) == pytest.approx(expected, rel=1e-6)
+        output, _ = sft.loss(None, texts, model=None, num_tokens=jnp.float32(total))
+        assert float(output) == pytest.approx(expected, rel=1e-6)

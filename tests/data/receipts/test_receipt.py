@@ -28,7 +28,7 @@ def decode(tokens):
     return TOKENIZER.decode(tokens)
 
 
-def told(receipts):
+def json_of(receipts):
     return receipts.to_json(decode=decode)
 
 
@@ -57,7 +57,7 @@ def test_demonstrations(tmp_path):
     )
     data.use("training", items.of_texts(examples[:2]))
     data.use("held out", items.of_texts(examples[2:]))
-    (source,) = told(receipts)["sources"]
+    (source,) = json_of(receipts)["sources"]
     example = source.pop("example")
     assert source == {
         "name": "--data",
@@ -129,7 +129,7 @@ def test_a_whole_conversation_is_read_from_messages(tmp_path):
     assert list(fields["unread"]) == ["prompt"]
 
 
-TOLD = {
+NOTES = {
     "tools": [{"name": "add"}],
     "documents": [{"title": "a"}],
     "chat_template_kwargs": {"enable_thinking": False},
@@ -141,12 +141,12 @@ SPOKEN = [{"role": "user", "content": "the cat"}]
 
 @pytest.mark.parametrize(
     ("prompt", "unread"),
-    [(SPOKEN, ["id"]), ("the cat", [*list(TOLD)[:3], "id"])],
+    [(SPOKEN, ["id"]), ("the cat", [*list(NOTES)[:3], "id"])],
     ids=["messages", "text"],
 )
 def test_fields_beside_the_texts_are_read_where_a_template_is(tmp_path, prompt, unread):
     """A text goes to the model without a template."""
-    row = {"prompt": prompt, **TOLD, "response": "sat", "chosen": "sat"}
+    row = {"prompt": prompt, **NOTES, "response": "sat", "chosen": "sat"}
     row |= {"rejected": "ran", "completion": "sat", "label": True}
     file = toy_files.jsonl(tmp_path / "rows.jsonl", row, row | {"label": False})
     pairs = toy_files.jsonl(
@@ -162,11 +162,11 @@ def test_fields_beside_the_texts_are_read_where_a_template_is(tmp_path, prompt, 
     ):
         data = Receipts().source("--data", str(source))
         rows = read(source, receipt=data)
-        assert all(row[name] == TOLD[name] for row in rows for name in TOLD)
+        assert all(row[name] == NOTES[name] for row in rows for name in NOTES)
         for where in data.places:
             data.drop("is not encoded here", where=where)
         fields = data.to_json()["fields"]
-        assert [name for name in fields["unread"] if name in TOLD] == unread
+        assert [name for name in fields["unread"] if name in NOTES] == unread
 
 
 def test_episodes(tmp_path):
@@ -178,7 +178,7 @@ def test_episodes(tmp_path):
     rows = files.read_demonstrations(file, turns=True, receipt=data)
     episodes = turns.encode_episodes(TOKENIZER, rows, max_length=16, receipt=data)
     data.use("training", items.of_texts(episodes))
-    (source,) = told(receipts)["sources"]
+    (source,) = json_of(receipts)["sources"]
     assert source["fields"] == {
         "read": ["prompt", "turns"],
         "whole_rows_given_to": [],
@@ -208,7 +208,7 @@ def test_pairs(tmp_path):
         TOKENIZER, rows, max_length=12, overlong="drop", receipt=data
     )
     data.use("training", items.of_pairs(pairs))
-    (source,) = told(receipts)["sources"]
+    (source,) = json_of(receipts)["sources"]
     assert (source["called"], source["read"], source["used"]) == ("pairs", 4, 2)
     assert source["left_out"] == {
         files.BLANK: {"count": 1, "first": first(file, 1)},
@@ -258,7 +258,7 @@ def test_labelled_texts(tmp_path):
         TOKENIZER, rows, max_length=7, seed=0, overlong="drop", widest=9, receipt=data
     )
     data.use("training", items.of_labelled(texts))
-    (source,) = told(receipts)["sources"]
+    (source,) = json_of(receipts)["sources"]
     assert (source["read"], source["used"]) == (8, 4)
     assert source["left_out"] == {
         files.BLANK: {"count": 3, "first": first(file, 3)},
@@ -291,7 +291,7 @@ def test_prompts_of_which_nothing_is_learned(tmp_path):
     )
     data.reads("answer", "colour")
     data.use("training", items.of_prompts(prompts))
-    (source,) = told(receipts)["sources"]
+    (source,) = json_of(receipts)["sources"]
     assert source["fields"]["read"] == ["question", "answer"]
     assert list(source["fields"]["unread"]) == ["level"]
     used = source["uses"]["training"]
@@ -326,9 +326,13 @@ def test_blocks_of_which_the_first_are_watched(tmp_path):
         START, str(file), max_length=4, receipt=mixed_in
     )
     mixed_in.use("training", items.of_texts(examples))
-    kept, cut = told(receipts)["sources"]
-    assert (kept["called"], kept["read"], kept["used"]) == ("blocks of text", 2, 1)
-    assert kept["left_out"] == {
+    trained, cut = json_of(receipts)["sources"]
+    assert (trained["called"], trained["read"], trained["used"]) == (
+        "blocks of text",
+        2,
+        1,
+    )
+    assert trained["left_out"] == {
         "after the first 1 asked for": {"count": 1, "first": f"{file}, block 2"}
     }
     assert cut["cut"] == {
@@ -337,7 +341,7 @@ def test_blocks_of_which_the_first_are_watched(tmp_path):
     used = cut["uses"]["training"]
     assert used["tokens_learned"] == 31 - 1  # each token but the first, once
     assert used["lengths"]["text"] == {"median": 4.0, "longest": 4}
-    assert told(receipts)["prompts_shared_with_training"] == {
+    assert json_of(receipts)["prompts_shared_with_training"] == {
         "--held-out, watched": {"shared": 0, "rows": 1}  # blocks have no prompts
     }
 
@@ -356,12 +360,12 @@ def test_prompts_on_both_sides_are_counted_over_all_sources():
         for number in range(len(prompts)):
             source.row(str(number), {})
         source.use(use, items.of_prompts(prompts))
-    assert told(receipts)["prompts_shared_with_training"] == {
+    assert json_of(receipts)["prompts_shared_with_training"] == {
         "--held-out, held out": {"shared": 3, "rows": 4},
         "--texts, watched": {"shared": 1, "rows": 2},
     }
-    told_with_bos = receipts.to_json(decode=decode, unprompted=[4])
-    assert told_with_bos["prompts_shared_with_training"] == {
+    json_with_bos = receipts.to_json(decode=decode, unprompted=[4])
+    assert json_with_bos["prompts_shared_with_training"] == {
         "--held-out, held out": {"shared": 1, "rows": 4},
         "--texts, watched": {"shared": 1, "rows": 2},
     }
@@ -391,9 +395,9 @@ def test_the_first_place_is_that_of_the_file_whatever_was_told_first():
         data.drop("too long", where=f"rows.jsonl:{number}")
         data.note("written by hand", where=f"rows.jsonl:{number}")
     of = {"count": 3, "first": "rows.jsonl:1"}
-    told = data.to_json()
-    assert told["left_out"] == {"too long": of}
-    assert told["notes"] == {"written by hand": of}
+    receipt = data.to_json()
+    assert receipt["left_out"] == {"too long": of}
+    assert receipt["notes"] == {"written by hand": of}
 
 
 @pytest.mark.parametrize(
@@ -421,7 +425,7 @@ def test_a_long_example_is_cut_around_the_border(prompt, response, before, after
 
 def test_a_character_of_several_tokens_and_nothing_at_all():
     """As a byte-level tokenizer decodes 🙂 in the middle of a border."""
-    letters = [b"a", *(bytes([each]) for each in "🙂".encode())]
+    letters = [b"a", *(bytes([byte]) for byte in "🙂".encode())]
 
     def of_bytes(tokens):
         return b"".join(letters[token] for token in tokens).decode(errors="replace")
@@ -546,7 +550,7 @@ def test_rows_read_are_rows_used_and_rows_left_out(tmp_path_factory, reader, row
     file = toy_files.jsonl(tmp_path_factory.getbasetemp() / "any.jsonl", *rows)
     receipts = Receipts()
     used = reader(file, receipts.source("--data", str(file)))
-    (source,) = told(receipts)["sources"]
+    (source,) = json_of(receipts)["sources"]
     of_two = 2 if reader is labelled_of else 1
     left_out = sum(of["count"] for of in source["left_out"].values())
     assert source["read"] == of_two * len(rows) == len(used) + left_out

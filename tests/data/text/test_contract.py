@@ -31,8 +31,8 @@ PIECES = st.sampled_from(
 TEXTS = st.lists(PIECES | st.text(st.characters(codec="ascii"), max_size=3), max_size=8)
 texts = TEXTS.map("".join)
 PLAIN = [name for name in ZOO if name not in CHATS]
-each_plain = pytest.mark.parametrize("name", PLAIN)
-each_chat = pytest.mark.parametrize("name", sorted(CHATS))
+for_each_plain = pytest.mark.parametrize("name", PLAIN)
+for_each_chat = pytest.mark.parametrize("name", sorted(CHATS))
 
 
 @functools.cache
@@ -61,14 +61,14 @@ def demonstrated(name, prompt, response):
     return [*example.prompt], [*example.response]
 
 
-@each_plain
+@for_each_plain
 @quickly
 @given(prompt=texts, response=texts)
 def test_what_is_trained_on_decodes_to_the_text(name, prompt, response):
-    asked, answer = demonstrated(name, prompt, response)
+    prompt_ids, answer = demonstrated(name, prompt, response)
     head = contract(name).prefix
-    assert asked[: len(head)] == head
-    ids = [*asked[len(head) :], *answer[:-1]]
+    assert prompt_ids[: len(head)] == head
+    ids = [*prompt_ids[len(head) :], *answer[:-1]]
     if by_hand(name, prompt) or by_hand(name, response):
         return
     text = prompt + response
@@ -77,52 +77,52 @@ def test_what_is_trained_on_decodes_to_the_text(name, prompt, response):
     assert decoded(name, ids) == text
 
 
-@each_plain
+@for_each_plain
 @quickly
 @given(prompt=texts, response=texts)
 def test_control_tokens_are_those_of_the_contract(name, prompt, response):
     """BOS once, one stop token at the end, and of tags those of a response."""
     control, tags = contract(name).control.ids, contract(name).control.tags
-    asked, answer = demonstrated(name, prompt, response)
+    prompt_ids, answer = demonstrated(name, prompt, response)
     bos, head = ZOO[name].tokenizer.bos_token_id, contract(name).prefix
-    before = len(head) or (asked[:1] == [bos] and by_hand(name, prompt))
-    assert control.isdisjoint(asked[before:])
+    before = len(head) or (prompt_ids[:1] == [bos] and by_hand(name, prompt))
+    assert control.isdisjoint(prompt_ids[before:])
     assert (control - tags).isdisjoint(answer[:-1])
     assert answer[-1] in ZOO[name].stop_ids
 
 
-@each_plain
+@for_each_plain
 @quickly
 @example(prompt="<s>", response="<|eos|>", other="")
 @given(prompt=texts.filter(bool), response=texts, other=texts)
 def test_every_path_has_the_same_tokens(name, prompt, response, other):
     """Of a demonstration, a pair, a labelled response, a sampled prompt, an episode."""
     tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
-    asked, answer = demonstrated(name, prompt, response)
+    prompt_ids, answer = demonstrated(name, prompt, response)
     rows = [{"prompt": prompt, "chosen": response, "rejected": other + "x"}]
     limits = {"max_length": 10**6, "stop_ids": stops}
     if demonstrated(name, prompt, other + "x")[1] != answer:
         [pair] = encoding.encode_preferences(tokenizer, rows, **limits)
-        assert ([*pair.prompt], [*pair.chosen]) == (asked, answer)
+        assert ([*pair.prompt], [*pair.chosen]) == (prompt_ids, answer)
     row = {"prompt": prompt, "completion": response, "label": True}
     others = {"prompt": prompt + "x", "completion": response, "label": False}
     labelled = unpaired.encode_labelled(tokenizer, [row, others], seed=0, **limits)
-    assert [*labelled[0].prompt] == asked
+    assert [*labelled[0].prompt] == prompt_ids
     assert [*labelled[0].completion] == answer
-    if asked:
+    if prompt_ids:
         _, [sampled] = encoding.encode_prompts(
             tokenizer, [{"prompt": prompt}], **limits
         )
-        assert sampled == asked
+        assert sampled == prompt_ids
     encoder = TurnEncoder(tokenizer, stop_ids=stops, chat=False)
-    assert encoder.prompt(prompt, where="row 0") == asked
+    assert encoder.prompt(prompt, where="row 0") == prompt_ids
     [episode] = encode_episodes(
         tokenizer, [{"prompt": prompt, "turns": [response]}], **limits
     )
-    assert ([*episode.prompt], [*episode.response]) == (asked, answer)
+    assert ([*episode.prompt], [*episode.response]) == (prompt_ids, answer)
 
 
-@each_plain
+@for_each_plain
 @quickly
 @example(observed="é日🙂", response="\n")  # more bytes than the tokens looked back at
 @given(observed=texts, response=texts)
@@ -145,25 +145,25 @@ def test_an_observation_and_the_turn_after_it_keep_their_text(name, observed, re
     assert whole == before + observed + response
 
 
-@each_plain
+@for_each_plain
 @quickly
 @given(prompt=texts, response=texts)
 def test_a_response_has_the_tokens_of_both_texts_together(name, prompt, response):
     """Wherever the tokenizer does not merge across the border."""
     tokenizer = ZOO[name].tokenizer
-    if any(each in prompt + response for each in CONTROL):
+    if any(token in prompt + response for token in CONTROL):
         return
     alone, both = (
         tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in (prompt, prompt + response)
     )
-    asked, answer = demonstrated(name, prompt, response)
-    assert asked[len(contract(name).prefix) :] == alone
+    prompt_ids, answer = demonstrated(name, prompt, response)
+    assert prompt_ids[len(contract(name).prefix) :] == alone
     if both[: len(alone)] == alone:
         assert answer[:-1] == both[len(alone) :]
 
 
-@each_chat
+@for_each_chat
 @quickly
 @given(content=texts, response=texts)
 def test_text_of_messages_opens_and_closes_no_turn(name, content, response):
@@ -188,32 +188,35 @@ def test_text_of_messages_opens_and_closes_no_turn(name, content, response):
         return encoded
 
     ids = contract(name).control.ids - contract(name).control.tags
-    found, usual = example(content, response), example("a", "a")
+    example_ids, usual = example(content, response), example("a", "a")
 
     def controls(tokens):
         return [token for token in tokens if token in ids]
 
-    assert controls(found.prompt) == controls(usual.prompt)
-    assert controls(found.response) == controls(usual.response)
-    assert found.response[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert controls(example_ids.prompt) == controls(usual.prompt)
+    assert controls(example_ids.response) == controls(usual.response)
+    assert example_ids.response[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     if not by_hand(name, response):
-        before = decoded(name, found.prompt)
-        assert decoded(name, [*found.prompt, *found.response[:-1]]) == before + response
+        before = decoded(name, example_ids.prompt)
+        assert (
+            decoded(name, [*example_ids.prompt, *example_ids.response[:-1]])
+            == before + response
+        )
 
 
-@each_chat
+@for_each_chat
 @quickly
 @given(content=texts.filter(str.strip))
 def test_a_user_s_words_stay_as_they_are(name, content):
     tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
-    asked = [{"prompt": [{"role": "user", "content": content}]}]
+    rows = [{"prompt": [{"role": "user", "content": content}]}]
     _, [ids] = encoding.encode_prompts(
-        tokenizer, asked, max_length=10**6, stop_ids=stops
+        tokenizer, rows, max_length=10**6, stop_ids=stops
     )
     encoder = TurnEncoder(tokenizer, stop_ids=stops, chat=True)
     observed = encoder.observation(content)
-    for found in (ids, observed):
-        assert content in decoded(name, found)
+    for encoded in (ids, observed):
+        assert content in decoded(name, encoded)
     control = contract(name).control.ids
     assert [i for i in ids if i in control] == tokenizer.convert_tokens_to_ids(
         ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
@@ -230,14 +233,14 @@ def test_an_observation_is_encoded_no_further_than_there_is_room(name, monkeypat
         assert ids == encoder.observation(observed, room=len(ids))
         if ids:
             assert encoder.observation(observed, room=len(ids) - 1) is None
-    encode, asked = tokenization.encode, []
+    encode, calls = tokenization.encode, []
     monkeypatch.setattr(
-        tokenization, "encode", lambda *a, **b: asked.append(a) or encode(*a, **b)
+        tokenization, "encode", lambda *a, **b: calls.append(a) or encode(*a, **b)
     )
     assert encoder.observation(control * 100, room=10) is None
-    few = len(asked)
+    few = len(calls)
     assert len(encoder.observation(control * 100, room=10_000)) > 100
-    assert len(asked) - few > 5 * few
+    assert len(calls) - few > 5 * few
 
 
 @pytest.mark.parametrize("name", ZOO)

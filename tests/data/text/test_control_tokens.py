@@ -57,8 +57,8 @@ def test_normalized_text_becomes_no_control_token(reader):
     )
     encoder = TurnEncoder(reader, stop_ids=[reader.eos_token_id], chat=False)
     chat = [{"role": "user", "content": text}]
-    [asked] = encoding.encode_prompts(reader, [{"prompt": chat}], max_length=99)[1]
-    assert [*asked].count(reader.eos_token_id) == 1  # the template's
+    [prompt_ids] = encoding.encode_prompts(reader, [{"prompt": chat}], max_length=99)[1]
+    assert [*prompt_ids].count(reader.eos_token_id) == 1  # the template's
     for ids in (
         *(example.prompt, example.response[:-1], pair.prompt, pair.chosen[:-1]),
         *(encoder.prompt(text, where="row 0"), encoder.observation(text)),
@@ -105,10 +105,12 @@ def test_a_template_that_reads_the_end_of_a_thought_alone():
         + "{% endif %}",
         eos_token="<|im_end|>",
     )
-    ask = {"role": "user", "content": "a"}
-    said = {"role": "assistant", "content": "<think>b</think>c"}
+    question = {"role": "user", "content": "a"}
+    thought = {"role": "assistant", "content": "<think>b</think>c"}
     [example] = encoding.encode_demonstrations(
-        tokenizer, [{"prompt": [ask, said, ask], "response": [said]}], max_length=99
+        tokenizer,
+        [{"prompt": [question, thought, question], "response": [thought]}],
+        max_length=99,
     )
     tags = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     assert [i for i in example.response if i in tags] == tags

@@ -68,4 +68,4 @@ def test_every_layout_is_drawn():
 @pytest.mark.parametrize(("row", "expected"), BLOCKS, ids=range(len(BLOCKS)))
 def test_a_row_is_learned_as_it_is_drawn(row, expected, tmp_path):
     examples = learned_of(json.loads(row), tmp_path / "rows.jsonl")
-    assert [drawn(each) for each in examples] == expected.splitlines()
+    assert [drawn(learned) for learned in examples] == expected.splitlines()

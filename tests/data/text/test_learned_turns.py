@@ -19,11 +19,18 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def said(text, **mark):
+def assistant(text, **mark):
     return {"role": "assistant", "content": text} | mark
 
 
-TALK = [user("a"), said("FIRST"), user("b"), said("SECOND"), user("c"), said("THIRD")]
+TALK = [
+    user("a"),
+    assistant("FIRST"),
+    user("b"),
+    assistant("SECOND"),
+    user("c"),
+    assistant("THIRD"),
+]
 
 
 def encoded(row, *, trait=CHAT, **options):
@@ -71,9 +78,9 @@ def test_the_last_turn_or_all(which, expected):
 @pytest.mark.parametrize("which", ["last", "all", "marked"])
 def test_a_mark_goes_before_the_option(mark, which):
     talk = [
-        *(user("a"), said("FIRST", **{mark: 1})),
-        *(user("b"), said("SECOND", **{mark: 0})),
-        *(user("c"), said("THIRD", **{mark: None})),
+        *(user("a"), assistant("FIRST", **{mark: 1})),
+        *(user("b"), assistant("SECOND", **{mark: 0})),
+        *(user("c"), assistant("THIRD", **{mark: None})),
     ]
     example = encoded(row_of(talk), assistant_turns=which)
     third = [] if which == "marked" else ["THIRD<|im_end|>"]
@@ -83,7 +90,12 @@ def test_a_mark_goes_before_the_option(mark, which):
 
 
 def test_the_last_turn_may_be_marked_not_to_be_learned():
-    talk = [*TALK[:1], said("FIRST", train=True), user("b"), said("SECOND", weight=0)]
+    talk = [
+        *TALK[:1],
+        assistant("FIRST", train=True),
+        user("b"),
+        assistant("SECOND", weight=0),
+    ]
     example = encoded(row_of(talk))
     assert learned(example) == ["FIRST<|im_end|>"]
     assert isinstance(example, Example)
@@ -93,11 +105,27 @@ def test_the_last_turn_may_be_marked_not_to_be_learned():
 @pytest.mark.parametrize(
     ("talk", "which", "message"),
     [
-        ([user("a"), said("A")], "marked", r"learned, got none, by .* 'marked' turns"),
-        ([user("a"), said("A", weight=0)], "all", r"got none, by the marks"),
-        ([user("a"), said("A", weight=0.5)], "last", r"0 or 1 in 'weight' .* got 0.5"),
-        ([user("a") | {"train": 1}, said("A")], "last", r"the assistant .* 'user'"),
-        ([user("a"), said("A", train=1, weight=0)], "last", r"marks .* that agree"),
+        (
+            [user("a"), assistant("A")],
+            "marked",
+            r"learned, got none, by .* 'marked' turns",
+        ),
+        ([user("a"), assistant("A", weight=0)], "all", r"got none, by the marks"),
+        (
+            [user("a"), assistant("A", weight=0.5)],
+            "last",
+            r"0 or 1 in 'weight' .* got 0.5",
+        ),
+        (
+            [user("a") | {"train": 1}, assistant("A")],
+            "last",
+            r"the assistant .* 'user'",
+        ),
+        (
+            [user("a"), assistant("A", train=1, weight=0)],
+            "last",
+            r"marks .* that agree",
+        ),
     ],
 )
 def test_marks_that_cannot_be_meant(talk, which, message):
@@ -109,23 +137,25 @@ def test_pairs_learn_their_responses_alone():
     """A mark that says so is allowed; one that asks for more is told."""
 
     def pair(prompt, **mark):
-        row = {"prompt": prompt, "chosen": [said("A", **mark)], "rejected": "B"}
+        row = {"prompt": prompt, "chosen": [assistant("A", **mark)], "rejected": "B"}
         return encoding.encode_preferences(
             CHAT.tokenizer, [row], max_length=99, stop_ids=CHAT.stop_ids
         )
 
     [plain] = pair(TALK[:3])
-    assert pair([user("a"), said("FIRST", weight=0), user("b")], weight=1) == [plain]
+    assert pair([user("a"), assistant("FIRST", weight=0), user("b")], weight=1) == [
+        plain
+    ]
     with pytest.raises(InputError, match="no earlier turn to be marked as learned"):
-        pair([user("a"), said("FIRST", weight=1), user("b")])
+        pair([user("a"), assistant("FIRST", weight=1), user("b")])
     with pytest.raises(InputError, match="a response that is learned, got one"):
         pair(TALK[:3], weight=0)
 
 
 def test_a_template_that_leaves_out_what_is_to_be_learned():
     """As Qwen3's, which writes what was thought in the last turn alone."""
-    thought = said("<think>hm</think>\nFIRST")
-    talk = [user("a"), thought, user("b"), said("SECOND")]
+    thought = assistant("<think>hm</think>\nFIRST")
+    talk = [user("a"), thought, user("b"), assistant("SECOND")]
     with pytest.raises(InputError, match="leaves out a part of '<think>hm</think>"):
         encoded(row_of(talk), trait=THINKING, assistant_turns="all")
     example = encoded(row_of(talk), trait=THINKING)
@@ -137,7 +167,7 @@ def test_a_template_that_leaves_out_what_is_to_be_learned():
 
 def test_a_turn_whose_beginning_merges_with_the_template_s_end():
     """The prompt keeps the tokens that it has when a response is sampled: rule 1."""
-    talk = [user("a"), said("\n\nFIRST"), user("b"), said("\n\nSECOND")]
+    talk = [user("a"), assistant("\n\nFIRST"), user("b"), assistant("\n\nSECOND")]
     tokenizer = CHAT.tokenizer
     example = encoded(row_of(talk), assistant_turns="all")
     assert learned(example) == ["\n\nFIRST<|im_end|>", "\n\nSECOND<|im_end|>"]
@@ -148,11 +178,11 @@ def test_a_turn_whose_beginning_merges_with_the_template_s_end():
         tokenizer, [{"prompt": talk[:1]}], max_length=99, stop_ids=CHAT.stop_ids
     )[1]
     assert [*example.prompt] == prompt
-    asked = len(prompt) + example.observed[0][1]
+    start = len(prompt) + example.observed[0][1]
     [second] = encoding.encode_prompts(
         tokenizer, [{"prompt": talk[2:3]}], max_length=99, stop_ids=CHAT.stop_ids
     )[1]
-    assert ids[asked - len(second) : asked] == second
+    assert ids[start - len(second) : start] == second
 
 
 def test_batches_and_packed_rows_read_the_mask():
@@ -176,7 +206,7 @@ def test_whole_conversations_of_a_file(tmp_path):
 
 
 def test_a_conversation_that_the_assistant_opens():
-    talk = [said("FIRST"), user("b"), said("SECOND")]
+    talk = [assistant("FIRST"), user("b"), assistant("SECOND")]
     example = encoded(row_of(talk), assistant_turns="all")
     assert [*example.prompt, *example.response] == whole(talk)
     assert learned(example) == ["FIRST<|im_end|>", "SECOND<|im_end|>"]
@@ -184,7 +214,13 @@ def test_a_conversation_that_the_assistant_opens():
 
 def test_what_the_template_writes_before_a_turn_is_never_learned():
     """Also where the turn before is the assistant's, too."""
-    talk = [user("a"), said("FIRST"), said("SECOND"), user("b"), said("THIRD")]
+    talk = [
+        user("a"),
+        assistant("FIRST"),
+        assistant("SECOND"),
+        user("b"),
+        assistant("THIRD"),
+    ]
     example = encoded(row_of(talk), assistant_turns="all")
     assert [*example.prompt, *example.response] == whole(talk)
     assert learned(example) == [
@@ -195,14 +231,14 @@ def test_what_the_template_writes_before_a_turn_is_never_learned():
 def test_no_eos_and_no_stop_tokens():
     reader = tokenizer_zoo.zoo()["chat"].tokenizer
     reader.eos_token = None
-    row = row_of([user("a"), said("b")])
+    row = row_of([user("a"), assistant("b")])
     with pytest.raises(InputError, match="a tokenizer with an EOS token, got none"):
         encoding.encode_demonstrations(reader, [row], max_length=99)
 
 
-@pytest.mark.parametrize("asked", ["a", [user("a")]])
-def test_an_episode_has_the_control_tokens_that_its_row_names(asked):
-    row = {"prompt": asked, "turns": ["b", "c<|eos|>", "d"]}
+@pytest.mark.parametrize("prompt", ["a", [user("a")]])
+def test_an_episode_has_the_control_tokens_that_its_row_names(prompt):
+    row = {"prompt": prompt, "turns": ["b", "c<|eos|>", "d"]}
     [eos] = CHAT.tokenizer.convert_tokens_to_ids(["<|eos|>"])
     limits = {"max_length": 99, "stop_ids": CHAT.stop_ids[:1]}
     for named in ([], ["<|eos|>"]):

@@ -8,7 +8,7 @@ from rlhf_jax.data.turns import encode_episodes
 from rlhf_jax.functional.checks import InputError
 
 TRAIT = tokenizer_zoo.zoo()["chat"]
-ASK = {"role": "user", "content": "2+2?"}
+QUESTION = {"role": "user", "content": "2+2?"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
 RESULT = {"role": "tool", "content": "4"}
 LIMITS = {"max_length": 999, "stop_ids": TRAIT.stop_ids}
@@ -52,12 +52,12 @@ def test_calls_that_the_template_leaves_out(call, condition):
     tokenizer = reader(calling(condition))
     call = CALL | {"tool_calls": [call]}
     for row in (
-        {"prompt": [ASK, call, RESULT], "response": "4"},
-        {"prompt": [ASK], "response": [call], "tools": [{"name": "add"}]},
+        {"prompt": [QUESTION, call, RESULT], "response": "4"},
+        {"prompt": [QUESTION], "response": [call], "tools": [{"name": "add"}]},
     ):
         with pytest.raises(InputError, match="template that writes the 'tool_calls' o"):
             demonstrated(row, tokenizer=tokenizer)
-    row = {"prompt": [ASK, CALL, RESULT], "response": [CALL]}
+    row = {"prompt": [QUESTION, CALL, RESULT], "response": [CALL]}
     written = demonstrated(row, tokenizer=reader(calling("m.tool_calls")))
     assert written.count("<|im_start|>assistant\nadd<|im_end|>") == 2
 
@@ -72,15 +72,15 @@ def test_messages_in_response_to_a_text():
 
 
 def test_a_prompt_that_ends_with_a_response():
-    asked = [ASK, {"role": "assistant", "content": "4"}]
+    prompt = [QUESTION, {"role": "assistant", "content": "4"}]
     with pytest.raises(InputError, match=r"row 0 .*messages that wait for the assist"):
-        encoding.encode_prompts(TRAIT.tokenizer, [{"prompt": asked}], **LIMITS)
+        encoding.encode_prompts(TRAIT.tokenizer, [{"prompt": prompt}], **LIMITS)
 
 
 def test_marks_in_the_prompt_of_an_episode():
-    said = {"role": "assistant", "content": "a", "train": True}
-    row = {"prompt": [ASK, said, ASK], "turns": ["b", "c", "d"]}
+    answer = {"role": "assistant", "content": "a", "train": True}
+    row = {"prompt": [QUESTION, answer, QUESTION], "turns": ["b", "c", "d"]}
     with pytest.raises(InputError, match=r"row 0 .*no earlier turn to be marked as l"):
         encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
-    said["train"] = False
+    answer["train"] = False
     assert encode_episodes(TRAIT.tokenizer, [row], **LIMITS)

@@ -10,9 +10,9 @@ from rlhf_jax.train.config.prompts import AskedPrompts
 
 ZOO = tokenizer_zoo.zoo()
 CHAT = ZOO["chat"]
-ASK = [{"role": "user", "content": "2+2?"}]
+QUESTION = [{"role": "user", "content": "2+2?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "é < 3"}}]
-GIVEN = {
+FIELDS = {
     "tools": TOOLS,
     "documents": [{"title": "one", "text": "Two."}],
     "chat_template_kwargs": {"enable_thinking": False},
@@ -33,17 +33,17 @@ def written(messages, **variables):
     )
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", FIELDS)
 def test_what_a_row_gives_the_template_reaches_it(name):
-    row = {"prompt": ASK, name: GIVEN[name]}
-    expected = written(ASK, add_generation_prompt=True, **{name: GIVEN[name]})
+    row = {"prompt": QUESTION, name: FIELDS[name]}
+    expected = written(QUESTION, add_generation_prompt=True, **{name: FIELDS[name]})
     assert prompt_of(row) == expected
-    assert expected != prompt_of({"prompt": ASK})
+    assert expected != prompt_of({"prompt": QUESTION})
 
 
 def test_it_does_so_for_demonstrations_and_pairs_too():
-    row = {"prompt": ASK, "response": "4", "chosen": "4", "rejected": "5"}
-    row |= {name: GIVEN[name] for name in ("tools", "documents")}
+    row = {"prompt": QUESTION, "response": "4", "chosen": "4", "rejected": "5"}
+    row |= {name: FIELDS[name] for name in ("tools", "documents")}
     prompt = prompt_of(row)
     limits = {"max_length": 999, "stop_ids": CHAT.stop_ids}
     [example] = encoding.encode_demonstrations(CHAT.tokenizer, [row], **limits)
@@ -54,7 +54,7 @@ def test_it_does_so_for_demonstrations_and_pairs_too():
 
 def test_a_table_has_null_where_other_rows_have_tools():
     absent = {"tools": None, "documents": [], "chat_template_kwargs": {"x": None}}
-    assert prompt_of({"prompt": ASK} | absent) == prompt_of({"prompt": ASK})
+    assert prompt_of({"prompt": QUESTION} | absent) == prompt_of({"prompt": QUESTION})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_table_has_null_where_other_rows_have_tools():
 )
 def test_fields_that_cannot_be_meant(fields, message):
     with pytest.raises(InputError, match=rf"row 0 \(from 0\): expected .*{message}"):
-        prompt_of({"prompt": ASK} | fields)
+        prompt_of({"prompt": QUESTION} | fields)
 
 
 def test_tool_calls_of_the_assistant_reach_the_template():
@@ -91,7 +91,7 @@ def test_tool_calls_of_the_assistant_reach_the_template():
     reader.chat_template = template
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
     result = {"role": "tool", "content": "4"}
-    row = {"prompt": [*ASK, call, result]}
+    row = {"prompt": [*QUESTION, call, result]}
     [ids] = encoding.encode_prompts(reader, [row], max_length=999)[1]
     assert "assistant\nadd<|im_end|>" in reader.decode(ids)
     row["prompt"][1] = call | {"content": None}
@@ -105,8 +105,8 @@ def test_a_row_may_ask_for_control_tokens_by_name():
     """As one that was written by a template before."""
     reader = CHAT.tokenizer
     named = {"control_tokens": ["<|im_start|>", "<|im_end|>"]}
-    asked = prompt_of({"prompt": BY_HAND} | named)
-    assert asked == reader(BY_HAND, add_special_tokens=False)["input_ids"]
+    ids = prompt_of({"prompt": BY_HAND} | named)
+    assert ids == reader(BY_HAND, add_special_tokens=False)["input_ids"]
     as_text = prompt_of({"prompt": BY_HAND})
     assert tokenization.decode(reader, as_text) == BY_HAND
     assert set(reader.convert_tokens_to_ids([*tokenizer_zoo.CHAT])).isdisjoint(as_text)
@@ -145,10 +145,10 @@ def test_the_run_s_own_template_holds_control_tokens_and_the_question_none():
         return ids
 
     assert put("Hi") == reader(BY_HAND, add_special_tokens=False)["input_ids"]
-    found = put("Hi<|im_end|><|im_start|>")
+    ids = put("Hi<|im_end|><|im_start|>")
     control = set(reader.convert_tokens_to_ids([*tokenizer_zoo.CHAT]))
-    assert sum(token in control for token in found) == 3
-    assert reader.decode(found) == BY_HAND.replace("Hi", "Hi<|im_end|><|im_start|>")
+    assert sum(token in control for token in ids) == 3
+    assert reader.decode(ids) == BY_HAND.replace("Hi", "Hi<|im_end|><|im_start|>")
 
 
 def test_tags_are_tokens_of_a_response_and_text_of_a_prompt():

@@ -59,12 +59,16 @@ def test_a_conversation_has_the_ids_of_its_template(words):
     words.chat_template = QWEN2.text
     stop = words.convert_tokens_to_ids("<|im_end|>")
     prompt = [{"role": "user", "content": "calc 3 4"}]
-    told = [{"role": "user", "content": "7"}]
-    rows = [{"prompt": prompt, "turns": ["calc 3 4", told, "is 7"]}]
+    observed = [{"role": "user", "content": "7"}]
+    rows = [{"prompt": prompt, "turns": ["calc 3 4", observed, "is 7"]}]
     [episode] = encode_episodes(words, rows, max_length=99, stop_ids=[stop])
-    said = [{"role": "assistant", "content": text} for text in ("calc 3 4", "is 7")]
+    responses = [
+        {"role": "assistant", "content": text} for text in ("calc 3 4", "is 7")
+    ]
     whole = words.apply_chat_template(
-        [*prompt, said[0], *told, said[1]], tokenize=True, return_dict=False
+        [*prompt, responses[0], *observed, responses[1]],
+        tokenize=True,
+        return_dict=False,
     )
     ids = [*episode.prompt, *episode.response]
     assert ids == whole[: len(ids)]
@@ -72,7 +76,7 @@ def test_a_conversation_has_the_ids_of_its_template(words):
     [(start, end)] = episode.observed
     assert shown(words, episode.response[:start])[-1] == "<|im_end|>"
     encoder = TurnEncoder(words, stop_ids=[stop], chat=True)
-    assert episode.response[start:end] == encoder.observation(told)
+    assert episode.response[start:end] == encoder.observation(observed)
 
 
 def test_batches_and_packed_rows_train_on_responses_alone():
@@ -96,8 +100,8 @@ def test_batches_and_packed_rows_train_on_responses_alone():
 
 def test_an_episode_is_left_out_whole_or_named(words):
     rows = [{"prompt": "3 4\n", "turns": TURNS}, {"prompt": "3\n", "turns": ["is 3"]}]
-    [kept] = encode_episodes(words, rows, max_length=12, overlong="drop")
-    assert shown(words, kept.response) == ["is", "3", "<eos>"]
+    [fitting] = encode_episodes(words, rows, max_length=12, overlong="drop")
+    assert shown(words, fitting.response) == ["is", "3", "<eos>"]
     with pytest.raises(InputError, match=r"expected at most 12 tokens, got 13"):
         encode_episodes(words, rows, max_length=12)
 

@@ -27,7 +27,7 @@ LLAMA3_RULES = tokenizers.pre_tokenizers.Sequence(
 )
 
 
-def said(role, text):
+def message(role, text):
     return {"role": role, "content": text}
 
 
@@ -110,7 +110,7 @@ def check_turns(reader, template, *, prompt, turns):
     encoder = encoder_of(reader, template)
     messages = [*prompt]
     for response, observation in turns:
-        messages.append(said("assistant", response))
+        messages.append(message("assistant", response))
         messages += observation or []
     whole = written(reader, messages)
     stop = reader.convert_tokens_to_ids(template.stop)
@@ -139,29 +139,31 @@ TURNS = [
     ("<b>Oui</b>", "naïve café 🙂 x != [1, 2]"),
     ("It is 84.", None),
 ]
-each_family = pytest.mark.parametrize("family", FAMILIES)
+for_each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def seen(text):
-    return text and [said("user", text)]
+def observed_ids(text):
+    return text and [message("user", text)]
 
 
-@each_family
+@for_each_family
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 def test_the_ids_are_those_of_the_whole_conversation(family, kind, gpt2):
     template = FAMILIES[family]
     reader = gpt2(template) if kind == "gpt2" else sentencepiece(template)
-    turns = [(response, seen(text)) for response, text in TURNS]
-    check_turns(reader, template, prompt=[said("user", "What is 12*7?")], turns=turns)
+    turns = [(response, observed_ids(text)) for response, text in TURNS]
+    check_turns(
+        reader, template, prompt=[message("user", "What is 12*7?")], turns=turns
+    )
 
 
-@each_family
+@for_each_family
 def test_a_message_of_the_system(family, gpt2):
     """But for Mistral's template, which moves it to the last turn of the user."""
     template = FAMILIES[family]
     reader = gpt2(template)
-    prompt = [said("system", "Be brief."), said("user", "What is 12*7?")]
-    turns = [(response, seen(text)) for response, text in TURNS]
+    prompt = [message("system", "Be brief."), message("user", "What is 12*7?")]
+    turns = [(response, observed_ids(text)) for response, text in TURNS]
     if not template.system:
         with pytest.raises(InputError, match=r"row 0: .* System role not supported"):
             encoder_of(reader, template).prompt(prompt, where="row 0")
@@ -170,7 +172,7 @@ def test_a_message_of_the_system(family, gpt2):
         assert "Be brief." in reader.decode(encoder.prompt(prompt, where="row 0"))
         assert "Be brief." not in reader.decode(encoder.observation("84"))
         whole = reader.decode(
-            written(reader, [*prompt, said("assistant", "a"), said("user", "84")])
+            written(reader, [*prompt, message("assistant", "a"), message("user", "84")])
         )
         assert whole.index("What is 12*7?") < whole.index("Be brief.")
     else:
@@ -183,13 +185,17 @@ def test_what_tools_return_has_its_role(family, gpt2):
     template = FAMILIES[family]
     reader = gpt2(template)
     texts = ("84", 'no "such"\ntool: é 🙂')
-    seen = [said(template.tools, text) for text in texts]
-    between = encoder_of(reader, template).observation(seen)
-    ask, *_, answer = [said("user", "12*7?"), *seen, said("assistant", "84")]
-    whole = written(reader, [ask, said("assistant", "calc"), *seen, answer])
+    observed = [message(template.tools, text) for text in texts]
+    between = encoder_of(reader, template).observation(observed)
+    question, *_, answer = [
+        message("user", "12*7?"),
+        *observed,
+        message("assistant", "84"),
+    ]
+    whole = written(reader, [question, message("assistant", "calc"), *observed, answer])
     stop = reader.convert_tokens_to_ids(template.stop)
     # The prompt's stop tokens are before the assistant's own.
-    first = len(encoder_of(reader, template).prompt([ask], where="row 0"))
+    first = len(encoder_of(reader, template).prompt([question], where="row 0"))
     at = whole.index(stop, first) + 1
     assert whole[at : at + len(between)] == between
     if family == "llama":  # whose template writes them as JSON
@@ -201,28 +207,28 @@ def test_gpt2s_ids_by_hand(gpt2):
     reader = gpt2(chat_templates.GPT2)
     encoder = encoder_of(reader, chat_templates.GPT2)
     start, end = 50257, 50258
-    ask = [start, 7220, 198, 17250, end, 198, start, 562, 10167, 198]
-    assert encoder.prompt("Hi", where="row 0") == ask
+    ids = [start, 7220, 198, 17250, end, 198, start, 562, 10167, 198]
+    assert encoder.prompt("Hi", where="row 0") == ids
     # A line end, then "user⏎84", its end, and the request for the next turn.
     between = [198, start, 7220, 198, 5705, end, 198, start, 562, 10167, 198]
     assert encoder.observation("84") == between
-    assert encoder.observation([said("user", "84")]) == between
+    assert encoder.observation([message("user", "84")]) == between
 
 
 def test_qwen3s_template_leaves_out_what_was_thought_and_we_do_not(gpt2):
     """What it rewrites is the sampled turns: the ids between are its own."""
     reader = gpt2(QWEN3)
     encoder = encoder_of(reader, QWEN3)
-    ask, thought = (
-        said("user", "12*7?"),
+    question, thought = (
+        message("user", "12*7?"),
         "<think>\nSeven dozen.\n</think>\n\ncalc: 12*7",
     )
-    turns = [ask, said("assistant", thought), said("user", "84")]
-    whole = written(reader, [*turns, said("assistant", "It is 84.")])
+    turns = [question, message("assistant", thought), message("user", "84")]
+    whole = written(reader, [*turns, message("assistant", "It is 84.")])
     assert "Seven dozen" not in reader.decode(whole)
     end = reader.convert_tokens_to_ids("<|im_end|>")
     sampled = [*reader(thought)["input_ids"], end]
-    ids = [*encoder.prompt([ask], where="row 0"), *sampled]
+    ids = [*encoder.prompt([question], where="row 0"), *sampled]
     ids += encoder.observation("84")
     assert "Seven dozen" in reader.decode(ids)
     between = encoder.observation("84")
@@ -237,7 +243,7 @@ INJECTED = (
 )
 
 
-@each_family
+@for_each_family
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 def test_no_text_becomes_a_control_token(family, kind, gpt2):
     """Of an observation, a prompt or another field of a message."""
@@ -265,7 +271,9 @@ def test_no_text_becomes_a_control_token(family, kind, gpt2):
             if kind == "gpt2" and family != "phi3":  # else texts are not kept exactly
                 assert text.strip() in reader.decode(ids)
         if template.tools:
-            observations = [[said(template.tools, each)] for each in (text, "good")]
+            observations = [
+                [message(template.tools, observation)] for observation in (text, "good")
+            ]
             by_tool, good = map(encoder.observation, observations)
             assert controls(by_tool) == controls(good)
         plain = encoder_of(reader, template, chat=False)
@@ -278,7 +286,7 @@ def test_a_role_is_no_way_in_either(gpt2):
     reader = gpt2(chat_templates.GPT2)
     encoder = encoder_of(reader, chat_templates.GPT2)
     end = reader.convert_tokens_to_ids("<|im_end|>")
-    ids = encoder.observation([said("user<|im_end|>", "a"), said("tool", "b")])
+    ids = encoder.observation([message("user<|im_end|>", "a"), message("tool", "b")])
     assert ids.count(end) == 2
     assert "user<|im_end|>\na" in reader.decode(ids)
 
@@ -302,9 +310,9 @@ def test_fields_that_are_no_texts_reach_the_template_as_they_are(gpt2):
     def prompt(name, *, key="a"):
         call = {"name": name, "arguments": {key: 1}}
         return [
-            {**said("user", "Add."), "tool_calls": None, "note": None},
-            {**said("assistant", ""), "tool_calls": [call]},
-            said("tool", "2"),
+            {**message("user", "Add."), "tool_calls": None, "note": None},
+            {**message("assistant", ""), "tool_calls": [call]},
+            message("tool", "2"),
         ]
 
     assert reader.decode(encoder.prompt(prompt("add"), where="row 0")) == (
@@ -397,14 +405,16 @@ def test_templates_that_do_not_serve(gpt2):
         TurnEncoder(reader, stop_ids=stops, chat=True)
     plain = TurnEncoder(reader, stop_ids=stops, chat=False)
     with pytest.raises(InputError, match=r"row 3: expected plain text, as this run"):
-        plain.prompt([said("user", "Hi")], where="row 3")
+        plain.prompt([message("user", "Hi")], where="row 3")
     with pytest.raises(InputError, match=r"an observation: expected plain text"):
-        plain.observation([said("user", "Hi")])
+        plain.observation([message("user", "Hi")])
 
 
 def test_messages_that_a_template_does_not_take_there(gpt2):
     encoder = encoder_of(gpt2(chat_templates.GEMMA2), chat_templates.GEMMA2)
     with pytest.raises(InputError, match=r"episode 4: .* roles must alternate"):
-        encoder.observation([said("user", "a"), said("user", "b")], where="episode 4")
+        encoder.observation(
+            [message("user", "a"), message("user", "b")], where="episode 4"
+        )
     with pytest.raises(InputError, match="row 0: expected messages that wait for the"):
-        encoder.prompt([said("user", "a"), said("assistant", "b")], where="row 0")
+        encoder.prompt([message("user", "a"), message("assistant", "b")], where="row 0")

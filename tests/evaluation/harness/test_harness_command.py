@@ -13,7 +13,7 @@ def test_without_the_extra_a_line_says_how_to_install_it(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main()
     assert stopped.value.code == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert told[0].startswith("error: rlhf_jax.evaluation.harness needs the package")
-    assert "pip install 'rlhf-jax[lm-eval]'" in told[0]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: rlhf_jax.evaluation.harness needs the package")
+    assert "pip install 'rlhf-jax[lm-eval]'" in lines[0]

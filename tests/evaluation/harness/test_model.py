@@ -45,7 +45,7 @@ def policy(checkpoint):
     return Policy(str(checkpoint[0]), batch_size=4)
 
 
-def asked(*args):
+def request(*args):
     return SimpleNamespace(args=args)
 
 
@@ -63,8 +63,8 @@ def alone(checkpoint):
         read = np.asarray(logits(np.array([tokens[:-1]], np.int32))[0], np.float64)
         top = read.max(axis=1, keepdims=True)
         logprobs = read - top - np.log(np.exp(read - top).sum(axis=1, keepdims=True))
-        wanted = np.array(tokens[1:])
-        return logprobs[np.arange(len(wanted)), wanted], read.argmax(axis=1)
+        targets = np.array(tokens[1:])
+        return logprobs[np.arange(len(targets)), targets], read.argmax(axis=1)
 
     return of
 
@@ -77,21 +77,25 @@ def test_log_likelihoods_are_sums_over_the_continuation(policy, checkpoint, alon
         ("The cat ", "sat on the mat"),  # whose space goes to the continuation
         (TEXT * 3, " How many clips did she sell?"),
     ]
-    found = policy.loglikelihood([asked(*pair) for pair in pairs], disable_tqdm=True)
-    for (context, continuation), (total, greedy) in zip(pairs, found, strict=True):
+    likelihoods = policy.loglikelihood(
+        [request(*pair) for pair in pairs], disable_tqdm=True
+    )
+    for (context, continuation), (total, greedy) in zip(
+        pairs, likelihoods, strict=True
+    ):
         context_ids = tokenizer(context.rstrip())["input_ids"]
         whole = tokenizer(context + continuation)["input_ids"]
         count = len(whole) - len(context_ids)
         logprobs, best = alone(whole[-(CONTEXT + 1) :])
         assert total == pytest.approx(logprobs[-count:].sum(), rel=1e-5)
         assert greedy == (best[-count:].tolist() == whole[-count:])
-    assert found[1] == found[2]
+    assert likelihoods[1] == likelihoods[2]
 
 
 def test_a_continuation_without_a_token_is_told(policy):
     """A token "ab" holds both, so that none is left to be predicted."""
     with pytest.raises(InputError, match="continuation 'b' of 'a': expected a token"):
-        policy.loglikelihood([asked("a", "b")], disable_tqdm=True)
+        policy.loglikelihood([request("a", "b")], disable_tqdm=True)
 
 
 def test_what_the_policy_would_say_itself_is_greedy(policy, checkpoint, alone):
@@ -110,7 +114,7 @@ def test_an_empty_context_is_the_prefix_token(policy, checkpoint, alone):
     _, _, tokenizer = checkpoint
     ids = tokenizer("The cat")["input_ids"]
     logprobs, _ = alone([tokenizer.bos_token_id, *ids])
-    requests = [asked("", "The cat"), asked("", END + "The cat")]
+    requests = [request("", "The cat"), request("", END + "The cat")]
     (first, _), (second, _) = policy.loglikelihood(requests, disable_tqdm=True)
     assert first == pytest.approx(logprobs.sum(), rel=1e-5)
     # A text that begins with the prefix has no second one, and does not predict it.
@@ -122,7 +126,7 @@ def test_a_context_of_spaces_is_the_prefix_token(policy, checkpoint, alone):
     _, _, tokenizer = checkpoint
     ids = tokenizer(" The cat")["input_ids"]
     logprobs, _ = alone([tokenizer.bos_token_id, *ids])
-    ((total, _),) = policy.loglikelihood([asked(" ", "The cat")], disable_tqdm=True)
+    ((total, _),) = policy.loglikelihood([request(" ", "The cat")], disable_tqdm=True)
     assert total == pytest.approx(logprobs.sum(), rel=1e-5)
 
 
@@ -136,7 +140,9 @@ def test_bos_is_added_where_it_is_asked_for(policy, checkpoint, alone, monkeypat
     assert policy.tok_encode(END + "The cat") == [bos, *ids]
     assert policy.tok_encode("The cat", add_special_tokens=False) == ids
     logprobs, _ = alone([bos, *tokenizer("The cat sat")["input_ids"]])
-    ((total, _),) = policy.loglikelihood([asked("The cat", " sat")], disable_tqdm=True)
+    ((total, _),) = policy.loglikelihood(
+        [request("The cat", " sat")], disable_tqdm=True
+    )
     assert total == pytest.approx(logprobs[-1], rel=1e-5)
     monkeypatch.setattr(policy, "_add_bos_token", False)
     assert policy.tok_encode("The cat") == ids
@@ -157,24 +163,26 @@ def test_long_texts_are_read_in_windows(policy, checkpoint, alone, times):
         logprobs, _ = alone(ids[max(end - CONTEXT - 1, 0) : end])
         total += logprobs[-(end - done) :].sum()
         done = end
-    (found,) = policy.loglikelihood_rolling([asked(TEXT * times)], disable_tqdm=True)
-    assert found == pytest.approx(total, rel=1e-5)
+    (logprob,) = policy.loglikelihood_rolling(
+        [request(TEXT * times)], disable_tqdm=True
+    )
+    assert logprob == pytest.approx(total, rel=1e-5)
     assert math.isfinite(total)
 
 
 def test_rolling_sums_stay_with_their_texts(policy):
     texts = [TEXT * 4, "", "The cat", TEXT]
     together = policy.loglikelihood_rolling(
-        [asked(each) for each in texts], disable_tqdm=True
+        [request(text) for text in texts], disable_tqdm=True
     )
     assert together[1] == 0.0
     for text, total in zip(texts, together, strict=True):
-        (own,) = policy.loglikelihood_rolling([asked(text)], disable_tqdm=True)
+        (own,) = policy.loglikelihood_rolling([request(text)], disable_tqdm=True)
         assert own == pytest.approx(total, rel=1e-6)
 
 
 def generated(policy, context, **options):
-    (text,) = policy.generate_until([asked(context, options)], disable_tqdm=True)
+    (text,) = policy.generate_until([request(context, options)], disable_tqdm=True)
     return text
 
 
@@ -220,7 +228,7 @@ def test_sampling_has_the_temperature_of_the_task(policy):
     _, off = policy._draw({**options, "temperature": 1.0, "top_k": 0, "min_p": 0.0})
     assert (off.shaping.top_k, off.shaping.min_p) == (None, None)
     texts = policy.generate_until(
-        [asked(TEXT, {**options, "temperature": 5.0}) for _ in range(5)],
+        [request(TEXT, {**options, "temperature": 5.0}) for _ in range(5)],
         disable_tqdm=True,
     )
     assert len(set(texts)) == 5
@@ -230,7 +238,7 @@ def test_sampling_has_the_temperature_of_the_task(policy):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"num_beams": 4}, "expected until, .* got num_beams too"),
         ({"do_sample": True, "temperature": 0.0}, "a temperature above 0"),
@@ -238,8 +246,8 @@ def test_sampling_has_the_temperature_of_the_task(policy):
         ({"max_gen_toks": CONTEXT}, f"expected less than the {CONTEXT} tokens"),
     ],
 )
-def test_options_that_cannot_be_followed_are_told(policy, options, told):
-    with pytest.raises(InputError, match=told):
+def test_options_that_cannot_be_followed_are_told(policy, options, message):
+    with pytest.raises(InputError, match=message):
         generated(policy, TEXT, until=[], **options)
 
 
@@ -273,10 +281,10 @@ def test_lm_eval_runs_tasks_of_all_kinds(policy, tmp_path, monkeypatch):
     questions = [f"{TEXT} How many is {i} and {i}?" for i in range(5)]
     choices = [" Two", " None at all"]
     scores = policy.loglikelihood(
-        [asked(q, choice) for q in questions for choice in choices], disable_tqdm=True
+        [request(q, choice) for q in questions for choice in choices], disable_tqdm=True
     )
     best = [int(a[0] < b[0]) for a, b in zip(scores[::2], scores[1::2], strict=True)]
-    said = [generated(policy, q, until=["\n"], max_gen_toks=4) for q in questions]
+    answers = [generated(policy, q, until=["\n"], max_gen_toks=4) for q in questions]
     rows = tmp_path / "rows.jsonl"
     with rows.open("w") as file:
         for number, question in enumerate(questions):
@@ -284,7 +292,7 @@ def test_lm_eval_runs_tasks_of_all_kinds(policy, tmp_path, monkeypatch):
                 "question": question,
                 # Right in three of five.
                 "label": best[number] if number < 3 else 1 - best[number],
-                "said": said[number] if number < 2 else "something else",
+                "said": answers[number] if number < 2 else "something else",
             }
             file.write(json.dumps(row) + "\n")
     tasks = {
@@ -316,7 +324,7 @@ def test_lm_eval_runs_tasks_of_all_kinds(policy, tmp_path, monkeypatch):
     )["results"]
     assert results["toy_choice"]["acc,none"] == pytest.approx(3 / 5)
     assert results["toy_response"]["exact_match,none"] == pytest.approx(2 / 5)
-    totals = policy.loglikelihood_rolling([asked(q) for q in questions])
+    totals = policy.loglikelihood_rolling([request(q) for q in questions])
     words = sum(len(question.split()) for question in questions)
     assert results["toy_perplexity"]["word_perplexity,none"] == pytest.approx(
         math.exp(-sum(totals) / words)

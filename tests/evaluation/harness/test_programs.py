@@ -79,13 +79,13 @@ def test_likelihoods_are_those_of_a_loop(mesh, batch_size):
     """Of every length, in any order, in batches that are not full."""
     texts = [(drawn(i, n), drawn(i + 50, k)) for i, (n, k) in enumerate(LENGTHS)]
     texts += [(drawn(7, 6), likeliest(drawn(7, 6), 3))]
-    found = dict(made(mesh=mesh, batch_size=batch_size).likelihoods(texts))
-    assert sorted(found) == list(range(len(texts)))
+    likelihoods = dict(made(mesh=mesh, batch_size=batch_size).likelihoods(texts))
+    assert sorted(likelihoods) == list(range(len(texts)))
     for number, (context, continuation) in enumerate(texts):
         total, greedy = by_token(context, continuation)
-        assert found[number].logprob == pytest.approx(total, rel=2e-5, abs=2e-5)
-        assert found[number].greedy is greedy
-    assert [found[number].greedy for number in (2, 7, len(texts) - 1)] == [
+        assert likelihoods[number].logprob == pytest.approx(total, rel=2e-5, abs=2e-5)
+        assert likelihoods[number].greedy is greedy
+    assert [likelihoods[number].greedy for number in (2, 7, len(texts) - 1)] == [
         False,
         False,
         True,
@@ -97,9 +97,9 @@ def test_one_token_that_is_not_the_likeliest_is_not_greedy():
     right = likeliest(context, 4)
     last = [*right[:3], (right[3] + 1) % 13]
     first = [(right[0] + 1) % 13, *right[1:]]
-    texts = [(context, each) for each in (right, last, first)]
-    found = dict(made().likelihoods(texts))
-    assert [found[number].greedy for number in range(3)] == [True, False, False]
+    texts = [(context, continuation) for continuation in (right, last, first)]
+    likelihoods = dict(made().likelihoods(texts))
+    assert [likelihoods[number].greedy for number in range(3)] == [True, False, False]
 
 
 def test_a_model_reads_no_more_than_it_is_told():
@@ -133,21 +133,21 @@ def test_there_are_few_widths():
     assert [bucket(n, limit=100) for n in (1, 16, 17, 64, 65, 100)] == [
         *(16, 16, 32, 64, 100, 100)
     ]
-    asked = made()
+    programs_made = made()
     lengths = [(n, k) for n in range(1, 9) for k in range(1, 9)]
-    list(asked.likelihoods([(drawn(n, n), drawn(k, k)) for n, k in lengths]))
-    assert asked._score._cache_size() == 1
+    list(programs_made.likelihoods([(drawn(n, n), drawn(k, k)) for n, k in lengths]))
+    assert programs_made._score._cache_size() == 1
 
 
 def test_greedy_responses_are_the_likeliest_tokens():
     prompts = [drawn(i, n) for i, n in enumerate((1, 5, 19, 22, 9))]
-    found = dict(made().responses(prompts, numbers=range(5), draw=GREEDY))
+    responses = dict(made().responses(prompts, numbers=range(5), draw=GREEDY))
     for number, prompt in enumerate(prompts):
         expected = likeliest(prompt[-20:], 4)
         if STOP in expected:
             expected = expected[: expected.index(STOP) + 1]
-        assert found[number] == expected
-    assert any(len(each) == 4 for each in found.values())
+        assert responses[number] == expected
+    assert any(len(response) == 4 for response in responses.values())
 
 
 def test_a_draw_depends_on_the_number_of_its_request_alone():
@@ -175,7 +175,7 @@ def test_the_program_is_that_of_the_policy_s_own_log_probs():
     inputs = np.array([text[:-1]], np.int32)
     targets = np.array([text[-5:]], np.int32)
     mask = np.ones_like(inputs, bool)
-    found, _ = jax.jit(functools.partial(programs.score, model=toys.GPT2))(
+    logprobs, _ = jax.jit(functools.partial(programs.score, model=toys.GPT2))(
         toys.params(), inputs, mask, targets
     )
     own = policy.logprobs(
@@ -184,4 +184,4 @@ def test_the_program_is_that_of_the_policy_s_own_log_probs():
         tokens=np.array([text], np.int32),
         mask=np.ones((1, 14), bool),
     )
-    np.testing.assert_allclose(found[0], own[0, -5:], rtol=1e-5)
+    np.testing.assert_allclose(logprobs[0], own[0, -5:], rtol=1e-5)

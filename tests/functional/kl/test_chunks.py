@@ -52,14 +52,14 @@ def with_gradients(function):
     """(temperature, *arrays) -> KL and the gradients of its weighted sum, compiled."""
 
     def loss(arrays, temperature):
-        found = function(*arrays, temperature=temperature)
-        return jnp.sum(found * WEIGHTS), found
+        output = function(*arrays, temperature=temperature)
+        return jnp.sum(output * WEIGHTS), output
 
     program = jax.jit(jax.grad(loss, has_aux=True))
 
     def run(temperature, *arrays):
-        gradients, found = program(arrays or ARRAYS, np.float32(temperature))
-        return np.asarray(found), [np.asarray(gradient) for gradient in gradients]
+        gradients, output = program(arrays or ARRAYS, np.float32(temperature))
+        return np.asarray(output), [np.asarray(gradient) for gradient in gradients]
 
     return run
 
@@ -87,18 +87,18 @@ def test_each_model_has_its_own_softcap(softcap, ref_softcap):
             logits = jnp.einsum("btd,vd->btv", hidden, head[:V])
             return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-        found = kl.exact(
+        output = kl.exact(
             logits(hidden, head, softcap),
             logits(ref_hidden, ref_head, ref_softcap),
             temperature=temperature,
         )
-        return jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
+        return jnp.pad(output[:, :-1], ((0, 0), (1, 0)))
 
     caps = {"softcap": softcap, "ref_softcap": ref_softcap, "max_logits": TEN}
-    found, gradients = with_gradients(functools.partial(from_hidden, **caps))(0.7)
-    expected, wanted = with_gradients(whole)(0.7)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-    for ours, theirs in zip(gradients[:2], wanted[:2], strict=True):
+    output, gradients = with_gradients(functools.partial(from_hidden, **caps))(0.7)
+    expected, expected_gradients = with_gradients(whole)(0.7)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-6)
+    for ours, theirs in zip(gradients[:2], expected_gradients[:2], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     assert not any(gradient.any() for gradient in gradients[2:])
 
@@ -110,12 +110,12 @@ def materialised(*arrays, temperature, k=None, direction="reverse"):
     ref_logits = jnp.einsum("btd,vd->btv", ref_hidden, ref_head[:V])
     options = {"temperature": temperature}
     if k is not None:
-        found = kl.top_k(logits, ref_logits, k=k, direction=direction, **options)
+        output = kl.top_k(logits, ref_logits, k=k, direction=direction, **options)
     elif direction == "reverse":
-        found = kl.exact(logits, ref_logits, **options)
+        output = kl.exact(logits, ref_logits, **options)
     else:
-        found = kl.exact(ref_logits, logits, **options)
-    return jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
+        output = kl.exact(ref_logits, logits, **options)
+    return jnp.pad(output[:, :-1], ((0, 0), (1, 0)))
 
 
 def oracle(hidden, head, ref_hidden, ref_head, *, temperature=0.7, direction="reverse"):
@@ -123,14 +123,14 @@ def oracle(hidden, head, ref_hidden, ref_head, *, temperature=0.7, direction="re
     ref_logits = oracles.logits_from_hidden(ref_hidden, ref_head[:V])
     if direction == "forward":
         logits, ref_logits = ref_logits, logits
-    found = np.zeros(logits.shape[:2])
-    found[:, 1:] = oracles.exact_kl(logits, ref_logits, temperature)[:, :-1]
-    return found
+    output = np.zeros(logits.shape[:2])
+    output[:, 1:] = oracles.exact_kl(logits, ref_logits, temperature)[:, :-1]
+    return output
 
 
 def top_k_oracle(logits, ref_logits, k, temperature=1.0, direction="reverse"):
-    found = np.zeros(logits.shape[:-1])
-    for index in np.ndindex(*found.shape):
+    output = np.zeros(logits.shape[:-1])
+    for index in np.ndindex(*output.shape):
         policy = np.exp(oracles.log_softmax(logits[index], temperature))
         reference = np.exp(oracles.log_softmax(ref_logits[index], temperature))
         order = sorted(range(len(policy)), key=lambda v: -policy[v])
@@ -138,20 +138,20 @@ def top_k_oracle(logits, ref_logits, k, temperature=1.0, direction="reverse"):
         rest = order[k:]
         buckets += [(policy[rest].sum(), reference[rest].sum())] if rest else []
         for p, q in buckets:
-            found[index] += (
+            output[index] += (
                 p * np.log(p / q) if direction == "reverse" else q * np.log(q / p)
             )
-    return found
+    return output
 
 
 @pytest.mark.parametrize(("direction", "k", "max_logits"), EXACT)
 def test_exact_matches_the_oracle(direction, k, max_logits):
     for temperature in TEMPERATURES:
-        found, _ = chunked(direction, max_logits, k)(temperature)
+        output, _ = chunked(direction, max_logits, k)(temperature)
         expected = oracle(*ARRAYS, temperature=temperature, direction=direction)
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(found[:, 0], 0.0)
+        assert output.dtype == np.float32
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(output[:, 0], 0.0)
 
 
 @pytest.mark.parametrize("direction", one_in(2, DIRECTIONS))
@@ -174,13 +174,13 @@ def test_exact_gradient_matches_finite_differences(direction):
 @pytest.mark.parametrize(("direction", "k", "max_logits"), one_in(3, [*EXACT, *TOP_K]))
 def test_gradient_is_that_of_the_materialised_one(direction, k, max_logits):
     for temperature in TEMPERATURES:
-        _, found = chunked(direction, max_logits, k)(temperature)
+        _, gradients = chunked(direction, max_logits, k)(temperature)
         _, expected = whole(direction, k)(temperature)
         near = {"rtol": 1e-5, "atol": 1e-5 / temperature}  # of logits / temperature
-        np.testing.assert_allclose(found[0], expected[0], **near)
-        np.testing.assert_allclose(found[1][:V], expected[1][:V], **near)
-        np.testing.assert_array_equal(found[1][V:], 0.0)
-        for reference in found[2:]:
+        np.testing.assert_allclose(gradients[0], expected[0], **near)
+        np.testing.assert_allclose(gradients[1][:V], expected[1][:V], **near)
+        np.testing.assert_array_equal(gradients[1][V:], 0.0)
+        for reference in gradients[2:]:
             np.testing.assert_array_equal(reference, 0.0)
 
 
@@ -188,8 +188,8 @@ def test_gradient_is_that_of_the_materialised_one(direction, k, max_logits):
 def test_equal_models_have_no_kl_and_no_slope(direction, k, max_logits):
     program = chunked(direction, max_logits, k)
     for temperature in TEMPERATURES:
-        found, gradients = program(temperature, HIDDEN, HEAD, HIDDEN, HEAD)
-        np.testing.assert_array_equal(found, 0.0)
+        output, gradients = program(temperature, HIDDEN, HEAD, HIDDEN, HEAD)
+        np.testing.assert_array_equal(output, 0.0)
         np.testing.assert_allclose(gradients[0], 0.0, atol=3e-6)
         np.testing.assert_allclose(gradients[1], 0.0, atol=3e-6)
         # Equal as models, and not as arrays: the level of the logits is nobody's.
@@ -197,8 +197,8 @@ def test_equal_models_have_no_kl_and_no_slope(direction, k, max_logits):
         head[:, 0] = 1.0
         raised = HIDDEN.copy()
         raised[..., 0] += 16.0
-        found, _ = program(temperature, raised, head, HIDDEN, head)
-        np.testing.assert_allclose(found, 0.0, atol=1e-5 / temperature)
+        output, _ = program(temperature, raised, head, HIDDEN, head)
+        np.testing.assert_allclose(output, 0.0, atol=1e-5 / temperature)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -211,13 +211,13 @@ def test_logits_that_lie_far_apart(direction, max_logits):
     head = rng.normal(size=(vocab, width)).astype(np.float32)
     ref_hidden = hidden + rng.normal(0, 0.1, hidden.shape).astype(np.float32)
     options = {"direction": direction, "max_logits": max_logits}
-    found = jax.jit(functools.partial(kl.exact_from_hidden, **options))(
+    output = jax.jit(functools.partial(kl.exact_from_hidden, **options))(
         *(hidden, head, ref_hidden, head)
     )
     pair = [oracles.logits_from_hidden(x, head) for x in (hidden, ref_hidden)]
     assert np.median(np.ptp(pair[0], axis=-1)) > 25
     expected = oracles.exact_kl(*(pair if direction == "reverse" else pair[::-1]))
-    np.testing.assert_allclose(found[:, 1:], expected[:, :-1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output[:, 1:], expected[:, :-1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -226,14 +226,14 @@ def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype(direc
     head = [x.astype(jnp.bfloat16).astype(np.float32) for x in (HEAD, REF_HEAD)]
     wide = [x.astype(np.float32) for x in half]
     arrays = (wide[0], head[0], wide[1], head[1])
-    found, narrow = chunked(direction)(0.7, half[0], head[0], half[1], head[1])
+    output, narrow = chunked(direction)(0.7, half[0], head[0], half[1], head[1])
     expected = oracle(*arrays, direction=direction)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert output.dtype == jnp.float32
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
     assert [g.dtype for g in narrow[:2]] == [jnp.bfloat16, jnp.float32]
     _, exact = chunked(direction)(0.7, *arrays)
-    for found, expected in zip(narrow[:2], exact[:2], strict=True):
-        error = np.abs(found.astype(np.float32) - expected)
+    for output, expected in zip(narrow[:2], exact[:2], strict=True):
+        error = np.abs(output.astype(np.float32) - expected)
         assert np.max(error) <= 0.01 * np.max(np.abs(expected))
     # Sums over tokens have more digits than bfloat16, in which they would be rounded.
     rounded = narrow[1].astype(jnp.bfloat16).astype(jnp.float32)
@@ -242,11 +242,11 @@ def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype(direc
 
 @pytest.mark.parametrize("first_column", [3, S, S + 1])
 def test_columns_before_the_first_are_0(first_column):
-    found = jax.jit(functools.partial(from_hidden, first_column=first_column))(*ARRAYS)
-    assert found.shape == (B, S)
-    np.testing.assert_array_equal(found[:, :first_column], 0.0)
+    output = jax.jit(functools.partial(from_hidden, first_column=first_column))(*ARRAYS)
+    assert output.shape == (B, S)
+    np.testing.assert_array_equal(output[:, :first_column], 0.0)
     expected = oracle(*ARRAYS)[:, first_column:]
-    np.testing.assert_allclose(found[:, first_column:], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output[:, first_column:], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("k", [None, pytest.param(5, marks=pytest.mark.slow)])
@@ -258,16 +258,16 @@ def test_a_column_that_is_masked_out_plays_no_part(k):
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1))
     def run(hidden, head, ref_hidden, ref_head):
-        found = from_hidden(hidden, head, ref_hidden, ref_head, k=k, max_logits=TEN)
-        return jnp.sum(jnp.where(mask, found, 0.0))
+        output = from_hidden(hidden, head, ref_hidden, ref_head, k=k, max_logits=TEN)
+        return jnp.sum(jnp.where(mask, output, 0.0))
 
     expected, gradients = run(*ARRAYS)
     for garbage in (np.nan, np.inf, 1e30):
         hidden, ref_hidden = HIDDEN.copy(), REF_HIDDEN.copy()
         for array in (hidden, ref_hidden):
             array[0, 1], array[1, 3], array[:, -1] = garbage, garbage, garbage
-        found, poisoned = run(hidden, HEAD, ref_hidden, REF_HEAD)
-        np.testing.assert_array_equal(found, expected)
+        output, poisoned = run(hidden, HEAD, ref_hidden, REF_HEAD)
+        np.testing.assert_array_equal(output, expected)
         np.testing.assert_allclose(poisoned[0], gradients[0], atol=1e-6)
         np.testing.assert_allclose(poisoned[1], gradients[1], atol=1e-6)
 
@@ -282,8 +282,8 @@ def test_rows_on_eight_devices_give_the_same(k):
 
     def loss(hidden, head, ref_hidden, ref_head):
         arrays = (hidden, head, ref_hidden, ref_head)
-        found = from_hidden(*arrays, k=k, max_logits=2 * 8 * S * 10)
-        return jnp.sum(found * weights), found
+        output = from_hidden(*arrays, k=k, max_logits=2 * 8 * S * 10)
+        return jnp.sum(output * weights), output
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
     (_, expected), gradients = run(hidden, head, ref_hidden, ref_head)
@@ -294,9 +294,9 @@ def test_rows_on_eight_devices_give_the_same(k):
         jax.device_put(array, rows if array.ndim == 3 else everywhere)
         for array in (hidden, head, ref_hidden, ref_head)
     ]
-    (_, found), sharded = run(*placed)
-    assert found.sharding.is_equivalent_to(rows, found.ndim)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
+    (_, output), sharded = run(*placed)
+    assert output.sharding.is_equivalent_to(rows, output.ndim)
+    np.testing.assert_allclose(output, expected, rtol=1e-6, atol=2e-6)
     for gradient, alone in zip(sharded, gradients, strict=True):
         np.testing.assert_allclose(gradient, alone, rtol=1e-5, atol=3e-6)
 
@@ -310,9 +310,9 @@ def test_mapped_over_models_it_is_each_models_own():
         return jax.grad(lambda x: jnp.sum(from_hidden(hidden, x, *ARRAYS[2:])))(head)
 
     mapped = jax.jit(jax.vmap(gradient))(hidden, head)
-    for each in range(3):
-        alone = jax.jit(gradient)(hidden[each], head[each])
-        np.testing.assert_allclose(mapped[each], alone, rtol=1e-5, atol=2e-6)
+    for number in range(3):
+        alone = jax.jit(gradient)(hidden[number], head[number])
+        np.testing.assert_allclose(mapped[number], alone, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("direction", "k", "max_logits"), TOP_K)
@@ -325,8 +325,8 @@ def test_top_k_matches_the_oracle(direction, k, max_logits):
             logits[:, :-1], ref_logits[:, :-1], k, temperature, direction
         )
         for program in (chunked(direction, max_logits, k), whole(direction, k)):
-            found, _ = program(temperature)
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+            output, _ = program(temperature)
+            np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_top_k_rises_to_the_exact_kl():
@@ -334,10 +334,10 @@ def test_top_k_rises_to_the_exact_kl():
     exact, _ = chunked()(0.7)
     before = np.zeros_like(exact)
     for k in (1, 5, V):
-        found, _ = whole("reverse", k)(0.7)
-        assert np.all(found >= before - 1e-6)
-        assert np.all(found <= exact + 1e-5)
-        before = found
+        output, _ = whole("reverse", k)(0.7)
+        assert np.all(output >= before - 1e-6)
+        assert np.all(output <= exact + 1e-5)
+        before = output
     np.testing.assert_allclose(before, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -349,10 +349,10 @@ def test_top_k_keeps_the_policys_words_in_both_directions():
     reverse = (merged * np.log(merged / ref_merged)).sum()
     forward = (ref_merged * np.log(ref_merged / merged)).sum()
     for direction, expected in (("reverse", reverse), ("forward", forward)):
-        found = jax.jit(kl.top_k, static_argnames=("k", "direction"))(
+        output = jax.jit(kl.top_k, static_argnames=("k", "direction"))(
             logits, ref_logits, k=2, direction=direction
         )
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(output, expected, rtol=1e-5)
 
 
 def test_top_k_gradient_matches_finite_differences():
@@ -366,8 +366,8 @@ def test_top_k_gradient_matches_finite_differences():
             return jnp.sum(kl.top_k(x, ref_logits, k=3, direction=direction))
 
         expected = oracles.numerical_gradient(value, logits)
-        found = jax.jit(jax.grad(loss))(logits)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        output = jax.jit(jax.grad(loss))(logits)
+        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_top_k_with_words_that_cannot_come():
@@ -376,10 +376,10 @@ def test_top_k_with_words_that_cannot_come():
     logits[4:], ref_logits[4:] = -np.inf, -np.inf
     expected = kl.exact(logits[:4], ref_logits[:4])
     for k in (4, 6):
-        found, gradients = jax.jit(
+        output, gradients = jax.jit(
             jax.value_and_grad(lambda *pair, k=k: kl.top_k(*pair, k=k), (0, 1))
         )(logits, ref_logits)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(output, expected, rtol=1e-5)
         assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
 
 
@@ -398,7 +398,7 @@ def test_a_quarter_of_the_memory_at_the_size_of_gpt2(direction):
         pair = (logits, ref_logits)
         return kl.exact(*(pair if direction == "reverse" else pair[::-1]))
 
-    def held(function) -> int:
+    def temporary_bytes(function) -> int:
         shapes = [
             jax.ShapeDtypeStruct(shape, jnp.float32)
             for shape in 2 * ((rows, columns, width), (padded, width))
@@ -411,8 +411,8 @@ def test_a_quarter_of_the_memory_at_the_size_of_gpt2(direction):
         loss = lambda *arrays: jnp.sum(function(*arrays))  # noqa: E731
         return jax.value_and_grad(loss, (0, 1))
 
-    assert held(in_chunks) <= held(at_once) / 4
-    assert held(trained(in_chunks)) <= held(trained(at_once)) / 4
+    assert temporary_bytes(in_chunks) <= temporary_bytes(at_once) / 4
+    assert temporary_bytes(trained(in_chunks)) <= temporary_bytes(trained(at_once)) / 4
 
 
 def test_wrong_input_says_what_to_do():

@@ -125,9 +125,11 @@ def test_pi_rests_at_its_target():
 
 def test_lagrangian_by_hand():
     """β + η·(kl - target), never below 0, and up again from there."""
-    found = run(lagrangian(0.01, learning_rate=0.002), [8.0, 0.0, 0.0, 1.0, 7.0, 6.0])
+    coefficients = run(
+        lagrangian(0.01, learning_rate=0.002), [8.0, 0.0, 0.0, 1.0, 7.0, 6.0]
+    )
     expected = [0.01, 0.014, 0.002, 0.0, 0.0, 0.002, 0.002]
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert coefficients == pytest.approx(expected, rel=1e-5)
 
 
 @HOLDING
@@ -279,14 +281,14 @@ def test_a_batch_without_a_kl_changes_nothing(name, kl):
 
 @HOLDING
 def test_responses_without_a_token_change_nothing(name):
-    found = run(PER_TOKEN[name], [0.0], length=0.0)
-    assert found[1] == found[0]
+    coefficients = run(PER_TOKEN[name], [0.0], length=0.0)
+    assert coefficients[1] == coefficients[0]
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
 def test_fixed_stays(kl_coef: float):
-    found = run(kl_control.fixed(kl_coef), [0.0, 100.0])
-    assert found == pytest.approx([kl_coef] * 3)
+    coefficients = run(kl_control.fixed(kl_coef), [0.0, 100.0])
+    assert coefficients == pytest.approx([kl_coef] * 3)
 
 
 @pytest.mark.parametrize(
@@ -302,10 +304,10 @@ def test_fixed_stays(kl_coef: float):
 )
 def test_scheduled_follows_the_iteration(schedule):
     with jax.numpy_dtype_promotion("standard"):  # as optax needs it
-        found = run(kl_control.scheduled(schedule, num_steps=6), [9.0] * 8)
+        coefficients = run(kl_control.scheduled(schedule, num_steps=6), [9.0] * 8)
         expected = [float(schedule(jnp.int32(step))) for step in range(6)]
     # After its last step it stays, since nothing beyond was looked at.
-    np.testing.assert_allclose(found, expected + expected[-1:] * 3, rtol=1e-6)
+    np.testing.assert_allclose(coefficients, expected + expected[-1:] * 3, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -396,9 +398,9 @@ def test_controllers_are_mapped_over_their_coefficient():
         functools.partial(lagrangian, learning_rate=1e-3),
     ):
         step = functools.partial(_after, make=make)
-        found = jax.vmap(step)(coefficients)
+        stepped = jax.vmap(step)(coefficients)
         expected = [run(make(float(c)), [7.0])[1] for c in coefficients]
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(stepped, expected, rtol=1e-6)
 
 
 def _after(kl_coef, *, make):
@@ -525,9 +527,9 @@ def test_a_target_per_response_is_told_and_no_other():
 def test_a_line_goes_from_the_coefficient_to_its_end(num_steps):
     line = kl_control.Linear(end=0.1)
     controller = line.controller(0.3, num_steps=num_steps)
-    found = run(controller, [1.0] * (num_steps - 1))
+    coefficients = run(controller, [1.0] * (num_steps - 1))
     expected = np.linspace(0.3, 0.1, num_steps)
-    assert found == pytest.approx(list(expected), rel=1e-5)
+    assert coefficients == pytest.approx(list(expected), rel=1e-5)
     assert controller.num_steps == num_steps
     # Made again, as by a run that resumes, it is the same program.
     again = kl_control.Linear(end=0.1).controller(0.3, num_steps=num_steps)

@@ -20,9 +20,9 @@ NAMES = ["k1", "k2", "k3"]
 
 @pytest.mark.parametrize(("estimator", "oracle"), ESTIMATORS, ids=NAMES)
 def test_estimator_matches_the_oracle(estimator, oracle):
-    found = estimator(LOGPROBS, REF_LOGPROBS)
+    output = estimator(LOGPROBS, REF_LOGPROBS)
     expected = oracle(LOGPROBS, REF_LOGPROBS)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("estimator", "oracle"), ESTIMATORS, ids=NAMES)
@@ -33,9 +33,9 @@ def test_estimator_gradient_matches_finite_differences(estimator, oracle):
         def value(x, argument=argument, arrays=arrays):
             return float(oracle(*arrays[:argument], x, *arrays[argument + 1 :]).sum())
 
-        found = jax.grad(lambda *x: jnp.sum(estimator(*x)), argument)(*arrays)
+        gradients = jax.grad(lambda *x: jnp.sum(estimator(*x)), argument)(*arrays)
         expected = oracles.numerical_gradient(value, arrays[argument])
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(gradients, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_estimators_of_equal_models_are_0_and_k2_k3_never_negative():
@@ -47,8 +47,8 @@ def test_estimators_of_equal_models_are_0_and_k2_k3_never_negative():
 
 def test_k3_keeps_its_digits_near_0():
     x = np.float32(1e-3)
-    found = float(kl.k3(jnp.array([x]), jnp.zeros(1))[0])
-    assert found == pytest.approx(float(x) ** 2 / 2, rel=1e-3)
+    output = float(kl.k3(jnp.array([x]), jnp.zeros(1))[0])
+    assert output == pytest.approx(float(x) ** 2 / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -87,9 +87,9 @@ def test_published_spread_of_the_estimators(
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
 def test_exact_matches_the_oracle(temperature: float):
-    found = kl.exact(LOGITS, REF_LOGITS, temperature=temperature)
+    output = kl.exact(LOGITS, REF_LOGITS, temperature=temperature)
     expected = oracles.exact_kl(LOGITS, REF_LOGITS, temperature)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_exact_matches_the_oracle(temperature: float):
 )
 def test_published_six_words(policy, expected: float):
     reference = jnp.log(jnp.array([0.35, 0.30, 0.20, 0.10, 0.04, 0.01]))
-    found = kl.exact(jnp.log(jnp.array(policy)), reference)
-    assert float(found) == pytest.approx(expected, abs=5e-5)
+    output = kl.exact(jnp.log(jnp.array(policy)), reference)
+    assert float(output) == pytest.approx(expected, abs=5e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
@@ -111,22 +111,22 @@ def test_exact_of_equal_models_is_0_and_flat(temperature: float):
     def value(logits):
         return jnp.sum(kl.exact(logits, LOGITS, temperature=temperature))
 
-    found = kl.exact(LOGITS, LOGITS, temperature=temperature)
-    np.testing.assert_array_equal(found, np.zeros((2, 3)))
+    output = kl.exact(LOGITS, LOGITS, temperature=temperature)
+    np.testing.assert_array_equal(output, np.zeros((2, 3)))
     np.testing.assert_allclose(jax.jit(jax.grad(value))(LOGITS), 0.0, atol=1e-6)
 
 
 def test_exact_ignores_a_constant_added_to_the_logits():
-    found = kl.exact(LOGITS + np.float32(50), REF_LOGITS - np.float32(9))
+    output = kl.exact(LOGITS + np.float32(50), REF_LOGITS - np.float32(9))
     expected = oracles.exact_kl(LOGITS, REF_LOGITS)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_exact_gradient_matches_finite_differences():
     def value(x, y):
         return jnp.sum(kl.exact(x, y, temperature=0.7))
 
-    found = jax.grad(value, (0, 1))(LOGITS, REF_LOGITS)
+    gradients = jax.grad(value, (0, 1))(LOGITS, REF_LOGITS)
     expected = (
         oracles.numerical_gradient(
             lambda x: float(oracles.exact_kl(x, REF_LOGITS, 0.7).sum()), LOGITS
@@ -135,7 +135,7 @@ def test_exact_gradient_matches_finite_differences():
             lambda x: float(oracles.exact_kl(LOGITS, x, 0.7).sum()), REF_LOGITS
         ),
     )
-    for gradient, differences in zip(found, expected, strict=True):
+    for gradient, differences in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(gradient, differences, rtol=1e-3, atol=1e-4)
 
 
@@ -144,10 +144,10 @@ def test_exact_with_words_that_cannot_come():
     policy, reference = LOGITS[0, 0].copy(), REF_LOGITS[0, 0].copy()
     policy[[5, 6]] = -np.inf
     reference[6] = -np.inf
-    found = kl.exact(policy, reference)
-    assert float(found) == pytest.approx(oracles.exact_kl(policy, reference), rel=1e-5)
+    output = kl.exact(policy, reference)
+    assert float(output) == pytest.approx(oracles.exact_kl(policy, reference), rel=1e-5)
     short = kl.exact(policy[:6], reference[:6])
-    assert float(found) == pytest.approx(float(short), rel=1e-6)
+    assert float(output) == pytest.approx(float(short), rel=1e-6)
     gradients = jax.grad(kl.exact, (0, 1))(policy, reference)
     assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
     assert float(kl.exact(reference, policy)) == np.inf
@@ -155,10 +155,10 @@ def test_exact_with_words_that_cannot_come():
 
 def test_exact_takes_half_precision_to_float32():
     half, ref_half = LOGITS.astype(jnp.bfloat16), REF_LOGITS.astype(jnp.bfloat16)
-    found = kl.exact(half, ref_half)
-    assert found.dtype == jnp.float32
+    output = kl.exact(half, ref_half)
+    assert output.dtype == jnp.float32
     expected = oracles.exact_kl(half.astype(np.float32), ref_half.astype(np.float32))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_input_says_what_to_do():

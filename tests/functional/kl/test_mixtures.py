@@ -38,21 +38,21 @@ BETAS = [0.1, 0.5, 0.9]
 def logprobs_of(hidden, head, cap, temperature):
     logits = oracles.logits_from_hidden(hidden, head[:V])
     logits = cap * np.tanh(logits / cap)
-    found = np.array(
+    logprobs = np.array(
         [oracles.log_softmax(x, temperature) for row in logits for x in row]
     )
-    return found.reshape(*hidden.shape[:2], V)
+    return logprobs.reshape(*hidden.shape[:2], V)
 
 
 def oracle(hidden, head, ref_hidden, ref_head, *, beta, k=None, temperature=0.7):
     policy = logprobs_of(hidden, head, CAPS["softcap"], temperature)
     reference = logprobs_of(ref_hidden, ref_head, CAPS["ref_softcap"], temperature)
-    found = np.zeros((B, S))
+    values = np.zeros((B, S))
     for b, t in np.ndindex(B, S - 1):
-        found[b, t + 1] = oracles.jensen_shannon(
+        values[b, t + 1] = oracles.jensen_shannon(
             policy[b, t], reference[b, t], beta=beta, k=k
         )
-    return found
+    return values
 
 
 def loss(hidden, head, ref_hidden, ref_head, *, weights, **options):
@@ -63,9 +63,11 @@ def loss(hidden, head, ref_hidden, ref_head, *, weights, **options):
         **CAPS,
         **options,
     }
-    found = kl.jensen_shannon_from_hidden(hidden, head, ref_hidden, ref_head, **options)
+    output = kl.jensen_shannon_from_hidden(
+        hidden, head, ref_hidden, ref_head, **options
+    )
     # As a mask is applied, so that garbage outside of it is 0 and not NaN.
-    return jnp.sum(jnp.where(weights != 0, found, 0.0) * weights), found
+    return jnp.sum(jnp.where(weights != 0, output, 0.0) * weights), output
 
 
 @functools.cache
@@ -86,8 +88,8 @@ def compiled(**options):
 )
 def test_value_and_gradient_from_hidden_states(beta, k):
     """Of two widths, heads, paddings and soft caps, in chunks that overlap."""
-    gradients, found = compiled(beta=beta, k=k)(*ARRAYS, weights=WEIGHTS)
-    np.testing.assert_allclose(found, oracle(*ARRAYS, beta=beta, k=k), atol=1e-6)
+    gradients, output = compiled(beta=beta, k=k)(*ARRAYS, weights=WEIGHTS)
+    np.testing.assert_allclose(output, oracle(*ARRAYS, beta=beta, k=k), atol=1e-6)
     for argument in (0, 1):
 
         def value(x, argument=argument):
@@ -105,8 +107,8 @@ def test_equal_models_and_what_a_mask_leaves_out():
     run = compiled(beta=0.1, k=None)
     caps = {"softcap": 1.5, "ref_softcap": 1.5}
     equal = jax.jit(functools.partial(jax.grad(loss, has_aux=True), beta=0.3, **caps))
-    gradient, found = equal(HIDDEN, HEAD, HIDDEN, HEAD, weights=WEIGHTS)
-    np.testing.assert_allclose(found, 0.0, atol=1e-7)
+    gradient, output = equal(HIDDEN, HEAD, HIDDEN, HEAD, weights=WEIGHTS)
+    np.testing.assert_allclose(output, 0.0, atol=1e-7)
     np.testing.assert_allclose(gradient, 0.0, atol=3e-6)
     weights = WEIGHTS.copy()
     weights[0, 2], weights[:, 0] = 0.0, 0.0
@@ -159,8 +161,8 @@ def test_losses_and_gradients_are_those_of_trl(source, which):
             options["temperature"] = float(TRL["temperature"])
 
             def value(logits, options=options):
-                found = of_source(logits, **options)
-                return jnp.sum(found, where=mask) / float(mask.sum())
+                output = of_source(logits, **options)
+                return jnp.sum(output, where=mask) / float(mask.sum())
 
             results[at] = jax.value_and_grad(value)(logits)
         return results
@@ -177,12 +179,12 @@ def test_it_lies_between_0_and_its_largest_value_and_tends_to_both_kls():
         largest = -beta * np.log(beta) - (1 - beta) * np.log(1 - beta)
         apart = kl.jensen_shannon(50.0 * logits, -50.0 * logits, beta=beta)
         np.testing.assert_allclose(apart, largest, rtol=1e-5)
-        found = kl.jensen_shannon(logits, ref_logits, beta=beta)
+        output = kl.jensen_shannon(logits, ref_logits, beta=beta)
         # Policy and reference change places with β and 1 - β.
         other = kl.jensen_shannon(jnp.asarray(ref_logits), logits, beta=1 - beta)
-        np.testing.assert_allclose(found, other, rtol=1e-5)
-        assert np.all(found > 0)
-        assert np.all(found < largest)
+        np.testing.assert_allclose(output, other, rtol=1e-5)
+        assert np.all(output > 0)
+        assert np.all(output < largest)
     forward = kl.exact(jnp.asarray(ref_logits), logits)
     near_0 = kl.jensen_shannon(logits, ref_logits, beta=1e-4) / 1e-4
     np.testing.assert_allclose(near_0, forward, rtol=0.02)

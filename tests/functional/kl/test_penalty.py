@@ -32,13 +32,13 @@ def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
 
 def penalties(**options) -> list[Penalty]:
     """Every choice that is allowed, of these options and all others' defaults."""
-    found = []
+    choices = []
     for values in itertools.product(*options.values()):
         try:
-            found.append(Penalty(**dict(zip(options, values, strict=True))))
+            choices.append(Penalty(**dict(zip(options, values, strict=True))))
         except ValueError:
             continue
-    return found
+    return choices
 
 
 def words(penalty: Penalty) -> str:
@@ -83,7 +83,7 @@ def reward_of(penalty, mask=MASK, **arrays):
 
 def oracle(penalty, logprobs, old, ref, exact, mask) -> tuple[np.ndarray, int, int]:
     """Value of every token, how many estimates there are and how many are clipped."""
-    found, clipped, estimates = np.zeros(mask.shape), 0, 0
+    values, clipped, estimates = np.zeros(mask.shape), 0, 0
     logprobs, old, ref, exact = (
         np.asarray(x, np.float64) for x in (logprobs, old, ref, exact)
     )
@@ -112,11 +112,11 @@ def oracle(penalty, logprobs, old, ref, exact, mask) -> tuple[np.ndarray, int, i
             elif penalty.importance_weights == "prefix":
                 weight = np.exp(sum(log_weight[b, s] for s in before))
             value = estimate(sum(x[b, s] for s in summed), exact[b, summed].sum())
-            found[b, t], over = clip(weight * value)
+            values[b, t], over = clip(weight * value)
             clipped, estimates = clipped + over, estimates + 1
             if penalty.per == "length":
-                found[b, t] /= len(columns)
-    return found, clipped, estimates
+                values[b, t] /= len(columns)
+    return values, clipped, estimates
 
 
 EVERY_VALUE = penalties(
@@ -137,26 +137,28 @@ def test_every_choice_of_the_value_is_listed():
 @pytest.mark.parametrize("penalty", one_in(2, EVERY_VALUE), ids=words)
 def test_value_matches_the_oracle(penalty):
     expected, clipped, estimates = oracle(penalty, LOGPROBS, OLD, REF, EXACT, MASK)
-    found, stats = loss_of(penalty)
+    output, stats = loss_of(penalty)
     near = {"rtol": 1e-5, "atol": 1e-5}
-    np.testing.assert_allclose(found, (WEIGHTS * expected).sum(), **near)
+    np.testing.assert_allclose(output, (WEIGHTS * expected).sum(), **near)
     length = MASK.sum(1, keepdims=True) if penalty.per == "length" else 1
     np.testing.assert_allclose(stats["loss/kl"][0], (expected * length).sum(), **near)
     np.testing.assert_array_equal(stats["loss/kl"][1], MASK.sum())
     # Reverse weights are 1 where the policy samples; forward ones are π_ref/π.
     expected, reward_clipped, _ = oracle(penalty, OLD, OLD, REF, EXACT, MASK)
-    found, reward_stats = reward_of(penalty, logprobs=OLD)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, **near)
+    output, reward_stats = reward_of(penalty, logprobs=OLD)
+    assert output.dtype == jnp.float32
+    np.testing.assert_allclose(output, expected, **near)
     # Of k3 and with weights alone, and of these numbers none: float32 holds them all.
-    held = stats.pop("loss/kl_overflowfrac", None)
-    reward_held = reward_stats.pop("penalty/overflowfrac", None)
+    overflow = stats.pop("loss/kl_overflowfrac", None)
+    reward_overflow = reward_stats.pop("penalty/overflowfrac", None)
     of_k3, weighted = penalty.value_estimator == "k3", penalty.importance_weights
-    for found, told in (
-        (held, of_k3 or weighted),
-        (reward_held, of_k3 or (weighted and penalty.direction == "forward")),
+    for output, counts_clipped in (
+        (overflow, of_k3 or weighted),
+        (reward_overflow, of_k3 or (weighted and penalty.direction == "forward")),
     ):
-        assert np.array_equal(found, (0, estimates)) if told else found is None
+        assert (
+            np.array_equal(output, (0, estimates)) if counts_clipped else output is None
+        )
     if penalty.clip is None:
         assert stats.keys() == {"loss/kl"}
         assert not reward_stats
@@ -204,41 +206,45 @@ SOME = penalties(
 def test_garbage_under_the_mask_changes_nothing(penalty):
     poisoned = {name: oracles.poison(x, MASK) for name, x in ARRAYS.items()}
     for of in (loss_of, reward_of):
-        found, expected = of(penalty, **poisoned), of(penalty)
+        output, expected = of(penalty, **poisoned), of(penalty)
         for value, same in zip(
-            jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+            jax.tree.leaves(output), jax.tree.leaves(expected), strict=True
         ):
             np.testing.assert_array_equal(value, same)
-    found, expected = gradients_of(penalty, **poisoned), gradients_of(penalty)
+    output, expected = gradients_of(penalty, **poisoned), gradients_of(penalty)
     for name in ARRAYS:
-        np.testing.assert_array_equal(found[name], expected[name])
+        np.testing.assert_array_equal(output[name], expected[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", SOME, ids=words)
 def test_micro_batches_add_up(penalty):
     (whole, stats), gradients = loss_of(penalty), gradients_of(penalty)
-    total, sums, found = 0.0, [], []
+    total, sums, gradients_of_parts = 0.0, [], []
     for rows in (slice(0, 1), slice(1, 4)):
         arrays = {name: x[rows] for name, x in ARRAYS.items()}
         loss, part = loss_of(penalty, MASK[rows], **arrays)
         total += float(loss)
         sums.append(jax.tree.leaves(part))
-        found.append(gradients_of(penalty, MASK[rows], **arrays)["logprobs"])
+        gradients_of_parts.append(
+            gradients_of(penalty, MASK[rows], **arrays)["logprobs"]
+        )
     np.testing.assert_allclose(total, whole, rtol=1e-6)
     for left, right, both in zip(*sums, jax.tree.leaves(stats), strict=True):
         np.testing.assert_allclose(left + right, both, rtol=1e-6)
-    np.testing.assert_allclose(np.concatenate(found), gradients["logprobs"], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.concatenate(gradients_of_parts), gradients["logprobs"], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("penalty", one_in(3, SOME), ids=words)
 def test_the_gradient_reaches_the_policy_alone(penalty):
-    found = gradients_of(penalty)
+    output = gradients_of(penalty)
     for name in ("old_logprobs", "ref_logprobs", "weights"):
-        np.testing.assert_array_equal(found[name], 0.0)
+        np.testing.assert_array_equal(output[name], 0.0)
     uses_exact = penalty.grad_estimator == "exact"
-    assert np.any(found["exact"] != 0) == uses_exact
-    assert np.any(found["logprobs"] != 0) == (not uses_exact)
+    assert np.any(output["exact"] != 0) == uses_exact
+    assert np.any(output["logprobs"] != 0) == (not uses_exact)
     gradient_of_reward = jax.grad(lambda x: jnp.sum(reward_of(penalty, logprobs=x)[0]))
     np.testing.assert_array_equal(gradient_of_reward(LOGPROBS), 0.0)
 
@@ -248,8 +254,8 @@ def test_the_gradient_reaches_the_policy_alone(penalty):
 )
 def test_one_estimator_for_the_value_another_for_the_gradient(value, grad):
     mixed = Penalty(value, grad, "loss")
-    found, gradients = loss_of(mixed)[0], gradients_of(mixed)
-    np.testing.assert_array_equal(found, loss_of(Penalty(value, None, "loss"))[0])
+    output, gradients = loss_of(mixed)[0], gradients_of(mixed)
+    np.testing.assert_array_equal(output, loss_of(Penalty(value, None, "loss"))[0])
     expected = gradients_of(Penalty(grad, None, "loss"))
     for name in ("logprobs", "exact"):
         np.testing.assert_allclose(gradients[name], expected[name], rtol=1e-6)
@@ -260,10 +266,10 @@ def test_length_divides_each_response_by_its_own():
     for estimator in ESTIMATORS:
         token = Penalty(estimator, placement="loss")
         length = dataclasses.replace(token, per="length")
-        found = gradients_of(length)
+        output = gradients_of(length)
         expected = gradients_of(token, weights=WEIGHTS / lengths)
         for name in ("logprobs", "exact"):
-            np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
+            np.testing.assert_allclose(output[name], expected[name], rtol=1e-6)
 
 
 # --- clipping -----------------------------------------------------------------------
@@ -306,7 +312,7 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
     """w·(1 - exp(-x)), told by its log where float64 overflows too."""
     weight = 1.0 if log_weight is None else np.exp(log_weight)
     of_ratio = -x + np.log(weight)
-    held = of_ratio > np.log(np.finfo(np.float32).max)
+    overflowing = of_ratio > np.log(np.finfo(np.float32).max)
     slope = weight - np.exp(min(of_ratio, 88.72))
     value = weight * (x - 1) + np.exp(min(of_ratio, 88.72))
 
@@ -327,10 +333,10 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
             weights=cell(1),
         )
 
-    (found, stats), gradient = jax.value_and_grad(loss, has_aux=True)(cell(x))
-    np.testing.assert_allclose(found, value, rtol=1e-4)
+    (output, stats), gradient = jax.value_and_grad(loss, has_aux=True)(cell(x))
+    np.testing.assert_allclose(output, value, rtol=1e-4)
     np.testing.assert_allclose(gradient[0, 0], slope, rtol=1e-4)
-    assert np.array_equal(stats["loss/kl_overflowfrac"], (held, 1))
+    assert np.array_equal(stats["loss/kl_overflowfrac"], (overflowing, 1))
     value, stats = kl_penalty.reward_kl(
         penalty=Penalty("k3"),
         logprobs=cell(x),
@@ -369,8 +375,8 @@ def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
             weights=row(1 / length),
         )
 
-    (found, stats), gradient = jax.value_and_grad(loss, has_aux=True)(row(x))
-    assert np.isfinite(found)
+    (output, stats), gradient = jax.value_and_grad(loss, has_aux=True)(row(x))
+    assert np.isfinite(output)
     log_weights = 0.2 * np.arange(1, length + 1)
     near = log_weights < 84
     expected = np.exp(log_weights[near]) * slope / length
@@ -379,9 +385,9 @@ def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
     assert np.isfinite(far).all()
     assert (np.sign(far) == np.sign(slope)).all()
     assert (np.abs(far) >= 1e34 * np.abs(np.sign(slope))).all()
-    held = log_weights > np.log(2.0**128) - np.log(max(2, 4 * abs(value)))
-    told = stats["loss/kl_overflowfrac"]
-    np.testing.assert_allclose(told, (held.sum(), length), atol=1)
+    overflowing = log_weights > np.log(2.0**128) - np.log(max(2, 4 * abs(value)))
+    overflow = stats["loss/kl_overflowfrac"]
+    np.testing.assert_allclose(overflow, (overflowing.sum(), length), atol=1)
 
 
 # --- Monte Carlo --------------------------------------------------------------------
@@ -435,13 +441,13 @@ WORLD_MASK = np.array(
 
 def entries(response) -> list[tuple[int, int]]:
     """(row of the table, word) of each token; the prompt and padding read (0, 0)."""
-    found = [(PREFIXES.index(response[:t]), response[t]) for t in range(len(response))]
-    return [(0, 0), *found, *[(0, 0)] * (LENGTH - len(response))]
+    cells = [(PREFIXES.index(response[:t]), response[t]) for t in range(len(response))]
+    return [(0, 0), *cells, *[(0, 0)] * (LENGTH - len(response))]
 
 
 ROWS, WORDS = np.moveaxis(np.array([entries(response) for response in RESPONSES]), 2, 0)
 POLICY, OLDER, REFERENCE = (normal(len(PREFIXES), WIDTH) for _ in range(3))
-KEPT = 1  # words alone in a top-k KL of three
+NUM_ALONE = 1  # words alone in a top-k KL of three
 
 
 def world_logprobs(table):
@@ -455,23 +461,25 @@ def response_logprobs(table):
 def reached(table):
     """f32[13]: how likely each prefix is, 0 where a response has ended before."""
     logs = jax.nn.log_softmax(table)
-    found = []
+    logprobs = []
     for prefix in PREFIXES:
         steps = [(PREFIXES.index(prefix[:t]), prefix[t]) for t in range(len(prefix))]
-        found.append(sum((logs[row, word] for row, word in steps), jnp.zeros(())))
-    return jnp.where(OPEN, jnp.exp(jnp.stack(found)), 0.0)
+        logprobs.append(sum((logs[row, word] for row, word in steps), jnp.zeros(())))
+    return jnp.where(OPEN, jnp.exp(jnp.stack(logprobs)), 0.0)
 
 
-def divergences(table, *, direction="reverse", kept=None):
-    """f32[13]: the KL at each prefix, of all words or of `kept` and the rest."""
+def divergences(table, *, direction="reverse", num_alone=None):
+    """f32[13]: the KL at each prefix, of all words or of `num_alone` and the rest."""
     policy, reference = jax.nn.softmax(table), jax.nn.softmax(REFERENCE)
-    if kept is not None:
+    if num_alone is not None:
         order = np.argsort(-POLICY, axis=1)
         policy, reference = (
             jnp.concatenate(
                 [
-                    jnp.take_along_axis(x, order[:, :kept], axis=1),
-                    jnp.take_along_axis(x, order[:, kept:], axis=1).sum(1)[:, None],
+                    jnp.take_along_axis(x, order[:, :num_alone], axis=1),
+                    jnp.take_along_axis(x, order[:, num_alone:], axis=1).sum(1)[
+                        :, None
+                    ],
                 ],
                 axis=1,
             )
@@ -488,7 +496,7 @@ def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
 
     Nothing of the module under test is called.
     """
-    kept = KEPT if name.startswith("top-k ") else None
+    num_alone = NUM_ALONE if name.startswith("top-k ") else None
     name = name.removeprefix("top-k ")
     fixed = reached(prefixes_of)
     ref_logprobs = world_logprobs(REFERENCE)
@@ -504,14 +512,14 @@ def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
         x = jax.nn.log_softmax(table) - jax.nn.log_softmax(REFERENCE)
         return jnp.sum(jax.nn.softmax(REFERENCE) * x**2, axis=1) / 2
 
-    at_prefixes = functools.partial(divergences, kept=kept)
+    at_prefixes = functools.partial(divergences, num_alone=num_alone)
     forward = functools.partial(at_prefixes, direction="forward")
     policy = lambda table: jnp.exp(response_logprobs(table))  # noqa: E731
     log_ratio = lambda table: response_logprobs(table) - jnp.log(likelihood)  # noqa: E731
     values = {
         "full reverse": (
             (lambda table: jnp.sum(policy(table) * log_ratio(table)))
-            if kept is None
+            if num_alone is None
             else (lambda table: jnp.sum(reached(table) * at_prefixes(table)))
         ),
         "full forward": lambda table: -jnp.sum(likelihood * log_ratio(table)),
@@ -524,15 +532,15 @@ def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
             fixed * half_squares_at_prefixes(table)
         ),
     }
-    if kept is not None and name == "full forward":
+    if num_alone is not None and name == "full forward":
         ref_reached = reached(REFERENCE)
         return jax.grad(lambda table: jnp.sum(ref_reached * forward(table)))(POLICY)
     if name.startswith("score half of weighted "):
         # E_π[∇log π · cost], the cost by the NumPy oracle: its weights are π_ref/π.
         exact = np.zeros(WORLD_MASK.shape)
         if penalty.value_estimator == "exact":
-            kept = KEPT if penalty.top_k else None
-            exact = divergences(POLICY, direction="forward", kept=kept)[ROWS]
+            num_alone = NUM_ALONE if penalty.top_k else None
+            exact = divergences(POLICY, direction="forward", num_alone=num_alone)[ROWS]
         logprobs = world_logprobs(POLICY)
         cost, _, _ = oracle(
             penalty, logprobs, logprobs, ref_logprobs, exact, WORLD_MASK
@@ -543,10 +551,10 @@ def target(name: str, penalty: Penalty, prefixes_of) -> np.ndarray:
 
 
 def targets(penalty: Penalty, prefixes_of=POLICY) -> np.ndarray:
-    found = np.zeros(POLICY.shape)
+    gradient = np.zeros(POLICY.shape)
     for name, times in penalty.terms.items():
-        found += times * np.asarray(target(name, penalty, prefixes_of), np.float64)
-    return found
+        gradient += times * np.asarray(target(name, penalty, prefixes_of), np.float64)
+    return gradient
 
 
 def exact_of(table, penalty: Penalty):
@@ -598,7 +606,7 @@ CHOICES = {
     "direction": ("reverse", "forward"),
     "per": ("token", "response"),
     "importance_weights": (None, "token", "prefix"),
-    "top_k": (None, KEPT),
+    "top_k": (None, NUM_ALONE),
 }
 
 
@@ -609,13 +617,13 @@ CHOICES = {
     ids=words,
 )
 def test_expected_gradient_in_the_loss_is_the_named_one(penalty):
-    found = loss_gradient(penalty, POLICY)
-    np.testing.assert_allclose(found, targets(penalty), atol=1e-5)
+    output = loss_gradient(penalty, POLICY)
+    np.testing.assert_allclose(output, targets(penalty), atol=1e-5)
     if penalty.importance_weights is not None:
         # On samples of an older policy, whose prefixes only a prefix's weight undoes.
         prefixes = POLICY if penalty.importance_weights == "prefix" else OLDER
-        found = loss_gradient(penalty, OLDER)
-        np.testing.assert_allclose(found, targets(penalty, prefixes), atol=1e-5)
+        output = loss_gradient(penalty, OLDER)
+        np.testing.assert_allclose(output, targets(penalty, prefixes), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -630,8 +638,8 @@ def test_the_world_tells_the_gradients_apart():
     names = ["full reverse", "full forward", "fixed-state reverse"]
     names += ["fixed-state forward", "own-prefix forward", "mean k2"]
     names += ["reference's mean k2", "fixed-state k2"]
-    found = [np.asarray(target(name, Penalty(), POLICY)) for name in names]
-    for left, right in itertools.combinations(found, 2):
+    gradients = [np.asarray(target(name, Penalty(), POLICY)) for name in names]
+    for left, right in itertools.combinations(gradients, 2):
         assert np.abs(left - right).max() > 0.01
     fixed = [target("fixed-state reverse", Penalty(), x) for x in (POLICY, OLDER)]
     assert np.abs(np.asarray(fixed[0]) - np.asarray(fixed[1])).max() > 0.01
@@ -746,14 +754,14 @@ def test_names_of_gradients(options, gradient):
 
 def test_dividing_by_a_length_that_the_policy_chooses_moves_the_length():
     """k1 in the loss, nothing by itself, then follows the gradient of E[1 / length]."""
-    found = loss_gradient(Penalty(placement="loss", per="length"), POLICY)
+    output = loss_gradient(Penalty(placement="loss", per="length"), POLICY)
     lengths = WORLD_MASK.sum(1).astype(np.float32)
 
     def inverse_length(table):
         return jnp.sum(jnp.exp(response_logprobs(table)) / lengths)
 
-    np.testing.assert_allclose(found, jax.grad(inverse_length)(POLICY), atol=1e-6)
-    assert np.abs(np.asarray(found)).max() > 0.01
+    np.testing.assert_allclose(output, jax.grad(inverse_length)(POLICY), atol=1e-6)
+    assert np.abs(np.asarray(output)).max() > 0.01
 
 
 # --- bad input ----------------------------------------------------------------------

@@ -44,7 +44,9 @@ def test_weights_and_what_is_said_of_them_against_loops(correction):
     mask = MASK.copy()
     mask[2] = False  # a response of no token has no weight
     floor = None if correction.endswith("truncate") else FLOOR
-    expected, kept = oracles.importance_weights(log_ratio, mask, correction, CAP, floor)
+    expected, expected_mask = oracles.importance_weights(
+        log_ratio, mask, correction, CAP, floor
+    )
     output = weights(
         correction,
         mask=mask,
@@ -52,20 +54,20 @@ def test_weights_and_what_is_said_of_them_against_loops(correction):
         logprobs=np.where(mask, RECORDED["old_logprobs"], np.nan),
     )
     np.testing.assert_allclose(output.weights, expected, rtol=1e-5)
-    np.testing.assert_array_equal(output.mask, kept)
+    np.testing.assert_array_equal(output.mask, expected_mask)
     cut = mask & (expected == (CAP if floor is None else 0.0))
     np.testing.assert_array_equal(output.cut, cut)
     assert 0 < cut.sum() < mask.sum()
     stats = mismatch.weight_stats(output, mask=mask, correction=correction)
     means = masked.mean_stats(stats)
-    each = expected[mask]
+    weights_of_units = expected[mask]
     if not correction.startswith("token"):
-        each = expected[np.flatnonzero(mask.any(axis=1)), 0]
-    assert float(stats["policy/sampler_ess"][1]) == len(each)
+        weights_of_units = expected[np.flatnonzero(mask.any(axis=1)), 0]
+    assert float(stats["policy/sampler_ess"][1]) == len(weights_of_units)
     for name, value in {
         "policy/sampler_weight": expected[mask].mean(),
         "policy/sampler_weight_capped": cut.sum() / mask.sum(),
-        "policy/sampler_ess": oracles.effective_share(each),
+        "policy/sampler_ess": oracles.effective_share(weights_of_units),
     }.items():
         assert float(means[name]) == pytest.approx(value, rel=1e-5), name
 

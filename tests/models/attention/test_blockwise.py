@@ -58,10 +58,10 @@ def test_blocks_that_the_mask_hides_are_skipped():
 
 def test_responses_to_one_prompt_do_not_visit_each_other():
     segments, prefixes = np.repeat([[1, 2, 3], [0, 1, 1]], [4, 8, 4], axis=1)
-    found = visited(segments, prefixes=prefixes)
-    assert found == [[0], [0, 1], [0, 1, 2], [0, 3]]
-    found = visited(segments, prefixes=prefixes, of_keys=True)
-    assert found == [[0, 1, 2, 3], [1, 2], [2], [3]]
+    blocks = visited(segments, prefixes=prefixes)
+    assert blocks == [[0], [0, 1], [0, 1, 2], [0, 3]]
+    blocks = visited(segments, prefixes=prefixes, of_keys=True)
+    assert blocks == [[0, 1, 2, 3], [1, 2], [2], [3]]
 
 
 def test_holes_in_a_mask_are_those_of_xla():
@@ -70,12 +70,12 @@ def test_holes_in_a_mask_are_those_of_xla():
     segments = jnp.asarray(rng.integers(0, 4, (2, 40)), jnp.int32)
     query, key, value = rng.normal(size=(3, 2, 2, 40, 4)).astype(np.float32)
     mask = AttentionMask(segments=segments)
-    found = jax.jit(functools.partial(attend_blockwise, block=8))(
+    output = jax.jit(functools.partial(attend_blockwise, block=8))(
         query, (key, value), mask=mask
     )
     expected = jax.jit(attend_xla)(query, (key, value), mask=mask)
     token = np.asarray(segments > 0)[:, None, :, None]
-    np.testing.assert_allclose(found, np.where(token, expected, 0), atol=1e-5)
+    np.testing.assert_allclose(output, np.where(token, expected, 0), atol=1e-5)
 
 
 @pytest.mark.cases(slow=1)
@@ -104,10 +104,10 @@ def test_a_decoder_s_log_probs_and_gradients_are_those_of_xla(unroll):
 
     params = tiny.params(model)
     blockwise = dataclasses.replace(model, attention="blockwise")
-    ((_, found), gradient), ((_, expected), other) = (
-        run(params, model=each) for each in (blockwise, model)
+    ((_, output), gradient), ((_, expected), other) = (
+        run(params, model=shape) for shape in (blockwise, model)
     )
-    np.testing.assert_allclose(found[mask], expected[mask], atol=1e-4)
+    np.testing.assert_allclose(output[mask], expected[mask], atol=1e-4)
     assert (np.abs(expected[:, 11:][mask[:, 11:]]) > 1e-3).all()
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),

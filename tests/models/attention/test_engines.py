@@ -29,7 +29,7 @@ ENGINES = {
     "splash": functools.partial(splash.attend_splash, interpret=True),
 }
 GARBAGE = {"xla": 1e4, "blockwise": np.nan, "splash": 1e4}
-each_engine_and_case = pytest.mark.parametrize(
+for_each_engine_and_case = pytest.mark.parametrize(
     ("engine", "name"),
     [
         pytest.param(engine, name, marks=[pytest.mark.slow] * (engine == "splash"))
@@ -41,16 +41,16 @@ each_engine_and_case = pytest.mark.parametrize(
 
 
 @pytest.mark.cases(quick=4)
-@each_engine_and_case
+@for_each_engine_and_case
 def test_values_and_gradients_are_the_oracles(engine, name):
     """At tokens; also with large numbers at padding, which is finite all the same."""
     run = attention_cases.with_gradients(ENGINES[engine], name)
     expected = attention_cases.expected(name)
-    for given in (
+    for arrays in (
         attention_cases.arrays(name)[:3],
         attention_cases.poisoned(name, by=GARBAGE[engine]),
     ):
-        out, gradients = run(*given)
+        out, gradients = run(*arrays)
         assert np.isfinite(out).all()
         np.testing.assert_allclose(
             np.where(attention_cases.live(name), out, 0), expected[0], atol=2e-5
@@ -102,9 +102,9 @@ def test_the_oracle_s_gradients_are_those_of_its_values():
 def test_products_with_the_hessian():
     """Blockwise attention against `xla`, which JAX differentiates by itself."""
     name = "window, soft cap, grouped heads"
-    *given, weights = attention_cases.arrays(name)
+    *arrays, weights = attention_cases.arrays(name)
     rng = np.random.default_rng(2)
-    moved = [rng.normal(size=x.shape).astype(np.float32) for x in given]
+    moved = [rng.normal(size=x.shape).astype(np.float32) for x in arrays]
     mask = attention_cases.mask_of(name)
     weights = np.where(attention_cases.live(name), weights, 0)
 
@@ -114,12 +114,12 @@ def test_products_with_the_hessian():
             return (engine(query, tuple(keys_values), mask=mask) * weights).sum()
 
         gradient = jax.grad(total, (0, 1, 2))
-        return jax.jit(lambda: jax.jvp(gradient, tuple(given), tuple(moved))[1])()
+        return jax.jit(lambda: jax.jvp(gradient, tuple(arrays), tuple(moved))[1])()
 
-    found, expected = (both(ENGINES[name]) for name in ("xla", "blockwise"))
+    output, expected = (both(ENGINES[name]) for name in ("xla", "blockwise"))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        found,
+        output,
         expected,
     )
 
@@ -184,9 +184,9 @@ def test_cudnn_s_form_of_rows_with_one_text(name):
         )
         return out, back(weights)
 
-    out, found = both(query, key, value)
+    out, cudnn_gradients = both(query, key, value)
     np.testing.assert_allclose(out, np.where(live, expected, 0), atol=2e-5)
-    for mine, other in zip(found, gradients, strict=True):
+    for mine, other in zip(cudnn_gradients, gradients, strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
@@ -244,9 +244,9 @@ def model(**changes):
 def test_auto_says_what_it_takes_and_why(changes, backend, columns, engine, reason):
     if "num_heads" in changes:
         changes = {**changes, "head_dim": 16, "num_kv_heads": 2}
-    found = engine_choice.choose(model(**changes), columns=columns, backend=backend)
-    assert found.engine == engine
-    assert found.reason.startswith(reason)
+    chosen = engine_choice.choose(model(**changes), columns=columns, backend=backend)
+    assert chosen.engine == engine
+    assert chosen.reason.startswith(reason)
 
 
 def test_an_engine_that_cannot_run_is_refused_by_name():
@@ -257,5 +257,5 @@ def test_an_engine_that_cannot_run_is_refused_by_name():
     small = dataclasses.replace(splash_, head_dim=16)
     with pytest.raises(InputError, match="no kernel for heads of 16 numbers; choose"):
         layout.fastest(small, backend="tpu")
-    asked = dataclasses.replace(LLAMA, attention="xla")
-    assert engine_choice.choose(asked, columns=9999) == ("xla", "as asked")
+    llama = dataclasses.replace(LLAMA, attention="xla")
+    assert engine_choice.choose(llama, columns=9999) == ("xla", "as asked")

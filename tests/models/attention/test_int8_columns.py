@@ -52,7 +52,7 @@ def test_a_new_column_is_rounded_and_no_other_is_touched():
     np.testing.assert_allclose(
         values[:, :, 4], by_hand(np.asarray(new))[:, :, 0], rtol=1e-5
     )
-    kept = [0, 1, 2, 3, 5]
+    others = [0, 1, 2, 3, 5]
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(one[:, :, kept], other[:, :, kept])
+        np.testing.assert_array_equal(one[:, :, others], other[:, :, others])
     assert after.values.dtype == jnp.int8

@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found():
+def program_output():
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -39,8 +39,10 @@ def found():
 
 
 @pytest.mark.parametrize("form", attention_for_tpu.FORMS)
-def test_kernels_are_called_and_no_logits_are_held(found, form):
-    short, long = (found[f"{form}, {size}"] for size in attention_for_tpu.COLUMNS)
+def test_kernels_are_called_and_no_logits_are_held(program_output, form):
+    short, long = (
+        program_output[f"{form}, {size}"] for size in attention_for_tpu.COLUMNS
+    )
     names = [name.split("_segmented")[0] for name in long["kernels"]]
     assert names == ["splash_mha_dkv", "splash_mha_dq", "splash_mha_fwd"]
     names = [name.split("_segmented")[0] for name in short["kernels"]]

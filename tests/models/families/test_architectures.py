@@ -43,10 +43,10 @@ def compiled():
 def sampled(model, **options):
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
     index = np.arange(len(LENGTHS), dtype=np.int32)
-    given = {"tokens": tokens, "mask": mask, "stop_ids": (2,), "temperature": 0.7}
-    given["keys"] = decode.row_keys(jax.random.key(0), index=index, sample=index)
+    inputs = {"tokens": tokens, "mask": mask, "stop_ids": (2,), "temperature": 0.7}
+    inputs["keys"] = decode.row_keys(jax.random.key(0), index=index, sample=index)
     return compiled()(
-        tiny.params(model), model=model, max_new_tokens=NEW, **given | options
+        tiny.params(model), model=model, max_new_tokens=NEW, **inputs | options
     )
 
 
@@ -58,13 +58,13 @@ def sampled(model, **options):
 def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
     """Past the window, in caches that grow."""
     monkeypatch.setattr(caches, "FIRST_WIDTH", 1)
-    found = sampled(model)
-    assert np.asarray(found.mask).sum(axis=1).max() > 2 * model.sliding_window
+    samples = sampled(model)
+    assert np.asarray(samples.mask).sum(axis=1).max() > 2 * model.sliding_window
     expected = jax.jit(
         functools.partial(policy.logprobs_and_entropy, model=model, temperature=0.7)
-    )(tiny.params(model), tokens=found.tokens, mask=found.mask)
-    drawn = np.asarray(found.response_mask)
-    for mine, other in zip((found.logprobs, found.entropy), expected, strict=True):
+    )(tiny.params(model), tokens=samples.tokens, mask=samples.mask)
+    drawn = np.asarray(samples.response_mask)
+    for mine, other in zip((samples.logprobs, samples.entropy), expected, strict=True):
         np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=2e-5)
 
 
@@ -72,9 +72,9 @@ def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
 @pytest.mark.slow
 @both
 def test_continuous_batching_draws_the_same_samples(model):
-    found, expected = sampled(model, continuous_batching=4), sampled(model)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5)
+    samples, expected = sampled(model, continuous_batching=4), sampled(model)
+    np.testing.assert_array_equal(samples.tokens, expected.tokens)
+    np.testing.assert_allclose(samples.logprobs, expected.logprobs, atol=2e-5)
 
 
 def test_a_local_layer_caches_its_window_alone():
@@ -99,8 +99,8 @@ def test_a_local_layer_caches_its_window_alone():
 def test_places_that_a_new_token_sees():
     """Column 5 with a window of 3: numbers 3, 4 and 5, of which 3 is not its own."""
     attend = jnp.array([[False, False, False, False, True, True, False, False]])
-    seen = caches.near(attend, window=3, column=jnp.int32(5))
-    np.testing.assert_array_equal(seen, [[False, True, True]])
+    visible = caches.near(attend, window=3, column=jnp.int32(5))
+    np.testing.assert_array_equal(visible, [[False, True, True]])
     early = caches.near(attend[:, 3:], window=3, column=jnp.int32(1))
     np.testing.assert_array_equal(early, [[False, True, False]])
 
@@ -177,8 +177,8 @@ def test_a_token_out_of_the_window_is_not_seen(model):
     other = tokens.copy()
     other[0, 3] = (other[0, 3] + 1) % tiny.VOCAB
     before, after = (
-        np.asarray(hidden_of(tiny.params(one), model=one, tokens=given, mask=mask))[0]
-        for given in (tokens, other)
+        np.asarray(hidden_of(tiny.params(one), model=one, tokens=ids, mask=mask))[0]
+        for ids in (tokens, other)
     )
     moved = np.abs(after - before).max(axis=-1) > 1e-6
     np.testing.assert_array_equal(np.nonzero(moved)[0], np.arange(3, 3 + window))
@@ -208,8 +208,10 @@ def test_logprobs_and_entropy_of_soft_capped_logits():
     (hidden, head), _, tokens = inputs()
     weights = np.random.default_rng(1).normal(size=(2, *tokens.shape))
 
-    def weighed(found):
-        return sum((jnp.asarray(w) * x).sum() for w, x in zip(weights, found, strict=1))
+    def weighed(output):
+        return sum(
+            (jnp.asarray(w) * x).sum() for w, x in zip(weights, output, strict=1)
+        )
 
     def chunked(hidden, head, temperature):
         return weighed(
@@ -233,13 +235,13 @@ def test_logprobs_and_entropy_of_soft_capped_logits():
         return weighed((jnp.pad(picked, room), jnp.pad(entropy, room)))
 
     arguments = hidden, head, jnp.float32(TEMPERATURE)
-    found, expected = (
+    output, expected = (
         jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*arguments)
         for f in (chunked, plain)
     )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
-        found,
+        output,
         expected,
     )
 
@@ -266,11 +268,11 @@ def test_kl_of_soft_capped_logits(direction, k):
     def plain(hidden, head, *reference):
         sides = capped(hidden, head), capped(*reference)
         if k is not None:
-            found = kl.top_k(*sides, **how)
+            output = kl.top_k(*sides, **how)
         else:
             sides = sides[::-1] if direction == "forward" else sides
-            found = kl.exact(*sides, temperature=TEMPERATURE)
-        return jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
+            output = kl.exact(*sides, temperature=TEMPERATURE)
+        return jnp.pad(output[:, :-1], ((0, 0), (1, 0)))
 
     weights = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
 
@@ -282,22 +284,22 @@ def test_kl_of_soft_capped_logits(direction, k):
 
     of_chunked, of_plain = weighed(chunked), weighed(plain)
     sides = *policy_, *reference
-    found, expected = (of(weights, *sides) for of in (of_chunked, of_plain))
+    output, expected = (of(weights, *sides) for of in (of_chunked, of_plain))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
-        found,
+        output,
         expected,
     )
     # A position that is masked out may hold anything, as words of the padding may.
     weights[:, 3] = 0.0
-    _, wanted = of_plain(weights, *sides)
+    _, expected_gradients = of_plain(weights, *sides)
     broken, head = policy_[0].copy(), policy_[1].copy()
     broken[:, 2], head[13:], reference[1][13:] = np.nan, np.inf, np.nan
     _, masked = of_chunked(weights, broken, head, *reference)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
         masked,
-        wanted,
+        expected_gradients,
     )
     same = jax.jit(of_hidden)(*policy_, *policy_)
     np.testing.assert_array_equal(same, 0.0)
@@ -308,14 +310,14 @@ def test_exact_kl_of_a_policy_reads_its_soft_cap():
     tokens, mask = tiny.batch((7, 5), 7, side="right")
     of = functools.partial(hidden_of, model=tiny.MIXED, tokens=tokens, mask=mask)
     exact = jax.jit(functools.partial(policy.exact_kl, model=tiny.MIXED, mask=mask))
-    found = exact(params, of(params), other, of(other))
+    output = exact(params, of(params), other, of(other))
     logits_of = jax.jit(
         functools.partial(policy.logits, model=tiny.MIXED, tokens=tokens, mask=mask)
     )
     logits, ref_logits = logits_of(params), logits_of(other)
     assert np.abs(logits).max() < tiny.MIXED.logit_softcap
     expected = jnp.pad(kl.exact(logits, ref_logits)[:, :-1], ((0, 0), (1, 0)))
-    np.testing.assert_allclose(found, np.where(mask, expected, 0.0), atol=1e-5)
+    np.testing.assert_allclose(output, np.where(mask, expected, 0.0), atol=1e-5)
 
 
 # --- configurations ---------------------------------------------------------------

@@ -28,7 +28,7 @@ NAMES = ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3")
 # logits are is told for all, and decoding reads the same options.
 STATIC = ("model", "max_new_tokens", "stop_ids", "shaping")
 generate = jax.jit(decode.generate, static_argnames=STATIC)
-each_family = pytest.mark.parametrize("name", NAMES)
+for_each_family = pytest.mark.parametrize("name", NAMES)
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def edited(tmp_path, name, *, options=None, tensors=None):
     return folder
 
 
-@each_family
+@for_each_family
 def test_logits_are_those_of_transformers(name):
     model, params = loaded(name)
     hidden, mask, recorded = hidden_and_recorded(
@@ -84,7 +84,7 @@ def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(logits, np.concatenate(expected), atol=1e-4)
 
 
-@each_family
+@for_each_family
 def test_scores_are_those_of_transformers(name):
     folder = FIXTURES / f"{name}_reward"
     model, params = hf.load_reward(folder, dtype="float32")
@@ -107,7 +107,7 @@ def test_greedy_decoding_is_that_of_transformers_far_past_the_window(name):
     recorded = np.load(FIXTURES / name / "recorded.npz")
     tokens, continuation = recorded["left_tokens"], recorded["continuation"]
     rows = np.arange(len(tokens), dtype=np.int32)
-    found = generate(
+    samples = generate(
         params,
         model=model,
         tokens=tokens,
@@ -117,7 +117,7 @@ def test_greedy_decoding_is_that_of_transformers_far_past_the_window(name):
         stop_ids=(),
         shaping=Shaping(greedy=True),
     )
-    np.testing.assert_array_equal(found.tokens[:, tokens.shape[1] :], continuation)
+    np.testing.assert_array_equal(samples.tokens[:, tokens.shape[1] :], continuation)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_leaves_that_take_turns_by_head_are_read_and_written_in_part(layout):
         for columns in (slice(None), slice(3, 7), slice(2, 3), slice(4, 4)):
             counting.count = 0
             index = (slice(1, 4), columns)[-expected[0].ndim :]
-            found = unread[index]
-            np.testing.assert_array_equal(found, leaves[path][index])
-            assert counting.count == found.size
+            part = unread[index]
+            np.testing.assert_array_equal(part, leaves[path][index])
+            assert counting.count == part.size
     ((_, written),) = mapping.write(table, model=model, leaves=leaves)
     np.testing.assert_array_equal(written, fused)
 

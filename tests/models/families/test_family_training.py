@@ -160,11 +160,13 @@ def two_steps_of_dpo(name, *, mesh=None):
         train, reference = (sharding.place(x, mesh=mesh) for x in (train, reference))
         batch = row_sharding.put_rows(batch, mesh=mesh)
     step = toys.jit(dpo.update, static_argnames=("dpo",))
-    found = []
+    stats_of_steps = []
     for _ in range(2):
         train, stats = step(train, batch=batch, dpo=settings, reference=reference)
-        found.append({k: float(v) for k, v in masked.mean_stats(stats).items()})
-    return found
+        stats_of_steps.append(
+            {k: float(v) for k, v in masked.mean_stats(stats).items()}
+        )
+    return stats_of_steps
 
 
 @pytest.mark.cases(slow=1)
@@ -181,6 +183,6 @@ def test_a_step_of_dpo(name):
 @every_model
 def test_a_step_of_dpo_on_eight_devices(name):
     with jax.set_mesh(mesh := MeshShape(data=2, fsdp=2, tensor=2).make()):
-        found = two_steps_of_dpo(name, mesh=mesh)
-    for mine, other in zip(found, two_steps_of_dpo(name), strict=True):
+        stats_of_steps = two_steps_of_dpo(name, mesh=mesh)
+    for mine, other in zip(stats_of_steps, two_steps_of_dpo(name), strict=True):
         assert mine == pytest.approx(other, abs=2e-5)

@@ -38,19 +38,19 @@ def test_drift_is_a_sum_of_norms_over_the_tensors_of_a_checkpoint():
     reference, params = tree(), tree()
     params["layers"]["kernel"][1] += 0.3
     params["embed"]["tokens"][2, 3] -= 2.0
-    found = weight_drift(as_jax(params), as_jax(reference))
+    table = weight_drift(as_jax(params), as_jax(reference))
     moved = sum(
         np.linalg.norm(np.float64(a) - b)
         for a, b in zip(tensors(params), tensors(reference), strict=True)
     )
     size = sum(np.linalg.norm(np.float64(b)) for b in tensors(reference))
-    assert float(found["absolute"]) == pytest.approx(moved, rel=1e-5)
-    assert float(found["relative"]) == pytest.approx(moved / size, rel=1e-5)
+    assert float(table["absolute"]) == pytest.approx(moved, rel=1e-5)
+    assert float(table["relative"]) == pytest.approx(moved / size, rel=1e-5)
     # As one vector of 20 + 48 + 4 numbers: 16 of them moved by 0.3 and one by 2.
     vector = np.concatenate([np.ravel(tensor) for tensor in tensors(reference)])
     expected = np.sqrt(16 * 0.3**2 + 2.0**2) / np.linalg.norm(np.float64(vector))
-    assert float(found["global_norm"]) == pytest.approx(expected, rel=1e-5)
-    modules = found["modules"]
+    assert float(table["global_norm"]) == pytest.approx(expected, rel=1e-5)
+    modules = table["modules"]
     assert list(modules) == ["embed/tokens", "final_norm/bias", "layers/kernel"]
     kernel = modules["layers/kernel"]
     sizes = [np.linalg.norm(layer) for layer in reference["layers"]["kernel"]]
@@ -76,28 +76,28 @@ def test_a_moved_tensor_of_zeros_and_a_bfloat16_reference():
     params, reference = as_jax(tree()), as_jax(tree())
     params["final_norm"]["bias"] = jnp.ones(4)
     reference["embed"]["tokens"] = reference["embed"]["tokens"].astype(jnp.bfloat16)
-    found = weight_drift(params, reference)
-    assert np.isinf(found["modules"]["final_norm/bias"]["relative"])
-    assert found["absolute"].dtype == jnp.float32
-    assert 2.0 < float(found["absolute"]) < 2.05
+    table = weight_drift(params, reference)
+    assert np.isinf(table["modules"]["final_norm/bias"]["relative"])
+    assert table["absolute"].dtype == jnp.float32
+    assert 2.0 < float(table["absolute"]) < 2.05
 
 
 def test_a_reference_in_int8_is_compared_as_it_is_read():
     """Rounding is drift, too: of a tensor and its int8, and nothing else here."""
     params = as_jax(tree())
     stored = storage.store(params, dtype="int8")
-    found = weight_drift(params, stored)
+    table = weight_drift(params, stored)
     kernel = stored["layers"]["kernel"]
-    held = np.float64(kernel.values) * np.float64(kernel.scales)
+    kernel_as_read = np.float64(kernel.values) * np.float64(kernel.scales)
     moved = [
         np.linalg.norm(np.float64(layer) - read)
-        for layer, read in zip(params["layers"]["kernel"], held, strict=True)
+        for layer, read in zip(params["layers"]["kernel"], kernel_as_read, strict=True)
     ]
     assert min(moved) > 0
     np.testing.assert_allclose(
-        found["modules"]["layers/kernel"]["absolute"], moved, rtol=1e-4
+        table["modules"]["layers/kernel"]["absolute"], moved, rtol=1e-4
     )
-    assert 0 < float(found["relative"]) < 0.01
+    assert 0 < float(table["relative"]) < 0.01
 
 
 def test_trees_of_two_structures():

@@ -41,8 +41,8 @@ def on_host(tree):
     return jax.tree.map(np.array, tree)
 
 
-def assert_equal(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+def assert_equal(output, expected):
+    jax.tree.map(np.testing.assert_array_equal, output, expected)
 
 
 def mesh_of(*shape):
@@ -59,11 +59,11 @@ def test_a_copy_outlives_the_donation_of_its_source(dtype, sharded):
         sharding = NamedSharding(mesh_of(8), PartitionSpec())
         source = jax.device_put(source, sharding)
     expected = on_host(storage.store(source, dtype=dtype))
-    held = frozen.freeze(source, dtype=dtype, sharding=sharding)
+    reference = frozen.freeze(source, dtype=dtype, sharding=sharding)
     jax.jit(lambda tree: jax.tree.map(lambda x: x + x, tree), donate_argnums=0)(source)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(source))
-    assert_equal(on_host(held.stored), expected)
-    frozen.verify(held)
+    assert_equal(on_host(reference.stored), expected)
+    frozen.verify(reference)
 
 
 def test_a_copy_of_numpy_does_not_see_writes_to_it():
@@ -71,32 +71,32 @@ def test_a_copy_of_numpy_does_not_see_writes_to_it():
     buffer = np.zeros(4096 + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     source = {"w": buffer[start : start + 4096].view(np.float32)}
-    held = frozen.freeze(source)
+    reference = frozen.freeze(source)
     source["w"][:] = 7.0
-    np.testing.assert_array_equal(held.stored["w"], 0.0)
-    frozen.verify(held)
+    np.testing.assert_array_equal(reference.stored["w"], 0.0)
+    frozen.verify(reference)
 
 
 def test_storage_dtype_is_of_floats_alone():
-    held = storage.store(small(), dtype="bfloat16")
-    assert held["embed"].dtype == held["half"].dtype == jnp.bfloat16
-    assert held["count"].dtype == jnp.int32
-    assert_equal(held["count"], small()["count"])
+    stored = storage.store(small(), dtype="bfloat16")
+    assert stored["embed"].dtype == stored["half"].dtype == jnp.bfloat16
+    assert stored["count"].dtype == jnp.int32
+    assert_equal(stored["count"], small()["count"])
     np.testing.assert_allclose(
-        np.asarray(held["embed"], np.float32), small()["embed"], rtol=2**-8
+        np.asarray(stored["embed"], np.float32), small()["embed"], rtol=2**-8
     )
     expected = 2 * (16 * 8 + 2 * 2 * 8 * 8 + 8 + 1) + 4 * 8
-    assert storage.nbytes(held) == expected
+    assert storage.nbytes(stored) == expected
 
 
 def test_storage_has_a_sharding_of_its_own():
     rows = NamedSharding(mesh_of(8), PartitionSpec("x"))
     source = {"w": jnp.arange(16.0)}
-    held = frozen.freeze(source, sharding=rows)
-    assert held.stored["w"].sharding == rows
-    assert frozen.freeze(held.stored).stored["w"].sharding == rows
-    assert frozen.fingerprint_of(held) == fingerprint.fingerprint(source)
-    frozen.verify(held)
+    reference = frozen.freeze(source, sharding=rows)
+    assert reference.stored["w"].sharding == rows
+    assert frozen.freeze(reference.stored).stored["w"].sharding == rows
+    assert frozen.fingerprint_of(reference) == fingerprint.fingerprint(source)
+    frozen.verify(reference)
 
 
 def test_nothing_to_freeze():
@@ -106,10 +106,10 @@ def test_nothing_to_freeze():
 
 def test_no_gradient_reaches_a_frozen_model():
     floats = {"w": jnp.arange(1.0, 4.0), "half": jnp.ones(3, jnp.bfloat16)}
-    held = frozen.freeze(floats)
+    reference = frozen.freeze(floats)
 
     def objective(trained, stored):
-        read = frozen.read(held.replace(stored=stored))
+        read = frozen.read(reference.replace(stored=stored))
         return jnp.sum(trained * read["w"] * read["half"].astype(jnp.float32))
 
     ours, theirs = jax.grad(objective, (0, 1))(jnp.ones(3), floats)
@@ -121,8 +121,8 @@ def test_training_the_source_leaves_the_reference():
     """Weight decay and donation: the policy moves, nothing else."""
     optimizer = optax.adamw(0.1, weight_decay=0.1)
     trained = storage.store(toys.weights())
-    held = frozen.freeze(trained)
-    before = on_host(held.stored)
+    reference = frozen.freeze(trained)
+    before = on_host(reference.stored)
 
     def step(params, opt):
         grads = jax.tree.map(jnp.ones_like, params)
@@ -130,10 +130,10 @@ def test_training_the_source_leaves_the_reference():
         return optax.apply_updates(params, updates), opt
 
     trained, _ = jax.jit(step, donate_argnums=(0, 1))(trained, optimizer.init(trained))
-    assert_equal(on_host(held.stored), before)
-    frozen.verify(held)
+    assert_equal(on_host(reference.stored), before)
+    frozen.verify(reference)
     with pytest.raises(ReferenceMovedError, match="got others in embed/positions, emb"):
-        frozen.verify(held.replace(stored=trained))
+        frozen.verify(reference.replace(stored=trained))
 
 
 def flip_a_bit(leaf, place, bit):
@@ -162,41 +162,43 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_verify_names_the_leaf_that_moved(change):
     path, move = change
-    held = frozen.freeze(small())
-    moved = {**held.stored, "layers": dict(held.stored["layers"])}
+    reference = frozen.freeze(small())
+    moved = {**reference.stored, "layers": dict(reference.stored["layers"])}
     *above, name = path.split("/")
     owner = moved[above[0]] if above else moved
     owner[name] = move(owner[name])
     with pytest.raises(ReferenceMovedError) as error:
-        frozen.verify(held.replace(stored=moved))
+        frozen.verify(reference.replace(stored=moved))
     assert f"got others in {path}. Something wrote" in str(error.value)
-    assert frozen.fingerprint_of(held).root in str(error.value)
+    assert frozen.fingerprint_of(reference).root in str(error.value)
 
 
 def test_of_several_models_the_one_that_moved_is_named():
-    held = frozen.freeze(toys.weights())
-    moved = held.replace(stored=jax.tree.map(lambda leaf: leaf + 1, held.stored))
-    frozen.verify_all({"code": held, "chat": held})
+    reference = frozen.freeze(toys.weights())
+    moved = reference.replace(
+        stored=jax.tree.map(lambda leaf: leaf + 1, reference.stored)
+    )
+    frozen.verify_all({"code": reference, "chat": reference})
     with pytest.raises(frozen.ReferenceMovedError, match=r"^chat: expected the param"):
-        frozen.verify_all({"code": held, "chat": moved})
+        frozen.verify_all({"code": reference, "chat": moved})
 
 
 def test_verify_sees_swapped_and_missing_leaves():
-    held = frozen.freeze(small())
-    layers = held.stored["layers"]
-    swapped = {**held.stored, "layers": {"a": layers["b"], "b": layers["a"]}}
+    reference = frozen.freeze(small())
+    layers = reference.stored["layers"]
+    swapped = {**reference.stored, "layers": {"a": layers["b"], "b": layers["a"]}}
     with pytest.raises(ReferenceMovedError, match="got others in layers/a, layers/b"):
-        frozen.verify(held.replace(stored=swapped))
-    fewer = {name: leaf for name, leaf in held.stored.items() if name != "half"}
+        frozen.verify(reference.replace(stored=swapped))
+    fewer = {name: leaf for name, leaf in reference.stored.items() if name != "half"}
     with pytest.raises(ReferenceMovedError, match=r"expected the 6 leaves .* got 5"):
-        frozen.verify(held.replace(stored=fewer))
+        frozen.verify(reference.replace(stored=fewer))
 
 
 def test_a_cast_has_a_digest_of_its_own_and_keeps_the_source_s():
     params = {"w": jnp.asarray(RNG.normal(size=(4, 4)), jnp.float32)}
-    held = frozen.freeze(params, dtype="bfloat16")
-    np.testing.assert_array_equal(held.source_digests, digests(params))
-    assert (held.stored_digests != held.source_digests).any()
+    reference = frozen.freeze(params, dtype="bfloat16")
+    np.testing.assert_array_equal(reference.source_digests, digests(params))
+    assert (reference.stored_digests != reference.source_digests).any()
     same = frozen.freeze(params)
     np.testing.assert_array_equal(same.stored_digests, same.source_digests)
 
@@ -238,17 +240,17 @@ def test_a_digest_is_the_oracle_s(dtype, shape):
     leaf = np.asarray(jnp.asarray(RNG.integers(-99, 99, shape), dtype))
     words = oracles.digest(leaf, "layers/w")
     np.testing.assert_array_equal(digests({"layers": {"w": leaf}})[0], words)
-    found = fingerprint.fingerprint({"layers": {"w": leaf}})
-    assert found.leaves == {"layers/w": f"{words[0]:08x}{words[1]:08x}"}
+    fingerprints = fingerprint.fingerprint({"layers": {"w": leaf}})
+    assert fingerprints.leaves == {"layers/w": f"{words[0]:08x}{words[1]:08x}"}
 
 
 def test_another_reference_of_one_shape_does_not_retrace():
     traces = []
 
     @jax.jit
-    def first(held):
+    def first(reference):
         traces.append(1)
-        return jax.tree.leaves(frozen.read(held))[0]
+        return jax.tree.leaves(frozen.read(reference))[0]
 
     first(frozen.freeze(small()))
     first(frozen.freeze(jax.tree.map(lambda leaf: leaf + leaf, small())))

@@ -36,7 +36,7 @@ STORED = {
         "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[3])
     },
 }
-each_storage = pytest.mark.parametrize("how", STORED.values(), ids=STORED.keys())
+for_each_storage = pytest.mark.parametrize("how", STORED.values(), ids=STORED.keys())
 
 
 def places(tree):
@@ -62,35 +62,35 @@ def same_bits(left, right):
     ],
 )
 def test_a_reset_is_a_freeze_of_the_policy_in_the_same_storage(how):
-    held = frozen.freeze(START, **how())
-    moved = lifecycle.reset(held, POLICY)
+    reference = frozen.freeze(START, **how())
+    moved = lifecycle.reset(reference, POLICY)
     same_bits(moved, frozen.freeze(POLICY, **how()))
-    assert places(moved.stored) == places(held.stored)
+    assert places(moved.stored) == places(reference.stored)
     frozen.verify(moved)
-    same_bits(held, frozen.freeze(START, **how()))  # a value: the old one stands
+    same_bits(reference, frozen.freeze(START, **how()))  # a value: the old one stands
 
 
 @pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("how", one_in(2, STORED.values()), ids=STORED.keys())
 def test_a_mixture_by_hand_in_every_storage(how):
-    held = frozen.freeze(START, **how())
-    moved = lifecycle.mix(held, POLICY, rate=0.25)
-    anchors = jax.tree.leaves(leaves.read(held.stored))
+    reference = frozen.freeze(START, **how())
+    moved = lifecycle.mix(reference, POLICY, rate=0.25)
+    anchors = jax.tree.leaves(leaves.read(reference.stored))
     expected = [
         0.25 * np.asarray(leaf, np.float64) + 0.75 * np.asarray(anchor, np.float64)
         for leaf, anchor in zip(jax.tree.leaves(POLICY), anchors, strict=True)
     ]
-    found = jax.tree.leaves(leaves.read(moved.stored))
+    mixed = jax.tree.leaves(leaves.read(moved.stored))
     options = how()
     coarse = 2**-8 if "bfloat16" in options.values() else 1e-6
-    for value, array in zip(expected, found, strict=True):
+    for value, array in zip(expected, mixed, strict=True):
         step = np.abs(value).max() / 127 if options.get("dtype") == "int8" else 1e-7
         np.testing.assert_allclose(
             np.asarray(array, np.float64), value, rtol=coarse, atol=0.51 * step
         )
-    assert places(moved.stored) == places(held.stored)
+    assert places(moved.stored) == places(reference.stored)
     frozen.verify(moved)
-    frozen.verify(held)
+    frozen.verify(reference)
 
 
 def test_the_source_digests_of_a_mixture_are_of_what_was_stored():
@@ -106,17 +106,19 @@ def test_the_source_digests_of_a_mixture_are_of_what_was_stored():
 
 
 def test_a_rate_of_one_is_a_reset_and_of_zero_nothing():
-    held = frozen.freeze(START)
-    same_bits(lifecycle.mix(held, POLICY, rate=1.0), lifecycle.reset(held, POLICY))
-    same_bits(lifecycle.mix(held, POLICY, rate=0.0), held)
+    reference = frozen.freeze(START)
+    same_bits(
+        lifecycle.mix(reference, POLICY, rate=1.0), lifecycle.reset(reference, POLICY)
+    )
+    same_bits(lifecycle.mix(reference, POLICY, rate=0.0), reference)
 
 
 def test_mixtures_close_in_on_the_policy_geometrically():
-    held = frozen.freeze(START)
-    first = float(drift.weight_drift(POLICY, held.stored)["absolute"])
+    reference = frozen.freeze(START)
+    first = float(drift.weight_drift(POLICY, reference.stored)["absolute"])
     for _ in range(3):
-        held = lifecycle.mix(held, POLICY, rate=0.5)
-    last = float(drift.weight_drift(POLICY, held.stored)["absolute"])
+        reference = lifecycle.mix(reference, POLICY, rate=0.5)
+    last = float(drift.weight_drift(POLICY, reference.stored)["absolute"])
     assert last == pytest.approx(first / 8, rel=1e-4)
 
 
@@ -125,9 +127,9 @@ def test_a_small_rate_rounds_away_in_few_bits():
     ones = {"w": jnp.ones(4)}
     more = {"w": jnp.full(4, 2.0)}
     for dtype, moves in {"float32": True, "bfloat16": False}.items():
-        held = frozen.freeze(ones, dtype=dtype)
-        moved = lifecycle.mix(held, more, rate=1e-3)
-        assert bool((moved.stored["w"] != held.stored["w"]).all()) is moves
+        reference = frozen.freeze(ones, dtype=dtype)
+        moved = lifecycle.mix(reference, more, rate=1e-3)
+        assert bool((moved.stored["w"] != reference.stored["w"]).all()) is moves
 
 
 @pytest.mark.parametrize("move", [lifecycle.reset, lifecycle.mix])
@@ -145,30 +147,32 @@ def test_a_moved_reference_does_not_retrace():
     traces = []
 
     @jax.jit
-    def first(held):
+    def first(reference):
         traces.append(1)
-        return jax.tree.leaves(frozen.read(held))[0]
+        return jax.tree.leaves(frozen.read(reference))[0]
 
-    held = frozen.freeze(START, dtype="int8")
+    reference = frozen.freeze(START, dtype="int8")
     for _ in range(2):
-        first(held)
-        held = lifecycle.reset(held, POLICY)
-        first(held)
-        held = lifecycle.mix(held, START, rate=0.1)
+        first(reference)
+        reference = lifecycle.reset(reference, POLICY)
+        first(reference)
+        reference = lifecycle.mix(reference, START, rate=0.1)
     assert len(traces) == 1
     assert first._cache_size() == 1  # nor does it compile again for another placement
 
 
 def test_which_steps_move_and_which_take_the_kl():
     """Steps from 0: moves end a step, a KL starts one."""
-    held = frozen.freeze({"w": jnp.zeros(2)})
+    reference = frozen.freeze({"w": jnp.zeros(2)})
 
     def moves(plan):
         return [
             step
             for step in range(9)
-            if lifecycle.after_step(held, {"w": jnp.ones(2)}, step=step, lifecycle=plan)
-            is not held
+            if lifecycle.after_step(
+                reference, {"w": jnp.ones(2)}, step=step, lifecycle=plan
+            )
+            is not reference
         ]
 
     assert moves(Lifecycle()) == []
@@ -176,7 +180,7 @@ def test_which_steps_move_and_which_take_the_kl():
     assert moves(Lifecycle(Reset(3))) == [2, 5, 8]
     assert moves(Lifecycle(Mix(4, 0.5))) == [3, 7]
     plan = Lifecycle(Mix(1, 0.5))
-    mixed = lifecycle.after_step(held, {"w": jnp.ones(2)}, step=0, lifecycle=plan)
+    mixed = lifecycle.after_step(reference, {"w": jnp.ones(2)}, step=0, lifecycle=plan)
     np.testing.assert_array_equal(mixed.stored["w"], [0.5, 0.5])
     taken = [step for step in range(7) if Lifecycle(kl_every=3).takes_kl(step)]
     assert taken == [0, 3, 6]
@@ -216,16 +220,16 @@ def test_a_rate_outside_is_refused_by_the_function_too():
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_another_model_is_refused(dtype):
-    held = frozen.freeze(START, dtype=dtype)
+    reference = frozen.freeze(START, dtype=dtype)
     wider = jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=-1), POLICY)
     fewer = {name: leaf for name, leaf in POLICY.items() if name != "embed"}
     for move in (lifecycle.reset, functools.partial(lifecycle.mix, rate=0.5)):
         with pytest.raises(InputError, match="of the reference's structure"):
-            move(held, fewer)
+            move(reference, fewer)
         with pytest.raises(
             InputError, match=r"embed/positions: expected .* \(16, 8\), got \(16, 16\)"
         ):
-            move(held, wider)
+            move(reference, wider)
 
 
 SHAPES = [[1, 4, 5], [2, 1, 5], [2, 4, 1], [2, 1, 1]]

@@ -56,11 +56,11 @@ def play(config, *, stop=None):
         ),
     )
     reference = frozen.freeze(toys.params())
-    held = {"train": initial, "reference": reference, "root_key": KEY}
+    arrays = {"train": initial, "reference": reference, "root_key": KEY}
     with (
         run.Run(config, num_steps={"ppo": config.num_steps}) as job,
         job.stage(
-            "ppo", held, meta={}, moving=("reference",) if life.moves else ()
+            "ppo", arrays, meta={}, moving=("reference",) if life.moves else ()
         ) as stage,
     ):
         for step in stage.steps():

@@ -40,16 +40,16 @@ STORED = {
         "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])
     },
 }
-each_storage = pytest.mark.parametrize("how", STORED.values(), ids=STORED.keys())
+for_each_storage = pytest.mark.parametrize("how", STORED.values(), ids=STORED.keys())
 
 
 def on_host(tree):
     return jax.tree.map(np.array, tree)
 
 
-def assert_stands(held, before):
-    jax.tree.map(np.testing.assert_array_equal, on_host(held.stored), before)
-    frozen.verify(held)
+def assert_stands(reference, before):
+    jax.tree.map(np.testing.assert_array_equal, on_host(reference.stored), before)
+    frozen.verify(reference)
 
 
 # The buffers.
@@ -59,59 +59,59 @@ def assert_stands(held, before):
 def test_nothing_of_the_policy_is_shared(how):
     """An alias of any leaf, the tied table among them, would die or change with it."""
     policy = jax.tree.map(jnp.copy, toys.weights())
-    held = frozen.freeze(policy, **how())
-    before = on_host(held.stored)
+    reference = frozen.freeze(policy, **how())
+    before = on_host(reference.stored)
     buffers = [
         {
             shard.data.unsafe_buffer_pointer()
             for leaf in jax.tree.leaves(tree)
             for shard in leaf.addressable_shards
         }
-        for tree in (policy, held.stored)
+        for tree in (policy, reference.stored)
     ]
     assert not buffers[0] & buffers[1]
     overwrite = jax.jit(lambda t: jax.tree.map(lambda x: x * 0, t), donate_argnums=0)
     overwrite(policy)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(policy))
-    assert_stands(held, before)
+    assert_stands(reference, before)
 
 
 @pytest.mark.cases(quick=3)
-@each_storage
+@for_each_storage
 def test_writes_into_the_source_s_numpy_buffer_do_not_reach_it(how):
     """Aligned as XLA likes it, so that a view would be taken if one could."""
     buffer = np.zeros(4 * 64 * 32 + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     matrix = buffer[start : start + 4 * 64 * 32].view(np.float32).reshape(2, 32, 32)
     matrix[:] = np.random.default_rng(0).normal(size=matrix.shape)
-    held = frozen.freeze({"layers": {"kernel": matrix}}, **how())
-    before = on_host(held.stored)
+    reference = frozen.freeze({"layers": {"kernel": matrix}}, **how())
+    before = on_host(reference.stored)
     matrix[:] = 7.0
-    assert_stands(held, before)
+    assert_stands(reference, before)
 
 
 @pytest.mark.cases(quick=3)
-@each_storage
+@for_each_storage
 def test_numpy_views_of_it_are_read_only(how):
-    held = frozen.freeze(toys.weights(), **how())
-    for leaf in jax.tree.leaves(held.stored):
+    reference = frozen.freeze(toys.weights(), **how())
+    for leaf in jax.tree.leaves(reference.stored):
         with pytest.raises(ValueError, match="read-only"):
             np.asarray(leaf).reshape(-1)[0] = 0
 
 
-@each_storage
+@for_each_storage
 def test_a_write_past_all_guards_is_told(how):
     """One byte in the buffer itself, as a library in C could write it."""
-    held = frozen.freeze(toys.weights(), **how())
-    leaf = jax.tree.leaves(held.stored)[-1]
-    jax.block_until_ready(held)
+    reference = frozen.freeze(toys.weights(), **how())
+    leaf = jax.tree.leaves(reference.stored)[-1]
+    jax.block_until_ready(reference)
     address = leaf.addressable_shards[0].data.unsafe_buffer_pointer()
     byte = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
     byte[1] ^= 1
     with pytest.raises(ReferenceMovedError, match="got others in layers/mlp_norm/sca"):
-        frozen.verify(held)
+        frozen.verify(reference)
     byte[1] ^= 1
-    frozen.verify(held)
+    frozen.verify(reference)
 
 
 # The optimizer.
@@ -120,14 +120,14 @@ def test_a_write_past_all_guards_is_told(how):
 @pytest.mark.parametrize("name", ["copy", "bfloat16", "host"])
 def test_an_optimizer_over_a_tree_that_contains_it_is_told(name):
     """Its gradient is zero, but weight decay needs none."""
-    held = frozen.freeze(toys.weights(), **STORED[name]())
-    trained = {"policy": toys.weights(), "reference": leaves.read(held.stored)}
+    reference = frozen.freeze(toys.weights(), **STORED[name]())
+    trained = {"policy": toys.weights(), "reference": leaves.read(reference.stored)}
     optimizer = optax.adamw(0.1, weight_decay=0.1)
 
     @jax.jit
     def step(tree):
         def loss(tree):
-            read = frozen.read(held.replace(stored=tree["reference"]))
+            read = frozen.read(reference.replace(stored=tree["reference"]))
             apart = jax.tree.map(
                 lambda a, b: ((a - b) ** 2).sum(), tree["policy"], read
             )
@@ -142,7 +142,7 @@ def test_an_optimizer_over_a_tree_that_contains_it_is_told(name):
         np.asarray(leaf, np.float32).any() for leaf in jax.tree.leaves(grads)
     )
     with pytest.raises(ReferenceMovedError, match="got others in embed/positions, emb"):
-        frozen.verify(frozen.freeze(held.stored).replace(stored=moved))
+        frozen.verify(frozen.freeze(reference.stored).replace(stored=moved))
 
 
 BASE = ppo.PPO(
@@ -183,8 +183,8 @@ def rollout():
 )
 def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name):
     current = begin()
-    held = frozen.freeze(current.policy, **STORED[name]())
-    before, start = on_host(held.stored), on_host(current.policy)
+    reference = frozen.freeze(current.policy, **STORED[name]())
+    before, start = on_host(reference.stored), on_host(current.policy)
     learn = toys.jit(ppo.learn, static_argnames=("recipe",), donate_argnames=("state",))
     for number in range(2):
         last = current
@@ -192,16 +192,16 @@ def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name
             current,
             rollout=rollout,
             scores=scores(rollout),
-            frozen=FrozenModels(reference=held),
+            frozen=FrozenModels(reference=reference),
             key=jax.random.key(number),
             recipe=BASE,
         )
-        held_next = lifecycle.after_step(
-            held, current.policy, step=number, lifecycle=BASE.lifecycle
+        reference_next = lifecycle.after_step(
+            reference, current.policy, step=number, lifecycle=BASE.lifecycle
         )
-        assert held_next is held  # nothing asked for a reset or a mixture
+        assert reference_next is reference  # nothing asked for a reset or a mixture
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(last.policy))
-    assert_stands(held, before)
+    assert_stands(reference, before)
     for new, old in zip(
         jax.tree.leaves(current.policy), jax.tree.leaves(start), strict=True
     ):
@@ -213,7 +213,7 @@ def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name
 
 def gradient_of_all(rollout, name: str) -> float:
     """The largest of everything that `learn` returns, by a reference's floats."""
-    held = frozen.freeze(toys.params(seed=5), **STORED[name]())
+    reference = frozen.freeze(toys.params(seed=5), **STORED[name]())
     settings = dataclasses.replace(
         BASE,
         policy_optimizer=optax.sgd(0.1),
@@ -224,7 +224,7 @@ def gradient_of_all(rollout, name: str) -> float:
     start = begin(settings)
 
     def everything(reference):
-        found = ppo.learn(
+        learned = ppo.learn(
             start,
             rollout=rollout,
             scores=scores(rollout),
@@ -234,12 +234,12 @@ def gradient_of_all(rollout, name: str) -> float:
         )
         floats = [
             leaf
-            for leaf in jax.tree.leaves(found)
+            for leaf in jax.tree.leaves(learned)
             if jnp.issubdtype(leaf.dtype, jnp.floating)
         ]
         return sum(jnp.sin(leaf).sum() for leaf in floats)
 
-    grads = toys.jit(jax.grad(everything, allow_int=True))(held)
+    grads = toys.jit(jax.grad(everything, allow_int=True))(reference)
     floats = [g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
     assert floats
     return max(np.abs(np.asarray(g, np.float32)).max() for g in floats)
@@ -258,5 +258,5 @@ def test_no_gradient_reaches_it_through_an_iteration(rollout, name):
 @pytest.mark.slow  # a test of the test above, which fails without that line
 @pytest.mark.parametrize("name", ["copy", "int8 with bf16 tables"])
 def test_but_for_one_line_it_would(rollout, monkeypatch, name):
-    monkeypatch.setattr(frozen, "read", lambda held: held.stored)
+    monkeypatch.setattr(frozen, "read", lambda reference: reference.stored)
     assert gradient_of_all(rollout, name) > 1e-3

@@ -37,10 +37,10 @@ def mesh_on(*devices):
     return jax.make_mesh((len(devices),), ("model",), (AxisType.Auto,), devices=devices)
 
 
-def logprobs_of(held, *, model):
-    tokens, mask = frozen.beside(held, (TOKENS, MASK))
+def logprobs_of(reference, *, model):
+    tokens, mask = frozen.beside(reference, (TOKENS, MASK))
     return np.asarray(
-        logprobs(frozen.read(held), model=model, tokens=tokens, mask=mask)
+        logprobs(frozen.read(reference), model=model, tokens=tokens, mask=mask)
     )
 
 
@@ -58,7 +58,7 @@ def rounded_to_int8(x, axis):
     return np.moveaxis(integers, -1, axis), np.expand_dims(scales, axis)
 
 
-def as_held(params, *, dtype=None, embeddings=None, memory=None):
+def as_stored(params, *, dtype=None, embeddings=None, memory=None):
     """The parameters that a storage stands for, plain and in float32."""
 
     def of(path, leaf):
@@ -88,11 +88,11 @@ def as_held(params, *, dtype=None, embeddings=None, memory=None):
 )
 def test_every_way_computes_what_it_stands_for(way, model):
     params = tiny.params(model)
-    held = toys.freeze(params, **way) if not way else frozen.freeze(params, **way)
-    expected = logprobs(as_held(params, **way), model=model, tokens=TOKENS, mask=MASK)
-    np.testing.assert_allclose(logprobs_of(held, model=model), expected, atol=3e-5)
-    frozen.verify(held)
-    np.testing.assert_array_equal(held.source_digests, fingerprint.digests(params))
+    reference = toys.freeze(params, **way) if not way else frozen.freeze(params, **way)
+    expected = logprobs(as_stored(params, **way), model=model, tokens=TOKENS, mask=MASK)
+    np.testing.assert_allclose(logprobs_of(reference, model=model), expected, atol=3e-5)
+    frozen.verify(reference)
+    np.testing.assert_array_equal(reference.source_digests, fingerprint.digests(params))
 
 
 @pytest.mark.slow
@@ -107,16 +107,16 @@ def test_a_reward_model_is_one_line_away():
     frozen_ = frozen.freeze(params, dtype="int8", memory="pinned_host")
     reward = rewards.from_model(frozen_, model=model)
     responses = types.SimpleNamespace(tokens=TOKENS, mask=MASK)
-    found = toys.jit(
+    scores = toys.jit(
         lambda reward, tokens, mask: reward(
             types.SimpleNamespace(tokens=tokens, mask=mask)
         )
     )(reward, responses.tokens, responses.mask)
-    plain = {"trunk": as_held(params["trunk"], dtype="int8"), "score": score_head}
+    plain = {"trunk": as_stored(params["trunk"], dtype="int8"), "score": score_head}
     expected = rewards.sequence_scores(
         plain, model=model, tokens=jnp.asarray(TOKENS), mask=jnp.asarray(MASK)
     )
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(scores, expected, atol=2e-5)
     assert np.abs(np.asarray(expected)).min() > 0.01
 
 
@@ -126,13 +126,13 @@ def test_int8_is_within_half_a_step_of_the_oracle():
     kernel[1, :, 2] = 0.0  # a dead output: scale 0, and no NaN
     kernel[0, 3, 1] = -np.abs(kernel[0, :, 1]).max() * 2  # the largest is negative
     for axis in (-2, -1):
-        held = storage.quantise(jnp.asarray(kernel, jnp.float32), axis=axis)
+        quantised = storage.quantise(jnp.asarray(kernel, jnp.float32), axis=axis)
         integers, scales = rounded_to_int8(np.float32(kernel), axis)
-        np.testing.assert_array_equal(held.values, integers)
-        np.testing.assert_allclose(held.scales, scales, rtol=1e-6)
-        assert held.values.dtype == jnp.int8
-        assert np.abs(held.values).max() == 127
-        error = np.abs(np.asarray(held.read(), np.float64) - np.float32(kernel))
+        np.testing.assert_array_equal(quantised.values, integers)
+        np.testing.assert_allclose(quantised.scales, scales, rtol=1e-6)
+        assert quantised.values.dtype == jnp.int8
+        assert np.abs(quantised.values).max() == 127
+        error = np.abs(np.asarray(quantised.read(), np.float64) - np.float32(kernel))
         assert (error <= scales / 2 * (1 + 1e-5)).all()
     dead = storage.quantise(jnp.zeros((1, 3, 2)), axis=-2)
     np.testing.assert_array_equal(dead.read(), 0.0)
@@ -172,7 +172,7 @@ def test_what_is_stored_is_stored_another_way():
     params = tiny.params(SQUARE)
     eight = storage.store(params, dtype="int8", memory="pinned_host")
     back = storage.store(eight, dtype="float32", memory="device")
-    expected = as_held(params, dtype="int8")
+    expected = as_stored(params, dtype="int8")
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=1e-6), back, expected
     )
@@ -246,8 +246,8 @@ def test_log_probs_computed_beside_give_the_score_to_the_bit():
     rollout = toys.sampled(params)
     compute = toys.jit(functools.partial(score.reference_logprobs, **options))
     here = toys.freeze(toys.params(seed=2))
-    there = jax.device_put(here, CPUS[5])
-    beside = compute(there, rollout=frozen.beside(there, rollout))
+    moved = jax.device_put(here, CPUS[5])
+    beside = compute(moved, rollout=frozen.beside(moved, rollout))
     assert beside.sharding.device_set == {CPUS[5]}
     back = jax.device_put(beside, rollout.old_logprobs.sharding)
 
@@ -280,9 +280,9 @@ def test_other_rules_than_the_policy_s_say_the_same():
         return jax.device_put(leaf, NamedSharding(eight, spec))
 
     spread = jax.tree.map(by_rows, params)
-    held = frozen.freeze(spread, sharding=tensor_parallel(params, pairs))
-    np.testing.assert_allclose(logprobs_of(held, model=model), expected, atol=1e-5)
-    assert frozen.fingerprint_of(held) == fingerprint.fingerprint(params)
+    reference = frozen.freeze(spread, sharding=tensor_parallel(params, pairs))
+    np.testing.assert_allclose(logprobs_of(reference, model=model), expected, atol=1e-5)
+    assert frozen.fingerprint_of(reference) == fingerprint.fingerprint(params)
 
 
 # --- what a way takes ---------------------------------------------------------
@@ -341,13 +341,13 @@ DEEP = config.gpt2(
 def test_layers_are_read_one_at_a_time(name):
     """No program holds the stacked layers in float32: it would be most of its room."""
     params = zeros(DEEP)
-    held = jax.jit(functools.partial(frozen.freeze, **storage.WAYS[name]))(params)
+    reference = jax.jit(functools.partial(frozen.freeze, **storage.WAYS[name]))(params)
     program = jax.jit(
-        lambda held: policy.logprobs(
-            frozen.read(held), model=DEEP, tokens=TOKENS, mask=MASK
+        lambda reference: policy.logprobs(
+            frozen.read(reference), model=DEEP, tokens=TOKENS, mask=MASK
         )
     )
-    memory = program.lower(held).compile().memory_analysis()
+    memory = program.lower(reference).compile().memory_analysis()
     assert memory.temp_size_in_bytes < storage.nbytes(params["layers"]) / 4
 
 
@@ -357,15 +357,17 @@ def test_shapes_are_stored_without_an_array():
         of_shapes = jax.eval_shape(
             functools.partial(storage.store, **way), tiny.params(model)
         )
-        held = storage.store(tiny.params(model), **way)
-        assert storage.nbytes(of_shapes) == storage.nbytes(held)
+        stored = storage.store(tiny.params(model), **way)
+        assert storage.nbytes(of_shapes) == storage.nbytes(stored)
 
 
 def test_a_table_counts_parameters_not_scales(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     params = tiny.params(SQUARE)
-    held = frozen.freeze(params, dtype="int8", memory="pinned_host")
-    report.model_table([("policy", params, True), ("reference", held.stored, False)])
+    reference = frozen.freeze(params, dtype="int8", memory="pinned_host")
+    report.model_table(
+        [("policy", params, True), ("reference", reference.stored, False)]
+    )
     text = capsys.readouterr().out
     count = f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,}"
     assert text.splitlines()[-1] == f"{count} trainable, {count} frozen"
@@ -383,7 +385,7 @@ def test_a_table_counts_parameters_not_scales(capsys, monkeypatch):
 def test_no_loss_moves_the_reference(name):
     """Through KL, rewards and advantages to PPO's loss, and each of them itself."""
     model = toys.GPT2
-    held = frozen.freeze(toys.params(seed=2), **storage.WAYS[name])
+    frozen_reference = frozen.freeze(toys.params(seed=2), **storage.WAYS[name])
     rollout = toys.sampled(toys.params())
     optimizer = optax.sgd(0.1)
     options = ppo.PPO(
@@ -401,7 +403,7 @@ def test_no_loss_moves_the_reference(name):
     }
 
     def losses(policy_params, stored):
-        reference = dataclasses.replace(held, stored=stored)
+        reference = dataclasses.replace(frozen_reference, stored=stored)
         scored = score.score(
             rollout,
             scores=jnp.arange(4.0),
@@ -432,7 +434,7 @@ def test_no_loss_moves_the_reference(name):
         return jnp.stack([array.sum() for array in read])
 
     of_policy, of_reference = toys.jit(jax.jacrev(losses, (0, 1)))(
-        toys.params(seed=4), held.stored
+        toys.params(seed=4), frozen_reference.stored
     )
     for leaf in jax.tree.leaves(of_reference):
         assert leaf.shape[0] == 4

@@ -52,14 +52,14 @@ def answers():
 
 def test_the_score_is_that_of_the_last_token_wherever_it_stands():
     """Alone, padded left or right, and as prompt (left) with response (right)."""
-    found = {}
+    scores_of = {}
     for side in ("left", "right"):
         tokens, mask = tiny.batch(LENGTHS, SIZE, side=side, padding=-1)
-        found[side] = np.asarray(
+        scores_of[side] = np.asarray(
             score_of(params(), model=MODEL, tokens=tokens, mask=mask)
         )
-    assert found["left"].dtype == np.float32
-    np.testing.assert_allclose(found["left"], found["right"], atol=1e-5)
+    assert scores_of["left"].dtype == np.float32
+    np.testing.assert_allclose(scores_of["left"], scores_of["right"], atol=1e-5)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
     both = score_of(
         params(),
@@ -67,14 +67,14 @@ def test_the_score_is_that_of_the_last_token_wherever_it_stands():
         tokens=np.pad(tokens, ((0, 0), (2, 3)), constant_values=9),
         mask=np.pad(mask, ((0, 0), (2, 3))),
     )
-    np.testing.assert_allclose(both, found["left"], atol=1e-5)
+    np.testing.assert_allclose(both, scores_of["left"], atol=1e-5)
     for row, length in enumerate(LENGTHS):
         if length < SIZE:
             continue
         changed = tokens.copy()
         changed[row, -1] = (changed[row, -1] + 1) % tiny.VOCAB
         moved = score_of(params(), model=MODEL, tokens=changed, mask=mask)
-        assert abs(float(moved[row]) - found["left"][row]) > 1e-3
+        assert abs(float(moved[row]) - scores_of["left"][row]) > 1e-3
 
 
 def test_a_reward_model_starts_from_a_copy_under_a_random_head():
@@ -103,14 +103,14 @@ def test_a_frozen_reward_model_is_a_pytree_that_does_not_retrace():
 
     batch = answers()
     for seed in (0, 1):
-        held = frozen.freeze(params(seed))
-        reward = rewards.from_model(held, model=MODEL)
-        assert len(jax.tree.leaves(reward)) == len(jax.tree.leaves(held))
-        found = score_rows(reward, batch.tokens, batch.mask)
+        reward_model = frozen.freeze(params(seed))
+        reward = rewards.from_model(reward_model, model=MODEL)
+        assert len(jax.tree.leaves(reward)) == len(jax.tree.leaves(reward_model))
+        scores = score_rows(reward, batch.tokens, batch.mask)
         expected = score_of(
             params(seed), model=MODEL, tokens=batch.tokens, mask=batch.mask
         )
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+        np.testing.assert_allclose(scores, expected, atol=1e-6)
     assert len(traces) == 1
 
 
@@ -119,10 +119,10 @@ def test_normalise_gives_the_mean_and_std_asked_for():
     scores = score_of(params(), model=MODEL, tokens=tokens, mask=mask)
     for mean, std in ((0.0, 1.0), (-2.0, 0.5)):
         made = rewards.normalise(params(), scores=scores, mean=mean, std=std)
-        found = np.asarray(score_of(made, model=MODEL, tokens=tokens, mask=mask))
-        assert found.mean() == pytest.approx(mean, abs=1e-5)
-        assert found.std() == pytest.approx(std, abs=1e-5)
-        np.testing.assert_array_equal(np.argsort(found), np.argsort(scores))
+        normalised = np.asarray(score_of(made, model=MODEL, tokens=tokens, mask=mask))
+        assert normalised.mean() == pytest.approx(mean, abs=1e-5)
+        assert normalised.std() == pytest.approx(std, abs=1e-5)
+        np.testing.assert_array_equal(np.argsort(normalised), np.argsort(scores))
 
 
 @pytest.mark.parametrize("mean", [0.0, -2.0])
@@ -132,9 +132,9 @@ def test_normalise_without_a_std_moves_the_bias_alone(mean):
     before = params()
     scores = np.asarray(score_of(before, model=MODEL, tokens=tokens, mask=mask))
     made = rewards.normalise(before, scores=jnp.asarray(scores), mean=mean, std=None)
-    found = np.asarray(score_of(made, model=MODEL, tokens=tokens, mask=mask))
-    assert found.mean() == pytest.approx(mean, abs=1e-6)
-    np.testing.assert_allclose(found - scores, mean - scores.mean(), atol=1e-6)
+    normalised = np.asarray(score_of(made, model=MODEL, tokens=tokens, mask=mask))
+    assert normalised.mean() == pytest.approx(mean, abs=1e-6)
+    np.testing.assert_allclose(normalised - scores, mean - scores.mean(), atol=1e-6)
     np.testing.assert_array_equal(made["score"]["kernel"], before["score"]["kernel"])
     assert made["trunk"] is before["trunk"]
     # A bias needs no spread: a single demonstration will do.
@@ -172,9 +172,13 @@ def test_running_moments_leave_out_what_is_not_finite():
     scores = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])
     moments = rewards.update_moments(rewards.no_moments(), scores)
     again = rewards.update_moments(moments, jnp.array([jnp.nan, -jnp.inf]))
-    for seen in (moments, again):
-        assert [float(x) for x in (seen.count, seen.mean, seen.variance)] == [2, 2, 1]
-        assert float(seen.mean_rest) == float(seen.variance_rest) == 0.0
+    for state in (moments, again):
+        assert [float(x) for x in (state.count, state.mean, state.variance)] == [
+            2,
+            2,
+            1,
+        ]
+        assert float(state.mean_rest) == float(state.variance_rest) == 0.0
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
@@ -193,9 +197,9 @@ def test_running_moments_of_many_scores_near_1000_keep_their_digits(spread):
 
     moments = updated(rewards.no_moments(), scores)
     mean, variance = np.float64(scores).mean(), np.float64(scores).var()
-    found = float(moments.mean) + float(moments.mean_rest)
-    assert found == pytest.approx(mean, abs=2e-6)
-    assert float(moments.mean) == np.float32(found)
+    mean_of_moments = float(moments.mean) + float(moments.mean_rest)
+    assert mean_of_moments == pytest.approx(mean, abs=2e-6)
+    assert float(moments.mean) == np.float32(mean_of_moments)
     assert float(moments.variance) == pytest.approx(variance, rel=1e-5, abs=1e-12)
 
 
@@ -220,9 +224,9 @@ def test_a_python_function_sees_texts_and_rows_without_padding():
         assert responses == ["34", "456", "6"]
         return [len(r) + row["gold"] for r, row in zip(responses, rows, strict=True)]
 
-    found = text_reward(function)(answers())
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, [32.0, 13.0, 21.0])
+    scores = text_reward(function)(answers())
+    assert scores.dtype == np.float32
+    np.testing.assert_array_equal(scores, [32.0, 13.0, 21.0])
 
 
 def only_for(prompt, effect):
@@ -239,8 +243,8 @@ def broken():
 
 
 def clearing(prompts, responses, rows):
-    for given in (prompts, responses, rows):
-        given.clear()
+    for argument in (prompts, responses, rows):
+        argument.clear()
     return [1.0 for _ in responses]
 
 
@@ -335,9 +339,9 @@ def test_the_function_s_own_error_is_the_cause():
     ],
 )
 def test_any_list_of_numbers_is_scores(returned, expected):
-    found = text_reward(lambda prompts, responses, rows: returned)(answers())
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.float32(expected))
+    scores = text_reward(lambda prompts, responses, rows: returned)(answers())
+    assert scores.dtype == np.float32
+    np.testing.assert_array_equal(scores, np.float32(expected))
 
 
 def test_a_function_gets_copies():
@@ -346,13 +350,13 @@ def test_a_function_gets_copies():
     before = copy.deepcopy(rows)
 
     def meddling(prompts, responses, rows):
-        found = [row["gold"] + len(row["notes"]["seen"]) for row in rows]
+        scores = [row["gold"] + len(row["notes"]["seen"]) for row in rows]
         for row in rows:
             row["notes"]["seen"].append("seen")
             row["gold"] = -1
-        for given in (prompts, responses, rows):
-            given.clear()
-        return found
+        for argument in (prompts, responses, rows):
+            argument.clear()
+        return scores
 
     reward = rewards.TextReward(function=meddling, decode=str, rows=rows)
     one_row = dataclasses.replace(answers(), index=np.array([2, 2, 1], np.int32))
@@ -414,9 +418,9 @@ def test_a_weighted_sum_has_the_weighted_rewards_of_turns():
         return total
 
     parts = {"a": (0.5, played), "b": (2.0, plain), "c": (0.0, broken)}
-    found = rewards.weighted(parts)(None)
-    np.testing.assert_array_equal(found.turns, 0.5 * of_turns)
-    np.testing.assert_array_equal(found.total, 2.5 * total)
+    scores = rewards.weighted(parts)(None)
+    np.testing.assert_array_equal(scores.turns, 0.5 * of_turns)
+    np.testing.assert_array_equal(scores.total, 2.5 * total)
     twice = rewards.weighted({"a": (0.5, played), "d": (1.0, played)})(None)
     np.testing.assert_array_equal(twice.turns, 1.5 * of_turns)
     assert rewards.weighted({"b": (2.0, plain)})(None).turns is None
@@ -477,18 +481,18 @@ def test_a_sum_of_frozen_models_is_a_pytree_that_does_not_retrace():
 
     batch = answers()
     for seed in (0, 1):
-        held = frozen.freeze(params(seed))
-        modelled = rewards.from_model(held, model=MODEL)
+        reward_model = frozen.freeze(params(seed))
+        modelled = rewards.from_model(reward_model, model=MODEL)
         counted = jax.tree_util.Partial(lengths)
         reward = rewards.weighted({"model": (2.0, modelled), "long": (-1.0, counted)})
-        assert len(jax.tree.leaves(reward)) == len(jax.tree.leaves(held))
-        found = score_rows(reward, batch.tokens, batch.mask)
+        assert len(jax.tree.leaves(reward)) == len(jax.tree.leaves(reward_model))
+        scores = score_rows(reward, batch.tokens, batch.mask)
         alone = score_of(
             params(seed), model=MODEL, tokens=batch.tokens, mask=batch.mask
         )
-        np.testing.assert_allclose(found.parts["model"], alone, atol=1e-6)
+        np.testing.assert_allclose(scores.parts["model"], alone, atol=1e-6)
         expected = 2 * np.asarray(alone) - batch.mask.sum(axis=1)
-        np.testing.assert_allclose(found.total, expected, atol=1e-5)
+        np.testing.assert_allclose(scores.total, expected, atol=1e-5)
     assert len(traces) == 1
 
 
@@ -540,12 +544,12 @@ MEMBERS = np.float32(
 def test_an_ensemble_is_its_formula(options, expected):
     scores = rewards.combine(list(MEMBERS), **options)
     np.testing.assert_allclose(scores.total, expected, rtol=1e-5, atol=1e-7)
-    found = means_of(rewards.part_stats(scores))
+    means = means_of(rewards.part_stats(scores))
     for i, member in enumerate(MEMBERS):
-        assert found[f"reward/member_{i}"] == pytest.approx(member.mean())
+        assert means[f"reward/member_{i}"] == pytest.approx(member.mean())
     spread = np.float64(MEMBERS).std(axis=0)
     assert spread[2] == float(scores.parts["disagreement"][2]) == 0
-    assert found["reward/disagreement"] == pytest.approx(spread.mean(), rel=1e-5)
+    assert means["reward/disagreement"] == pytest.approx(spread.mean(), rel=1e-5)
 
 
 def means_of(stats):
@@ -566,11 +570,13 @@ def test_an_ensemble_of_functions():
 @pytest.mark.slow
 def test_an_ensemble_of_frozen_models_is_a_pytree():
     """Each member has a copy of its own, of which the total is taken."""
-    held = [frozen.freeze(params(seed)) for seed in (0, 1)]
-    inner = rewards.weighted({"a": (2.0, rewards.from_model(held[1], model=MODEL))})
-    members = [rewards.from_model(held[0], model=MODEL), inner]
+    reward_models = [frozen.freeze(params(seed)) for seed in (0, 1)]
+    inner = rewards.weighted(
+        {"a": (2.0, rewards.from_model(reward_models[1], model=MODEL))}
+    )
+    members = [rewards.from_model(reward_models[0], model=MODEL), inner]
     reward = rewards.ensemble(members, how="minimum")
-    assert len(jax.tree.leaves(reward)) == 2 * len(jax.tree.leaves(held[0]))
+    assert len(jax.tree.leaves(reward)) == 2 * len(jax.tree.leaves(reward_models[0]))
     batch = answers()
     alone = [
         np.asarray(
@@ -578,9 +584,9 @@ def test_an_ensemble_of_frozen_models_is_a_pytree():
         )
         for i in (0, 1)
     ]
-    found = reward(batch)
+    scores = reward(batch)
     np.testing.assert_allclose(
-        found.total, np.minimum(alone[0], 2 * alone[1]), atol=1e-5
+        scores.total, np.minimum(alone[0], 2 * alone[1]), atol=1e-5
     )
 
 

@@ -245,7 +245,7 @@ def test_answers_that_cannot_be_read_are_named_with_file_and_line(
 ):
     good = {"answer": {LAST: 3, GSM8K: "#### 3"}.get(verifier, "a"), "gold": "a"}
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n\n" for each in (good, row)))
+    file.write_text("".join(json.dumps(line) + "\n\n" for line in (good, row)))
     with pytest.raises(InputError, match=f"rows.jsonl:3: {message}"):
         verifiers.check_answers(json_lines.read_located(file), verifier=verifier)
     # And later, where nobody checked, a reward names the prompt (test_rewards.py).

@@ -131,10 +131,10 @@ def ending(run, tmp_path, capsys) -> tuple[object, str]:
 
 
 def test_a_finished_run_returns(tmp_path):
-    seen = []
+    configs = []
     argv = ["--out", os.fspath(tmp_path), "--seed", "4"]
-    command_line.main(seen.append, Config, description="A test.", argv=argv)
-    assert seen == [Config(out=tmp_path, seed=4)]
+    command_line.main(configs.append, Config, description="A test.", argv=argv)
+    assert configs == [Config(out=tmp_path, seed=4)]
 
 
 @pytest.mark.parametrize("shows", [True, False])

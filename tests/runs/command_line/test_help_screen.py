@@ -68,9 +68,9 @@ def text(*argv, monkeypatch, capsys, columns=100, presets=None):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("asked", ["-h", "--help"])
-def test_the_options_of_the_screen_and_no_other(asked, monkeypatch, capsys):
-    shown = text(asked, monkeypatch=monkeypatch, capsys=capsys)
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_the_options_of_the_screen_and_no_other(option, monkeypatch, capsys):
+    shown = text(option, monkeypatch=monkeypatch, capsys=capsys)
     head, what, example, listed, notes = shown.split("\n\n")
     assert head == "usage: train --model TEXT --out PATH [OPTIONS]"
     assert (what, example) == ("Trains.", "    train --model m")
@@ -102,9 +102,9 @@ def test_help_all_lists_every_option(monkeypatch, capsys):
 
 @pytest.mark.parametrize("wrong", ["--hiden=1", "--hidden=x", "--seed=-1"])
 @pytest.mark.parametrize(
-    ("screen", "asked"), [(SCREEN, "--help-all"), (None, "--help")]
+    ("screen", "help_option"), [(SCREEN, "--help-all"), (None, "--help")]
 )
-def test_an_error_names_the_help_with_every_option(wrong, screen, asked, capsys):
+def test_an_error_names_the_help_with_every_option(wrong, screen, help_option, capsys):
     with pytest.raises(SystemExit) as exit_:
         command_line.parse(
             Config,
@@ -115,7 +115,7 @@ def test_an_error_names_the_help_with_every_option(wrong, screen, asked, capsys)
         )
     assert exit_.value.code == 2
     message = capsys.readouterr().err
-    assert re.findall(r"train (--help\S*)", message) == [asked]
+    assert re.findall(r"train (--help\S*)", message) == [help_option]
     assert wrong.partition("=")[0] in message
 
 

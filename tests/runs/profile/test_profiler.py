@@ -92,7 +92,9 @@ def test_the_steps_of_the_last_stage_are_traced(tmp_path, plain):
     assert profiled.texts == [[*LENGTHS, *BY_MASK]] * 3
     # To the bit, as a trace reads and does not compute.
     for name in ("metrics.jsonl", "samples.jsonl", "positions.jsonl"):
-        mine, theirs = ((each.out / name).read_bytes() for each in (config, plain))
+        mine, theirs = (
+            (config_of_run.out / name).read_bytes() for config_of_run in (config, plain)
+        )
         assert mine == theirs
 
 
@@ -131,8 +133,8 @@ def test_a_trace_that_was_given_up_leaves_no_file(tmp_path, plain):
     more = dataclasses.replace(config, resume=True, num_steps=12, profile="7:11")
     with pytest.raises(RuntimeError, match="a defect"):
         play(more, stages=("last",), fail_at=9)
-    kept = {path for path in config.out.rglob("profile/**/*") if path.is_file()}
-    assert kept == files
+    files_left = {path for path in config.out.rglob("profile/**/*") if path.is_file()}
+    assert files_left == files
     other = dataclasses.replace(plain, out=tmp_path / "other", profile="2:5")
     with pytest.raises(RuntimeError, match="a defect"):
         play(other, stages=("last",), fail_at=4)
@@ -145,8 +147,8 @@ def test_a_resume_after_the_window_says_so(tmp_path, plain, capsys):
         play(config, fail_at=5)
     capsys.readouterr()
     play(dataclasses.replace(config, resume=True, profile="1:4"))
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told == (
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
         "warning: --profile 1:4: last goes on at step 4, after these steps; nothing is "
         "traced"
     )
@@ -201,7 +203,7 @@ def test_devices_count_and_the_profiler_does_not(tmp_path, plain, monkeypatch):
     assert 0.3 <= profiled.seconds < 0.6  # the second wait, neither start nor stop
     rows = metrics.read(config.out / "timings.jsonl")
     seconds = [row["seconds"] for row in rows]
-    assert [round(each / 0.3) for each in seconds[1:]] == [0, 1, 1, 0, 0]
+    assert [round(share / 0.3) for share in seconds[1:]] == [0, 1, 1, 0, 0]
 
 
 def test_programs_that_the_window_compiles_are_counted(tmp_path, plain, monkeypatch):

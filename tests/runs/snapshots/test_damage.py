@@ -128,7 +128,7 @@ def damages(folder, *, count, seed=0):
         )
 
 
-def told_at_restore(folder, step, capsys):
+def restored_with_errors(folder, step, capsys):
     """What a restore says: the error, or the note and the bits of the arrays."""
     capsys.readouterr()
     try:
@@ -139,7 +139,7 @@ def told_at_restore(folder, step, capsys):
     return capsys.readouterr().err, bits(restored)
 
 
-def told_by_verify(out, capsys):
+def verified(out, capsys):
     capsys.readouterr()
     try:
         main.main(["verify", str(out)])
@@ -156,8 +156,8 @@ def sweep(out, capsys, *, count, seed):
     kinds = set()
     for what, change, name in damages(whole, count=count, seed=seed):
         change(folder / "6" / name)
-        error, restored = told_at_restore(folder, 6, capsys)
-        status, verdict = told_by_verify(out, capsys)
+        error, restored = restored_with_errors(folder, 6, capsys)
+        status, verdict = verified(out, capsys)
         if what.startswith(f"missing {LIST}"):
             # As after a kill; what the arrays are is known by their digests.
             assert restored is not None, what
@@ -172,7 +172,7 @@ def sweep(out, capsys, *, count, seed):
         shutil.rmtree(folder / "6")
         shutil.copytree(whole, folder / "6")
     assert kinds == {"flip", "cut", "missing"}
-    assert told_by_verify(out, capsys)[0] == 0
+    assert verified(out, capsys)[0] == 0
 
 
 @pytest.mark.slow
@@ -193,10 +193,10 @@ def test_every_file_is_missed(out, capsys):
     for path in files:
         content = path.read_bytes()
         path.unlink()
-        said, _ = told_at_restore(folder, 6, capsys)
+        errors, _ = restored_with_errors(folder, 6, capsys)
         name = path.relative_to(folder / "6").as_posix()
         expected = f"{LIST} is missing" if name == LIST else f"\n  {name}: missing"
-        assert expected in said
+        assert expected in errors
         path.write_bytes(content)
 
 
@@ -211,15 +211,15 @@ def test_digests_alone_let_no_changed_array_pass(out, capsys, monkeypatch):
     integrity.write_list(folder / "6")
     data = max((folder / "6").rglob("d/*"), key=lambda path: path.stat().st_size)
     content = data.read_bytes()
-    _, saved = told_at_restore(folder, 6, capsys)
+    _, saved = restored_with_errors(folder, 6, capsys)
     rng = np.random.default_rng(0)
     changed = 0
     for bit in rng.choice(len(content) * 8, 60, replace=False):
         flip(data, bit=int(bit))
-        said, restored = told_at_restore(folder, 6, capsys)
+        errors, restored = restored_with_errors(folder, 6, capsys)
         assert restored in (None, saved), f"bit {bit}"
         changed += restored is None
-        assert restored is not None or "is damaged" in said
+        assert restored is not None or "is damaged" in errors
         data.write_bytes(content)
     assert changed > 30
     gc.collect()
@@ -271,13 +271,13 @@ def test_one_bit_of_one_array_is_named(out, path, capsys):
         arrays[path].reshape(-1).view(np.uint8)[1] ^= 4
 
     saved_again(folder, 6, change)
-    said, restored = told_at_restore(folder, 6, capsys)
+    errors, restored = restored_with_errors(folder, 6, capsys)
     assert restored is None
-    (line,) = said.splitlines()[1:]
+    (line,) = errors.splitlines()[1:]
     assert line.startswith(f"  {path}: digest ")
-    status, said = told_by_verify(out, capsys)
+    status, errors = verified(out, capsys)
     assert status == 1
-    assert f"\n  {path}: digest " in said
+    assert f"\n  {path}: digest " in errors
 
 
 def test_a_changed_meta_is_told(out, capsys):
@@ -285,10 +285,10 @@ def test_a_changed_meta_is_told(out, capsys):
     meta = json.loads(file.read_text())
     file.write_text(json.dumps(meta | {"data": "b"}))
     (file.parents[1] / LIST).unlink()
-    said, _ = told_at_restore(file.parents[2], 6, capsys)
-    assert "\n  meta: digest " in said
-    status, said = told_by_verify(out, capsys)
-    assert (status, "\n  meta: digest " in said) == (1, True)
+    errors, _ = restored_with_errors(file.parents[2], 6, capsys)
+    assert "\n  meta: digest " in errors
+    status, errors = verified(out, capsys)
+    assert (status, "\n  meta: digest " in errors) == (1, True)
 
 
 @pytest.mark.slow
@@ -303,8 +303,8 @@ def test_a_snapshot_of_before_digests_is_read_with_a_note(out, finished, capsys)
     assert play(out, resume=True) == finished[1]
     note = f"note: {folder / '6'}: has no digests, being of an older version"
     assert note in capsys.readouterr().err
-    status, said = told_by_verify(out, capsys)
-    assert (status, said.count("has no digests")) == (0, 2)
+    status, errors = verified(out, capsys)
+    assert (status, errors.count("has no digests")) == (0, 2)
 
 
 # Going on from an older snapshot.
@@ -378,10 +378,10 @@ def test_the_number_is_of_the_stage_that_is_damaged(out, finished):
     """An earlier stage goes back; what came after it stays."""
     damage(out, "first", 4)
     assert "snapshot 2 of first is whole" in refusal(out)
-    kept = (out / "snapshots" / "second" / "6" / LIST).stat().st_mtime_ns
+    modified = (out / "snapshots" / "second" / "6" / LIST).stat().st_mtime_ns
     assert play(out, resume_from=2) == finished[1]
     assert rows(out) == rows(finished[0])
-    assert (out / "snapshots" / "second" / "6" / LIST).stat().st_mtime_ns == kept
+    assert (out / "snapshots" / "second" / "6" / LIST).stat().st_mtime_ns == modified
 
 
 def test_going_back_from_a_whole_snapshot(out, finished):

@@ -75,7 +75,7 @@ def play(
     reference=REFERENCE,
     judge=JUDGE,
     stop=None,
-    meddle=lambda step, held: held,
+    meddle=lambda step, reference: reference,
     **config,
 ):
     """A run without a model: a policy that moves, and a reference that lives."""
@@ -151,11 +151,11 @@ def test_what_verify_says_of_each_life(finished, tmp_path):
     start = frozen.fingerprint_of(REFERENCE).root
     for name in ("reset", "mixed"):
         play(tmp_path / name, life=LIVES[name])
-        found = rooted(tmp_path / name)
-        assert found[2] == (start, "as it began")  # the first move ends step 2
-        assert found[4][0] != start
-        assert len({root for root, _ in found.values()}) == 3  # after 3 and 6 steps
-        assert {found[step][1] for step in (4, 6, 8)} == {"moved by its lifecycle"}
+        roots = rooted(tmp_path / name)
+        assert roots[2] == (start, "as it began")  # the first move ends step 2
+        assert roots[4][0] != start
+        assert len({root for root, _ in roots.values()}) == 3  # after 3 and 6 steps
+        assert {roots[step][1] for step in (4, 6, 8)} == {"moved by its lifecycle"}
     judged = [
         row for row in proof.check_run(tmp_path / "mixed") if row.model == "judge"
     ]
@@ -169,16 +169,16 @@ def test_what_verify_says_of_each_life(finished, tmp_path):
 def test_the_meta_of_a_snapshot_holds_every_leaf(tmp_path):
     end = play(tmp_path, life=MIXED)["reference"]
     meta = json.loads((tmp_path / "snapshots/ppo/8/meta/metadata").read_text())
-    said = meta["frozen"]["reference"]
+    record = meta["frozen"]["reference"]
     names = ["embed/tokens", "layers/a", "layers/b"]
     for form, words in (("source", end.source_digests), ("stored", end.stored_digests)):
-        found = said["now"][form]["leaves"]
-        assert list(found) == names
+        digests = record["now"][form]["leaves"]
+        assert list(digests) == names
         expected = ["".join(f"{word:08x}" for word in row) for row in np.asarray(words)]
-        assert list(found.values()) == expected
+        assert list(digests.values()) == expected
     start = dataclasses.asdict(frozen.fingerprint_of(REFERENCE))
-    assert said["initial"] == {"source": start, "stored": start}
-    assert said["moves"] is True
+    assert record["initial"] == {"source": start, "stored": start}
+    assert record["moves"] is True
     assert meta["frozen"]["judge"]["moves"] is False
 
 
@@ -186,12 +186,12 @@ def test_the_meta_of_a_snapshot_holds_every_leaf(tmp_path):
 def test_a_model_frozen_of_a_stored_one_is_on_record_too(tmp_path):
     """Leaves of an int8 source have no path in float32, so they are numbered."""
     source = frozen.freeze(weights(), dtype="int8").stored
-    held = frozen.freeze(source, dtype="float32")
-    play(tmp_path, reference=held, num_steps=2)
+    reference = frozen.freeze(source, dtype="float32")
+    play(tmp_path, reference=reference, num_steps=2)
     (row,) = [row for row in proof.check_run(tmp_path) if row.model == "reference"]
     assert (row.moved, row.leaves) == (None, 3)
-    said = files.read_meta(tmp_path / "snapshots" / "ppo", 2)["frozen"]
-    names = list(said["reference"]["now"]["source"]["leaves"])
+    records = files.read_meta(tmp_path / "snapshots" / "ppo", 2)["frozen"]
+    names = list(records["reference"]["now"]["source"]["leaves"])
     assert names == ["0", "1", "2", "3", "4", "5"]
 
 
@@ -201,8 +201,10 @@ def test_a_model_frozen_of_a_stored_one_is_on_record_too(tmp_path):
 def test_mixing_when_no_lifecycle_asks_for_it_stops_the_run(tmp_path):
     """The new digests are right, so only the beginning tells."""
 
-    def meddle(step, held):
-        return lifecycle.mix(held, weights(1), rate=0.5) if step == 4 else held
+    def meddle(step, reference):
+        return (
+            lifecycle.mix(reference, weights(1), rate=0.5) if step == 4 else reference
+        )
 
     with pytest.raises(
         ReferenceMovedError,
@@ -214,12 +216,12 @@ def test_mixing_when_no_lifecycle_asks_for_it_stops_the_run(tmp_path):
 
 @pytest.mark.parametrize("life", one_in(3, LIVES.values()), ids=LIVES.keys())
 def test_a_write_into_the_reference_stops_the_run_under_every_life(tmp_path, life):
-    def meddle(step, held):
+    def meddle(step, reference):
         if step < 5:
-            return held
-        layers = {**held.stored["layers"]}
+            return reference
+        layers = {**reference.stored["layers"]}
         layers["b"] = layers["b"].at[1, 2, 3].add(1e-6)
-        return held.replace(stored={**held.stored, "layers": layers})
+        return reference.replace(stored={**reference.stored, "layers": layers})
 
     with pytest.raises(ReferenceMovedError, match=r"others in layers/b\. Something"):
         play(tmp_path, life=life, meddle=meddle)
@@ -230,9 +232,9 @@ def test_a_reward_model_that_moves_stops_the_run(tmp_path):
     writable = np.arange(3, dtype=np.float32)
     judge = frozen.freeze({"score": writable}).replace(stored={"score": writable})
 
-    def meddle(step, held):
+    def meddle(step, reference):
         writable[1] += step == 3
-        return held
+        return reference
 
     with pytest.raises(ReferenceMovedError, match="got others in score"):
         play(tmp_path, judge=judge, meddle=meddle)
@@ -240,8 +242,8 @@ def test_a_reward_model_that_moves_stops_the_run(tmp_path):
 
 def test_a_model_that_moved_before_its_stage_stops_it_at_once(tmp_path):
     reference, judge = (
-        held.replace(stored=jax.tree.map(lambda x: x + 1, held.stored))
-        for held in (REFERENCE, JUDGE)
+        reference.replace(stored=jax.tree.map(lambda x: x + 1, reference.stored))
+        for reference in (REFERENCE, JUDGE)
     )
     for moved in ({"reference": reference}, {"judge": judge}):
         with pytest.raises(ReferenceMovedError, match="the parameters that were froz"):
@@ -325,8 +327,8 @@ def consistent_replacement(arrays, meta):
     model = frozen.freeze(weights(1), dtype="int8", memory="pinned_host")
     saved = {"reference": model}
     arrays.update({path: np.asarray(leaf) for path, leaf in _flat(saved).items()})
-    said = proof.Proof(saved, beside={}).check(saved)["reference"]
-    meta["frozen"]["reference"]["now"] = said["now"]
+    record = proof.Proof(saved, beside={}).check(saved)["reference"]
+    meta["frozen"]["reference"]["now"] = record["now"]
 
 
 def another_model(arrays, meta):
@@ -356,8 +358,8 @@ def test_a_tampered_snapshot_is_not_resumed(tmp_path, change, moved):
 
 def another_beginning(arrays, meta):
     consistent_replacement(arrays, meta)
-    said = meta["frozen"]["reference"]
-    said["initial"] = said["now"]
+    record = meta["frozen"]["reference"]
+    record["initial"] = record["now"]
 
 
 @pytest.mark.cases(quick=1)
@@ -421,12 +423,12 @@ def test_a_damaged_snapshot_is_told(finished, tmp_path, file, capsys):
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(StopError, match="ppo/4 is damaged: expected what was saved"):
         proof.check_run(out)
-    told, error = verified(capsys, out, 1)
-    assert told.count("DAMAGED") == 1
+    printed, error = verified(capsys, out, 1)
+    assert printed.count("DAMAGED") == 1
     assert f"ppo/4 is damaged: expected what was saved, got\n  {file}: " in error
     assert f"{size - 9} bytes, expected {size}\n" in error
     # The frozen models of the others are verified all the same.
-    assert told.count("as it began") == 6
+    assert printed.count("as it began") == 6
 
 
 # The command.
@@ -445,14 +447,14 @@ def verified(capsys, out, status):
 
 @pytest.mark.slow
 def test_verify_exits_with_0_1_or_2(finished, tmp_path, capsys):
-    told, _ = verified(capsys, finished, 0)
+    printed, _ = verified(capsys, finished, 0)
     root = rooted(finished)[8][0]
-    assert told.count(root[:12]) == 4
-    assert "8 verified, none moved" in told
+    assert printed.count(root[:12]) == 4
+    assert "8 verified, none moved" in printed
     path = "reference/stored/layers/a/held/values"
     out = tampered(finished, tmp_path / "run", flip(path))
-    told, error = verified(capsys, out, 1)
-    assert told.count("MOVED") == 1
+    printed, error = verified(capsys, out, 1)
+    assert printed.count("MOVED") == 1
     expected = f"ppo, snapshot 8, reference: expected fingerprint {root}, got "
     assert error.startswith(f"stopped: {expected}")
     assert error.endswith(", others in layers/a/values\n")

@@ -85,10 +85,10 @@ def test_num_steps_and_reporting_may_change_and_are_told(begun, capsys):
     longer = dataclasses.replace(begun, num_steps=8, sample_every=3)
     _, steps = play(longer)
     assert steps == [4, 5, 6, 7]
-    told = capsys.readouterr().err
-    assert "num_steps was 6 up to snapshot 4 of only, 8 now" in told
-    assert "sample_every was 1 up to snapshot 4 of only, 3 now" in told
-    assert "learning rates" in told
+    errors = capsys.readouterr().err
+    assert "num_steps was 6 up to snapshot 4 of only, 8 now" in errors
+    assert "sample_every was 1 up to snapshot 4 of only, 3 now" in errors
+    assert "learning rates" in errors
     assert recorded(begun)["num_steps"] == 8
     assert recorded(begun)["sample_every"] == 3
     with pytest.raises(InputError, match="only: expected at least the 8 steps"):
@@ -123,10 +123,10 @@ def test_a_finished_run_is_not_made_longer_around_its_model(begun):
 
 
 def test_the_config_is_read_from_the_snapshot_that_orbax_wrote(begun):
-    (found,) = resume.recorded_configs(begun.out)
+    (config,) = resume.recorded_configs(begun.out)
     stage = begun.out / "snapshots" / "only"
-    assert found.where == "snapshot 4 of only"
-    assert found.config == files.read_meta(stage, 4)["config"]
+    assert config.where == "snapshot 4 of only"
+    assert config.config == files.read_meta(stage, 4)["config"]
 
 
 def test_an_edited_config_is_refused_beside_a_damaged_snapshot(begun):
@@ -178,7 +178,7 @@ def without(path, *steps):
 
 @pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
-    ("name", "steps", "told"),
+    ("name", "steps", "message"),
     [
         ("metrics", (1,), "rows of only that snapshot 4 was saved with, got 3 (missi"),
         ("metrics", (0, 1, 3), "got 1 (missing are steps 0 to 1, 3)"),
@@ -187,22 +187,22 @@ def without(path, *steps):
         ("samples", (2,), "expected the 4 rows of only"),
     ],
 )
-def test_lost_rows_are_told_and_can_be_accepted(begun, capsys, name, steps, told):
+def test_lost_rows_are_told_and_can_be_accepted(begun, capsys, name, steps, message):
     path = begun.out / f"{name}.jsonl"
     without(path, *steps)
     before = path.read_bytes()
     with pytest.raises(InputError) as error:
         play(begun)
     assert str(path) in str(error.value)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "--accept-lost-rows" in str(error.value)
     assert path.read_bytes() == before
     play(dataclasses.replace(begun, accept_lost_rows=True), stop=5)
     warning = capsys.readouterr().err
     assert warning.startswith(f"warning: {path}: expected the 4 rows of only")
-    kept = sorted(set(range(4)) - set(steps))
+    steps_left = sorted(set(range(4)) - set(steps))
     if name == "metrics":
-        assert [row["step"] for row in metrics.read(path)] == [*kept, 4]
+        assert [row["step"] for row in metrics.read(path)] == [*steps_left, 4]
 
 
 def test_rows_that_stand_twice_are_told(begun):
@@ -269,8 +269,8 @@ def test_a_resume_may_move_the_policy_and_frozen_models_only(before, now, names)
 def test_a_name_is_left_out_with_its_group_and_not_what_begins_like_it():
     recorded = {"mesh": {"data": 1}, "mesh_size": 1, "other": {"mesh": 1}}
     current = {"mesh": {"data": 2}, "mesh_size": 2, "other": {"mesh": 2}}
-    found = resume.differing(recorded, current, but=frozenset({"mesh"}))
-    assert found == ["mesh_size", "other.mesh"]
+    names = resume.differing(recorded, current, but=frozenset({"mesh"}))
+    assert names == ["mesh_size", "other.mesh"]
 
 
 def test_a_snapshot_of_other_numbers_is_refused_with_the_reason():

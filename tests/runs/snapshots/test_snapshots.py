@@ -242,15 +242,19 @@ STORED = {
 )
 def test_a_frozen_model_comes_back_as_it_is_stored(tmp_path, how):
     """Its bits, memory, devices, and whether it is tied to these, in every storage."""
-    held, other = (frozen.freeze(toys.weights(seed=seed), **how()) for seed in (0, 1))
+    reference, other = (
+        frozen.freeze(toys.weights(seed=seed), **how()) for seed in (0, 1)
+    )
     with Snapshots(tmp_path) as snapshots:
-        snapshots.save(1, arrays={"reference": held}, meta={})
+        snapshots.save(1, arrays={"reference": reference}, meta={})
     with Snapshots(tmp_path) as snapshots:
         restored, _ = snapshots.restore(1, like={"reference": other})
-    found = restored["reference"]
-    assert jax.tree.structure(found) == jax.tree.structure(held)
-    assert bits(found) == bits(held) != bits(other)
-    for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(held), strict=True):
+    restored_reference = restored["reference"]
+    assert jax.tree.structure(restored_reference) == jax.tree.structure(reference)
+    assert bits(restored_reference) == bits(reference) != bits(other)
+    for new, old in zip(
+        jax.tree.leaves(restored_reference), jax.tree.leaves(reference), strict=True
+    ):
         assert new.sharding == old.sharding  # with its memory kind
         assert new.committed == old.committed
-    frozen.verify(found)
+    frozen.verify(restored_reference)

@@ -95,7 +95,7 @@ def behind(staleness):
     )
     sample = jax.jit(functools.partial(ppo.sample, recipe=models.recipe))
     learn = jax.jit(functools.partial(ppo.learn, recipe=models.recipe))
-    state, found = models.train, []
+    state, means = models.train, []
     policies = [state.policy]
     for step in range(STEPS):
         key = jax.random.fold_in(jax.random.key(0), step)
@@ -109,8 +109,8 @@ def behind(staleness):
             key=key,
         )
         policies.append(state.policy)
-        found.append(masked.mean_stats(stats))
-    return found, state
+        means.append(masked.mean_stats(stats))
+    return means, state
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

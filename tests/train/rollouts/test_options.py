@@ -77,8 +77,8 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
 def test_what_does_not_go_with_an_older_sampler(trainer, argv, message, capsys):
     with pytest.raises((SystemExit, InputError)) as refused:
         config_of(trainer, *argv.split())
-    told = f"{refused.value} {capsys.readouterr().err}"
-    assert message in " ".join(told.replace("│", " ").split())
+    errors = f"{refused.value} {capsys.readouterr().err}"
+    assert message in " ".join(errors.replace("│", " ").split())
 
 
 def test_online_dpo_has_no_ratio_to_correct():

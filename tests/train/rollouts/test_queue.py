@@ -91,8 +91,8 @@ def test_what_a_snapshot_has_goes_on_as_if_nothing_had_been(update, stop):
     assert before + after == whole
     names = ["rollout_0", "rollout_1", "rollout_2"]
     assert sorted(state) == names
-    held = [float(state[name][0].prompt) for name in names]
-    assert held == [min(stop + i, NUM_STEPS - 1) for i in range(3)]
+    prompts_in_state = [float(state[name][0].prompt) for name in names]
+    assert prompts_in_state == [min(stop + i, NUM_STEPS - 1) for i in range(3)]
 
 
 def test_a_run_that_is_made_longer_draws_what_its_snapshot_has_not(update):
