@@ -34,9 +34,9 @@ def test_chunks_give_the_whole_pass(model, chunk):
     output, chunked = prefilled(model, chunk, params)
     np.testing.assert_allclose(output, hidden, rtol=1e-5, atol=1e-5)
     for one, other in zip(chunked, caches, strict=True):
-        seen = np.asarray(PROMPTS.mask)[None, :, None, :, None]
+        visible = np.asarray(PROMPTS.mask)[None, :, None, :, None]
         np.testing.assert_allclose(
-            np.where(seen, one, 0), np.where(seen, other, 0), rtol=1e-5, atol=1e-5
+            np.where(visible, one, 0), np.where(visible, other, 0), rtol=1e-5, atol=1e-5
         )
 
 

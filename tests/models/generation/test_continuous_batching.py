@@ -47,8 +47,8 @@ def inputs(lengths=LENGTHS):
 
 
 def sampled(model, *, generate=generate, **options):
-    given = {"max_new_tokens": NEW, "stop_ids": STOPS, **inputs(), **options}
-    return generate(tiny.params(model), model=model, **given)
+    arguments = {"max_new_tokens": NEW, "stop_ids": STOPS, **inputs(), **options}
+    return generate(tiny.params(model), model=model, **arguments)
 
 
 @functools.cache
@@ -57,12 +57,12 @@ def expected_of(model, stop_ids=STOPS):
     return sampled(model, stop_ids=stop_ids)
 
 
-def assert_same(found, expected):
+def assert_same(output, expected):
     for name in ("tokens", "mask", "response_mask"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        np.testing.assert_array_equal(getattr(output, name), getattr(expected, name))
     for name in ("logprobs", "entropy"):
         np.testing.assert_allclose(
-            getattr(found, name), getattr(expected, name), atol=1e-5
+            getattr(output, name), getattr(expected, name), atol=1e-5
         )
 
 
@@ -103,34 +103,34 @@ def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypat
     monkeypatch.setattr(
         continuous_batching, "refill_size", lambda places, *, group_size: arriving
     )
-    found = sampled(
+    output = sampled(
         tiny.LLAMA, generate=compiled(), stop_ids=stop_ids, continuous_batching=places
     )
-    assert_same(found, expected_of(tiny.LLAMA, stop_ids))
+    assert_same(output, expected_of(tiny.LLAMA, stop_ids))
 
 
 @pytest.mark.slow
 def test_the_last_responses_move_together_twice():
-    given = inputs(LENGTHS * 2)
+    batch = inputs(LENGTHS * 2)
     assert continuous_batching.fewer_places(16) == (4, 1)
     assert_same(
-        sampled(tiny.GPT2, **given, continuous_batching=16), sampled(tiny.GPT2, **given)
+        sampled(tiny.GPT2, **batch, continuous_batching=16), sampled(tiny.GPT2, **batch)
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 def test_log_probs_are_those_of_a_full_forward(model):
-    found = sampled(model, continuous_batching=3, temperature=0.7)
+    output = sampled(model, continuous_batching=3, temperature=0.7)
     logprobs, entropy = logprobs_of(
         tiny.params(model),
         model=model,
-        tokens=found.tokens,
-        mask=found.mask,
+        tokens=output.tokens,
+        mask=output.mask,
         temperature=0.7,
     )
-    drawn = np.asarray(found.response_mask)
-    for mine, other in ((found.logprobs, logprobs), (found.entropy, entropy)):
+    drawn = np.asarray(output.response_mask)
+    for mine, other in ((output.logprobs, logprobs), (output.entropy, entropy)):
         np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=1e-5)
 
 
@@ -147,8 +147,8 @@ def test_log_probs_are_those_of_a_full_forward(model):
     ids=["greedy", "top_k", "one token", "every token stops"],
 )
 def test_options_act_as_without_slots(options):
-    found = sampled(tiny.GPT2, **options, continuous_batching=4)
-    assert_same(found, sampled(tiny.GPT2, **options))
+    output = sampled(tiny.GPT2, **options, continuous_batching=4)
+    assert_same(output, sampled(tiny.GPT2, **options))
 
 
 @pytest.mark.slow
@@ -170,10 +170,10 @@ def test_layers_one_by_one():
 def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
     assert continuous_batching.refill_size(places, group_size=group) == arriving
     tokens, mask = tiny.batch(LENGTHS[:6], PROMPT, side="left")
-    given = inputs(LENGTHS[:6] * group)
-    given |= {"tokens": np.repeat(tokens, group, 0), "mask": np.repeat(mask, group, 0)}
+    batch = inputs(LENGTHS[:6] * group)
+    batch |= {"tokens": np.repeat(tokens, group, 0), "mask": np.repeat(mask, group, 0)}
     places = min(places, 6 * group)
-    expected = sampled(tiny.GPT2, **given)
+    expected = sampled(tiny.GPT2, **batch)
     run = []
     prefill = decoder.prefill
 
@@ -183,43 +183,43 @@ def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
 
     monkeypatch.setattr(decoder, "prefill", counted)
     fresh = compiled()
-    found = sampled(
-        tiny.GPT2, generate=fresh, **given, continuous_batching=places, group_size=group
+    output = sampled(
+        tiny.GPT2, generate=fresh, **batch, continuous_batching=places, group_size=group
     )
-    assert_same(found, expected)
+    assert_same(output, expected)
     assert set(run) == {1}
 
 
-def steps(given, **options):
+def steps(batch, **options):
     """The samples, and how many rows each call drew for: of prompts and of steps."""
-    seen = []
+    rows_of_steps = []
     draw = continuous_batching.sample_token
 
     def counted(logits, **options):
-        jax.debug.callback(lambda: seen.append(logits.shape[0]))
+        jax.debug.callback(lambda: rows_of_steps.append(logits.shape[0]))
         return draw(logits, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continuous_batching, "sample_token", counted)
         fresh = compiled()
-        found = sampled(tiny.GPT2, generate=fresh, **given, **options)
-        jax.block_until_ready(found)
+        output = sampled(tiny.GPT2, generate=fresh, **batch, **options)
+        jax.block_until_ready(output)
         jax.effects_barrier()
-    return found, seen
+    return output, rows_of_steps
 
 
 @pytest.mark.slow
 def test_no_slot_waits_while_a_prompt_does():
     """Steps are as few as a list of lengths in order of arrival allows."""
     places = 3
-    found, seen = steps(inputs(), continuous_batching=places)
-    lengths = np.asarray(found.response_mask).sum(axis=1)
+    output, rows_of_steps = steps(inputs(), continuous_batching=places)
+    lengths = np.asarray(output.response_mask).sum(axis=1)
     ends = [0] * places  # a place takes the next prompt when it is the first to end
     for length in lengths:
         ends[ends.index(min(ends))] += int(length) - 1  # the first comes at once
-    assert seen.count(1) == ROWS
-    assert seen.count(places) == max(ends)
-    assert len(seen) == ROWS + max(ends)
+    assert rows_of_steps.count(1) == ROWS
+    assert rows_of_steps.count(places) == max(ends)
+    assert len(rows_of_steps) == ROWS + max(ends)
 
 
 @pytest.mark.cases(slow=1)
@@ -228,16 +228,16 @@ def test_no_slot_waits_while_a_prompt_does():
 def test_samples_do_not_depend_on_the_devices(model):
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("batch"))
-    given = inputs((*LENGTHS, *LENGTHS[:5]))
-    found = generate(
+    batch = inputs((*LENGTHS, *LENGTHS[:5]))
+    output = generate(
         jax.device_put(tiny.params(model), NamedSharding(mesh, PartitionSpec())),
         model=model,
         max_new_tokens=NEW,
         stop_ids=STOPS,
         continuous_batching=8,
-        **jax.device_put(given, rows),
+        **jax.device_put(batch, rows),
     )
-    assert_same(found, sampled(model, **given))
+    assert_same(output, sampled(model, **batch))
 
 
 RECIPE = {
@@ -257,27 +257,27 @@ def test_on_a_mesh():
     params = toys.params(toys.LLAMA)
     expected = sample(params, prompts=prompts, key=jax.random.key(3), recipe=PPO)
     with jax.set_mesh(MeshShape(data=2, fsdp=2, tensor=2).make()):
-        found = sample(
+        output = sample(
             sharding.place(params),
             prompts=row_sharding.put_rows(prompts),
             key=jax.random.key(3),
             recipe=PLACES,
         )
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    np.testing.assert_array_equal(found.response_mask, expected.response_mask)
-    np.testing.assert_allclose(found.old_logprobs, expected.old_logprobs, atol=1e-5)
+    np.testing.assert_array_equal(output.tokens, expected.tokens)
+    np.testing.assert_array_equal(output.response_mask, expected.response_mask)
+    np.testing.assert_allclose(output.old_logprobs, expected.old_logprobs, atol=1e-5)
 
 
 def test_a_recipe_passes_its_places_on(monkeypatch):
     """No number would show it."""
-    given = []
+    places_of_calls = []
     respond = continuous_batching.respond
 
-    def seen(*args, places, group_size, **options):
-        given.append((places, group_size))
+    def recording(*args, places, group_size, **options):
+        places_of_calls.append((places, group_size))
         return respond(*args, places=places, group_size=group_size, **options)
 
-    monkeypatch.setattr(decode, "respond", seen)
+    monkeypatch.setattr(decode, "respond", recording)
     groups = grpo.GRPO(**RECIPE, group_size=2, continuous_batching=2)
     for run, places in (
         (
@@ -289,17 +289,19 @@ def test_a_recipe_passes_its_places_on(monkeypatch):
         (functools.partial(grpo.sample, recipe=groups), 2),
         (functools.partial(ppo.sample, recipe=PPO), None),
     ):
-        given.clear()
+        places_of_calls.clear()
         jax.eval_shape(
             functools.partial(run, prompts=toys.prompts(), key=jax.random.key(3)),
             toys.params(toys.LLAMA),
         )
-        assert [taken for taken, _ in given] == ([] if places is None else [places])
+        assert [taken for taken, _ in places_of_calls] == (
+            [] if places is None else [places]
+        )
 
 
 def test_places_that_cannot_be():
     def call(places, **options):
-        given = {
+        named = {
             "continuous_batching": places,
             "stop_ids": (),
             "max_new_tokens": 4,
@@ -307,7 +309,7 @@ def test_places_that_cannot_be():
         }
         jax.eval_shape(
             lambda params: decode.generate(
-                params, model=tiny.GPT2, **inputs(LENGTHS[:6]), **given
+                params, model=tiny.GPT2, **inputs(LENGTHS[:6]), **named
             ),
             tiny.params(tiny.GPT2),
         )

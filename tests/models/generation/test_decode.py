@@ -30,7 +30,7 @@ LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4, 6, 1), 6, 9
 STOPS = (2, 7)
 INDEX = np.arange(8, dtype=np.int32)
 SAMPLE = np.array([0, 0, 1, 3, 0, 2, 1, 0], np.int32)
-each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+for_each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 gpt2_and_slowly_llama = pytest.mark.parametrize(
     "model", [tiny.GPT2, pytest.param(tiny.LLAMA, marks=pytest.mark.slow)]
 )
@@ -85,7 +85,7 @@ def test_greedy_equals_a_loop_without_cache_and_transformers(name):
     recorded = np.load(FIXTURES / name / "recorded.npz")
     continuation = recorded["continuation"]
     tokens, mask = recorded["left_tokens"], recorded["left_mask"]
-    found = generate(
+    output = generate(
         params,
         model=model,
         tokens=tokens,
@@ -96,7 +96,7 @@ def test_greedy_equals_a_loop_without_cache_and_transformers(name):
         shaping=Shaping(greedy=True),
     )
     size = tokens.shape[1]
-    np.testing.assert_array_equal(found.tokens[:, size:], continuation)
+    np.testing.assert_array_equal(output.tokens[:, size:], continuation)
     slowly = without_cache(
         params,
         model=model,
@@ -104,8 +104,8 @@ def test_greedy_equals_a_loop_without_cache_and_transformers(name):
         mask=mask,
         num_tokens=continuation.shape[1],
     )
-    np.testing.assert_array_equal(found.tokens[:, size:], slowly)
-    assert np.asarray(found.response_mask[:, size:]).all()
+    np.testing.assert_array_equal(output.tokens[:, size:], slowly)
+    assert np.asarray(output.response_mask[:, size:]).all()
 
 
 @pytest.mark.cases(slow=2)
@@ -128,35 +128,35 @@ def test_greedy_equals_a_loop_without_cache_and_transformers(name):
     ],
 )
 def test_logprobs_are_those_of_a_full_forward(model, temperature):
-    found = sampled(model, temperature=temperature)
-    mask = np.asarray(found.response_mask)
+    output = sampled(model, temperature=temperature)
+    mask = np.asarray(output.response_mask)
     assert not mask[:, PROMPT:].all()  # some rows stopped
     recomputed = logprobs_of(
         tiny.params(model),
         model=model,
-        tokens=found.tokens,
-        mask=found.mask,
+        tokens=output.tokens,
+        mask=output.mask,
         temperature=temperature,
     )
     np.testing.assert_allclose(
-        np.asarray(found.logprobs)[mask], np.asarray(recomputed)[mask], atol=1e-5
+        np.asarray(output.logprobs)[mask], np.asarray(recomputed)[mask], atol=1e-5
     )
     logits = logits_of(
-        tiny.params(model), model=model, tokens=found.tokens, mask=found.mask
+        tiny.params(model), model=model, tokens=output.tokens, mask=output.mask
     )
     entropy = oracles.entropy(np.asarray(logits), temperature)[:, :-1]
     np.testing.assert_allclose(
-        np.asarray(found.entropy)[:, 1:][mask[:, 1:]], entropy[mask[:, 1:]], atol=1e-5
+        np.asarray(output.entropy)[:, 1:][mask[:, 1:]], entropy[mask[:, 1:]], atol=1e-5
     )
-    for outside in (found.logprobs, found.entropy):
+    for outside in (output.logprobs, output.entropy):
         assert not np.asarray(outside)[~mask].any()
 
 
 @gpt2_and_slowly_llama
 def test_a_row_ends_with_its_first_stop_token(model):
-    found = expected_of(model)
+    output = expected_of(model)
     tokens, mask, response = map(
-        np.asarray, (found.tokens, found.mask, found.response_mask)
+        np.asarray, (output.tokens, output.mask, output.response_mask)
     )
     prompts, prompt_mask = tiny.batch(LENGTHS, PROMPT, side="left")
     np.testing.assert_array_equal(tokens[:, :PROMPT], prompts)
@@ -173,13 +173,13 @@ def test_a_row_ends_with_its_first_stop_token(model):
     assert 1 <= lengths.min() < lengths.max()
 
 
-def assert_same_samples(found, expected, *, rows=slice(None), shift=0):
+def assert_same_samples(output, expected, *, rows=slice(None), shift=0):
     """Tokens exactly, log-probs up to the order of sums."""
     for name in ("tokens", "mask", "response_mask"):
-        a, b = (np.asarray(getattr(x, name)) for x in (found, expected))
+        a, b = (np.asarray(getattr(x, name)) for x in (output, expected))
         np.testing.assert_array_equal(a[:, PROMPT + shift :], b[rows, PROMPT:])
     np.testing.assert_allclose(
-        np.asarray(found.logprobs)[:, PROMPT + shift :],
+        np.asarray(output.logprobs)[:, PROMPT + shift :],
         np.asarray(expected.logprobs)[rows, PROMPT:],
         atol=1e-5,
     )
@@ -189,8 +189,8 @@ def assert_same_samples(found, expected, *, rows=slice(None), shift=0):
 def test_samples_depend_on_key_index_and_sample_alone(model):
     expected = expected_of(model)
     for rows, wider in (([2, 0, 7, 3, 1, 5, 6, 4], 0), ([1, 3, 6], 5)):
-        found = sampled(model, rows=rows, size=PROMPT + wider)
-        assert_same_samples(found, expected, rows=rows, shift=wider)
+        output = sampled(model, rows=rows, size=PROMPT + wider)
+        assert_same_samples(output, expected, rows=rows, shift=wider)
     for keys in (
         keys_of(seed=1),
         keys_of(index=INDEX + 8),
@@ -207,7 +207,7 @@ def test_samples_do_not_depend_on_the_devices(model):
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("batch"))
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
-    found = generate(
+    output = generate(
         jax.device_put(tiny.params(model), NamedSharding(mesh, PartitionSpec())),
         model=model,
         tokens=jax.device_put(tokens, rows),
@@ -216,19 +216,19 @@ def test_samples_do_not_depend_on_the_devices(model):
         max_new_tokens=NEW,
         stop_ids=STOPS,
     )
-    assert len(found.tokens.sharding.device_set) == 8
+    assert len(output.tokens.sharding.device_set) == 8
     assert len(expected_of(model).tokens.sharding.device_set) == 1
-    assert_same_samples(found, expected_of(model))
+    assert_same_samples(output, expected_of(model))
 
 
 @pytest.mark.slow
 def test_every_key_is_used_once(monkeypatch):
     """The keys that every row and every turn of the loop draws with."""
-    seen = []
+    keys_seen = []
     draw = decoding.sample_token
 
     def record(data):
-        seen.extend(map(tuple, np.asarray(data).tolist()))
+        keys_seen.extend(map(tuple, np.asarray(data).tolist()))
 
     def recorded(logits, *, keys, **options):
         jax.debug.callback(record, jax.random.key_data(keys))
@@ -247,7 +247,7 @@ def test_every_key_is_used_once(monkeypatch):
     )
     jax.effects_barrier()
     record(jax.random.key_data(keys))  # which only fold, and never draw
-    assert len(seen) == len(set(seen)) == 8 * NEW + 8
+    assert len(keys_seen) == len(set(keys_seen)) == 8 * NEW + 8
 
 
 @functools.cache
@@ -343,11 +343,11 @@ def test_the_block_of_a_draw_and_its_place_there():
     share = np.arange(total, dtype=np.float64)
     expected = np.searchsorted(np.cumsum(weights), share, side="right")
     # Half of a count above: a share as float32 may be that little off.
-    found = drawn(
+    tokens = drawn(
         jnp.broadcast_to(weights, (total, len(weights))),
         uniform=jnp.asarray((share + 0.5) / total, jnp.float32),
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(tokens, expected)
     assert set(expected) == set(np.flatnonzero(weights))
 
 
@@ -358,10 +358,10 @@ def test_a_token_of_probability_0_is_never_drawn_of_many_words(uniform):
     weights[1, -1] = 1e-30
     weights[2, [0, -1]] = [1.0, 1e-30]
     weights[3, sampling.BLOCK + 1 :: 2] = np.random.default_rng(0).random(256)
-    found = drawn(jnp.asarray(weights), uniform=jnp.full(4, uniform))
-    assert (weights[np.arange(4), np.asarray(found)] > 0).all()
-    assert int(found[0]) == sampling.BLOCK + (sampling.BLOCK - 1) * (uniform >= 0.5)
-    assert int(found[1]) == 3 * sampling.BLOCK
+    tokens = drawn(jnp.asarray(weights), uniform=jnp.full(4, uniform))
+    assert (weights[np.arange(4), np.asarray(tokens)] > 0).all()
+    assert int(tokens[0]) == sampling.BLOCK + (sampling.BLOCK - 1) * (uniform >= 0.5)
+    assert int(tokens[1]) == 3 * sampling.BLOCK
 
 
 @pytest.mark.parametrize("words", [5, sampling.BLOCK + 1])
@@ -383,8 +383,8 @@ def test_a_target_that_rounds_below_its_block_takes_the_first_possible_word():
     """1 + 7e-8 is 1 + 2^-23, so that 1.2e-7 seems to stand before the second block."""
     weights = np.zeros((1, 2 * sampling.BLOCK), np.float32)
     weights[0, [3, sampling.BLOCK + 5]] = [7e-8, 1.0]
-    found = drawn(jnp.asarray(weights), uniform=jnp.asarray([8e-8]))
-    assert int(found[0]) == sampling.BLOCK + 5
+    tokens = drawn(jnp.asarray(weights), uniform=jnp.asarray([8e-8]))
+    assert int(tokens[0]) == sampling.BLOCK + 5
 
 
 GRID = 2**23  # of which a uniform number is one
@@ -443,13 +443,13 @@ def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
     steps = np.round(edges * GRID)[:, None] + np.arange(-4, 5)
     steps = np.unique(np.clip([*steps.ravel(), 0], 0, GRID - 1)).astype(np.int32)
     weights = probabilities(logits, temperature)
-    found = np.asarray(jax.jit(drawn_of_one_row)(weights, steps))
-    assert logprobs[found].min() > -30
+    tokens = np.asarray(jax.jit(drawn_of_one_row)(weights, steps))
+    assert logprobs[tokens].min() > -30
     # Sums in float32 may move an edge by a few steps, and a draw there to a neighbour.
     below, above = (
         np.searchsorted(ends, (steps + at) / GRID, side="right") for at in (-5, 6)
     )
-    assert ((below <= found) & (found <= np.minimum(above, words - 1))).all()
+    assert ((below <= tokens) & (tokens <= np.minimum(above, words - 1))).all()
     rows = np.broadcast_to(weights, (len(steps[-64:]), words))
     batched = drawn(rows, uniform=jnp.asarray(steps[-64:] / GRID, jnp.float32))
     # Another program may sum in another order, and move an edge by a step.
@@ -462,8 +462,8 @@ def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
 def test_a_uniform_number_of_0_takes_no_unlikely_first_token(words):
     weights = np.full((1, words), 1 / words, np.float32)
     weights[0, 0] = 2.0**-26
-    found = drawn(jnp.asarray(weights), uniform=jnp.zeros(1))
-    assert int(found[0]) == 1
+    tokens = drawn(jnp.asarray(weights), uniform=jnp.zeros(1))
+    assert int(tokens[0]) == 1
 
 
 @pytest.mark.cases(quick=1)
@@ -500,8 +500,8 @@ def test_unlikely_tokens_come_as_often_as_their_mass(temperature, dtype, planted
     logits = random_logits(50_257, dtype, planted=planted).astype(jnp.float32)
     logprobs = float64_logprobs(logits, temperature)
     weights = jnp.exp(jax.nn.log_softmax(logits / temperature))
-    found = counted(weights, jnp.arange(GRID, dtype=jnp.int32).reshape(-1, 8192))
-    counts = np.bincount(np.ravel(found), minlength=len(logprobs))
+    tokens = counted(weights, jnp.arange(GRID, dtype=jnp.int32).reshape(-1, 8192))
+    counts = np.bincount(np.ravel(tokens), minlength=len(logprobs))
     ascending = np.argsort(logprobs)
     mass = GRID * np.cumsum(np.exp(logprobs[ascending]))
     came = np.cumsum(counts[ascending])
@@ -544,13 +544,13 @@ SHAPINGS = {
 def test_shaping_keeps_what_the_oracle_keeps(shaping):
     logits = np.random.default_rng(1).normal(0, 2, (50, 11)).astype(np.float32)
     logits[:, 4] = -np.inf
-    found = np.asarray(shape_logits(logits, shaping=shaping))
+    shaped = np.asarray(shape_logits(logits, shaping=shaping))
     for row in range(50):
         keep = oracles.kept_tokens(
             logits[row], shaping.top_k, shaping.top_p, shaping.min_p
         )
         expected = np.where(keep, logits[row], -np.inf)
-        np.testing.assert_array_equal(found[row], expected)
+        np.testing.assert_array_equal(shaped[row], expected)
 
 
 def test_shaped_draws_have_log_probs_of_the_shaped_distribution():
@@ -577,7 +577,7 @@ def test_shaped_draws_have_log_probs_of_the_shaped_distribution():
 def test_padded_rows_of_the_vocabulary_change_no_sample():
     model = tiny.LLAMA
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left", padding=-1)
-    found = generate(
+    output = generate(
         tiny.with_rows_of_padding(tiny.params(model), model, np.nan),
         model=model,
         tokens=tokens,
@@ -587,8 +587,8 @@ def test_padded_rows_of_the_vocabulary_change_no_sample():
         stop_ids=STOPS,
         temperature=1.0,
     )
-    assert_same_samples(found, expected_of(model))
-    assert not np.asarray(found.tokens)[~np.asarray(found.mask)].any()
+    assert_same_samples(output, expected_of(model))
+    assert not np.asarray(output.tokens)[~np.asarray(output.mask)].any()
 
 
 def test_bad_options_are_named():
@@ -646,18 +646,18 @@ def test_nothing_predicts_the_first_token_of_an_empty_prompt(continuous_batching
         )
     )
     keys = keys_of(INDEX[:rows], SAMPLE[:rows])
-    found = run(tiny.params(model), keys=keys)
+    output = run(tiny.params(model), keys=keys)
     empty = ~mask.any(axis=1)
-    assert (np.asarray(found.logprobs)[empty, 4] == 0).all()
-    assert (np.asarray(found.entropy)[empty, 4] == 0).all()
+    assert (np.asarray(output.logprobs)[empty, 4] == 0).all()
+    assert (np.asarray(output.entropy)[empty, 4] == 0).all()
     recomputed = logprobs_of(
-        tiny.params(model), model=model, tokens=found.tokens, mask=found.mask
+        tiny.params(model), model=model, tokens=output.tokens, mask=output.mask
     )
     np.testing.assert_allclose(
-        np.asarray(found.logprobs)[:, 4:], np.asarray(recomputed)[:, 4:], atol=1e-5
+        np.asarray(output.logprobs)[:, 4:], np.asarray(recomputed)[:, 4:], atol=1e-5
     )
     other = run(jax.tree.map(lambda leaf: 3.0 * leaf, tiny.params(model)), keys=keys)
-    np.testing.assert_array_equal(found.tokens[empty, 4], other.tokens[empty, 4])
+    np.testing.assert_array_equal(output.tokens[empty, 4], other.tokens[empty, 4])
 
 
 def test_a_token_that_nothing_predicts_is_uniform():

@@ -24,8 +24,10 @@ def programs(model):
     )
     static = {"model": model, **OPTIONS}
     return tuple(
-        functools.partial(toys.jit(functools.partial(each, **static)), layers=layers)
-        for each in (episodes.read, episodes.advance)
+        functools.partial(
+            toys.jit(functools.partial(function, **static)), layers=layers
+        )
+        for function in (episodes.read, episodes.advance)
     )
 
 

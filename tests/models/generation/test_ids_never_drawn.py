@@ -59,7 +59,7 @@ def pair(model, *, seed=0):
     return (params, unused(model)), (rows_of_used(params), without(model))
 
 
-def given(*, mapped: bool):
+def arguments_of(*, mapped: bool):
     random = np.random.default_rng(1)
     mask = np.arange(PROMPT)[None] >= PROMPT - np.array(LENGTHS)[:, None]
     tokens = random.integers(0, len(USED), mask.shape).astype(np.int32)
@@ -83,7 +83,7 @@ def sampled(params, model, **options):
         temperature=TEMPERATURE,
         **options,
     )
-    return toys.jit(program)(params, **given(mapped=mapped))
+    return toys.jit(program)(params, **arguments_of(mapped=mapped))
 
 
 def assert_same(output, expected):
@@ -168,7 +168,7 @@ def test_samples_on_eight_devices(mesh):
     (params, shape), _ = pair(tiny.GPT2)
     expected = sampled(params, shape)
     mesh = mesh.make()
-    inputs = given(mapped=True)
+    inputs = arguments_of(mapped=True)
     rows = row_sharding.put_rows((inputs["tokens"], inputs["mask"]), mesh=mesh)
     program = functools.partial(
         decode.generate,
@@ -217,7 +217,7 @@ def test_a_mixture_leaves_them_out():
     def mixed(at: int):
         (params, model), other = ours[at], theirs[at]
         mapped = bool(model.unused_ids)
-        inputs = given(mapped=mapped)
+        inputs = arguments_of(mapped=mapped)
         inputs["mask"] = inputs["mask"].copy()
         inputs["mask"][:, -1] = True  # a mixture has no empty prompt
         inputs["tokens"][~inputs["mask"]] = 0
@@ -260,8 +260,8 @@ def test_places_of_episodes_leave_them_out():
             keys=jax.random.split(jax.random.key(5), 3),
         )
         read, advance = (
-            toys.jit(functools.partial(each, **fixed))
-            for each in (episodes.read, episodes.advance)
+            toys.jit(functools.partial(function, **fixed))
+            for function in (episodes.read, episodes.advance)
         )
         state = read(params, state, arrivals, layers=layers)
         return advance(

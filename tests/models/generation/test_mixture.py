@@ -30,7 +30,7 @@ def drawn(other, *, rows=8, stop_ids=toys.STOP, **options):
     """What is generated, and the arguments of `decode.generate` for the same."""
     tokens, mask = prompts(rows)
     counts = np.arange(rows, dtype=np.int32)
-    given = {
+    arguments = {
         "tokens": tokens,
         "mask": mask,
         "keys": decode.row_keys(jax.random.key(2), index=counts, sample=counts),
@@ -43,7 +43,7 @@ def drawn(other, *, rows=8, stop_ids=toys.STOP, **options):
     draw = functools.partial(
         mixture.generate, OURS, other, **{"share": SHARE, **fixed, **options}
     )
-    return toys.jit(draw)(**given), given | fixed
+    return toys.jit(draw)(**arguments), arguments | fixed
 
 
 def mixed(side, other, generated):
@@ -74,27 +74,27 @@ def test_log_probs_are_those_of_the_mixture(model):
     tokens = np.asarray(generated.tokens)[:, 1:]
     of_token = np.take_along_axis(log_mix, tokens[..., None], axis=-1)[..., 0]
     entropy = -(np.exp(log_mix) * log_mix).sum(axis=-1)
-    for found, expected in (
+    for output, expected in (
         (generated.logprobs, of_token),
         (generated.entropy, entropy),
     ):
         np.testing.assert_allclose(
-            found[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-3, atol=1e-4
+            output[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-3, atol=1e-4
         )
-        np.testing.assert_array_equal(np.asarray(found)[~mask], 0)
+        np.testing.assert_array_equal(np.asarray(output)[~mask], 0)
 
 
 @pytest.mark.slow
 def test_the_mixture_of_a_model_with_itself_draws_what_it_draws():
-    generated, given = drawn(OURS)
+    generated, arguments = drawn(OURS)
     alone = toys.jit(
         functools.partial(
             decode.generate,
             OURS.params,
             model=OURS.model,
-            **{name: given.pop(name) for name in FIXED},
+            **{name: arguments.pop(name) for name in FIXED},
         )
-    )(**given)
+    )(**arguments)
     np.testing.assert_array_equal(generated.tokens, alone.tokens)
     np.testing.assert_allclose(generated.logprobs, alone.logprobs, atol=1e-5)
 

@@ -22,9 +22,9 @@ def programs():
 
     def step(table, alive, ends):
         table, going = page_table.grant(table, alive=alive)
-        seen = page_table.view(table, going=going)
+        view = page_table.view(table, going=going)
         alive = alive & ~(going & ends)
-        return page_table.advanced(table, going=going, alive=alive), going, seen, table
+        return page_table.advanced(table, going=going, alive=alive), going, view, table
 
     def arrive(table, place, length):
         fits = page_table.admissible(table, lengths=length, new=NEW)
@@ -33,15 +33,19 @@ def programs():
     return toys.jit(step), toys.jit(arrive)
 
 
-def check(table, held):
+def check(table, tokens_of_places):
     """The table of places that hold so many tokens, against a list of pages."""
     count = table.owner.shape[0]
     rows = [[p for p in row if p < count] for row in np.asarray(table.table)]
     used = [page for row in rows for page in row]
     assert len(used) == len(set(used)), "two rows have a page"
     for place, row in enumerate(rows):
-        assert len(row) == -(-held[place] // SIZE), (place, row, held)
-        assert table.tokens[place] == held[place]
+        assert len(row) == -(-tokens_of_places[place] // SIZE), (
+            place,
+            row,
+            tokens_of_places,
+        )
+        assert table.tokens[place] == tokens_of_places[place]
         for number, page in enumerate(row):
             assert (table.owner[page], table.number[page]) == (place, number)
     free = sorted(set(range(count)) - set(used))
@@ -60,7 +64,7 @@ def queue(pages, lengths, responses):
     table = page_table.empty(places=PLACES, pages=pages, size=SIZE, longest=LONGEST)
     pool = np.full((pages, SIZE, 2), -1)  # which prompt's token, and which of them
     row = np.full(PLACES, -1)
-    held, left = np.zeros(PLACES, int), np.zeros(PLACES, int)
+    tokens_of_places, left = np.zeros(PLACES, int), np.zeros(PLACES, int)
     waiting, steps, pauses = 0, 0, 0
     while waiting < len(lengths) or (row >= 0).any():
         free = np.flatnonzero(row < 0)
@@ -72,7 +76,7 @@ def queue(pages, lengths, responses):
                 assert (row >= 0).any(), "nothing goes on, and the next prompt waits"
                 break
             table, free = more, free[1:]
-            row[place], held[place] = waiting, length
+            row[place], tokens_of_places[place] = waiting, length
             left[place] = responses[waiting] - 1  # the first came with the prompt
             for token in range(length):
                 at = pool[page[0, token // SIZE], token % SIZE]
@@ -81,25 +85,25 @@ def queue(pages, lengths, responses):
                 left[place] = 1  # one more, for a row that is run at least once
             waiting += 1
         ends = toys.array(left == 1, bool)
-        table, going, seen, granted = step(table, toys.array(row >= 0, bool), ends)
+        table, going, view, granted = step(table, toys.array(row >= 0, bool), ends)
         going = np.asarray(going)
         assert going.any() or not (row >= 0).any(), "every row waits"
         assert not going[row < 0].any()
         for place in np.flatnonzero(going):
-            page = int(seen.page[place])
+            page = int(view.page[place])
             assert page < pages
             assert granted.owner[page] == place
-            pool[page, int(seen.column[place])] = row[place], held[place]
+            pool[page, int(view.column[place])] = row[place], tokens_of_places[place]
             # What its token sees is the row's tokens, every one once, its own included.
-            mine = np.asarray(seen.owner) == place
-            tokens = pool[np.asarray(seen.seen) & mine[:, None]]
+            mine = np.asarray(view.owner) == place
+            tokens = pool[np.asarray(view.seen) & mine[:, None]]
             assert (tokens[:, 0] == row[place]).all()
-            assert sorted(tokens[:, 1]) == list(range(held[place] + 1))
-        held, left = held + going, left - going
+            assert sorted(tokens[:, 1]) == list(range(tokens_of_places[place] + 1))
+        tokens_of_places, left = tokens_of_places + going, left - going
         steps, pauses = steps + 1, pauses + bool((going != (row >= 0)).any())
         ended = going & (left == 0)
-        row[ended], held[ended] = -1, 0
-        check(table, held)
+        row[ended], tokens_of_places[ended] = -1, 0
+        check(table, tokens_of_places)
     assert (np.asarray(table.owner) == PLACES).all()
     return steps, pauses
 
@@ -141,9 +145,9 @@ def test_random_queues_come_to_their_end(seed):
     queue(int(rng.integers(LEAST, 3 * LEAST)), lengths, responses)
 
 
-def safe_by_hand(held, more, pages):
+def safe_by_hand(tokens, more, pages):
     """Every order in which rows could end is found: one that can, ends."""
-    free, rows = pages - sum(held), list(zip(held, more, strict=True))
+    free, rows = pages - sum(tokens), list(zip(tokens, more, strict=True))
     while rows:
         able = [row for row in rows if row[1] <= free]
         if not able:
@@ -156,16 +160,16 @@ def safe_by_hand(held, more, pages):
 def test_safe_is_what_a_search_finds():
     rng = np.random.default_rng(0)
     cases = [rng.integers(0, 5, (2, 5)) for _ in range(200)]
-    pages = [int(held.sum() + rng.integers(0, 4)) for held, _ in cases]
+    pages = [int(tokens.sum() + rng.integers(0, 4)) for tokens, _ in cases]
     check = jax.vmap(lambda h, m, n: page_table.safe(held=h, more=m, pages=n))
-    held, more = np.stack(cases, axis=1)
-    output = toys.jit(check)(held, more, np.asarray(pages))
-    wanted = [
-        safe_by_hand(held.tolist(), more.tolist(), n)
-        for (held, more), n in zip(cases, pages, strict=True)
+    tokens, more = np.stack(cases, axis=1)
+    output = toys.jit(check)(tokens, more, np.asarray(pages))
+    expected = [
+        safe_by_hand(tokens.tolist(), more.tolist(), n)
+        for (tokens, more), n in zip(cases, pages, strict=True)
     ]
-    assert 100 < sum(wanted) < 180
-    np.testing.assert_array_equal(output, wanted)
+    assert 100 < sum(expected) < 180
+    np.testing.assert_array_equal(output, expected)
 
 
 def test_prompts_that_always_fit_together():

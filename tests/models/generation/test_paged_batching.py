@@ -33,11 +33,11 @@ def inputs(model, lengths=LENGTHS):
     return {"tokens": tokens % model.vocab_size, "mask": mask, "keys": keys}
 
 
-def sampled(model, params=None, *, given=None, **options):
+def sampled(model, params=None, *, batch=None, **options):
     options = {"max_new_tokens": NEW, "stop_ids": STOPS, **options}
     run = toys.jit(functools.partial(decode.generate, model=model, **options))
     params = tiny.params(model) if params is None else params
-    return run(params, **(inputs(model) if given is None else given))
+    return run(params, **(inputs(model) if batch is None else batch))
 
 
 def in_pages(model, pages, size):
@@ -119,8 +119,8 @@ def test_responses_are_drawn_from_whole_forward_passes(model):
 
     again = toys.jit(drawn_again)(params, output.tokens, output.mask, keys)
     drawn = np.asarray(output.response_mask)[:, prompt:]
-    for name, wanted in zip(("tokens", "logprobs", "entropy"), again, strict=True):
-        one, other = getattr(output, name)[:, prompt:], wanted.reshape(drawn.shape)
+    for name, expected in zip(("tokens", "logprobs", "entropy"), again, strict=True):
+        one, other = getattr(output, name)[:, prompt:], expected.reshape(drawn.shape)
         np.testing.assert_allclose(one, np.where(drawn, other, 0), atol=1e-5)
     # A response ends with its first stop token, or with its last column.
     ends = np.isin(np.asarray(output.tokens)[:, prompt:], (3, 8)) & drawn
@@ -139,18 +139,18 @@ def test_responses_are_drawn_from_whole_forward_passes(model):
 def test_families_with_windows(name, cache):
     model, params = hf.load(FIXTURES / name, dtype="float32")
     model = dataclasses.replace(model, cache=cache)
-    given = inputs(model)
+    batch = inputs(model)
     if all(model.is_local(n) for n in range(model.num_layers)):
         # Longer than any row, so that pages hold all layers.
         model = dataclasses.replace(model, sliding_window=PROMPT + NEW)
     stops = tuple(range(12))
-    expected = sampled(model, params, given=given, stop_ids=stops)
+    expected = sampled(model, params, batch=batch, stop_ids=stops)
     lengths = np.asarray(expected.response_mask).sum(axis=1)
     assert lengths.min() < lengths.max()
     output = sampled(
         in_pages(model, 8, 2),
         params,
-        given=given,
+        batch=batch,
         stop_ids=stops,
         continuous_batching=4,
     )
@@ -177,22 +177,22 @@ def test_short_responses(options):
 def test_groups_come_in_together():
     lengths = np.repeat(LENGTHS[:4], 3)
     tokens, mask = tiny.batch(LENGTHS[:4], PROMPT, side="left")
-    given = inputs(tiny.GPT2, lengths)
-    given |= {"tokens": np.repeat(tokens, 3, 0), "mask": np.repeat(mask, 3, 0)}
-    expected = sampled(tiny.GPT2, given=given)
+    batch = inputs(tiny.GPT2, lengths)
+    batch |= {"tokens": np.repeat(tokens, 3, 0), "mask": np.repeat(mask, 3, 0)}
+    expected = sampled(tiny.GPT2, batch=batch)
     # A longest row of 4 pages, and two prompts of 2.
     output = sampled(
-        in_pages(tiny.GPT2, 8, 4), given=given, continuous_batching=6, group_size=3
+        in_pages(tiny.GPT2, 8, 4), batch=batch, continuous_batching=6, group_size=3
     )
     assert_same(output, expected)
 
 
 @pytest.mark.slow
 def test_empty_prompts_and_a_prompt_in_chunks():
-    given = inputs(tiny.MIXED, (0, 3, 0, 6, 1))
+    batch = inputs(tiny.MIXED, (0, 3, 0, 6, 1))
     model = dataclasses.replace(in_pages(tiny.MIXED, 6, 3), prefill_chunk=2)
-    output = sampled(model, given=given, continuous_batching=2)
-    assert_same(output, sampled(tiny.MIXED, given=given))
+    output = sampled(model, batch=batch, continuous_batching=2)
+    assert_same(output, sampled(tiny.MIXED, batch=batch))
 
 
 @pytest.mark.slow
@@ -249,8 +249,8 @@ ONE_LAYER = dataclasses.replace(
 def test_shares_that_exchange_heads_go_on_in_step(mesh, model):
     """Heads that `tensor` does not divide: one exchange is of all devices."""
     paged, params = in_pages(model, 18, 3), tiny.params(model)
-    givens = [inputs(model, (6, 3, 1, 5) * 4), inputs(model, (2, 5, 6, 1) * 4)]
-    wanted = [sampled(model, params, given=given) for given in givens]
+    batches = [inputs(model, (6, 3, 1, 5) * 4), inputs(model, (2, 5, 6, 1) * 4)]
+    outputs = [sampled(model, params, batch=batch) for batch in batches]
     run = jax.jit(
         functools.partial(
             decode.generate,
@@ -263,26 +263,26 @@ def test_shares_that_exchange_heads_go_on_in_step(mesh, model):
     with jax.set_mesh(mesh.make(jax.devices()[: mesh.size])):
         params = sharding.place(params)
         before = compile_counts.so_far()
-        for given, expected in zip(givens, wanted, strict=True):
+        for batch, expected in zip(batches, outputs, strict=True):
             lengths = np.asarray(expected.response_mask).sum(axis=1).reshape(2, -1)
             assert lengths.sum(axis=1).std() > 0
             # Sums over `tensor` round otherwise.
-            assert_same(run(params, **given), expected, atol=2e-5)
+            assert_same(run(params, **batch), expected, atol=2e-5)
     assert compile_counts.since(before)["generate"] == 1
 
 
 @pytest.mark.slow
 def test_groups_stay_together_in_a_share():
     """Two shares of three groups of two rows; greedy, so that a group agrees."""
-    given = inputs(tiny.MIXED, (6, 6, 3, 3, 1, 1, 5, 5, 2, 2, 4, 4))
-    given["tokens"] = given["tokens"][::2].repeat(2, axis=0)
+    batch = inputs(tiny.MIXED, (6, 6, 3, 3, 1, 1, 5, 5, 2, 2, 4, 4))
+    batch["tokens"] = batch["tokens"][::2].repeat(2, axis=0)
     options = {"group_size": 2, "shaping": sampling.Shaping(greedy=True)}
-    expected = sampled(tiny.MIXED, given=given, **options)
+    expected = sampled(tiny.MIXED, batch=batch, **options)
     with jax.set_mesh(MeshShape(data=2).make(jax.devices()[:2])):
         output = sampled(
             in_pages(tiny.MIXED, 20, 3),
             sharding.place(tiny.params(tiny.MIXED)),
-            given=given,
+            batch=batch,
             continuous_batching=4,
             **options,
         )
@@ -331,11 +331,11 @@ def test_attention_to_pages_by_hand(softcap, cache):
     query = rng.normal(size=(3, kv_heads * group, 1, head_dim)).astype(np.float32)
     new = rng.normal(size=(2, 3, kv_heads, 1, head_dim)).astype(np.float32)
     table = np.array([[2, 0], [3, 4], [4, 4]], np.int32)
-    seen = np.array([[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 1, 0]], bool)
+    visible = np.array([[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 1, 0]], bool)
     where = attention.Pages(
         table=table,
         owner=np.array([0, 2, 0, 1], np.int32),
-        seen=seen,
+        seen=visible,
         page=np.array([0, 3, 4], np.int32),
         column=np.array([1, 1, 0], np.int32),
     )
@@ -362,7 +362,7 @@ def test_attention_to_pages_by_hand(softcap, cache):
         for head in range(kv_heads * group):
             k, v = (
                 np.concatenate(
-                    [x[p, head // group][seen[p]].astype(np.float64) for p in pages]
+                    [x[p, head // group][visible[p]].astype(np.float64) for p in pages]
                     or [np.zeros((0, head_dim))]
                 )
                 for x in (keys, values)
@@ -371,8 +371,8 @@ def test_attention_to_pages_by_hand(softcap, cache):
             if softcap is not None:
                 logits = softcap * np.tanh(logits / softcap)
             share = np.exp(logits)
-            wanted = share @ v / max(share.sum(), 1e-30)
-            np.testing.assert_allclose(output[row, head, 0], wanted, atol=1e-6)
+            expected_row = share @ v / max(share.sum(), 1e-30)
+            np.testing.assert_allclose(output[row, head, 0], expected_row, atol=1e-6)
 
 
 def test_a_ring_of_pages_by_hand():
