@@ -270,16 +270,6 @@ class SamplerPlacement(ReferencePlacement):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TeacherPlacement(SamplerPlacement):
-    """Where a student, its sampler and its frozen teacher are."""
-
-    teacher: PlaceOption = WITH_POLICY
-    """Place of the teacher, which is run once per iteration: policy, a mesh such as
-    tensor=8 over the student's devices, last or last:MESH for the last devices, or cpu;
-    @pinned_host after it, or alone, keeps the teacher in host memory."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutPlacement(ReferencePlacement):
     """Where the policy, sampler, reference and reward model are."""
 

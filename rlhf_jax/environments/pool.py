@@ -15,9 +15,10 @@ way.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Self
+from typing import Any
 
 from rlhf_jax.data import json_lines
 from rlhf_jax.environments import answers, worker
@@ -39,7 +40,7 @@ IMPORTABLE = (
 )
 
 
-class EnvironmentPool:
+class EnvironmentPool(contextlib.AbstractContextManager[Any]):
     """Processes that run an environment; a context manager that ends them.
 
     They start with the first call, import the module of the environment and nothing of
@@ -88,9 +89,6 @@ class EnvironmentPool:
             num_workers=num_workers,
             in_flight=IN_FLIGHT if several else 1,
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._workers.close()

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import jax
 
@@ -25,7 +25,7 @@ FILES = ("metrics", "timings", "samples", "positions")
 EVERY_STEP = ("metrics", "timings")  # have one row per step
 
 
-class Recorder:
+class Recorder(contextlib.AbstractContextManager[Any]):
     """The JSONL files of a run folder, shared by a pipeline's stages.
 
         metrics.jsonl   {"stage": "ppo", "step": 3, "objective/kl": 1.25, ...}
@@ -87,9 +87,6 @@ class Recorder:
         self._accept_lost_rows = accept_lost_rows
         self.latest: Row = {}  # the newest row on disk, of the step before the pending
         self._restart(time.perf_counter())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is not None and not issubclass(kind, Exception):

@@ -10,10 +10,11 @@ It draws what our decoder here draws, to the bit, on a machine of the same kind.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ Params = Any
 STARTED = 60.0  # seconds for the process to start, beside the timeout
 
 
-class ProcessSampler:
+class ProcessSampler(contextlib.AbstractContextManager[Any]):
     """A process that samples; a context manager that ends it.
 
     It starts with the first hand-over, spawned and not forked, with the devices that
@@ -67,9 +68,6 @@ class ProcessSampler:
         pickled = user_objects.pickled(Decoder(recipe), kind="sampler")
         self._folder = weight_files.HandOverFolder(weights)
         self._workers = Workers(pickled, of="that sample", num_workers=1)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

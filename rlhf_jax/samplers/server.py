@@ -12,10 +12,11 @@ run asks for the same ones again, but whether it gets them is the server's to sa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ CONNECTIONS = 64  # requests at a time
 HOW = "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs"
 
 
-class ServerSampler:
+class ServerSampler(contextlib.AbstractContextManager[Any]):
     """A server at an address; a context manager that ends requests, not the server."""
 
     def __init__(
@@ -92,9 +93,6 @@ class ServerSampler:
         self._folder = weight_files.HandOverFolder(weights)
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="draws")
         self._seeds = jax.jit(_seeds)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

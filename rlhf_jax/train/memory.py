@@ -131,12 +131,7 @@ def check(config: PolicyGradientConfig, *, meshes: Meshes) -> None:
             rows = min(rows, recipe.continuous_batching)
         model = recipe.model
         if isinstance(options, Here):
-            model = dataclasses.replace(
-                model,
-                cache=options.cache,
-                cache_pages=options.cache_pages,
-                page_size=options.page_size,
-            )
+            model = options.sampled(model)
         learning = [
             memory_check.gradients("gradients", policy, model=recipe.model, mesh=mesh)
         ]

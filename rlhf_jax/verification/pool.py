@@ -13,10 +13,11 @@ leaves the others as they are. Its own score is 0, or the run stops, as configur
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ from rlhf_jax.verification.worker import Answer
 from rlhf_jax.verification.workers import Ended, Workers
 
 
-class VerifierPool:
+class VerifierPool(contextlib.AbstractContextManager[Any]):
     """Processes that verify; a context manager that ends them.
 
     They start with the first response, import the module of the verifier and nothing
@@ -72,9 +73,6 @@ class VerifierPool:
             of="that verify",
             num_workers=num_workers,
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._workers.close()

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing import connection
-from typing import Any, Self
+from typing import Any
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
@@ -82,7 +82,7 @@ class _Process:
         return self._worker.exitcode
 
 
-class Workers:
+class Workers(contextlib.AbstractContextManager[Any]):
     """Processes that answer calls; a context manager that ends them.
 
     None runs before the first call.
@@ -122,9 +122,6 @@ class Workers:
         self._thread: threading.Thread | None = None
         self._stopping, self._numbers, self._failed_starts = False, 0, 0
         self._broken: StopError | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

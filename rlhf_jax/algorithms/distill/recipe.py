@@ -152,15 +152,7 @@ class Distill(DistillRecipe, PolicyGradient):
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
-        """Rewards to go, as REINFORCE++ has them; 0 without a reward.
-
-        Args:
-          scored: Scored[B, S].
-          kl_coef: β of this iteration, f32[], reward units per nat.
-
-        Returns:
-          PolicyExperience[B, S], and no stats.
-        """
+        """Rewards to go, as REINFORCE++ has them, and no stats; 0 without a reward."""
         experience = reward_to_go_experience(
             scored, kl_coef=kl_coef, whiten_advantages=self.whiten_advantages
         )
@@ -177,12 +169,8 @@ class Distill(DistillRecipe, PolicyGradient):
 
         Args:
           minibatch: PolicyExperience[b, S].
-          kl_coef: β of this iteration, f32[], reward units per nat.
           frozen: whose reference is the teacher, of which the head alone is read where
             the minibatch has its hidden states; a student has no further one.
-
-        Returns:
-          The minibatch, and ((policy, None), part, packing) -> (loss, stats).
 
         Raises:
           InputError: there are further references.

@@ -94,15 +94,8 @@ class GRPO(GroupRecipe, PolicyGradient):
     ) -> tuple[PolicyExperience, masked.Stats]:
         """Advantages over the samples of one prompt, and how many groups teach nothing.
 
-        Args:
-          scored: Scored[B, S], each prompt in `group_size` neighbouring rows.
-          kl_coef: β of this iteration, f32[], reward units per nat.
-
-        Returns:
-          PolicyExperience[B, S] and the stats of `group_experience`.
-
-        Raises:
-          InputError: the groups do not divide the rows.
+        They and the stats are those of `group_experience`, with each prompt in
+        `group_size` neighbouring rows.
         """
         return group_experience(
             scored,

@@ -127,11 +127,8 @@ class NashMD(NashMDRecipe, PolicyGradient):
         """The policy's responses and the mixture's, in turn.
 
         Args:
-          policy: parameters to run with, not adapters.
           prompts: Prompts[B, P], each prompt in two neighbouring rows.
-          key: of the sampler.
           frozen: whose reference is in the mixture.
-          version: i32[], of the policy; None stamps no token.
 
         Returns:
           Rollout[B, P + R]; `old_logprobs` are of what each response was drawn from.
@@ -191,11 +188,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
         return True
 
     def reported(self, rows: Tree) -> Tree:
-        """Of the policy's responses alone: the mixture is no policy that is trained.
-
-        Args:
-          rows: a pytree of arrays over the B rows of a rollout, or over nothing.
-        """
+        """Of the policy's responses alone: the mixture is no policy that is trained."""
         return jax.tree.map(lambda x: x[0::2] if jnp.ndim(x) else x, rows)
 
     @property

@@ -121,16 +121,11 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PairExperience, LossFunction]:
-        """`losses.dpo_loss` of the pairs.
+        """`losses.dpo_loss` of the pairs, by its own β.
 
         Args:
-          minibatch: N pairs.
-          kl_coef: not read.
           frozen: of which the base is read; the reference's log-probs are in the pairs,
             and there is no further one.
-
-        Returns:
-          The minibatch, and ((policy, critic), part) -> (loss, stats of `dpo_loss`).
 
         Raises:
           InputError: there are further references.

@@ -120,15 +120,7 @@ class PPO(Recipe, PolicyGradient):
     ) -> tuple[Experience, masked.Stats]:
         """Score and KL as token rewards, GAE over them, and how good the values were.
 
-        Args:
-          scored: Scored[B, S], with values.
-          kl_coef: β of this iteration, f32[], reward units per nat.
-
-        Returns:
-          Experience[B, S], and `value/explained_variance`.
-
-        Raises:
-          InputError: there are no values to compute advantages from.
+        The values of `scored` are read; the stats are `value/explained_variance`.
         """
         experience = gae_experience(
             scored,
@@ -154,17 +146,7 @@ class PPO(Recipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Experience, LossFunction]:
-        """`ppo_loss` of the parts of a minibatch, which is whitened as a whole first.
-
-        Args:
-          minibatch: Experience[b, S].
-          kl_coef: β of this iteration, f32[], reward units per nat.
-          frozen: of which the references are read for exact KL in the loss alone.
-
-        Returns:
-          The minibatch to learn from, and ((policy, critic), part, packing) ->
-          (loss, stats).
-        """
+        """`ppo_loss` of the parts of a minibatch, which is first whitened as a whole."""
         minibatch = whitened(minibatch, recipe=self)
         mask, value_mask = minibatch.response_mask, minibatch.value_mask
         loss = functools.partial(

@@ -39,15 +39,7 @@ class REINFORCE(ReinforceRecipe, PolicyGradient):
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
-        """Rewards to go.
-
-        Args:
-          scored: Scored[B, S].
-          kl_coef: β of this iteration, f32[], reward units per nat.
-
-        Returns:
-          PolicyExperience[B, S], and no stats.
-        """
+        """Rewards to go (`reward_to_go_experience`), and no stats."""
         experience = reward_to_go_experience(
             scored, kl_coef=kl_coef, whiten_advantages=self.whiten_advantages
         )

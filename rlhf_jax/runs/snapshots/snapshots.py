@@ -14,7 +14,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ Target = jax.ShapeDtypeStruct | np.ndarray
 SET_ASIDE = ".set-aside"
 
 
-class Snapshots:
+class Snapshots(contextlib.AbstractContextManager[Any]):
     """Numbered snapshots in one folder; number N means that N steps are done.
 
     A snapshot has two parts, complete together or not there at all: `arrays`, any
@@ -67,9 +67,6 @@ class Snapshots:
                     lightweight_initialize=True,  # damage is `restore`'s to tell
                 ),
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -10,7 +10,7 @@ from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import PAGE_SIZE, Cache
+from rlhf_jax.models.config import PAGE_SIZE, Cache, ModelConfig
 from rlhf_jax.samplers import connection, retries
 
 Recipe = TypeVar("Recipe", bound=PolicyRecipe)
@@ -38,6 +38,16 @@ class Here:
                 f"--sampler: expected embeddings with dtype=int8 alone, got "
                 f"{self.embeddings} with {self.dtype}; leave it out"
             )
+
+    def sampled(self, model: ModelConfig) -> ModelConfig:
+        """The model with the KV cache that responses are sampled with."""
+        return dataclasses.replace(
+            model,
+            cache=self.cache,
+            cache_pages=self.cache_pages,
+            page_size=self.page_size,
+            prefill_chunk=self.prefill_chunk,
+        )
 
     def tolerance(self, compute: str) -> float:
         """What its rounding adds to the distance to the trainer, nats per token."""

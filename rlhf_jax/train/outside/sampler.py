@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ Array = jax.Array
 Params = Any
 
 
-class OutsideSampler:
+class OutsideSampler(contextlib.AbstractContextManager[Any]):
     """Hands parameters over once per version, and draws; ends the sampler on leaving.
 
     It is called as `train.sampling.sampler.Sampler` is, by the trainer or by the thread
@@ -49,9 +50,6 @@ class OutsideSampler:
         self._version: int | None = None
         self._distance: float | None = None
         self._waits = Waits("hand_over", "draw")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._sampler.close()

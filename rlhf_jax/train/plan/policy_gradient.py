@@ -98,13 +98,7 @@ def sampled_model(config: PolicyGradientConfig, recipe: PolicyGradient) -> Model
             "--sampler: expected our decoder, of which alone there are programs to "
             "plan; leave it out"
         )
-    return dataclasses.replace(
-        recipe.model,
-        cache=options.cache,
-        cache_pages=options.cache_pages,
-        page_size=options.page_size,
-        prefill_chunk=options.prefill_chunk,
-    )
+    return options.sampled(recipe.model)
 
 
 def programs(

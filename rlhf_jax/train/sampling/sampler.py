@@ -93,14 +93,7 @@ class Sampler:
           InputError: pages cannot be on the mesh.
         """
         check_pages(options, recipe=recipe, mesh=mesh)
-        model = dataclasses.replace(
-            recipe.model,
-            cache=options.cache,
-            cache_pages=options.cache_pages,
-            page_size=options.page_size,
-            prefill_chunk=options.prefill_chunk,
-        )
-        recipe = dataclasses.replace(recipe, model=model)
+        recipe = dataclasses.replace(recipe, model=options.sampled(recipe.model))
         self._sample = jax.jit(
             functools.partial(sharding.on(mesh, iteration.sample), recipe=recipe)
         )
