@@ -1,6 +1,6 @@
 """A critic on a mesh of its own: `critic_apart` as programs there, and the way there.
 
-    update = functools.partial(ppo.update, critic_apart=True, ...)
+    update = functools.partial(ppo.update, ...)
     devices = CriticDevices(ppo=ppo, mesh=there, home=mesh)
     valued = devices.state_of(critic.from_policy(params, model=model))
     values = devices.values(valued, rollout=rollout)

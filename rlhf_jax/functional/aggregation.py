@@ -248,7 +248,7 @@ def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) ->
     >>> check_scale("token_mean", loss_scale_factor=128)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: loss_scale_factor: expected None with
+    rlhf_jax.functional.errors.InputError: loss_scale_factor: expected None with
         aggregation 'token_mean', which divides by what it counts, got 128; choose
         aggregation 'constant', or leave it out
     """

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional.errors import InputError, StopError
 from rlhf_jax.functional.number_checks import (
     LARGEST_FLOAT,
-    InputError,
     at_least_one,
     finite,
     fraction,
@@ -46,13 +46,6 @@ __all__ = [
 ]
 
 Array = jax.Array
-
-
-class StopError(RuntimeError):
-    """The run has to stop: a frozen model moved, a self-check failed, or it diverged.
-
-    The command line prints the message alone and exits with status 1.
-    """
 
 
 def same_shape(**arrays: Array) -> None:

@@ -6,20 +6,14 @@ import math
 
 import jax
 
+from rlhf_jax.functional.errors import InputError
+
 Array = jax.Array
 
 LARGEST_FLOAT = 2.0**128 - 2.0**104  # of float32
 _SMALLEST_FLOAT = 2.0**-126  # the smallest normal float32
 _LARGEST_COUNT = 2**31 - 1  # of int32
 _MOST_ROWS = 2**20  # of a batch: the host builds batches from Python lists
-
-
-class InputError(ValueError):
-    """An input of the user is wrong: a file, an option or an argument.
-
-    The command line prints the message alone and exits with status 2. Any other
-    exception is a defect of the program and keeps its traceback.
-    """
 
 
 def positive(**numbers: float | Array) -> None:
@@ -36,7 +30,7 @@ def positive(**numbers: float | Array) -> None:
     >>> positive(clip_range=0.0)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: clip_range: expected a finite number
+    rlhf_jax.functional.errors.InputError: clip_range: expected a finite number
         above 0, got 0.0; choose clip_range > 0
     """
     for name, number in numbers.items():
@@ -62,7 +56,7 @@ def non_negative(**numbers: float | Array) -> None:
     >>> non_negative(kl_coef=-0.1)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: kl_coef: expected a finite number, 0
+    rlhf_jax.functional.errors.InputError: kl_coef: expected a finite number, 0
         or more, got -0.1; choose kl_coef >= 0
     """
     for name, number in numbers.items():
@@ -88,7 +82,7 @@ def finite(**numbers: float | Array) -> None:
     >>> finite(weight=float("nan"))
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: weight: expected a finite number, got
+    rlhf_jax.functional.errors.InputError: weight: expected a finite number, got
         nan; choose another
     """
     for name, number in numbers.items():
@@ -114,7 +108,7 @@ def fraction(**numbers: float | Array) -> None:
     >>> fraction(lam=1.5)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: lam: expected a number from 0 to 1,
+    rlhf_jax.functional.errors.InputError: lam: expected a number from 0 to 1,
         got 1.5; choose 0 <= lam <= 1
     """
     for name, number in numbers.items():
@@ -139,7 +133,7 @@ def at_least_one(**numbers: int) -> None:
     >>> at_least_one(max_logits=0)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: max_logits: expected a whole number,
+    rlhf_jax.functional.errors.InputError: max_logits: expected a whole number,
         1 or more, got 0; choose max_logits >= 1
     """
     for name, number in numbers.items():
@@ -164,7 +158,7 @@ def rows(**numbers: int) -> None:
     >>> rows(batch_size=2**21)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: batch_size: expected at most 1048576
+    rlhf_jax.functional.errors.InputError: batch_size: expected at most 1048576
         rows, got 2097152; choose a smaller batch_size, and more steps
     """
     positive(**numbers)
@@ -216,7 +210,7 @@ def groups(rows: int, *, group_size: int, least: int = 1) -> None:
     >>> groups(6, group_size=4)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: group_size: expected to divide the 6
+    rlhf_jax.functional.errors.InputError: group_size: expected to divide the 6
         rows of a batch, got 4; change either
     """
     if group_size < least:

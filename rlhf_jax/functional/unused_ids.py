@@ -48,7 +48,7 @@ def check(ranges: Ranges, *, vocab_size: int) -> None:
     >>> check(((0, 6),), vocab_size=6)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: unused_ids: expected ranges (start,
+    rlhf_jax.functional.errors.InputError: unused_ids: expected ranges (start,
         stop) in order and apart, within 0 to 6 and not all of it, got ((0, 6),); make
         them with unused_ids.beside
     """

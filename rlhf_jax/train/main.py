@@ -5,21 +5,38 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.train.trainers import TRAINERS, outside, trainer
+from rlhf_jax.functional.errors import InputError, StopError
+from rlhf_jax.train.trainers import TRAINERS, Command, outside
 
-EVALUATE = {
-    "evaluate": "A policy and its reference on held-out prompts, with intervals."
+COMPARE = {
+    "evaluate": Command(
+        "rlhf_jax.train.evaluate",
+        "A policy and its reference on held-out prompts, with intervals.",
+    ),
+    "sweep": Command(
+        "rlhf_jax.train.sweep",
+        "Many runs as one question: a grid, seeds, and claims answered.",
+    ),
+    "report": Command(
+        "rlhf_jax.train.report",
+        "Runs on one page: curves, tokens by KL, and hacked rewards.",
+    ),
 }
-PLAN = {
-    "plan": "Whether a run fits TPUs or GPUs that are not there, and how fast it is."
+ASK = {
+    "plan": Command(
+        "rlhf_jax.train.plan.command",
+        "Whether a run fits TPUs or GPUs that are not there, and how fast it is.",
+    ),
+    "verify": Command(
+        "rlhf_jax.train.queries.verify",
+        "Whether the snapshots of a run are whole and its frozen models unmoved.",
+    ),
+    "kl": Command(
+        "rlhf_jax.train.queries.token_kl",
+        "The KL of a text between two models, token by token.",
+    ),
 }
-SWEEP = {"sweep": "Many runs as one question: a grid, seeds, and claims answered."}
-REPORT = {"report": "Runs on one page: curves, tokens by KL, and hacked rewards."}
-QUERIES = {
-    "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
-    "kl": "The KL of a text between two models, token by token.",
-}
+COMMANDS = TRAINERS | COMPARE | ASK
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,33 +47,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     name, *options = argv
     try:
-        if name in TRAINERS:
-            trainer(name).command(options)
-        elif name in QUERIES:
-            from rlhf_jax.train import queries
-
-            queries.command(argv)
-        elif name in PLAN:
-            from rlhf_jax.train.plan.command import command
-
-            command(options)
-        elif name in EVALUATE:
-            from rlhf_jax.train import evaluate
-
-            evaluate.command(options)
-        elif name in SWEEP:
-            from rlhf_jax.train import sweep
-
-            sweep.command(options)
-        elif name in REPORT:
-            from rlhf_jax.train import report
-
-            report.command(options)
+        if name in COMMANDS:
+            COMMANDS[name].load().command(options)
         elif name in (others := outside()):
             others[name].load()(options)
         else:
-            own = (*TRAINERS, *EVALUATE, *SWEEP, *REPORT, *PLAN, *QUERIES)
-            known = ", ".join((*own, *others))
+            known = ", ".join((*COMMANDS, *others))
             raise InputError(f"expected one of the commands {known}, got {name!r}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -68,17 +64,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def usage() -> str:
     """All commands, on one screen."""
-    lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
+    groups = {"Train": TRAINERS, "Compare": COMPARE, "Ask": ASK}
     titled = {
-        "Train": {name: trainer.says for name, trainer in TRAINERS.items()},
-        "Compare": EVALUATE | SWEEP | REPORT,
-        "Ask": PLAN | QUERIES,
-        "Of other packages": {name: entry.value for name, entry in outside().items()},
+        title: {name: command.summary for name, command in commands.items()}
+        for title, commands in groups.items()
     }
+    titled["Of other packages"] = {name: entry.value for name, entry in outside().items()}
+    lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
     for title, commands in titled.items():
-        if not commands:
-            continue
-        lines += ["", f"{title}:", *(f"  {k:13} {v}" for k, v in commands.items())]
+        if commands:
+            rows = [f"  {name:13} {summary}" for name, summary in commands.items()]
+            lines += ["", f"{title}:", *rows]
     return "\n".join(lines)
 
 

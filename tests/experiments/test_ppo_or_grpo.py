@@ -11,7 +11,7 @@ from worlds import reviews
 
 from rlhf_jax.runs import command_line
 from rlhf_jax.sweeps import declaration, planned
-from rlhf_jax.train.trainers import trainer
+from rlhf_jax.train.trainers import TRAINERS
 
 SWEEP = places.EXPERIMENTS / "studies" / "ppo_or_grpo" / "sweep.toml"
 ROWS = {
@@ -30,7 +30,7 @@ def test_the_runs_differ_by_their_method_alone(tmp_path):
     for run in planned.runs_of(sweep, out=tmp_path):
         [name] = run.program
         config = command_line.parse(
-            trainer(name).Config, description=None, argv=run.options
+            TRAINERS[name].load().Config, description=None, argv=run.options
         )
         configs[name, run.seed] = vars(config)
     for seed in sweep.seeds:

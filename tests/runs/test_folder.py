@@ -110,7 +110,7 @@ def test_misfit_fields_are_named_together():
         "lifecycle.rat: unknown",
         "lifecycle.rate: missing",
         "betas: expected tuple[float, float], got [0.9]",
-        "estimator: expected typing.Literal['k1', 'k2', 'k3'], got \"k4\"",
+        'estimator: expected one of k1, k2, k3, got "k4"',
     ):
         assert f"\n  {line}\n" in message
     assert "kl_coef" not in message

@@ -1,6 +1,8 @@
 """The console script: which command runs what, and how it ends."""
 
 import importlib
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -61,3 +63,19 @@ def test_the_package_names_it():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["rlhf-jax"].partition(":")
     assert getattr(importlib.import_module(module), name) is main.main
+
+
+def test_the_list_of_commands_loads_no_command_and_no_jax():
+    """A screen that everyone sees first comes at once."""
+    code = (
+        "import sys; from rlhf_jax.train.main import main; main([]); "
+        "print(sum(name.startswith('rlhf_jax') for name in sys.modules), "
+        "'jax' in sys.modules, 'tyro' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    modules, *loaded = done.stderr.split()
+    assert loaded == ["False", "False"]
+    assert int(modules) <= 8
+    assert all(f"  {name} " in done.stdout for name in main.COMMANDS)

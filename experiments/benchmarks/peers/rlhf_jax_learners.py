@@ -59,17 +59,19 @@ def frozen_scores(
     answered: Rollout,
     packing: RolloutPacking | None,
     algorithm: ppo.PPO,
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     """What reward and reference say of a rollout."""
     return {
         "scores": reward(answered),
-        "ref_logprobs": score.reference_logprobs(
-            reference,
-            rollout=answered,
-            model=algorithm.model,
-            max_new_tokens=algorithm.max_new_tokens,
-            temperature=algorithm.temperature,
-            packing=None if packing is None else packing.batch,
+        "ref_output": batch.ReferenceOutput(
+            score.reference_logprobs(
+                reference,
+                rollout=answered,
+                model=algorithm.model,
+                max_new_tokens=algorithm.max_new_tokens,
+                temperature=algorithm.temperature,
+                packing=None if packing is None else packing.batch,
+            )
         ),
     }
 

@@ -146,7 +146,7 @@ class PPO(Recipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Experience, LossFunction]:
-        """`ppo_loss` of the parts of a minibatch, which is first whitened as a whole."""
+        """`ppo_loss` of the parts of a minibatch, after it is whitened as a whole."""
         minibatch = whitened(minibatch, recipe=self)
         mask, value_mask = minibatch.response_mask, minibatch.value_mask
         loss = functools.partial(

@@ -208,7 +208,7 @@ class Adaptive(_Target):
         >>> six.controller(0.0)
         Traceback (most recent call last):
             ...
-        rlhf_jax.functional.number_checks.InputError: kl_coef: expected a finite number
+        rlhf_jax.functional.errors.InputError: kl_coef: expected a finite number
             above 0, got 0.0; choose kl_coef > 0
         """
         del num_steps
@@ -324,7 +324,7 @@ def fixed(kl_coef: float | Shaped[Array, ""]) -> FixedKL:
     >>> fixed(-0.05)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: kl_coef: expected a finite number, 0
+    rlhf_jax.functional.errors.InputError: kl_coef: expected a finite number, 0
         or more, got -0.05; choose kl_coef >= 0
     """
     checks.non_negative(kl_coef=kl_coef)
@@ -352,7 +352,7 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
     >>> scheduled(lambda step: 0.5 - step, num_steps=3)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: schedule(1): expected a finite number,
+    rlhf_jax.functional.errors.InputError: schedule(1): expected a finite number,
         0 or more, got -0.5; choose schedule(1) >= 0
     """
     checks.positive(num_steps=num_steps)

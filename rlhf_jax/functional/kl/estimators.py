@@ -238,7 +238,7 @@ def check_k(k: int, vocab_size: int) -> None:
     >>> check_k(0, 50257)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: k: expected 1 to 50257 (the tokens of
+    rlhf_jax.functional.errors.InputError: k: expected 1 to 50257 (the tokens of
         the vocabulary), got 0; choose fewer tokens, or the exact KL
     """
     if not 1 <= k <= vocab_size:

@@ -36,7 +36,7 @@ def check_beta(beta: float) -> None:
     >>> check_beta(1.0)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: beta: expected more than 0 and less
+    rlhf_jax.functional.errors.InputError: beta: expected more than 0 and less
         than 1, got 1.0; at 0 and 1 the divergence is 0 for all models: take the forward
         or the reverse KL
     """

@@ -197,7 +197,7 @@ def check_dpo(
     >>> check_dpo(beta=-1.0, kind="sigmoid")
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: beta: expected a finite number above
+    rlhf_jax.functional.errors.InputError: beta: expected a finite number above
         0, got -1.0; choose beta > 0
     """
     checks.positive(beta=beta)

@@ -28,7 +28,7 @@ from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.plan import plan
 from rlhf_jax.train.plan.options import Options
-from rlhf_jax.train.trainers import TRAINERS, trainer
+from rlhf_jax.train.trainers import TRAINERS
 
 UNREAD = {"prompts": "-", "data": "-", "out": "-"}  # by a plan; a run needs them
 
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, Options]:
         )
     if options.topology is None:  # before defaults of a config ask for devices
         processes.check_platform()
-    module = trainer(name)
+    module = TRAINERS[name].load()
     of_data = "prompts" if issubclass(module.Config, PolicyGradientConfig) else "data"
     missing = [
         f"--{field}={UNREAD[field]}"

@@ -18,7 +18,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.sweeps.declaration import Sweep
 from rlhf_jax.sweeps.planned import Planned
 from rlhf_jax.train.commands import RENAMED
-from rlhf_jax.train.trainers import TRAINERS, trainer
+from rlhf_jax.train.trainers import TRAINERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
 
 
 def _check_run(run: Planned, name: str) -> None:
-    module, output = trainer(name), io.StringIO()
+    module, output = TRAINERS[name].load(), io.StringIO()
     try:
         with _quiet(output):
             command_line.parse(

@@ -1,16 +1,14 @@
-"""What `rlhf-jax` answers without training: verify and kl."""
+"""`rlhf-jax verify`: whether snapshots are whole and frozen models unmoved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
 from rlhf_jax.devices import processes
-from rlhf_jax.functional.checks import StopError
-from rlhf_jax.inspection import token_kl
+from rlhf_jax.functional.errors import StopError
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 from rlhf_jax.runs import report
 from rlhf_jax.runs.snapshots import files, proof
@@ -63,17 +61,6 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
         print(f"{len(rows)} verified, none moved")
 
 
-def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
-    """KL of a text between two models, token by token, on the terminal or as HTML."""
-    processes.check_platform()
-    token_kl.run(options)
-
-
-def command(argv: Sequence[str]) -> None:
-    """Answers one of them: "verify" or "kl", with its options."""
-    tyro.extras.subcommand_cli_from_dict(
-        {"verify": verify, "kl": kl},
-        prog="rlhf-jax",
-        description=__doc__,
-        args=argv,
-    )
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax verify`: from a command line to a table and a verdict."""
+    tyro.cli(verify, prog="rlhf-jax verify", args=argv)

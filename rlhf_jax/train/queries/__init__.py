@@ -1,0 +1,1 @@
+"""What `rlhf-jax` answers about runs and models without training."""

@@ -1,0 +1,22 @@
+"""`rlhf-jax kl`: the KL of a text between two models, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from rlhf_jax.devices import processes
+from rlhf_jax.inspection import token_kl
+
+
+def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
+    """KL of a text between two models, token by token, on the terminal or as HTML."""
+    processes.check_platform()
+    token_kl.run(options)
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax kl`: from a command line to a terminal or an HTML page."""
+    tyro.cli(kl, prog="rlhf-jax kl", args=argv)
