@@ -69,7 +69,9 @@ def usage() -> str:
         title: {name: command.summary for name, command in commands.items()}
         for title, commands in groups.items()
     }
-    titled["Of other packages"] = {name: entry.value for name, entry in outside().items()}
+    titled["Of other packages"] = {
+        name: entry.value for name, entry in outside().items()
+    }
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
     for title, commands in titled.items():
         if commands:

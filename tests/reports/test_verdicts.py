@@ -126,8 +126,8 @@ def test_other_alarms(names, kind, tmp_path):
         for k, name in enumerate(names)
     ]
     (folder / "summary.json").write_text(json.dumps({"alarms": raised}))
-    told_verdict = verdict(folder)
-    assert (told_verdict.kind, told_verdict.step) == (kind, 7 if names else None)
+    verdict_of_run = verdict(folder)
+    assert (verdict_of_run.kind, verdict_of_run.step) == (kind, 7 if names else None)
 
 
 def test_a_run_without_a_reward(tmp_path):
