@@ -217,11 +217,9 @@ def count_skips(
       `update/skipped_in_a_row`, the most so far.
     """
     skipped = jnp.where(finite, 0, skipped + 1)
-    finite_stats: masked.Stats = jax.tree.map(
-        lambda leaf: jnp.where(finite, leaf, 0.0), stats
-    )
+    safe: masked.Stats = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats)
     missed = 1.0 - finite.astype(jnp.float32)
-    return skipped, finite_stats | {
+    return skipped, safe | {
         "update/skipped": (missed, jnp.ones_like(missed)),
         "update/skipped_in_a_row": (skipped.astype(jnp.float32), None),
     }

@@ -97,9 +97,7 @@ def differing(
         return None
     encoded = (encode(tokenizer, texts, special=False) for tokenizer in (own, other))
     text, mine, theirs = next(
-        text_and_ids
-        for text_and_ids in zip(texts, *encoded, strict=True)
-        if text_and_ids[1] != text_and_ids[2]
+        row for row in zip(texts, *encoded, strict=True) if row[1] != row[2]
     )
     return (
         text[:40],

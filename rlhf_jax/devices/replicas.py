@@ -75,9 +75,7 @@ def of_mesh(mesh: Mesh) -> Replicas:
         array = np.reshape(np.array(devices), (-1, 1, 1, size))
         return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
-    everyone = [
-        device for _, devices in sorted(of_process.items()) for device in devices
-    ]
+    everyone = [device for _, own in sorted(of_process.items()) for device in own]
     return Replicas(made(everyone), made(processes.local_devices(mesh)))
 
 
@@ -102,13 +100,11 @@ def place(tree: Any, *, replicas: Replicas) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = of_own(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        sharding: Any = leaf.sharding  # along `data` each replica has the same
+        layout: Any = leaf.sharding  # along `data` each replica has the same
         parts = {shard.device: shard.data for shard in leaf.addressable_shards}
         return jax.make_array_from_single_device_arrays(
             leaf.shape,
-            NamedSharding(
-                replicas.own, sharding.spec, memory_kind=sharding.memory_kind
-            ),
+            NamedSharding(replicas.own, layout.spec, memory_kind=layout.memory_kind),
             [parts[device] for device in replicas.own.devices.flat],
         )
 

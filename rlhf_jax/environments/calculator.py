@@ -55,18 +55,15 @@ class Calculator:
 
     def step(self, state: State, response: str) -> Turn:
         """What the calculator says, or the score of the answer."""
-        last_line = response.strip().rpartition("\n")[2].strip()
-        answer = _ANSWER.match(last_line)
+        line = response.strip().rpartition("\n")[2].strip()
+        answer = _ANSWER.match(line)
         if answer is not None:
             return Turn("", float(int(answer[1]) == state.answer), True, None)
         calls = state.calls + 1
         if calls >= self.max_calls:
             return Turn("", -self.call_cost, True, None)
         return Turn(
-            f"{_reckoned(last_line)}\n",
-            -self.call_cost,
-            False,
-            state._replace(calls=calls),
+            f"{_reckoned(line)}\n", -self.call_cost, False, state._replace(calls=calls)
         )
 
 
@@ -112,8 +109,8 @@ def expert(row: Row, turns: list[Written]) -> str:
     return f"calc: {result}{parts[2 * done + 1]}{parts[2 * done + 2]}"
 
 
-def _reckoned(last_line: str) -> str:
-    call = _CALL.match(last_line)
+def _reckoned(line: str) -> str:
+    call = _CALL.match(line)
     if call is None:
         return "error: expected calc: 12*7 or answer: 84"
     left, sign, right = call.groups()

@@ -72,15 +72,13 @@ class Programming:
         if block is None:
             return Turn("error: expected a ```python block\n", 0.0, False, state)
         ran = self.tests.show(block)
-        output = ran.printed
+        text = ran.printed
         if ran.why:
-            output = (
-                f"{output}{'' if output.endswith(chr(10)) or not output else chr(10)}"
-            )
-            output += f"error: {ran.why}\n"
-        if len(output) > self.shown:
-            output = f"{output[: self.shown]}...\n"
-        return Turn(output or "(no output)\n", 0.0, False, state)
+            text = f"{text}{'' if text.endswith(chr(10)) or not text else chr(10)}"
+            text += f"error: {ran.why}\n"
+        if len(text) > self.shown:
+            text = f"{text[: self.shown]}...\n"
+        return Turn(text or "(no output)\n", 0.0, False, state)
 
 
 TASKS: tuple[tuple[str, str, Callable[[int, int], int]], ...] = (

@@ -126,14 +126,12 @@ class Walker:
 
 def _look(state: State) -> str:
     house = state.house
-    description = (
-        f"You are in the {state.room}. Doors: {', '.join(house.doors[state.room])}."
-    )
+    scene = f"You are in the {state.room}. Doors: {', '.join(house.doors[state.room])}."
     if state.room == house.key and not state.has_key:
-        description += " There is a key."
+        scene += " There is a key."
     if state.room == house.exit:
-        description += " There is a locked door."
-    return description
+        scene += " There is a locked door."
+    return scene
 
 
 def _way(house: House, start: str, end: str) -> list[str]:

@@ -117,9 +117,7 @@ def judged(
     if not prompts:
         return []
     policy_first = probabilities(responses, ref_responses)
-    policy_second = [
-        1 - probability for probability in probabilities(ref_responses, responses)
-    ]
+    policy_second = [1 - p for p in probabilities(ref_responses, responses)]
     return list(map(Verdict, policy_first, policy_second))
 
 

@@ -88,9 +88,7 @@ PerPrompt = list[list[Response]]  # responses of one model, by prompt and sample
 def by_prompt(responses: Sequence[Response], *, model: str, decoding: str) -> PerPrompt:
     """The responses of one model in one way of decoding, in order."""
     prompts: dict[int, list[Response]] = {}
-    for response in sorted(
-        responses, key=lambda response: (response.row, response.sample)
-    ):
+    for response in sorted(responses, key=lambda r: (r.row, r.sample)):
         if (response.model, response.decoding) == (model, decoding):
             prompts.setdefault(response.row, []).append(response)
     return list(prompts.values())
@@ -181,13 +179,13 @@ def of_model(
             )
     if kind in CHECKED:
         figures["failed"] = over_prompts(
-            _means(prompts, lambda response: response.failed), share=True, trials=single
+            _means(prompts, lambda r: r.failed), share=True, trials=single
         )
     if kind == "environment":
         figures |= _of_turns(prompts)
-    figures["length"] = over_prompts(_means(prompts, lambda response: response.length))
+    figures["length"] = over_prompts(_means(prompts, lambda r: r.length))
     figures["ended"] = over_prompts(
-        _means(prompts, lambda response: response.ended), share=True, trials=single
+        _means(prompts, lambda r: r.ended), share=True, trials=single
     )
     if count > 1:
         figures["distinct"] = over_prompts(
@@ -197,12 +195,8 @@ def of_model(
     if prompts[0][0].ref_logprob is not None:
         figures["log_perplexity"] = over_prompts(_means(prompts, _log_perplexity))
     if prompts[0][0].kl is not None:
-        figures["kl"] = over_prompts(
-            _means(prompts, lambda response: _required(response.kl))
-        )
-        figures["kl_k1"] = over_prompts(
-            _means(prompts, lambda response: _required(response.k1))
-        )
+        figures["kl"] = over_prompts(_means(prompts, lambda r: _required(r.kl)))
+        figures["kl_k1"] = over_prompts(_means(prompts, lambda r: _required(r.k1)))
     return figures
 
 
@@ -230,12 +224,10 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
         )
     if policy[0][0].verdict is not None:
         figures["win_rate_by_judge"] = over_prompts(
-            _means(policy, lambda response: _verdict(response).win),
-            share=True,
-            trials=single,
+            _means(policy, lambda r: _verdict(r).win), share=True, trials=single
         )
         figures["judge_prefers_first"] = over_prompts(
-            _means(policy, lambda response: _verdict(response).first),
+            _means(policy, lambda r: _verdict(r).first),
             share=True,
             trials=single,
         )
@@ -246,12 +238,8 @@ def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
     """Of episodes: their turns, what was observed, and how they ended."""
     single = _single(prompts)
     figures = {
-        "turns": over_prompts(
-            _means(prompts, lambda response: _required(response.turns))
-        ),
-        "observed": over_prompts(
-            _means(prompts, lambda response: _required(response.observed))
-        ),
+        "turns": over_prompts(_means(prompts, lambda r: _required(r.turns))),
+        "observed": over_prompts(_means(prompts, lambda r: _required(r.observed))),
     }
     for end in ENDS:
         figures[end] = over_prompts(
@@ -278,10 +266,7 @@ def _single(prompts: PerPrompt) -> bool:
 
 def _means(prompts: PerPrompt, number: Callable[[Response], float]) -> list[float]:
     """The mean over a prompt's samples, for each prompt."""
-    return [
-        float(np.mean([number(response) for response in samples]))
-        for samples in prompts
-    ]
+    return [float(np.mean([number(r) for r in samples])) for samples in prompts]
 
 
 def _score(response: Response) -> float:

@@ -52,9 +52,9 @@ def check(ranges: Ranges, *, vocab_size: int) -> None:
         stop) in order and apart, within 0 to 6 and not all of it, got ((0, 6),); make
         them with unused_ids.beside
     """
-    edges = [edge for id_range in ranges for edge in id_range]
+    edges = [edge for span in ranges for edge in span]
     in_order = all(a < b for a, b in itertools.pairwise(edges))
-    pairs = all(len(id_range) == 2 for id_range in ranges)
+    pairs = all(len(span) == 2 for span in ranges)
     inside = not edges or (edges[0] >= 0 and edges[-1] <= vocab_size)
     if not (pairs and in_order and inside and count(ranges) < vocab_size):
         raise InputError(
@@ -102,9 +102,7 @@ def contain(ranges: Ranges, ids: Int32[Array, "*shape"]) -> Bool[Array, "*shape"
     [False False]
     """
     if len(ranges) > MOST_COMPARED:
-        edges = jnp.asarray(
-            [edge for id_range in ranges for edge in id_range], jnp.int32
-        )
+        edges = jnp.asarray([edge for span in ranges for edge in span], jnp.int32)
         return jnp.searchsorted(edges, ids, side="right") % 2 == 1
     contained = jnp.zeros(ids.shape, jnp.bool_)
     for start, stop in ranges:

@@ -153,21 +153,19 @@ def _span(token: Token, place: int, *, limit: float) -> str:
     text = _escape(token.text)
     if token.divergence is None:
         return f'<span class="first" title="{place}: not predicted">{text}</span>'
-    divergence = token.divergence
+    kl = token.divergence
     title = [
         f"{place}: {_on_one_line(token.text)}",
-        f"k1 {divergence.k1:+.3f} nats, exact KL {divergence.exact:.3f} nats",
-        f"log π {divergence.logprob:.3f}, log π_ref {divergence.ref_logprob:.3f}",
+        f"k1 {kl.k1:+.3f} nats, exact KL {kl.exact:.3f} nats",
+        f"log π {kl.logprob:.3f}, log π_ref {kl.ref_logprob:.3f}",
         *(
             f"or {_on_one_line(other.text)}  log π {other.logprob:.3f}, "
             f"log π_ref {other.ref_logprob:.3f}"
-            for other in divergence.alternatives
+            for other in kl.alternatives
         ),
     ]
-    colour = "37,99,235" if divergence.k1 > 0 else "234,88,12"
-    strength, line = (
-        min(1.0, abs(x) / limit) for x in (divergence.k1, divergence.exact)
-    )
+    colour = "37,99,235" if kl.k1 > 0 else "234,88,12"
+    strength, line = (min(1.0, abs(x) / limit) for x in (kl.k1, kl.exact))
     return (
         f'<span title="{escape(chr(10).join(title))}" '
         f'style="background:rgba({colour},{0.55 * strength:.3f});'
@@ -274,14 +272,8 @@ def run(options: Options) -> None:
         "Largest exact KL",
         ("place", "token", "k1 [nats]", "exact KL [nats]", "log π", "log π_ref"),
         [
-            (
-                place,
-                _on_one_line(token.text),
-                divergence.k1,
-                divergence.exact,
-                *divergence[:2],
-            )
-            for place, token, divergence in largest(tokens)
+            (place, _on_one_line(token.text), kl.k1, kl.exact, *kl[:2])
+            for place, token, kl in largest(tokens)
         ],
     )
     print(summary(tokens))

@@ -24,7 +24,7 @@ Array = jax.Array
 Params = Any  # nested dict of arrays
 Sight = tuple[AttentionMask, Any]  # what is attended to, and the rotary table
 
-REMAT_POLICIES: dict[Remat, Callable[..., Any]] = {
+POLICIES: dict[Remat, Callable[..., Any]] = {
     # Every projection is a matrix product; attention's two have batch dimensions. A
     # layer that is stored in int8 or on the host is read by no product: never kept.
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -72,9 +72,7 @@ def run(
         if remat == "none":
             return run
         # Only a loop keeps the two passes apart by itself.
-        return jax.checkpoint(
-            run, policy=REMAT_POLICIES[remat], prevent_cse=model.unroll
-        )
+        return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=model.unroll)
 
     if model.unroll and not stored:
         key_values = []

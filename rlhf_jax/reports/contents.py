@@ -157,12 +157,8 @@ def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[list[str]]
 def _glossary(drawn: Mapping[str, Json]) -> dict[str, dict[str, str]]:
     entries = glossary.read()
     names = {name for of_stage in drawn["stages"].values() for name in of_stage}
-    glossary_entries = {
-        name: glossary.entry_of(name, entries=entries) for name in sorted(names)
-    }
-    return {
-        name: entry._asdict() for name, entry in glossary_entries.items() if entry.text
-    }
+    shown = {name: glossary.entry_of(name, entries=entries) for name in sorted(names)}
+    return {name: entry._asdict() for name, entry in shown.items() if entry.text}
 
 
 def _record(

@@ -56,12 +56,12 @@ def grouped(runs: Sequence[Run]) -> Groups:
 
 def settings(run: Run) -> dict[str, Any]:
     """{option: value} of all that may change a result; versions too."""
-    options = {
+    chosen = {
         name: value
         for name, value in flatten(run.config).items()
         if RECORDING.isdisjoint(_with_groups(name))
     }
-    return options | {
+    return chosen | {
         f"version of {name}": value for name, value in run.versions.items()
     }
 

@@ -61,9 +61,7 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
             record["alternatives"] = _alternatives(row["alternatives"][:LONGEST])
         record["length"] = len(row.get("tokens", ()))
         if isinstance(row.get("observed"), list):
-            record["observed"] = [
-                bool(observed) for observed in row["observed"][:LONGEST]
-            ]
+            record["observed"] = [bool(read) for read in row["observed"][:LONGEST]]
             record["read"] = sum(map(bool, row["observed"]))
             record["length"] -= record["read"]
         record["kl"] = _kl(numbers)

@@ -150,10 +150,10 @@ def _lock(descriptor: int, path: Path) -> None:
 def _sign(descriptor: int, folder: Path) -> None:
     """Writes who holds the lock; also the proof that the folder can be written to."""
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    holder = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
+    owner = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+        os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
         os.fsync(descriptor)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -163,10 +163,8 @@ def _sign(descriptor: int, folder: Path) -> None:
 
 def _holder(descriptor: int) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-        holder = json.loads(os.pread(descriptor, 1000, 0))
-        return (
-            f"process {holder['process']} on {holder['host']}, since {holder['since']}"
-        )
+        owner = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
     return "another process"
 
 

@@ -270,6 +270,4 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
 def _seeds(key: Array, *, index: Array, sample: Array) -> Array:
     """u32[B], below 2^31: of each row, whatever batch it stands in."""
     keys = decode.row_keys(key, index=index, sample=sample)
-    return jax.vmap(lambda row_key: jax.random.bits(row_key, dtype=jnp.uint32) >> 1)(
-        keys
-    )
+    return jax.vmap(lambda own: jax.random.bits(own, dtype=jnp.uint32) >> 1)(keys)

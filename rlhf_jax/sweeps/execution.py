@@ -73,9 +73,7 @@ def run_all(
                     size = run.log.stat().st_size if run.log.exists() else 0
                     going[launcher.start(run)] = run, time.monotonic(), size
                 time.sleep(BETWEEN)
-                for process in [
-                    process for process in going if process.poll() is not None
-                ]:
+                for process in [p for p in going if p.poll() is not None]:
                     run, began, size = going.pop(process)
                     seconds = time.monotonic() - began
                     printed = _last_line(run.log, after=size)

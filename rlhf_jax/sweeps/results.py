@@ -146,10 +146,8 @@ def _means(values: Numbers) -> tuple[str, str]:
     """Mean and interquartile mean, with intervals."""
     if not values:
         return "-", "-"
-    estimate = statistics.estimate(list(values.values()))
-    return _cell(estimate.mean, estimate.interval), _cell(
-        estimate.iqm, estimate.iqm_interval
-    )
+    figure = statistics.estimate(list(values.values()))
+    return _cell(figure.mean, figure.interval), _cell(figure.iqm, figure.iqm_interval)
 
 
 def _cell(value: float | None, interval: Interval | None) -> str:

@@ -230,10 +230,7 @@ class Programs:
                 rollout,
             )
 
-        weights = {
-            reference.name: reference.weight
-            for reference in self._config.reference.references
-        }
+        weights = {ref.name: ref.weight for ref in self._config.reference.references}
         return {
             name: Further(
                 frozen=model if inside else None,

@@ -202,11 +202,9 @@ def put(written: Written, *, options: AskedPrompts) -> Written:
 
 def question(row: Row, *, options: AskedPrompts, where: str) -> Question:
     """How a row's prompt is read: what of what is asked is its text."""
-    question_of_row = read_question(
+    prompt = read_question(
         row, field=options.prompt_field, where=where, chat=options.chat
     )
-    if isinstance(question_of_row.written, str) and not options.chat:
-        return question_of_row._replace(template=options.template)
-    return question_of_row._replace(
-        written=put(question_of_row.written, options=options)
-    )
+    if isinstance(prompt.written, str) and not options.chat:
+        return prompt._replace(template=options.template)
+    return prompt._replace(written=put(prompt.written, options=options))

@@ -143,7 +143,7 @@ class RewardList:
         pack: EndPacker,
         policy: Pretrained,
         rows: list[Row],
-        written_prompts: Sequence[Written],
+        prompts: Sequence[Written],
     ) -> None:
         """Compiles nothing yet.
 
@@ -152,14 +152,12 @@ class RewardList:
           pack: of a run, which packs what reward models see or leaves it padded.
           policy: whose tokenizer decodes.
           rows: that `rollout.index` points into.
-          written_prompts: their prompts as they were written.
+          prompts: their prompts as they were written.
         """
         self._mesh, config = pools.mesh, pools.config
         self._sources = config.sources
         self._pooled = {
-            name: pool.reward(
-                decode=policy.decode, rows=rows, written_prompts=written_prompts
-            )
+            name: pool.reward(decode=policy.decode, rows=rows, prompts=prompts)
             for name, pool in pools.pools.items()
         }
         self._programmed: dict[str, Programmed] = {}
@@ -177,7 +175,7 @@ class RewardList:
                         decode=policy.decode,
                         rows=rows,
                         called=f"{_option(config, source)} {spec}",
-                        written_prompts=written_prompts,
+                        prompts=prompts,
                     )
                     self._programmed[source.name] = text_reward(reward, mesh=pools.mesh)
                 case Length():

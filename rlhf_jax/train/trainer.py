@@ -109,7 +109,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
                 decode=start.decode,
                 rows=read.data.rows,
                 called=f"--judge {config.watch.judge}",
-                written_prompts=read.data.written_prompts,
+                prompts=read.data.written_prompts,
             ),
             mesh=mesh,
             may_fail=config.watch.judge_failure == "warn",
@@ -134,7 +134,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         sampler=make_sampler(config, models, meshes=meshes),
         episodes=episodes(read.data, rows=config.batch.batch_size),
         environment=environment_reward(config),
-        rewards=rewards(rows=read.data.rows, written_prompts=read.data.written_prompts),
+        rewards=rewards(rows=read.data.rows, prompts=read.data.written_prompts),
         prompts=read.prompts,
         ptx=read.ptx,
         watcher=Watcher(
@@ -144,7 +144,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             judge=judge,
             held_out=held_out,
             policy=start,
-            written_prompts=read.data.written_prompts,
+            prompts=read.data.written_prompts,
         ),
         root_key=key,
     )
@@ -291,13 +291,13 @@ def run_stage(
 ) -> tuple[Any, Any]:
     """The stage of the run; the policy and the reference at its end."""
     config, reference = loop.config, models.reference
-    arrays: dict[str, Any] = {"train": models.train, "root_key": loop.root_key}
+    saved: dict[str, Any] = {"train": models.train, "root_key": loop.root_key}
     if models.critic is not None:
-        arrays["critic"] = models.critic
+        saved["critic"] = models.critic
     beside = dict(models.beside)
     if loop.programs.critic_base is not None:
         beside["critic_base"] = loop.programs.critic_base
-    arrays["reference"] = None if reference is models.base else reference
+    saved["reference"] = None if reference is models.base else reference
     queue: RolloutQueue | None = None
     if config.staleness:
         queue = RolloutQueue(
@@ -310,12 +310,10 @@ def run_stage(
             threaded=loop.sampler.threaded,
             patience=config.stop_timeout,
         )
-        arrays |= queue.first(models.train.policy, version=models.train.step)
+        saved |= queue.first(models.train.policy, version=models.train.step)
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (
-        job.stage(
-            config.name, arrays, meta=meta, beside=beside, moving=moving
-        ) as stage,
+        job.stage(config.name, saved, meta=meta, beside=beside, moving=moving) as stage,
         contextlib.nullcontext() if queue is None else queue,
     ):
         of_base = reference is not None and reference is models.base

@@ -82,17 +82,17 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         *,
         decode: Decode,
         rows: Sequence[Row],
-        written_prompts: Sequence[Prompt] | None = None,
+        prompts: Sequence[Prompt] | None = None,
     ) -> PooledReward:
         """This verifier as a reward of the responses to `rows`; any number of them.
 
         Args:
           decode: token ids -> text, as `transcripts.texts` takes it.
           rows: the data set that `rollout.index` points into.
-          written_prompts: the prompts of these rows as they were written: texts, or
+          prompts: the prompts of these rows as they were written: texts, or
             messages; None decodes their tokens.
         """
-        return PooledReward(self, decode, rows, written_prompts)
+        return PooledReward(self, decode, rows, prompts)
 
     def submit(self, texts: Texts) -> Pending:
         """Starts on a batch of texts and returns at once.
@@ -114,7 +114,7 @@ class PooledReward:
     pool: VerifierPool
     decode: Decode
     rows: Sequence[Row]
-    written_prompts: Sequence[Prompt] | None = None
+    prompts: Sequence[Prompt] | None = None
 
     def __call__(self, rollout: Responses) -> Scores:
         """Scores f32[B] of the responses, once all are verified."""
@@ -123,12 +123,7 @@ class PooledReward:
     def submit(self, rollout: Responses) -> Pending:
         """Waits for the rollout, starts on its texts and returns."""
         return self.pool.submit(
-            text.read(
-                rollout,
-                decode=self.decode,
-                rows=self.rows,
-                written_prompts=self.written_prompts,
-            )
+            text.read(rollout, decode=self.decode, rows=self.rows, prompts=self.prompts)
         )
 
 

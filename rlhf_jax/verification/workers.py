@@ -197,16 +197,12 @@ class Workers(contextlib.AbstractContextManager[Any]):
     def _wait(self) -> None:
         """Until a process or a caller has something, or a call has been too long."""
         deadlines = [
-            call.deadline
-            for process in self._processes
-            for call in process.calls.values()
+            call.deadline for p in self._processes for call in p.calls.values()
         ]
         left = max(0.0, min(deadlines, default=float("inf")) - time.monotonic())
         if self._ending:
             left = min(left, 0.1)
-        links: dict[Any, _Process] = {
-            process.link: process for process in self._processes
-        }
+        links: dict[Any, _Process] = {p.link: p for p in self._processes}
         timeout = None if left == float("inf") else left
         for ready in connection.wait([self._wake, *links], timeout):
             if ready is self._wake:
@@ -298,9 +294,7 @@ class Workers(contextlib.AbstractContextManager[Any]):
         """Sends calls to the processes that have fewest, or to new ones."""
         while self._waiting:
             free = [process for process in self._processes if self._takes(process)]
-            process = min(
-                free, key=lambda candidate: len(candidate.calls), default=None
-            )
+            process = min(free, key=lambda p: len(p.calls), default=None)
             if process is None or process.calls:
                 if len(self._processes) < self._num_workers:
                     process = _Process(self._pickled, in_flight=self._in_flight)

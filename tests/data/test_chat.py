@@ -355,7 +355,7 @@ def test_a_python_reward_gets_the_messages_and_a_readable_text():
     def decode(ids):
         return tokenization.spoken(QWEN, ids, stop_ids=spelt("<|im_end|>"))
 
-    texts = read(answered, decode=decode, rows=rows, written_prompts=[row["prompt"]])
+    texts = read(answered, decode=decode, rows=rows, prompts=[row["prompt"]])
     assert texts.lists == ([[user("Hi")]], ["Yes"], [row])
     shown = (
         "<|im_start|>system\nBe kind.\n<|im_start|>user\nHi\n<|im_start|>assistant\n"

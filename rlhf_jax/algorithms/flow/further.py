@@ -65,12 +65,12 @@ def add(
         )
     mask = scored.rollout.response_mask
     total, stats, beside = scored.kl, dict(scored.kl_stats), dict[str, Further]()
-    for name, further_reference in further.items():
+    for name, other in further.items():
         try:
-            scored_by_model = score(
+            rescored = score(
                 scored.rollout,
                 scores=scored.scores,
-                reference=further_reference.frozen,
+                reference=other.frozen,
                 model=model,
                 critic=None,
                 critic_model=None,
@@ -78,26 +78,24 @@ def add(
                 temperature=temperature,
                 penalty=penalty,
                 policy=policy,
-                ref_logprobs=further_reference.logprobs,
+                ref_logprobs=other.logprobs,
                 packing=packing,
             )
         except InputError as error:
             raise InputError(f"reference {name}: {error}") from None
-        if scored_by_model.ref_logprobs is None:
+        if rescored.ref_logprobs is None:
             raise InputError(
                 f"reference {name}: expected its parameters or its log-probs, got "
                 f"neither; pass one of them"
             )
-        if total is not None and scored_by_model.kl is not None:
-            total = total + further_reference.weight * scored_by_model.kl
-        for key, value in scored_by_model.kl_stats.items():
+        if total is not None and rescored.kl is not None:
+            total = total + other.weight * rescored.kl
+        for key, value in rescored.kl_stats.items():
             if key != "objective/kl_exact":
                 stats |= masked.add_stats({key: stats[key]}, {key: value})
-        per_token = kl.k1(scored.rollout.old_logprobs, scored_by_model.ref_logprobs)
+        per_token = kl.k1(scored.rollout.old_logprobs, rescored.ref_logprobs)
         per_response = masked.masked_sum(per_token, mask=mask, axis=1)
         rows = num_responses(mask, row_mask=scored.row_mask)
         stats[f"objective/kl_{name}"] = per_response.sum(), rows
-        beside[name] = Further(
-            None, scored_by_model.ref_logprobs, further_reference.weight
-        )
+        beside[name] = Further(None, rescored.ref_logprobs, other.weight)
     return dataclasses.replace(scored, kl=total, kl_stats=stats), beside

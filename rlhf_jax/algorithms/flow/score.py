@@ -196,10 +196,8 @@ def _exact_kl(
         return texts.padded(exact), texts.padded(ref_logprobs)
 
     exact, ref_logprobs = at_size(packing, compute)
-    response_mask = rollout.response_mask
-    return jnp.where(response_mask, exact, 0.0), jnp.where(
-        response_mask, ref_logprobs, 0.0
-    )
+    mask = rollout.response_mask
+    return jnp.where(mask, exact, 0.0), jnp.where(mask, ref_logprobs, 0.0)
 
 
 def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:

@@ -163,10 +163,8 @@ def _fill_groups(
 def alone(lengths: HostArray, *, form: Form) -> Bins:
     """A packed row for each text of which something is read."""
     sizes, _, reads = needed(lengths, form=form)
-    used_rows = np.flatnonzero(sizes)
-    return Bins(
-        [[int(row)] for row in used_rows], [int(reads[row]) for row in used_rows]
-    )
+    used = np.flatnonzero(sizes)
+    return Bins([[int(row)] for row in used], [int(reads[row]) for row in used])
 
 
 def deal(bins: Bins, *, rows: int, parts: int | None, form: Form) -> list[Part]:

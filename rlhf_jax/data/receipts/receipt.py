@@ -53,8 +53,7 @@ class Receipt:
         self.name, self.source, self.called = name, source, called
         self.read = 0
         self.parts: dict[Use, Part] = {}
-        # By file and line, in the order of the file.
-        self._row_counts: dict[str, int] = {}
+        self._rows: dict[str, int] = {}  # by file and line, in the order of the file
         self._order: dict[str, int] = {}
         self._read_fields: dict[str, None] = {}
         self._readers: list[str] = []
@@ -81,7 +80,7 @@ class Receipt:
         """
         self.read += count
         self._order.setdefault(where, len(self._order))
-        self._row_counts[where] = self._row_counts.get(where, 0) + count
+        self._rows[where] = self._rows.get(where, 0) + count
         fields = tuple(reads)
         for field, value in row.items():
             if value is None:
@@ -114,9 +113,9 @@ class Receipt:
           where: its file and line, as `row` was told.
           count: as in `row`.
         """
-        left = self._row_counts.get(where, 0) - count
+        left = self._rows.get(where, 0) - count
         assert left >= 0, f"{where} is left out twice, or was never read"
-        self._row_counts[where] = left
+        self._rows[where] = left
         self._add(self._left_out, reason, where=where, count=count)
 
     def keep(self, count: int, *, reason: str) -> None:
@@ -147,9 +146,7 @@ class Receipt:
     @property
     def places(self) -> list[str]:
         """File and line of each row that is left, in the order of the file."""
-        return [
-            where for where, count in self._row_counts.items() for _ in range(count)
-        ]
+        return [where for where, count in self._rows.items() for _ in range(count)]
 
     def to_json(self) -> dict[str, Any]:
         """All of it but the example.

@@ -115,18 +115,16 @@ class Cutter:
         longest = sorted(texts, key=len, reverse=True)
         self._beginnings = {text[:2] for text in longest}
         # Looking ahead finds those that overlap, too.
-        self._pattern = re.compile(
-            f"(?=({'|'.join(map(re.escape, longest)) or '(?!)'}))"
-        )
+        self._regex = re.compile(f"(?=({'|'.join(map(re.escape, longest)) or '(?!)'}))")
 
     def first(self, text: str) -> int:
         """Where the first text of a token begins, or the text's length."""
-        match = self._pattern.search(text)
+        match = self._regex.search(text)
         return len(text) if match is None else match.start()
 
     def named(self, text: str) -> str:
         """The first token whose text stands in a text; "" where there is none."""
-        match = self._pattern.search(text)
+        match = self._regex.search(text)
         return "" if match is None else match[1]
 
     def pieces(self, text: str) -> list[str]:
@@ -138,7 +136,7 @@ class Cutter:
         """
         if self._is_ordinary(text):
             return [text]
-        cuts = [match.start() + 1 for match in self._pattern.finditer(text)]
+        cuts = [match.start() + 1 for match in self._regex.finditer(text)]
         pieces = [
             text[start:end]
             for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)
@@ -161,7 +159,7 @@ class Cutter:
         if self._literal:
             return (
                 not any(beginning in text for beginning in self._beginnings)
-                or self._pattern.search(text) is None
+                or self._regex.search(text) is None
             )
         (ids,) = tokenization.encode(self._tokenizer, [text], special=False)
         return self._ids.isdisjoint(ids)

@@ -131,12 +131,9 @@ class Programs:
                     self._score(self._start.params, *self._put(inputs, mask, targets))
                 )
                 for row, number in enumerate(dict.fromkeys(chosen)):
-                    predicted_mask = target_mask[row]
-                    total = float(logprobs[row][predicted_mask].sum(dtype=np.float64))
-                    yield (
-                        number,
-                        Likelihood(total, bool(greedy[row][predicted_mask].all())),
-                    )
+                    where = target_mask[row]
+                    total = float(logprobs[row][where].sum(dtype=np.float64))
+                    yield (number, Likelihood(total, bool(greedy[row][where].all())))
 
     def responses(
         self, prompts: Sequence[Tokens], *, numbers: Sequence[int], draw: Draw

@@ -78,9 +78,7 @@ class Penalty:
                 )
 
     def _check_weights(self) -> None:
-        sampled = [
-            estimator for estimator in self.estimators_used if estimator != "exact"
-        ]
+        sampled = [name for name in self.estimators_used if name != "exact"]
         if self.direction == "forward" and self.importance_weights is None and sampled:
             raise InputError(
                 f"importance_weights: expected token or prefix for {sampled[0]} of a "

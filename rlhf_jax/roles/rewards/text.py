@@ -66,7 +66,7 @@ def read(
     *,
     decode: Decode,
     rows: Sequence[Row],
-    written_prompts: Sequence[Prompt] | None = None,
+    prompts: Sequence[Prompt] | None = None,
 ) -> Texts:
     """The texts of a rollout, without padding, and the rows they belong to.
 
@@ -76,10 +76,10 @@ def read(
     Args:
       decode: token ids -> text, as `transcripts.texts` takes it.
       rows: the data set that `rollout.index` points into.
-      written_prompts: the prompts of these rows as they were written: texts, or
+      prompts: the prompts of these rows as they were written: texts, or
         messages; None decodes their tokens.
     """
-    texts = transcripts.texts(rollout, decode=decode, written_prompts=written_prompts)
+    texts = transcripts.texts(rollout, decode=decode, prompts=prompts)
     index = np.asarray(rollout.index)
     return Texts(
         prompts=[prompt for prompt, _ in texts],
@@ -100,7 +100,7 @@ class TextReward:
       decode: token ids -> text, as `transcripts.texts` takes it.
       rows: the data set that `rollout.index` points into.
       called: what messages call the function, as "--judge my_judges:score".
-      written_prompts: the prompts of these rows as they were written; None decodes
+      prompts: the prompts of these rows as they were written; None decodes
         their tokens.
     """
 
@@ -108,7 +108,7 @@ class TextReward:
     decode: Decode
     rows: Sequence[Row]
     called: str = "the reward function"
-    written_prompts: Sequence[Prompt] | None = None
+    prompts: Sequence[Prompt] | None = None
 
     def __call__(self, rollout: Responses) -> HostArray:
         """f32[B].
@@ -118,12 +118,7 @@ class TextReward:
             B finite numbers, and it names the first entry that is none.
           StopError: the function called `sys.exit`.
         """
-        texts = read(
-            rollout,
-            decode=self.decode,
-            rows=self.rows,
-            written_prompts=self.written_prompts,
-        )
+        texts = read(rollout, decode=self.decode, rows=self.rows, prompts=self.prompts)
         returned, error = self._call(texts)
         if error is not None:
             self._refuse(texts, error)

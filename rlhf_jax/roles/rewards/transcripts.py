@@ -49,17 +49,14 @@ class Responses(Protocol):
 
 
 def texts(
-    rollout: Responses,
-    *,
-    decode: Decode,
-    written_prompts: Sequence[Prompt] | None = None,
+    rollout: Responses, *, decode: Decode, prompts: Sequence[Prompt] | None = None
 ) -> list[tuple[Any, str]]:
     """(prompt, response) of every row, as a person or a reward reads them.
 
     Args:
       decode: token ids -> text; padding, BOS and stop tokens left out, and every other
         special token kept.
-      written_prompts: the prompts as they were written, by row of the data set; None
+      prompts: the prompts as they were written, by row of the data set; None
         decodes their tokens.
     """
     tokens, mask, response_mask, index = (
@@ -72,9 +69,7 @@ def texts(
         transcript(
             *row,
             decode=decode,
-            written_prompt=None
-            if written_prompts is None
-            else written_prompts[int(number)],
+            prompt=None if prompts is None else prompts[int(number)],
         )
         for *row, number in zip(tokens, mask, response_mask, index, strict=True)
     ]
@@ -99,7 +94,7 @@ def transcript(
     response_mask: HostArray,
     *,
     decode: Decode,
-    written_prompt: Prompt | None = None,
+    prompt: Prompt | None = None,
 ) -> tuple[Prompt, str]:
     """(prompt, response) of one row.
 
@@ -108,18 +103,15 @@ def transcript(
       mask: bool[S], not padding.
       response_mask: bool[S], sampled tokens.
       decode: token ids -> text.
-      written_prompt: the prompt as it was written; None decodes its tokens.
+      prompt: the prompt as it was written; None decodes its tokens.
 
     Returns:
       A prompt and a text; of several turns the response has observations in brackets.
     """
     observed = observed_of(mask, response_mask)
     followed = response_mask | observed
-    prompt = (
-        decode(tokens[mask & ~followed].tolist())
-        if written_prompt is None
-        else written_prompt
-    )
+    if prompt is None:
+        prompt = decode(tokens[mask & ~followed].tolist())
     if not observed.any():
         return prompt, decode(tokens[response_mask].tolist())
     response, read = tokens[followed], observed[followed]

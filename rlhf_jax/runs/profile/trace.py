@@ -173,9 +173,7 @@ def _by_scope(devices: dict[str, list[Event]]) -> OfDevices:
         lists = defaultdict(list)
         for scope, *span in events:
             lists[scope].append(span)
-        by_device[device] = {
-            scope: np.array(durations) for scope, durations in lists.items()
-        }
+        by_device[device] = {scope: np.array(spans) for scope, spans in lists.items()}
     return by_device
 
 

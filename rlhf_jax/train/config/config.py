@@ -210,7 +210,5 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
                 f"would not start their programs in one order, got {self.staleness}; "
                 f"leave it out, or leave out --coordinator"
             )
-        further = {
-            reference.option: reference.place for reference in self.reference.references
-        }
+        further = {ref.option: ref.place for ref in self.reference.references}
         return self.placement.policy_mesh(further=further)

@@ -44,7 +44,7 @@ class Evaluation:
     models: dict[Model, Frozen]  # the policy, and a reference if there is one
     keys: dict[Model, Array]  # one for each, so that equal models differ in samples
     rows: list[Row]  # of the file of prompts
-    written_prompts: list[Written]  # their prompts as they were written
+    prompts: list[Written]  # their prompts as they were written
     tokens: dict[int, Tokens]  # of the prompts that leave room, by their row
     num_samples: int
     batch_size: int  # prompts
@@ -112,10 +112,7 @@ class Evaluation:
         shown = first(rollout, count)
         distance = jax.tree.map(lambda leaf: leaf[:count], processes.whole(distance))
         texts = text.read(
-            shown,
-            decode=self.start.decode,
-            rows=self.rows,
-            written_prompts=self.written_prompts,
+            shown, decode=self.start.decode, rows=self.rows, prompts=self.prompts
         )
         mask, tokens = np.asarray(shown.response_mask), np.asarray(shown.tokens)
         logprobs = np.asarray(shown.old_logprobs).sum(axis=1)

@@ -43,7 +43,7 @@ def opened(
     programs: Programs,
     start: Pretrained,
     rows: list[Row],
-    written_prompts: list[Written],
+    prompts: list[Written],
     verifier: Verifier | None,
     reward_model: RewardModel | None,
 ) -> Iterator[Score | None]:
@@ -59,9 +59,7 @@ def opened(
             timeout=options.workers.timeout,
             on_failure=options.workers.on_failure,
         ) as pool:
-            verified = pool.reward(
-                decode=start.decode, rows=rows, written_prompts=written_prompts
-            )
+            verified = pool.reward(decode=start.decode, rows=rows, prompts=prompts)
 
             def verify(rollout: Rollout, count: int) -> Scored:
                 scores = verified(first(rollout, count))
@@ -75,7 +73,7 @@ def opened(
             decode=start.decode,
             rows=rows,
             called=f"--reward {options.reward}",
-            written_prompts=written_prompts,
+            prompts=prompts,
         )
         yield lambda rollout, count: _all(reward(first(rollout, count)))
     else:

@@ -124,7 +124,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         programs=programs,
         start=start,
         rows=rows,
-        written_prompts=written_prompts,
+        prompts=written_prompts,
         verifier=verifier,
         reward_model=reward_model,
     ) as score:
@@ -137,7 +137,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 for number, name in enumerate(models)
             },
             rows=rows,
-            written_prompts=written_prompts,
+            prompts=written_prompts,
             tokens=tokens,
             num_samples=options.num_samples,
             batch_size=options.batch_size,

@@ -245,9 +245,7 @@ def _learning(
     reads_reference = recipe.penalty.needs_logits and models.head is None
     if reads_reference:
         in_loss = models.reference
-    weights = {
-        reference.name: reference.weight for reference in config.reference.references
-    }
+    weights = {ref.name: ref.weight for ref in config.reference.references}
 
     def learn(
         state: TrainState,

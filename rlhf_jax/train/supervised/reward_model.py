@@ -312,10 +312,8 @@ class RewardModel(Task[Config]):
                 frozen.read(base), trained, lora=lora, rounded_to=start.save_dtype
             )
             trunk = params["trunk"]  # of a decoder, whose head scores do not read
-            trunk_params = {
-                name: trunk[name] for name in ("embed", "layers", "final_norm")
-            }
-            params = params | {"trunk": trunk_params}
+            parts = {name: trunk[name] for name in ("embed", "layers", "final_norm")}
+            params = params | {"trunk": parts}
         params = hf.rounded_reward(params, dtype=start.save_dtype)
         if self._texts:
             self._scores = self._scores_of(params, None, self._texts)[: self._num_texts]

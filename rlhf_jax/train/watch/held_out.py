@@ -197,7 +197,7 @@ def make_held_out(
         samples=config.watch.held_out_samples,
         pad_id=start.pad_id,
         mesh=mesh,
-        rewards=rewards(rows=data.rows, written_prompts=data.written_prompts),
+        rewards=rewards(rows=data.rows, prompts=data.written_prompts),
         environment=environment_reward(config),
         episodes={
             greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)

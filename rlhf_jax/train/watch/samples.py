@@ -28,7 +28,7 @@ def sample_rows(
     reported: Callable[[Any], Any],
     ref_logprobs: Array | None,
     policy: Pretrained,
-    written_prompts: Sequence[Written],
+    prompts: Sequence[Written],
     count: int,
     beside: Rollout | None = None,
     likely: tuple[Array, Array, Array] | None = None,
@@ -40,7 +40,7 @@ def sample_rows(
       reported: the rows that are the policy's own.
       ref_logprobs: f32[B, S], nats, of the rollout; None leaves them out.
       policy: that decodes.
-      written_prompts: the prompts as they were written, by row of the data set.
+      prompts: the prompts as they were written, by row of the data set.
       count: of rows.
       beside: the reference's responses to the same prompts; None leaves them out.
       likely: of `sampled_tokens.likeliest`, of these rows; None leaves them out.
@@ -65,9 +65,7 @@ def sample_rows(
             shown.index,
             total,
             versions(shown),
-            transcripts.texts(
-                shown, decode=policy.decode, written_prompts=written_prompts
-            ),
+            transcripts.texts(shown, decode=policy.decode, prompts=prompts),
             sampled_tokens.columns(
                 shown,
                 logprobs=shown.old_logprobs,
@@ -78,9 +76,7 @@ def sample_rows(
         )
     ]
     if beside is not None:
-        texts = transcripts.texts(
-            beside, decode=policy.decode, written_prompts=written_prompts
-        )
+        texts = transcripts.texts(beside, decode=policy.decode, prompts=prompts)
         for row, (_, text) in zip(rows, texts, strict=True):
             row["reference"] = text
     if likely is not None:

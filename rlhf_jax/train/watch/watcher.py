@@ -39,7 +39,7 @@ class Watcher:
         judge: Judge | None,
         held_out: HeldOut | None,
         policy: Pretrained,
-        written_prompts: Sequence[Written],
+        prompts: Sequence[Written],
     ) -> None:
         """Measures nothing yet.
 
@@ -47,11 +47,11 @@ class Watcher:
           texts: {name: Sequences[M, b, S]} of --texts.
           held_out: of --held-out.
           policy: that decodes.
-          written_prompts: the prompts as they were written, by row of the data set.
+          prompts: the prompts as they were written, by row of the data set.
         """
         self._options, self._programs = options, programs
         self._texts, self._judge, self.held_out = texts, judge, held_out
-        self._policy, self._written_prompts = policy, written_prompts
+        self._policy, self._prompts = policy, prompts
 
     def before(
         self, policy: Params, shown: Rollout, reference: Frozen | None, *, step: int
@@ -113,7 +113,7 @@ class Watcher:
             reported=self._programs.recipe.reported,
             ref_logprobs=None if read.reference is None else read.reference.logprobs,
             policy=self._policy,
-            written_prompts=self._written_prompts,
+            prompts=self._prompts,
             count=self._options.num_shown,
             beside=beside,
             likely=likely,

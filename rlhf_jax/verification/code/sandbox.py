@@ -141,18 +141,8 @@ def _interpreter(
     package: str, requests: int, replies: int, settings: dict[str, Any]
 ) -> list[str]:
     numbers = [requests, replies, *(settings[n] for n in ("seconds", "memory"))]
-    arguments = [package, *map(str, numbers), str(settings["file_size"])]
-    return [
-        _python(),
-        "-I",
-        "-S",
-        "-B",
-        "-X",
-        "utf8",
-        "-c",
-        settings["start"],
-        *arguments,
-    ]
+    words = [package, *map(str, numbers), str(settings["file_size"])]
+    return [_python(), "-I", "-S", "-B", "-X", "utf8", "-c", settings["start"], *words]
 
 
 def _python() -> str:

@@ -129,14 +129,14 @@ def _start(task: dict[str, Any], **limits: float) -> tuple[Verdict, Isolation, s
         errors = stack.enter_context(tempfile.TemporaryFile())  # before it is ready
         ours, theirs = os.pipe()
         stack.callback(os.close, ours)
-        arguments = [PACKAGE, str(theirs), json.dumps(settings)]
+        words = [PACKAGE, str(theirs), json.dumps(settings)]
         try:
             process = subprocess.Popen(
                 [
                     sys.executable,
                     *["-I", "-S", "-B", "-X", "utf8", "-c"],
                     JUDGE,
-                    *arguments,
+                    *words,
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
