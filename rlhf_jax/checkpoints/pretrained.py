@@ -18,14 +18,7 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
 from rlhf_jax.checkpoints.hf import SaveDtype
-from rlhf_jax.data import (
-    batches,
-    encoding,
-    files,
-    formats,
-    json_lines,
-    tokenization,
-)
+from rlhf_jax.data import batches, encoding, files, formats, json_lines, tokenization
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.text import TextContract

@@ -161,7 +161,7 @@ def encode_preferences(
     questions, places = _questions(rows, field="prompt"), _places(rows)
     for side in ("chosen", "rejected"):
         for question, row in zip(questions, rows, strict=True):
-            if not isinstance(question.written, str):
+            if question.is_chat:
                 turn = messages.as_turn(row[side])
                 messages.check_unmarked(
                     [*question.messages, *turn], where=question.where
@@ -240,7 +240,7 @@ def _learned(
     question: Question, response: Written, *, which: AssistantTurns
 ) -> list[int] | None:
     """The messages of a conversation that are learned; None for its response alone."""
-    if isinstance(question.written, str):
+    if not question.is_chat:
         return None
     conversation = [*question.messages, *messages.as_turn(response)]
     learned = messages.learned_turns(conversation, which=which, where=question.where)

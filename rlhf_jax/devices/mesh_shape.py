@@ -107,15 +107,17 @@ class MeshShape:
         return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-ONE_DEVICE = MeshShape()
-MeshOption = Annotated[
-    MeshShape,
-    PrimitiveConstructorSpec(
+def one_word(kind: Any, *, metavar: str) -> PrimitiveConstructorSpec[Any]:
+    """What makes a type one option, a word that `kind.parse` reads and str writes."""
+    return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="AXIS=SIZE,...",
-        instance_from_str=lambda arguments: MeshShape.parse(arguments[0]),
-        is_instance=lambda value: isinstance(value, MeshShape),
+        metavar=metavar,
+        instance_from_str=lambda words: kind.parse(words[0]),
+        is_instance=lambda value: isinstance(value, kind),
         str_from_instance=lambda value: [str(value)],
-    ),
-]
+    )
+
+
+ONE_DEVICE = MeshShape()
+MeshOption = Annotated[MeshShape, one_word(MeshShape, metavar="AXIS=SIZE,...")]
 """A MeshShape as one option of a command line."""

@@ -28,10 +28,9 @@ from typing import Annotated, Any, Literal, Self
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
-from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.devices import sharding
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape, one_word
 from rlhf_jax.functional.checks import InputError
 
 Params = Any
@@ -167,16 +166,7 @@ def _host() -> SingleDeviceSharding:
 
 
 WITH_POLICY = Place()
-PlaceOption = Annotated[
-    Place,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PLACE",
-        instance_from_str=lambda texts: Place.parse(texts[0]),
-        is_instance=lambda value: isinstance(value, Place),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
+PlaceOption = Annotated[Place, one_word(Place, metavar="PLACE")]
 """A Place as one option of a command line."""
 
 

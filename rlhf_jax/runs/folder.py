@@ -26,11 +26,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, write_errors
 from rlhf_jax.runs.profile import window
-from rlhf_jax.runs.run_config import (
-    MAY_DIFFER,
-    RunConfig,
-    to_json,
-)
+from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
 from rlhf_jax.runs.snapshots import resume
 
 CONFIG = "config.json"

@@ -23,15 +23,7 @@ import jax
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import (
-    alarms,
-    command_line,
-    deadline,
-    lock,
-    loggers,
-    metrics,
-    report,
-)
+from rlhf_jax.runs import alarms, command_line, deadline, lock, loggers, metrics, report
 from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.profile.profiler import Profiler

@@ -8,13 +8,7 @@ from typing import Any
 from rlhf_jax.devices import processes
 from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.runs import (
-    drift_report,
-    metrics,
-    plots,
-    report,
-    run,
-)
+from rlhf_jax.runs import drift_report, metrics, plots, report, run
 from rlhf_jax.train.build import Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import Programs

@@ -32,13 +32,7 @@ from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.rewards import (
-    Environment,
-    Function,
-    Length,
-    Model,
-    Reward,
-)
+from rlhf_jax.train.config.rewards import Environment, Function, Length, Model, Reward
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 from rlhf_jax.train.packed_rollouts import EndPacker
 from rlhf_jax.verification.pool import VerifierPool

@@ -22,13 +22,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import compile_counts, processes, sharding
 from rlhf_jax.roles.rewards.text import TextReward
-from rlhf_jax.runs import (
-    alarms,
-    command_line,
-    folder,
-    report,
-    run,
-)
+from rlhf_jax.runs import alarms, command_line, folder, report, run
 from rlhf_jax.train import memory
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify

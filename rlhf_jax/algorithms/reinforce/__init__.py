@@ -9,11 +9,7 @@ from rlhf_jax.algorithms.policy_gradient.iteration import (
 )
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
-from rlhf_jax.algorithms.reinforce.recipe import (
-    PUBLISHED,
-    REINFORCE,
-    ReinforceRecipe,
-)
+from rlhf_jax.algorithms.reinforce.recipe import PUBLISHED, REINFORCE, ReinforceRecipe
 from rlhf_jax.roles.rewards import Reward
 
 __all__ = [

@@ -94,7 +94,7 @@ class TextContract:
         for question in progress.track(
             questions, "prompts to text", total=len(questions)
         ):
-            if isinstance(question.written, str):
+            if not question.is_chat:
                 head, body = self._plain_prompt(question)
                 heads.append(head)
                 pieces.append(body)
@@ -123,22 +123,14 @@ class TextContract:
             response to a text is of messages.
         """
         responses: dict[int, list[int]] = {}
-        plain = [
-            i
-            for i, question in enumerate(questions)
-            if isinstance(question.written, str)
-        ]
+        plain = [i for i, question in enumerate(questions) if not question.is_chat]
         of_plain = self._plain_responses(
             [questions[i] for i in plain],
             [messages.plain(written[i], where=questions[i].where) for i in plain],
             prompts=[prompts[i] for i in plain],
         )
         responses.update(zip(plain, of_plain, strict=True))
-        chats = [
-            i
-            for i, question in enumerate(questions)
-            if not isinstance(question.written, str)
-        ]
+        chats = [i for i, question in enumerate(questions) if question.is_chat]
         conversations = [
             [*questions[i].messages, *messages.as_turn(written[i])] for i in chats
         ]

@@ -29,6 +29,11 @@ class Question(NamedTuple):
     own, so that a control token in it is one."""
 
     @property
+    def is_chat(self) -> bool:
+        """Whether it is messages, for the chat template."""
+        return not isinstance(self.written, str)
+
+    @property
     def messages(self) -> list[Message]:
         """Of a conversation."""
         assert not isinstance(self.written, str)

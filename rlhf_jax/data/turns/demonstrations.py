@@ -55,7 +55,7 @@ def encode_episodes(
         for number, row in enumerate(rows)
     ]
     for question in begun:
-        if not isinstance(question.written, str):
+        if question.is_chat:
             messages.check_unmarked(
                 [*question.messages, messages.of_assistant("")], where=question.where
             )
@@ -88,7 +88,7 @@ def _episode(
     begins: list[int],
 ) -> Episode:
     """An episode of responses and observations in turn, behind its prompt."""
-    chat = not isinstance(question.written, str)
+    chat = question.is_chat
     ids, before = list(begins), question
     observed: list[tuple[int, int]] = []
     for place, turn in enumerate(turns):

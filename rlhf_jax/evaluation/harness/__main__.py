@@ -14,9 +14,7 @@ def main() -> None:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    from lm_eval.__main__ import (  # pyright: ignore[reportMissingImports]
-        cli_evaluate,
-    )
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     assert model.Policy is not None
     cli_evaluate()

@@ -29,13 +29,8 @@ from rlhf_jax.models.generation.sampling import Shaping
 try:
     from lm_eval import utils  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
-    from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
-        register_model,
-    )
-    from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
-        normalize_gen_kwargs,
-        postprocess_generated_text,
-    )
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text  # pyright: ignore[reportMissingImports]
     from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
 except ImportError as error:
     raise InputError(

@@ -1,13 +1,6 @@
 """Divergences of the policy from the reference, and how they act."""
 
-from rlhf_jax.functional.kl.estimators import (
-    Direction,
-    exact,
-    k1,
-    k2,
-    k3,
-    top_k,
-)
+from rlhf_jax.functional.kl.estimators import Direction, exact, k1, k2, k3, top_k
 from rlhf_jax.functional.kl.hidden_states import (
     exact_from_hidden,
     jensen_shannon_from_hidden,

@@ -1,13 +1,7 @@
 """Attention of tokens to the keys and values of a row, by several engines."""
 
 from rlhf_jax.models.attention.blockwise import attend_blockwise
-from rlhf_jax.models.attention.cache import (
-    Cached,
-    Columns,
-    KeyValue,
-    append,
-    quantise,
-)
+from rlhf_jax.models.attention.cache import Cached, Columns, KeyValue, append, quantise
 from rlhf_jax.models.attention.engines import attend
 from rlhf_jax.models.attention.pages import (
     Pages,

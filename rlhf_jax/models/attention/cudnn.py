@@ -8,11 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models.attention.cache import KeyValue
-from rlhf_jax.models.attention.record import (
-    AttentionMask,
-    allowed,
-    with_static_window,
-)
+from rlhf_jax.models.attention.record import AttentionMask, allowed, with_static_window
 
 Array = jax.Array
 

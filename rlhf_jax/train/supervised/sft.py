@@ -34,12 +34,7 @@ from rlhf_jax.algorithms import sft
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.algorithms.state import Optimizer as Transformation
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import (
-    batches,
-    packing,
-    splits,
-    tokenization,
-)
+from rlhf_jax.data import batches, packing, splits, tokenization
 from rlhf_jax.data.examples import Text, Tokens
 from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.data.text import Question
@@ -57,11 +52,7 @@ from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.optimizer import Optimizer
 from rlhf_jax.train.config.start import Trained
-from rlhf_jax.train.config.supervised import (
-    MicroBatches,
-    SupervisedConfig,
-    WatchPolicy,
-)
+from rlhf_jax.train.config.supervised import MicroBatches, SupervisedConfig, WatchPolicy
 from rlhf_jax.train.start import saved
 from rlhf_jax.train.supervised import demonstrations, loop
 from rlhf_jax.train.supervised.demonstrations import Demonstrations
