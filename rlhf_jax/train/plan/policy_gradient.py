@@ -6,7 +6,6 @@ sampling ─> each reward model ─> each reference ─> scoring and learning
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -175,59 +174,44 @@ def programs(
                 model_flops=model_flops.forward(scorer.model, texts, head=False),
             )
         )
-    ref_output = None
+
+    def ref(reference: Frozen, base: Frozen | None, rollout: Rollout) -> Any:
+        if models.head is not None:
+            return teacher.teacher_states(reference, rollout=rollout, **shape)
+        logprobs = score.reference_logprobs(
+            reference,
+            rollout=rollout,
+            base=base,
+            lora=None if base is None else recipe.lora,
+            **shape,
+        )
+        return ReferenceOutput(logprobs)
+
+    ref_output, references = None, []
     if models.reference is not None:
-
-        def ref(reference: Frozen, base: Frozen | None, rollout: Rollout) -> Any:
-            if models.head is not None:
-                return teacher.teacher_states(reference, rollout=rollout, **shape)
-            logprobs = score.reference_logprobs(
-                reference,
-                rollout=rollout,
-                base=base,
-                lora=recipe.lora if moving else None,
-                **shape,
-            )
-            return ReferenceOutput(logprobs)
-
-        args = (models.reference, models.base if moving else None, rollout)
-        ref_output = jax.eval_shape(ref, *args)
+        adapted = models.base if moving else None
+        ref_output = jax.eval_shape(ref, models.reference, adapted, rollout)
+        reads = base if is_base else ("reference", *(base if moving else ()))
+        references.append(("the reference", models.reference, adapted, reads))
+    for name, one in models.further.items():
+        references.append((f"the reference {name}", one, None, (f"reference {name}",)))
+    for name, one, adapted, reads in references:
+        model = frozen.shape_of(one, policy=recipe.model)
         of_step.append(
             Program(
-                name="the reference",
+                name=name,
                 function=ref,
-                args=args,
-                reads=base if is_base else ("reference", *(base if moving else ())),
+                args=(one, adapted, rollout),
+                reads=reads,
                 batch=(2,),
                 stage="score",
-                model_flops=_forward(models.reference, recipe, texts),
-            )
-        )
-    for name, one in models.further.items():
-        of_step.append(
-            Program(
-                name=f"the reference {name}",
-                function=functools.partial(_logprobs, **shape),
-                args=(one, rollout),
-                reads=(f"reference {name}",),
-                batch=(1,),
-                stage="score",
-                model_flops=_forward(one, recipe, texts),
+                model_flops=model_flops.forward(model, texts, head=True),
             )
         )
     of_step.append(
         _learning(config, models, rollout, ref_output, texts=texts, is_base=is_base)
     )
     return of_step
-
-
-def _forward(model: Frozen, recipe: PolicyGradient, texts: Texts) -> float:
-    shape = frozen.shape_of(model, policy=recipe.model)
-    return model_flops.forward(shape, texts, head=True)
-
-
-def _logprobs(reference: Frozen, rollout: Rollout, **shape: Any) -> Any:
-    return score.reference_logprobs(reference, rollout=rollout, **shape)
 
 
 def _learning(
