@@ -52,6 +52,7 @@ ON_PPO = (
     *("--max-new-tokens=4", "--num-minibatches=1", "--sample-every=1"),
     *("--learning-rate=1e-3", "--critic.learning-rate=1e-3", *STEPS),
 )
+WITHOUT_CRITIC = tuple(o for o in ON_PPO if not o.startswith("--critic"))
 ON_GRPO = (
     *("--model=model", "--prompts=questions.jsonl", "--held-out=held_out.jsonl"),
     *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
@@ -130,6 +131,16 @@ KINDS = {
     "ppo in an environment, one step behind": Kind(
         "ppo", (*ON_PPO, *EPISODES_OF_PPO, "--max-staleness=1")
     ),
+    "online-dpo": Kind("online-dpo", (*WITHOUT_CRITIC, REWARDED)),
+    "online-dpo with adapters, one step behind": Kind(
+        "online-dpo", (*WITHOUT_CRITIC, REWARDED, "--lora=2", "--max-staleness=1")
+    ),
+    "nash-md": Kind("nash-md", (*WITHOUT_CRITIC, REWARDED)),
+    "distill": Kind("distill", (*WITHOUT_CRITIC, "--reference=teacher")),
+    "distill two steps behind": Kind(
+        "distill",
+        (*WITHOUT_CRITIC, "--reference=teacher", "--max-staleness=2"),
+    ),
     "dpo": Kind(
         "dpo",
         ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
@@ -163,6 +174,7 @@ def write_files(folder: Path) -> None:
     (folder / "their_verifiers.py").write_text(VERIFIER)
     (folder / "their_environments.py").write_text(ENVIRONMENT)
     toy_files.checkpoint(folder / "model")
+    toy_files.checkpoint(folder / "teacher", seed=1)
     toy_files.reward_model(folder / "scorer")
     prompts = ("the cat", "a dog was", "it is so")
     toy_files.jsonl(folder / "prompts.jsonl", *({"prompt": text} for text in prompts))
