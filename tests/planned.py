@@ -54,6 +54,6 @@ def target_of(config, options):
 
 
 def work_of(name, *words, **options):
-    """The workload of `asked`."""
+    """The workload of `parsed`."""
     config, chosen = parsed(name, *words, **options)
     return job.workload_of(config, chosen, target=target_of(config, chosen))
