@@ -19,7 +19,7 @@ from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.models.generation import decode
-from rlhf_jax.models.generation.decoding import Generated
+from rlhf_jax.models.generation.decode import Generated
 from rlhf_jax.models.generation.loop import Draw, Drawn
 
 Array = jax.Array

@@ -20,22 +20,44 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.caches import growing_widths, widened
+from rlhf_jax.models.caches import Caches, growing_widths, widened
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import decoding, loop
-from rlhf_jax.models.generation.decoding import Decoding, Generated
-from rlhf_jax.models.generation.loop import Decoder, Draw
+from rlhf_jax.models.generation import loop
+from rlhf_jax.models.generation.loop import Decoder, Draw, Drawn
 from rlhf_jax.models.generation.places import Responses
 from rlhf_jax.models.generation.row_shares import respond
 from rlhf_jax.models.generation.sampling import Shaping
 
 Array = jax.Array
 Params = Any
+
+
+@flax.struct.dataclass
+class Generated:
+    """Prompts with their responses; see the drawing above."""
+
+    tokens: Array  # i32[B, S], 0 at padding
+    mask: Array  # bool[B, S], not padding
+    response_mask: Array  # bool[B, S], response tokens, the stop token included
+    logprobs: Array  # f32[B, S], nats, of the distribution each token was drawn from
+    entropy: Array  # f32[B, S], nats, of that distribution
+
+
+@flax.struct.dataclass
+class Decoding:
+    """Responses under way: all that one more token changes, so donate it."""
+
+    generated: Generated  # so far; columns to come are padding
+    caches: tuple[Caches, ...]  # of every decoder; a mixture has two
+    finished: Array  # bool[B], the row has drawn a stop token
+    step: Array  # i32[], response columns written
+    prompt_size: int = flax.struct.field(pytree_node=False)  # P, columns
 
 
 def row_keys(key: Array, *, index: Array, sample: Array) -> Array:
@@ -202,7 +224,7 @@ def start(
         prompt_size=prompt_size,
     )
     drawn = draw(*logits, keys=keys, number=state.step, predicted=mask[:, -1])
-    return decoding.recorded(state, drawn)
+    return recorded(state, drawn)
 
 
 def finish(
@@ -237,7 +259,7 @@ def finish(
             keys=keys,
             number=state.step,
         )
-        return decoding.recorded(dataclasses.replace(state, caches=caches), drawn)
+        return recorded(dataclasses.replace(state, caches=caches), drawn)
 
     for width in growing_widths(size, first=state.prompt_size):
         caches = tuple(
@@ -250,6 +272,30 @@ def finish(
             more=functools.partial(more, width=width),
         )
     return state
+
+
+def recorded(state: Decoding, drawn: Drawn) -> Decoding:
+    """A column more, of the rows that have not finished."""
+    alive = ~state.finished
+    column = state.prompt_size + state.step
+
+    def put(array: Array, values: Array) -> Array:
+        values = jnp.where(alive, values, jnp.zeros_like(values))[:, None]
+        return jax.lax.dynamic_update_slice_in_dim(array, values, column, axis=1)
+
+    so_far = state.generated
+    return dataclasses.replace(
+        state,
+        generated=Generated(
+            tokens=put(so_far.tokens, drawn.token),
+            mask=put(so_far.mask, alive),
+            response_mask=put(so_far.response_mask, alive),
+            logprobs=put(so_far.logprobs, drawn.logprob),
+            entropy=put(so_far.entropy, drawn.entropy),
+        ),
+        finished=state.finished | drawn.stops,
+        step=state.step + 1,
+    )
 
 
 def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:

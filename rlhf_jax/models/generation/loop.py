@@ -1,6 +1,6 @@
 """The decode loop: tokens that were drawn last are run, and the next are drawn.
 
-    decoding.py          plain batch, mixture    all rows write the same column
+    decode.py            plain batch, mixture    all rows write the same column
     places.py            continuous batching     a ring of columns, or pages
     episode_places.py    episodes                columns of each row's own
 
