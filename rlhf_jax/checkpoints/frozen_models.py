@@ -138,13 +138,13 @@ def load_reference(
     if path_or_repo_id is None:
         return storage.freeze(policy.params, place=place, policy=mesh)
     model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    shape = reference_shape(path_or_repo_id, model=model, policy=policy.model)
+    shape = reference_shape(path_or_repo_id, model=model, policy=policy)
     _check_ids(path_or_repo_id, own=policy.tokenizer, role="reference")
     return storage.freeze(params, place=place, policy=mesh, model=shape)
 
 
 def reference_shape(
-    name: str, *, model: ModelConfig, policy: ModelConfig
+    name: str, *, model: ModelConfig, policy: Pretrained
 ) -> ModelConfig | None:
     """The shape that a reference scores the policy's rollouts with.
 
@@ -162,11 +162,11 @@ def reference_shape(
     Raises:
       InputError: it knows fewer ids or shorter texts than the policy.
     """
-    _check_sizes(f"reference {name}", model=model, policy=policy)
-    if model.run_as(policy) == policy:
+    _check_sizes(f"reference {name}", model=model, policy=policy.model)
+    if model.run_as(policy.model) == policy.model:
         return None
     return dataclasses.replace(
-        run_beside_policy(model, policy=policy), vocab_size=policy.vocab_size
+        run_beside_policy(model, policy=policy), vocab_size=policy.model.vocab_size
     )
 
 
@@ -242,7 +242,7 @@ def _check_files(
     _check_ids(name, own=own, role=role)
 
 
-def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig:
+def run_beside_policy(model: ModelConfig, *, policy: Pretrained) -> ModelConfig:
     """A frozen model of its own shape, in the policy's compute dtype and attention.
 
     It has the policy's vocabulary or a larger one, and predicts no id that the policy's
@@ -251,11 +251,12 @@ def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig
     return layout.fastest(
         dataclasses.replace(
             model,
-            unused_ids=policy.unused_ids,
-            dtype=policy.dtype,
-            remat=policy.remat,
-            attention=policy.attention,
-        )
+            unused_ids=policy.model.unused_ids,
+            dtype=policy.model.dtype,
+            remat=policy.model.remat,
+            attention=policy.model.attention,
+        ),
+        backend=policy.backend,
     )
 
 
@@ -283,7 +284,7 @@ def load_critic(
     model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_sizes(f"critic {path_or_repo_id}", model=model, policy=policy.model)
     _check_ids(path_or_repo_id, own=policy.tokenizer, role="critic")
-    shape = run_beside_policy(model, policy=policy.model)
+    shape = run_beside_policy(model, policy=policy)
     return shape, critic.from_policy(params, model=shape)
 
 
@@ -322,7 +323,7 @@ def load_reward_model(
     _check_ids(path_or_repo_id, own=policy.tokenizer, role="reward model")
     # A critic that is trained from it takes this shape, and how it computes with it.
     return RewardModel(
-        run_beside_policy(model, policy=policy.model),
+        run_beside_policy(model, policy=policy),
         storage.freeze(params, place=place, policy=mesh),
     )
 

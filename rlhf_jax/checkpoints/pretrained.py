@@ -44,6 +44,7 @@ class Pretrained(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]  # that end a response
     save_dtype: SaveDtype = "float32"  # of folders that are written: as it was read
+    backend: str | None = None  # that computes it, in a plan; None is this process's
 
     @property
     def pad_id(self) -> int:

@@ -1,4 +1,4 @@
-"""The decoder one token at a time, against a cache of keys and values.
+"""The decoder a few tokens at a time, against a cache of keys and values.
 
 The layers are taken apart once, before the loop: slicing the stack at every token costs
 more than the layer itself. This takes a second copy of them while tokens are drawn.
@@ -23,11 +23,11 @@ Array = jax.Array
 Params = Any
 
 
-class Paged(NamedTuple):
-    """Where keys and values lie whose columns are those of pages."""
+class Seen(NamedTuple):
+    """What new tokens see: bool[B, N, W] of cached columns, or pages."""
 
-    everything: Pages  # of layers that see all columns
-    window: Pages  # of local layers
+    everything: Array | Pages  # of layers that see all columns
+    window: Array | Pages  # of local layers
 
 
 def layers_to_decode(
@@ -63,45 +63,45 @@ def decode_step(
     model: ModelConfig,
     tokens: Array,
     positions: Array,
-    attend: Array | Paged,
+    attend: Array | Seen,
     caches: Sequence[Cached],
     column: Array,
 ) -> tuple[Array, tuple[Cached, ...]]:
-    """One token for every row, against the cache.
+    """N new tokens of every row, mostly one, against the cache.
 
     Args:
       params: the parameters; their stacked "layers" are not read.
       layers: from `layers_to_decode`.
-      tokens, positions: i32[B], the new token and how many stand before it.
-      attend: bool[B, W], cached columns that the new token may see, its own included;
-        or the pages that it sees.
+      tokens, positions: i32[B, N], the new tokens and how many stand before each.
+      attend: what they see; of one new token in a column of all rows bool[B, W], the
+        columns that it may see, its own included.
       caches: per layer the keys and values, as `caches.py` has them, or pages.
-      column: i32[], the number of the new token's column; not read of pages.
+      column: i32[], the number of the first new column, the same in all rows, or
+        i32[B], of each row; not read of pages.
 
     Returns:
-      Hidden states [B, D] after the final norm, in `model.dtype`, and the caches with
-      the new column written.
+      Hidden states [B, N, D] after the final norm, in `model.dtype`, and the caches
+      with the new columns written.
     """
-    at = positions[:, None]
-    far = attend.everything if isinstance(attend, Paged) else attend[:, None]
-    everything = window = far, angles(at, model=model)
+    if not isinstance(attend, Seen):
+        everything = window = attend[:, None]
+        if model.sliding_window is not None:
+            window = near(attend, window=model.sliding_window, column=column)[:, None]
+        attend = Seen(everything, window)
+    far = local = angles(positions, model=model)
     if model.sliding_window is not None:
-        if isinstance(attend, Paged):
-            visible = attend.window
-        else:
-            visible = near(attend, window=model.sliding_window, column=column)[:, None]
-        window = visible, angles(at, model=model, local=True)
-    x = decoder.embed(params, model=model, tokens=tokens[:, None], positions=at)
+        local = angles(positions, model=model, local=True)
+    x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        mask, rotary = window if model.is_local(number) else everything
+        is_local = model.is_local(number)
         x, cache = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
-            mask=mask,
-            rotary=rotary,
+            mask=attend.window if is_local else attend.everything,
+            rotary=local if is_local else far,
             cache=cache,
             column=column % cache[0].shape[2],
         )
         updated.append(cache)
-    return decoder.final_norm(params, x, model=model)[:, 0], tuple(updated)
+    return decoder.final_norm(params, x, model=model), tuple(updated)

@@ -7,7 +7,7 @@
 
 V' is the vocabulary padded to `model.vocab_multiple`. A leaf may also be stored in
 int8 or in host memory (`leaves.py`). The loop over layers is in `layers.py`, and for
-one token against a cache in `cached_decoder.py`.
+new tokens against a cache in `cached_decoder.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `lax.scan` runs over stacked layers, [L, ...] a leaf; with `model.unroll` each layer is
 an operation of its own. A layer that is stored in int8 or on the host (`leaves.py`) is
-read when its turn comes. `cached_decoder.py` runs layers on one token.
+read when its turn comes. `cached_decoder.py` runs layers on new tokens.
 """
 
 from __future__ import annotations

@@ -27,10 +27,12 @@ def params(model: ModelConfig) -> Params:
     )
 
 
-def start(model: ModelConfig) -> Pretrained:
+def start(model: ModelConfig, *, backend: str) -> Pretrained:
     """A checkpoint of that shape, without parameters or a tokenizer."""
     nothing: Any = None
-    return Pretrained(model, params=None, tokenizer=nothing, stop_ids=())
+    return Pretrained(
+        model, params=None, tokenizer=nothing, stop_ids=(), backend=backend
+    )
 
 
 def model_of(path: str) -> ModelConfig:

@@ -32,6 +32,7 @@ from rlhf_jax import (
 from rlhf_jax.algorithms import optimizers, reward_model
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.models.generation.loop import Decoder, Draw
 from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
 
@@ -201,22 +202,23 @@ def dpo_update():
 
 def decode_finish():
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ROWS))
-    drawn = {"model": MODEL, "stop_ids": toys.STOP}
+    draw = Draw(toys.STOP)
     prompts = (PARAMS, tokens(jnp.int32, PROMPT), tokens(bool, PROMPT), keys)
     started = shapes(
         lambda params, tokens, mask, keys: decode.start(
-            params,
+            [Decoder(params, MODEL)],
             tokens=tokens,
             mask=mask,
             keys=keys,
             max_new_tokens=toys.SIZE,
-            **drawn,
+            draw=draw,
         ),
         *prompts,
     )
 
     def finish(state, *, params, keys):
-        return decode.finish(params, state=state, keys=keys, **drawn)
+        decoders = [Decoder(params, MODEL)]
+        return decode.finish(decoders, state=state, keys=keys, draw=draw)
 
     return finish, started, {"params": PARAMS, "keys": keys}
 

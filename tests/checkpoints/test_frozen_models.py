@@ -216,3 +216,17 @@ def test_frozen_models_predict_the_ids_that_the_policy_predicts(tmp_path):
     assert model == start.model
     with pytest.raises(InputError, match="vocab_size 24 for 30"):
         load(toy_files.checkpoint(tmp_path / "fewer"), start)
+
+
+def test_a_frozen_model_runs_on_the_backend_of_the_policy(policy):
+    """A plan for GPUs builds beside cudnn what this process cannot compute."""
+    model = dataclasses.replace(policy.model, attention="cudnn", head_dim=8)
+    here = policy._replace(model=model)
+    with pytest.raises(InputError, match="expected a GPU for attention cudnn"):
+        frozen_models.run_beside_policy(policy.model, policy=here)
+    planned = frozen_models.run_beside_policy(
+        dataclasses.replace(policy.model, head_dim=8),
+        policy=here._replace(backend="gpu"),
+    )
+    assert (planned.attention, planned.unroll) == ("cudnn", False)
+    assert frozen_models.run_beside_policy(policy.model, policy=policy).unroll

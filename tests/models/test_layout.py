@@ -17,7 +17,6 @@ from rlhf_jax import config, decode, decoder, logprobs, lora, policy
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import cached_decoder, caches, layout
-from rlhf_jax.models.generation import decoding
 from rlhf_jax.models.layers import unstack
 from rlhf_jax.roles.reference import storage
 
@@ -235,7 +234,7 @@ def test_windows_change_no_sample(model, stop_ids, monkeypatch):
         jax.random.key(2), index=jnp.arange(3), sample=jnp.zeros(3, jnp.int32)
     )
 
-    def sample() -> decoding.Generated:
+    def sample() -> decode.Generated:
         generate = functools.partial(
             decode.generate, model=model, max_new_tokens=20, stop_ids=stop_ids
         )
@@ -342,7 +341,7 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
 
     monkeypatch.setattr(layout, "transposed_product", counted)
 
-    def sample(transposed_rows: int) -> decoding.Generated:
+    def sample(transposed_rows: int) -> decode.Generated:
         products.clear()
         drawing = functools.partial(
             decode.generate,

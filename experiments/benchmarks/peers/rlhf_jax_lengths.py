@@ -19,7 +19,8 @@ from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.models.generation import decode
-from rlhf_jax.models.generation.decoding import Decoding
+from rlhf_jax.models.generation.decode import Generated
+from rlhf_jax.models.generation.loop import Draw, Drawn
 
 Array = jax.Array
 Pack = Callable[..., RolloutPacking | None]  # (rollout, *, key)
@@ -36,20 +37,27 @@ def forced(workload: Workload) -> Iterator[None]:
     if not workload.lengths:
         yield
         return
-    append, pool = decode.append, np.array(workload.lengths, np.int32)
+    generate, pool = decode.generate, np.array(workload.lengths, np.int32)
 
-    def stopping(state: Decoding, logits: Array, **named: Any) -> Decoding:
-        prompts = state.generated.tokens[:, : state.prompt_size]
-        stops = jnp.asarray(pool)[prompts.sum(axis=1) % len(pool)]
-        last = (state.step + 1 == stops)[:, None]
-        is_eos = jnp.arange(logits.shape[1])[None] == line_protocol.EOS
-        return append(state, jnp.where(last == is_eos, logits, NEVER), **named)
+    def stopping(params: Any, *, tokens: Array, mask: Array, **named: Any) -> Generated:
+        sums = tokens.sum(axis=1, where=mask)
+        stops = jnp.asarray(pool)[sums % len(pool)]
 
-    decode.append = stopping
+        class Stopping(Draw):
+            def __call__(self, *logits: Array, number: Array, **named: Any) -> Drawn:
+                last = (number + 1 == stops)[:, None]
+                is_eos = jnp.arange(logits[0].shape[1])[None] == line_protocol.EOS
+                forced = jnp.where(last == is_eos, logits[0], NEVER)
+                return super().__call__(forced, number=number, **named)
+
+        decode.Draw = Stopping
+        return generate(params, tokens=tokens, mask=mask, **named)
+
+    decode.generate = stopping
     try:
         yield
     finally:
-        decode.append = append
+        decode.generate, decode.Draw = generate, Draw
 
 
 class Packer:

@@ -24,7 +24,7 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
 from rlhf_jax.functional import checks, masked, token_rewards
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode, mixture
-from rlhf_jax.models.generation.mixture import Side
+from rlhf_jax.models.generation.loop import Decoder
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.frozen import read, shape_of
 
@@ -155,8 +155,8 @@ class NashMD(NashMDRecipe, PolicyGradient):
         other = halves[1]
         ref_model = shape_of(frozen.reference, policy=self.model)
         drawn = mixture.generate(
-            Side(policy, self.model),
-            Side(read(frozen.reference), ref_model),
+            Decoder(policy, self.model),
+            Decoder(read(frozen.reference), ref_model),
             share=self.mixture,
             tokens=other.tokens,
             mask=other.mask,

@@ -30,11 +30,10 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import cached_decoder, heads
-from rlhf_jax.models.caches import at_end, placed
-from rlhf_jax.models.chunked_prefill import prefill
+from rlhf_jax.models.caches import at_end
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import page_table, paged_caches
+from rlhf_jax.models.generation import loop, page_table, paged_caches
+from rlhf_jax.models.generation.loop import Decoder, Draw
 from rlhf_jax.models.generation.places import (
     Places,
     Responses,
@@ -43,9 +42,8 @@ from rlhf_jax.models.generation.places import (
     empty,
     moved,
     none,
+    recorded,
 )
-from rlhf_jax.models.generation.sampling import Shaping, sample_token
-from rlhf_jax.models.layers import unstack
 
 Array = jax.Array
 Params = Any
@@ -62,9 +60,7 @@ def respond(
     keys: Array,
     places: int,
     max_new_tokens: int,
-    stop_ids: tuple[int, ...],
-    temperature: float,
-    shaping: Shaping | None,
+    draw: Draw,
     group_size: int,
     axis: str | None = None,
 ) -> Responses:
@@ -78,9 +74,7 @@ def respond(
       keys: key[N], of the rows, independent of N.
       places: C, from group_size to N.
       max_new_tokens: R.
-      stop_ids: tokens that end a response, themselves kept.
-      temperature: of the draw, above 0.
-      shaping: of the draw's logits; None draws from the policy.
+      draw: how tokens are drawn.
       group_size: neighbouring rows of the same prompt, which is run once.
       axis: of a `jax.shard_map`, whose shares all go on until none has too many rows,
         as devices that exchange something must for every token; None is each by itself.
@@ -112,113 +106,68 @@ def respond(
     paged = model.cache_pages is not None
     if model.cache_pages is not None:
         paged_caches.check(model, longest=ring)
-    layers = cached_decoder.layers_to_decode(params, model=model, rows=places)
+    decoder = Decoder(params, model).to_decode(rows=places)
 
-    def draw(
-        logits: Array,
-        state: Places,
-        *,
-        predicted: Array | None = None,
-        going: Array | None = None,
-    ) -> Places:
-        """Appends a token to every response that goes on, of those that are going."""
-        lengths = state.responses.lengths
-        drawn = state.alive if going is None else going
-        mine = keys[jnp.minimum(state.row, rows - 1)]
-        token, *numbers = sample_token(
-            logits,
-            keys=jax.vmap(jax.random.fold_in)(mine, lengths),
-            temperature=temperature,
-            shaping=shaping,
-            predicted=predicted,
-            unused=model.unused_ids,
-        )
-        here = drawn[:, None] & (jnp.arange(max_new_tokens)[None] == lengths[:, None])
-        so_far = state.responses
-        tokens, logprobs, entropy = (
-            jnp.where(here, new[:, None], old)
-            for new, old in zip(
-                (token, *numbers),
-                (so_far.tokens, so_far.logprobs, so_far.entropy),
-                strict=True,
-            )
-        )
-        lengths = lengths + drawn
-        stopped = jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
-        if going is not None:
-            stopped = stopped & going
-        return dataclasses.replace(
-            state,
-            responses=Responses(tokens, logprobs, entropy, lengths),
-            alive=state.alive & ~stopped & (lengths < max_new_tokens),
-        )
+    def keys_of(state: Places) -> Array:
+        return keys[jnp.minimum(state.row, rows - 1)]
 
     def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Places:
         """Runs prompts, in the columns before `column`, and draws a token each."""
-        last, key_values = prefill(
-            params,
-            model=model,
-            tokens=tokens[::group_size],
-            mask=mask[::group_size],
+        logits, caches = loop.read_prompts(
+            decoder,
+            tokens=tokens,
+            mask=mask,
+            group_size=group_size,
+            columns=None if paged else ring,
+            end=column,
         )
-        repeated = jax.tree.map(
-            lambda leaf: jnp.repeat(leaf, group_size, axis=0),
-            (
-                last,
-                unstack(key_values, num_layers=model.num_layers),
-            ),
-        )
-        last, caches = repeated
         state = Places(
             responses=none(row.shape[0], max_new_tokens),
             row=row,
             alive=jnp.ones(row.shape, bool),
             attend=None if paged else at_end(mask, size=ring, end=column, axis=1),
-            caches=(
-                caches
-                if paged
-                else placed(caches, model=model, columns=ring, end=column)
-            ),
+            caches=caches,
         )
-        logits = heads.logits(params, last, model=model, spread=True)
-        return draw(logits, state, predicted=mask[:, -1])
+        drawn = draw(
+            logits,
+            keys=keys_of(state),
+            number=state.responses.lengths,
+            predicted=mask[:, -1],
+        )
+        return recorded(state, drawn, going=state.alive)
 
-    def advance(state: Places, column: Array) -> Places:
+    def advance(carry: tuple[Places, Array]) -> tuple[Places, Array]:
         """Runs the token drawn last, in `column` or its page, and draws the next."""
-        pages, attend, going = state.pages, state.attend, None
+        state, column = carry
+        pages, attend, going = state.pages, state.attend, state.alive
         if pages is not None:
-            pages, going = page_table.grant(pages, alive=state.alive)
+            pages, going = page_table.grant(pages, alive=going)
             seen = paged_caches.seen(pages, model=model, longest=ring, going=going)
-        else:
-            assert attend is not None
-            attend = seen = jax.lax.dynamic_update_slice_in_dim(
-                attend, state.alive[:, None], column % ring, axis=1
-            )
-        lengths = state.responses.lengths
-        last = jnp.take_along_axis(
-            state.responses.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1
-        )[:, 0]
-        if pages is not None:
             positions = pages.tokens
         else:
             assert attend is not None
+            attend = seen = jax.lax.dynamic_update_slice_in_dim(
+                attend, going[:, None], column % ring, axis=1
+            )
             positions = jnp.maximum(attend.sum(axis=1, dtype=jnp.int32) - 1, 0)
-        hidden, caches = cached_decoder.decode_step(
-            params,
-            layers=layers,
-            model=model,
-            tokens=last,
+        lengths = state.responses.lengths
+        last = jnp.maximum(lengths - 1, 0)[:, None]
+        drawn, [caches] = loop.step(
+            [decoder],
+            [state.caches],
+            tokens=jnp.take_along_axis(state.responses.tokens, last, axis=1)[:, 0],
             positions=positions,
             attend=seen,
-            caches=state.caches,
             column=column,
+            draw=draw,
+            keys=keys_of(state),
+            number=lengths,
         )
         state = dataclasses.replace(state, attend=attend, caches=caches)
-        logits = heads.logits(params, hidden, model=model, spread=True)
-        state = draw(logits, state, going=going)
-        if pages is not None and going is not None:
+        state = recorded(state, drawn, going=going)
+        if pages is not None:
             pages = page_table.advanced(pages, going=going, alive=state.alive)
-        return dataclasses.replace(state, pages=pages)
+        return dataclasses.replace(state, pages=pages), column + 1
 
     def advance_until(
         state: Places,
@@ -226,30 +175,24 @@ def respond(
         *,
         until: Array | int,
         waiting: Array | None = None,
-    ) -> Any:
+    ) -> tuple[Places, Array]:
         """Advances until at most so many responses go on, and those waiting can come.
 
         Args:
           waiting: i32[A], tokens of the prompts that come next, below 0 for none.
         """
 
-        def more(state: Places) -> Array:
+        def more(carry: tuple[Places, Array]) -> Array:
+            state, _ = carry
             wanted = state.alive.sum() > until
             if waiting is not None and state.pages is not None:
                 fit = page_table.admissible(
                     state.pages, lengths=waiting, new=max_new_tokens
                 )
                 wanted |= ~fit
-            return wanted if axis is None else jax.lax.psum(wanted, axis) > 0
+            return wanted
 
-        def step(carry: tuple[Places, Array, Array]) -> tuple[Places, Array, Array]:
-            state, column, _ = carry
-            state = advance(state, column)
-            return state, column + 1, more(state)
-
-        carry = state, column, more(state)
-        state, column, _ = jax.lax.while_loop(lambda carry: carry[2], step, carry)
-        return state, column
+        return loop.run((state, column), advance=advance, more=more, axis=axis)
 
     def turn(
         carry: tuple[Places, Responses, Array],

@@ -17,25 +17,47 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import cached_decoder, heads
-from rlhf_jax.models.caches import growing_widths, placed, widened
-from rlhf_jax.models.chunked_prefill import prefill
+from rlhf_jax.models.caches import Caches, growing_widths, widened
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation.decoding import Decoding, Generated, append
+from rlhf_jax.models.generation import loop
+from rlhf_jax.models.generation.loop import Decoder, Draw, Drawn
 from rlhf_jax.models.generation.places import Responses
 from rlhf_jax.models.generation.row_shares import respond
 from rlhf_jax.models.generation.sampling import Shaping
-from rlhf_jax.models.layers import unstack
 
 Array = jax.Array
 Params = Any
+
+
+@flax.struct.dataclass
+class Generated:
+    """Prompts with their responses; see the drawing above."""
+
+    tokens: Array  # i32[B, S], 0 at padding
+    mask: Array  # bool[B, S], not padding
+    response_mask: Array  # bool[B, S], response tokens, the stop token included
+    logprobs: Array  # f32[B, S], nats, of the distribution each token was drawn from
+    entropy: Array  # f32[B, S], nats, of that distribution
+
+
+@flax.struct.dataclass
+class Decoding:
+    """Responses under way: all that one more token changes, so donate it."""
+
+    generated: Generated  # so far; columns to come are padding
+    caches: tuple[Caches, ...]  # of every decoder; a mixture has two
+    finished: Array  # bool[B], the row has drawn a stop token
+    step: Array  # i32[], response columns written
+    prompt_size: int = flax.struct.field(pytree_node=False)  # P, columns
 
 
 def row_keys(key: Array, *, index: Array, sample: Array) -> Array:
@@ -102,6 +124,7 @@ def generate(
         continuous_batching below a group or above the rows, or `model.cache_pages`
         without it or below what one row may take.
     """
+    draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
     if continuous_batching is not None:
         _check(
             model,
@@ -110,101 +133,83 @@ def generate(
             temperature=temperature,
         )
         checks.groups(tokens.shape[0], group_size=group_size)
-        return _after(
-            respond(
-                params,
-                model=model,
-                tokens=tokens,
-                mask=mask,
-                keys=keys,
-                places=continuous_batching,
-                max_new_tokens=max_new_tokens,
-                stop_ids=stop_ids,
-                temperature=temperature,
-                shaping=shaping,
-                group_size=group_size,
-            ),
+        responses = respond(
+            params,
+            model=model,
             tokens=tokens,
             mask=mask,
+            keys=keys,
+            places=continuous_batching,
+            max_new_tokens=max_new_tokens,
+            draw=draw,
+            group_size=group_size,
         )
+        return _after(responses, tokens=tokens, mask=mask)
     if model.cache_pages is not None:
         raise InputError(
             f"cache_pages: expected continuous_batching with it, whose rows free their "
             f"pages for prompts that wait, got {model.cache_pages} without; give both, "
             f"or neither"
         )
+    decoders = [Decoder(params, model)]
     state = start(
-        params,
-        model=model,
+        decoders,
         tokens=tokens,
         mask=mask,
         keys=keys,
         max_new_tokens=max_new_tokens,
-        stop_ids=stop_ids,
-        temperature=temperature,
-        shaping=shaping,
+        draw=draw,
         group_size=group_size,
     )
-    return finish(
-        params,
-        state=state,
-        model=model,
-        keys=keys,
-        stop_ids=stop_ids,
-        temperature=temperature,
-        shaping=shaping,
-    ).generated
+    return finish(decoders, state=state, keys=keys, draw=draw).generated
 
 
 def start(
-    params: Params,
+    decoders: Sequence[Decoder],
     *,
-    model: ModelConfig,
     tokens: Array,
     mask: Array,
     keys: Array,
     max_new_tokens: int,
-    stop_ids: tuple[int, ...],
-    temperature: float = 1.0,
-    shaping: Shaping | None = None,
+    draw: Draw,
     group_size: int = 1,
 ) -> Decoding:
-    """Runs the prompts once, fills the cache and draws the first response token.
+    """Runs the prompts once, fills the caches and draws the first response token.
 
     Args:
-      params: the decoder's.
-      model: static shape.
-      tokens, mask: i32[B, P] and bool[B, P], left-padded prompts.
-      keys: key[B], from `row_keys`.
-      max_new_tokens: R, response columns.
-      stop_ids: tokens that end a response.
-      temperature: divides the logits, dimensionless.
-      shaping: of evaluation samples; None samples from the whole distribution.
-      group_size: consecutive rows with one prompt, which is run once for all of them.
+      decoders: whose logits are drawn from, mostly one.
+      draw: how.
+      tokens, mask, keys, max_new_tokens, group_size: the arguments of `generate`.
 
     Returns:
       Decoding with step 1 and room for R columns.
 
     Raises:
       InputError: temperature, sizes or groups are out of range, or prompt and response
-        are longer than the model's context.
+        are longer than a decoder's context.
     """
-    _check(model, tokens=tokens, max_new_tokens=max_new_tokens, temperature=temperature)
     rows, prompt_size = tokens.shape
-    checks.groups(rows, group_size=group_size)
     size = prompt_size + max_new_tokens
     room = ((0, 0), (0, max_new_tokens))
-    last, key_values = prefill(
-        params,
-        model=model,
-        tokens=tokens[::group_size],
-        mask=mask[::group_size],
-    )
-    last = jnp.repeat(last, group_size, axis=0)
-    caches = jax.tree.map(
-        lambda leaf: jnp.repeat(leaf, group_size, axis=0),
-        unstack(key_values, num_layers=model.num_layers),
-    )
+    checks.groups(rows, group_size=group_size)
+    logits, caches = [], []
+    for decoder in decoders:
+        _check(
+            decoder.model,
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=draw.temperature,
+        )
+        last, cache = loop.read_prompts(
+            decoder,
+            tokens=tokens,
+            mask=mask,
+            group_size=group_size,
+            columns=growing_widths(size, first=prompt_size)[0],
+            end=prompt_size,
+        )
+        logits.append(last)
+        caches.append(cache)
     state = Decoding(
         generated=Generated(
             tokens=jnp.pad(jnp.where(mask, tokens, 0), room),
@@ -213,90 +218,84 @@ def start(
             logprobs=jnp.zeros((rows, size), jnp.float32),
             entropy=jnp.zeros((rows, size), jnp.float32),
         ),
-        caches=placed(
-            caches,
-            model=model,
-            columns=growing_widths(size, first=prompt_size)[0],
-            end=prompt_size,
-        ),
+        caches=tuple(caches),
         finished=jnp.zeros(rows, bool),
         step=jnp.zeros((), jnp.int32),
         prompt_size=prompt_size,
     )
-    return append(
-        state,
-        heads.logits(params, last, model=model, spread=True),
-        keys=keys,
-        stop_ids=stop_ids,
-        temperature=temperature,
-        shaping=shaping,
-        predicted=mask[:, -1],
-        unused=model.unused_ids,
-    )
+    drawn = draw(*logits, keys=keys, number=state.step, predicted=mask[:, -1])
+    return recorded(state, drawn)
 
 
 def finish(
-    params: Params,
-    *,
-    state: Decoding,
-    model: ModelConfig,
-    keys: Array,
-    stop_ids: tuple[int, ...],
-    temperature: float = 1.0,
-    shaping: Shaping | None = None,
+    decoders: Sequence[Decoder], *, state: Decoding, keys: Array, draw: Draw
 ) -> Decoding:
     """Draws the other tokens, one column per turn, until every row has stopped.
 
     Args:
-      params: the decoder's.
+      decoders, keys, draw: those of `start`.
       state: from `start`. Donate it where this is a program of its own: the loop then
         writes into that cache.
-      model, keys, stop_ids, temperature, shaping: the arguments of `start`.
-
-    Returns:
-      Decoding whose responses are finished.
     """
-    rows = state.finished.shape[0]
-    layers = cached_decoder.layers_to_decode(params, model=model, rows=rows)
+    rows, size = state.generated.tokens.shape
+    ready = [decoder.to_decode(rows=rows) for decoder in decoders]
 
     def more(state: Decoding, width: int) -> Array:
         written = state.prompt_size + state.step
-        room = (written < state.generated.tokens.shape[1]) & (written <= width)
-        return room & ~state.finished.all()
+        return (written < size) & (written <= width) & ~state.finished.all()
 
     def advance(state: Decoding, width: int) -> Decoding:
-        so_far = state.generated
-        column = state.prompt_size + state.step - 1
-        hidden, caches = cached_decoder.decode_step(
-            params,
-            layers=layers,
-            model=model,
+        so_far, column = state.generated, state.prompt_size + state.step - 1
+        drawn, caches = loop.step(
+            ready,
+            state.caches,
             tokens=jax.lax.dynamic_index_in_dim(
                 so_far.tokens, column, 1, keepdims=False
             ),
             positions=so_far.mask.sum(axis=1, dtype=jnp.int32) - 1,
             attend=so_far.mask[:, :width],
-            caches=state.caches,
             column=column,
-        )
-        return append(
-            dataclasses.replace(state, caches=caches),
-            heads.logits(params, hidden, model=model, spread=True),
+            draw=draw,
             keys=keys,
-            stop_ids=stop_ids,
-            temperature=temperature,
-            shaping=shaping,
+            number=state.step,
         )
+        return recorded(dataclasses.replace(state, caches=caches), drawn)
 
-    size = state.generated.tokens.shape[1]
     for width in growing_widths(size, first=state.prompt_size):
-        caches = widened(state.caches, model=model, columns=width)
-        state = jax.lax.while_loop(
-            functools.partial(more, width=width),
-            functools.partial(advance, width=width),
+        caches = tuple(
+            widened(cache, model=decoder.model, columns=width)
+            for decoder, cache in zip(decoders, state.caches, strict=True)
+        )
+        state = loop.run(
             dataclasses.replace(state, caches=caches),
+            advance=functools.partial(advance, width=width),
+            more=functools.partial(more, width=width),
         )
     return state
+
+
+def recorded(state: Decoding, drawn: Drawn) -> Decoding:
+    """A column more, of the rows that have not finished."""
+    alive = ~state.finished
+    column = state.prompt_size + state.step
+
+    def put(array: Array, values: Array) -> Array:
+        values = jnp.where(alive, values, jnp.zeros_like(values))[:, None]
+        return jax.lax.dynamic_update_slice_in_dim(array, values, column, axis=1)
+
+    so_far = state.generated
+    return dataclasses.replace(
+        state,
+        generated=Generated(
+            tokens=put(so_far.tokens, drawn.token),
+            mask=put(so_far.mask, alive),
+            response_mask=put(so_far.response_mask, alive),
+            logprobs=put(so_far.logprobs, drawn.logprob),
+            entropy=put(so_far.entropy, drawn.entropy),
+        ),
+        finished=state.finished | drawn.stops,
+        step=state.step + 1,
+    )
 
 
 def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:

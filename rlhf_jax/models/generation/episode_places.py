@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from rlhf_jax.models.attention import quantise
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation.loop import Drawn
 
 Array = jax.Array
 
@@ -84,6 +85,19 @@ def put(state: Episodes, rows: Episodes, *, place: Array) -> Episodes:
     """The places with Episodes[A] in those of i32[A]; C is none."""
     return jax.tree.map(
         lambda old, row: old.at[place].set(row, mode="drop"), state, rows
+    )
+
+
+def recorded(state: Episodes, drawn: Drawn) -> Episodes:
+    """A token more in every place whose turn goes on."""
+    columns = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None]
+    here = state.drawing[:, None] & (columns == state.length[:, None])
+    length = state.length + state.drawing
+    return dataclasses.replace(
+        drawn.put(state, here=here),
+        sampled=state.sampled | here,
+        length=length,
+        drawing=state.drawing & ~drawn.stops & (length < state.limit),
     )
 
 

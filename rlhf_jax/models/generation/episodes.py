@@ -22,14 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional.unused_ids import Ranges
-from rlhf_jax.models import blocks, decoder, heads, leaves
-from rlhf_jax.models.caches import Caches
+from rlhf_jax.models import cached_decoder, heads
+from rlhf_jax.models.cached_decoder import Seen
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import episode_places
+from rlhf_jax.models.generation import episode_places, loop
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
-from rlhf_jax.models.generation.sampling import Shaping, sample_token
-from rlhf_jax.models.positions import angles
+from rlhf_jax.models.generation.loop import Decoder, Draw
+from rlhf_jax.models.generation.sampling import Shaping
 
 Array = jax.Array
 Params = Any
@@ -70,13 +69,16 @@ def read(
     blank = arrivals.begins[:, None]
     tokens = _written(of.tokens, arrivals.tokens, start)
     # One more than arrives: the token drawn last has not been run.
-    hidden, caches = _extend(
+    at = cached[:, None] + jnp.arange(size + 1, dtype=jnp.int32)[None]
+    hidden, caches = cached_decoder.decode_step(
         params,
-        _slice(tokens, cached, size=size + 1),
         layers=layers,
         model=model,
-        start=cached,
+        tokens=_slice(tokens, cached, size=size + 1),
+        positions=at,
+        attend=_seen(at, columns=tokens.shape[1], model=model),
         caches=of.caches,
+        column=cached,
     )
     last = jnp.maximum(length - 1 - cached, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -98,16 +100,14 @@ def read(
         keys=jnp.where(arrivals.begins, arrivals.keys, of.keys),
         caches=caches,
     )
-    of = _drawn(
-        of,
+    draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
+    drawn = draw(
         heads.logits(params, hidden, model=model, spread=True),
-        stop_ids=stop_ids,
-        temperature=temperature,
-        shaping=shaping,
+        keys=of.keys,
+        number=of.length - of.prompt,
         predicted=length > 0,
-        unused=model.unused_ids,
     )
-    return episode_places.put(state, of, place=place)
+    return episode_places.put(state, episode_places.recorded(of, drawn), place=place)
 
 
 def advance(
@@ -138,134 +138,46 @@ def advance(
       Episodes[C]. Of a place that draws nothing, all but the last column of its cache
       is as it was.
     """
+    draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
+    decoder = Decoder(params, model, tuple(layers))
+    columns = state.tokens.shape[1]
 
-    def too_many(state: Episodes) -> Array:
-        found = state.drawing.sum() > until
-        return found if axis is None else jax.lax.psum(found, axis) > 0
+    def more(carry: tuple[Episodes, Array]) -> Array:
+        state, step = carry
+        return (state.drawing.sum() > until) & (step < steps)
 
-    def more(carry: tuple[Episodes, Array, Array]) -> Array:
-        _, step, wanted = carry
-        return wanted & (step < steps)
-
-    def draw(carry: tuple[Episodes, Array, Array]) -> tuple[Episodes, Array, Array]:
-        state, step, _ = carry
+    def one_more(carry: tuple[Episodes, Array]) -> tuple[Episodes, Array]:
+        state, step = carry
         # What was drawn last. A place that draws nothing writes where none attends: in
         # its own columns this step would round otherwise than `read`, which ran them.
-        columns = state.tokens.shape[1]
         column = jnp.where(state.drawing, state.length - 1, columns - 1)
-        hidden, caches = _extend(
-            params,
-            _slice(state.tokens, column, size=1),
-            layers=layers,
-            model=model,
-            start=column,
-            caches=state.caches,
+        drawn, [caches] = loop.step(
+            [decoder],
+            [state.caches],
+            tokens=_slice(state.tokens, column, size=1)[:, 0],
+            positions=column,
+            attend=_seen(column[:, None], columns=columns, model=model),
+            column=column,
+            draw=draw,
+            keys=state.keys,
+            number=state.length - state.prompt,
         )
-        state = dataclasses.replace(
-            state,
-            caches=caches,
-            cached=jnp.where(state.drawing, state.length, state.cached),
-        )
-        logits = heads.logits(params, hidden[:, 0], model=model, spread=True)
-        state = _drawn(
-            state,
-            logits,
-            stop_ids=stop_ids,
-            temperature=temperature,
-            shaping=shaping,
-        )
-        return state, step + 1, too_many(state)
+        cached = jnp.where(state.drawing, state.length, state.cached)
+        state = dataclasses.replace(state, caches=caches, cached=cached)
+        return episode_places.recorded(state, drawn), step + 1
 
-    first = state, jnp.zeros((), jnp.int32), too_many(state)
-    state, _, _ = jax.lax.while_loop(more, draw, first)
+    first = state, jnp.zeros((), jnp.int32)
+    state, _ = loop.run(first, advance=one_more, more=more, axis=axis)
     return state
 
 
-def _drawn(
-    state: Episodes,
-    logits: Array,
-    *,
-    stop_ids: tuple[int, ...],
-    temperature: float,
-    shaping: Shaping | None,
-    predicted: Array | None = None,
-    unused: Ranges = (),
-) -> Episodes:
-    """A token more in every place whose turn goes on.
-
-    Args:
-      predicted: bool[C], a token stands before it; None is everywhere. Nothing predicts
-        the first token of an empty prompt.
-      unused: ids that no token has, which it leaves out.
-    """
-    number = state.length - state.prompt
-    token, logprob, entropy = sample_token(
-        logits,
-        keys=jax.vmap(jax.random.fold_in)(state.keys, number),
-        temperature=temperature,
-        shaping=shaping,
-        predicted=predicted,
-        unused=unused,
-    )
-    columns = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None]
-    here = state.drawing[:, None] & (columns == state.length[:, None])
-
-    def put(old: Array, new: Array) -> Array:
-        return jnp.where(here, new[:, None], old)
-
-    length = state.length + state.drawing
-    stopped = jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
-    return dataclasses.replace(
-        state,
-        tokens=put(state.tokens, token),
-        sampled=state.sampled | here,
-        logprobs=put(state.logprobs, logprob),
-        entropy=put(state.entropy, entropy),
-        length=length,
-        drawing=state.drawing & ~stopped & (length < state.limit),
-    )
-
-
-def _extend(
-    params: Params,
-    tokens: Array,
-    *,
-    layers: Sequence[Params],
-    model: ModelConfig,
-    start: Array,
-    caches: Caches,
-) -> tuple[Array, Caches]:
-    """Hidden states of new tokens, against the columns before them.
-
-    Args:
-      tokens: i32[B, N].
-      start: i32[B], the column of the first.
-      caches: of every layer, W columns each.
-
-    Returns:
-      [B, N, D] after the final norm, and the caches with the new columns.
-    """
-    at = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    columns = jnp.arange(caches[0][0].shape[2], dtype=jnp.int32)[None, None]
-    seen = columns <= at[:, :, None]
-    everything = local = seen, angles(at, model=model)
+def _seen(at: Array, *, columns: int, model: ModelConfig) -> Seen:
+    """What tokens in columns i32[B, N] of their rows see, of W columns."""
+    column = jnp.arange(columns, dtype=jnp.int32)[None, None]
+    everything = window = column <= at[:, :, None]
     if model.sliding_window is not None:
-        near = seen & (columns > at[:, :, None] - model.sliding_window)
-        local = near, angles(at, model=model, local=True)
-    x = decoder.embed(params, model=model, tokens=tokens, positions=at)
-    updated = []
-    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        mask, rotary = local if model.is_local(number) else everything
-        x, cache = blocks.Block(model).apply(
-            {"params": leaves.read(layer)},
-            x,
-            mask=mask,
-            rotary=rotary,
-            cache=cache,
-            column=start,
-        )
-        updated.append(cache)
-    return decoder.final_norm(params, x, model=model), tuple(updated)
+        window = everything & (column > at[:, :, None] - model.sliding_window)
+    return Seen(everything, window)
 
 
 def _slice(array: Array, start: Array, *, size: int) -> Array:

@@ -18,7 +18,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 from rlhf_jax.models.attention import Cached, Columns, quantise, ring
 from rlhf_jax.models.attention.cache import Int8Columns
-from rlhf_jax.models.cached_decoder import Paged
+from rlhf_jax.models.cached_decoder import Seen
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import page_table
@@ -132,7 +132,7 @@ def filled(
     )
 
 
-def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) -> Paged:
+def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) -> Seen:
     """What the next token of every row sees, and where it is written.
 
     Args:
@@ -144,7 +144,7 @@ def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) ->
     window, size = everything, model.sliding_window
     if size is not None and size < longest:
         window = ring(pages.tokens, size=size, going=going)
-    return Paged(everything, window)
+    return Seen(everything, window)
 
 
 def moved(

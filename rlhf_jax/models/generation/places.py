@@ -12,6 +12,7 @@ from rlhf_jax.models import axes
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import page_table, paged_caches
+from rlhf_jax.models.generation.loop import Drawn
 from rlhf_jax.models.generation.page_table import PageTable
 
 Array = jax.Array
@@ -78,6 +79,19 @@ def empty(
         pages=page_table.empty(
             places=places, pages=pages, size=model.page_size, longest=longest
         ),
+    )
+
+
+def recorded(state: Places, drawn: Drawn, *, going: Array) -> Places:
+    """A token more of every response of bool[C] that is going."""
+    lengths, size = state.responses.lengths, state.responses.tokens.shape[1]
+    here = going[:, None] & (jnp.arange(size)[None] == lengths[:, None])
+    lengths = lengths + going
+    responses = drawn.put(state.responses, here=here)
+    return dataclasses.replace(
+        state,
+        responses=dataclasses.replace(responses, lengths=lengths),
+        alive=state.alive & ~(drawn.stops & going) & (lengths < size),
     )
 
 

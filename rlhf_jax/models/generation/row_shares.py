@@ -25,8 +25,8 @@ from jax.sharding import AxisType, PartitionSpec
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import continuous_batching, page_table
+from rlhf_jax.models.generation.loop import Draw
 from rlhf_jax.models.generation.places import Responses
-from rlhf_jax.models.generation.sampling import Shaping
 
 Array = jax.Array
 Params = Any
@@ -43,9 +43,7 @@ def respond(
     keys: Array,
     places: int,
     max_new_tokens: int,
-    stop_ids: tuple[int, ...],
-    temperature: float,
-    shaping: Shaping | None,
+    draw: Draw,
     group_size: int,
 ) -> Responses:
     """`continuous_batching.respond`, on a mesh with a pool of pages for every share.
@@ -59,7 +57,7 @@ def respond(
       keys: key[N], of the rows.
       places: C, of all shares together.
       max_new_tokens: R.
-      stop_ids, temperature, shaping: of `continuous_batching.respond`.
+      draw: how tokens are drawn.
       group_size: neighbouring rows of the same prompt, which stay together.
 
     Returns:
@@ -75,9 +73,7 @@ def respond(
     own = functools.partial(
         continuous_batching.respond,
         max_new_tokens=max_new_tokens,
-        stop_ids=stop_ids,
-        temperature=temperature,
-        shaping=shaping,
+        draw=draw,
         group_size=group_size,
     )
     auto = AxisType.Auto in mesh.axis_types and AXIS not in mesh.manual_axes

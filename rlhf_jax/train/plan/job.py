@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import engine_choice
+from rlhf_jax.models import engine_choice, layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import histogram
 from rlhf_jax.planning.measured import Target
@@ -79,14 +79,15 @@ def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
         remat=start.remat,
         attention=start.attention,
     )
+    backend = engine_choice.backend_of(target.mesh.abstract_mesh)
     choice = engine_choice.choose(
         model,
         columns=columns_of(config, options),
-        backend=engine_choice.backend_of(target.mesh.abstract_mesh),
+        backend=backend,
         context=context,
     )
     model = dataclasses.replace(model, attention=choice.engine)
-    return shapes.start(model)
+    return shapes.start(layout.fastest(model, backend=backend), backend=backend)
 
 
 def _shape(config: Config) -> ModelConfig:

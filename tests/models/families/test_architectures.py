@@ -16,6 +16,7 @@ from tiers import one_in
 from rlhf_jax import decode, decoder, kl, logprobs, policy
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import caches
+from rlhf_jax.models.generation.loop import Decoder, Draw
 
 LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4), 6, 9
 both = pytest.mark.parametrize(
@@ -83,16 +84,16 @@ def test_a_local_layer_caches_its_window_alone():
     state = jax.eval_shape(
         functools.partial(
             decode.start,
-            tiny.params(tiny.MIXED),
-            model=tiny.MIXED,
+            [Decoder(tiny.params(tiny.MIXED), tiny.MIXED)],
             max_new_tokens=NEW,
-            stop_ids=(),
+            draw=Draw(()),
         ),
         tokens=tokens,
         mask=mask,
         keys=decode.row_keys(jax.random.key(0), index=index, sample=index),
     )
-    places = [key.shape[2] for key, _ in state.caches]
+    [of_layers] = state.caches
+    places = [key.shape[2] for key, _ in of_layers]
     assert places == [4, PROMPT + NEW, 4]
 
 

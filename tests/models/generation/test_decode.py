@@ -13,7 +13,8 @@ from places import FIXTURES
 
 from rlhf_jax import decode, decoder, hf, policy
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.generation import decoding, sampling
+from rlhf_jax.models.generation import loop, sampling
+from rlhf_jax.models.generation.loop import Decoder, Draw
 from rlhf_jax.models.generation.sampling import Shaping
 
 STATIC = ("model", "max_new_tokens", "stop_ids", "temperature", "shaping")
@@ -225,7 +226,7 @@ def test_samples_do_not_depend_on_the_devices(model):
 def test_every_key_is_used_once(monkeypatch):
     """The keys that every row and every turn of the loop draws with."""
     keys_seen = []
-    draw = decoding.sample_token
+    draw = loop.sample_token
 
     def record(data):
         keys_seen.extend(map(tuple, np.asarray(data).tolist()))
@@ -234,7 +235,7 @@ def test_every_key_is_used_once(monkeypatch):
         jax.debug.callback(record, jax.random.key_data(keys))
         return draw(logits, keys=keys, **options)
 
-    monkeypatch.setattr(decoding, "sample_token", recorded)
+    monkeypatch.setattr(loop, "sample_token", recorded)
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
     keys = keys_of(np.repeat(INDEX[:4], 2), np.tile([0, 1], 4))
     whole = jax.jit(
@@ -254,11 +255,18 @@ def test_every_key_is_used_once(monkeypatch):
 def in_two_parts():
     """start and finish as programs of their own, with stops that end all rows early."""
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
-    shared = {"model": tiny.GPT2, "stop_ids": (0, *STOPS, 1, 3, 4, 5, 6)}
-    start = jax.jit(functools.partial(decode.start, max_new_tokens=NEW, **shared))
-    finish = jax.jit(
-        functools.partial(decode.finish, **shared), donate_argnames="state"
-    )
+    draw = Draw((0, *STOPS, 1, 3, 4, 5, 6))
+
+    @jax.jit
+    def start(params, **prompts):
+        decoders = [Decoder(params, tiny.GPT2)]
+        return decode.start(decoders, max_new_tokens=NEW, draw=draw, **prompts)
+
+    @functools.partial(jax.jit, donate_argnames="state")
+    def finish(params, *, state, keys):
+        decoders = [Decoder(params, tiny.GPT2)]
+        return decode.finish(decoders, state=state, keys=keys, draw=draw)
+
     params = tiny.params(tiny.GPT2)
     state = start(params, tokens=tokens, mask=mask, keys=keys_of())
     compiled = finish.lower(params, state=state, keys=keys_of()).compile()

@@ -19,7 +19,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.generation import episode_places, episodes, mixture
 from rlhf_jax.models.generation.episode_places import Arrivals
-from rlhf_jax.models.generation.mixture import Side
+from rlhf_jax.models.generation.loop import Decoder
 from rlhf_jax.models.generation.sampling import Shaping
 
 UNUSED = ((0, 2), (5, 6), (10, 13))
@@ -224,8 +224,8 @@ def test_a_mixture_leaves_them_out():
         inputs["tokens"][:, -1] = USED[3] if mapped else 3
         draw = functools.partial(
             mixture.generate,
-            Side(params, model),
-            Side(*other),
+            Decoder(params, model),
+            Decoder(*other),
             share=0.3,
             max_new_tokens=NEW,
             stop_ids=stops(mapped=mapped),

@@ -11,10 +11,10 @@ import toys
 from rlhf_jax import policy
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode, mixture
-from rlhf_jax.models.generation.mixture import Side
+from rlhf_jax.models.generation.loop import Decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-OURS = Side(toys.params(), toys.GPT2)
+OURS = Decoder(toys.params(), toys.GPT2)
 FIXED = ("max_new_tokens", "stop_ids", "temperature")
 DEEPER = dataclasses.replace(toys.LLAMA, num_layers=2)
 SHARE, TEMPERATURE, SIZE = 0.3, 0.7, 4
@@ -65,7 +65,7 @@ def mixed(side, other, generated):
 @pytest.mark.parametrize("model", [toys.GPT2, DEEPER])
 def test_log_probs_are_those_of_the_mixture(model):
     """Of a model of another family and depth; the entropy too, and rows that stop."""
-    other = Side(toys.params(model, seed=1), model)
+    other = Decoder(toys.params(model, seed=1), model)
     generated, _ = drawn(other)
     mask = np.asarray(generated.response_mask)
     lengths = mask.sum(axis=1)
@@ -104,7 +104,7 @@ def test_mixtures_that_are_none():
     with pytest.raises(InputError, match="share: expected a number between 0 and 1"):
         drawn(OURS, share=1.0)
     with pytest.raises(InputError, match="two models of one vocabulary, got 13 and 14"):
-        drawn(Side(OURS.params, more))
+        drawn(Decoder(OURS.params, more))
     short = dataclasses.replace(toys.GPT2, max_positions=6)
-    with pytest.raises(InputError, match=r"within 6 positions .* got 8 and 0.7"):
-        drawn(Side(OURS.params, short))
+    with pytest.raises(InputError, match=r"within 6 positions, got 4 \+ 4; shorten"):
+        drawn(Decoder(OURS.params, short))
