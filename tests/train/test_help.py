@@ -78,11 +78,5 @@ def test_the_command_alone_lists_all_commands_on_one_screen(capsys):
     main.main([])
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 40
-    for name in (
-        *main.TRAINERS,
-        *main.EVALUATE,
-        *main.SWEEP,
-        *main.REPORT,
-        *main.QUERIES,
-    ):
+    for name in main.COMMANDS:
         assert f"  {name} " in shown
