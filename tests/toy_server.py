@@ -37,7 +37,7 @@ class Toy:
         if path == "/reset_prefix_cache":
             return {"success": True}
         self.asked.append(body)
-        drawn = [5, 6, 7][: body["max_tokens"]]
+        drawn = self.drawn(body)
         tokens = np.array([[0] * 12 + body["prompt"] + drawn])[:, -16:]
         mask = np.arange(16) >= 16 - len(body["prompt"]) - len(drawn)
         logprobs = self._logprobs(
@@ -49,6 +49,10 @@ class Toy:
             "prompt_token_ids": body["prompt"],
         }
         return {"choices": [choice]}
+
+    def drawn(self, body):
+        """The tokens of a response."""
+        return [5, 6, 7][: body["max_tokens"]]
 
     def load(self, path):
         files = sorted(file.name for file in Path(path).iterdir())

@@ -1,0 +1,112 @@
+"""Every pair of what a policy gradient takes, in runs: each choice leaves its trace."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import pairs
+import pytest
+import toy_files
+import toy_server
+import traces
+
+from rlhf_jax import hf, rewards
+from rlhf_jax.runs import metrics
+from rlhf_jax.train import main, trainer
+
+MODEL = dataclasses.replace(toy_files.MODEL, num_layers=2, max_positions=32)
+PROMPTS = ("the cat", "a dog was", "it ran", "we sat on")
+TEXTS = ("the cat sat on a dog .", "it was good and we ran .", "the dog was so bad .")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+class Server(toy_server.Toy):
+    """Draws other words for each response, so that groups are not equal."""
+
+    def drawn(self, body):
+        start = len(self.asked)
+        return [5 + (start * 7 + at * start) % 15 for at in range(body["max_tokens"])]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for seed, name in enumerate(("model", "other", "teacher")):
+        toy_files.checkpoint(folder / name, model=MODEL, seed=seed)
+    for seed, name in enumerate(("scorer", "scorer_2"), start=1):
+        key, trunk = jax.random.key(seed), toy_files.params(MODEL, seed=seed + 2)
+        scorer = rewards.init(key, trunk, model=MODEL)
+        hf.save_reward(folder / name, MODEL, scorer, tokenizer=toy_files.tokenizer())
+    rows = [{"prompt": text, "question": f"{text} ?"} for text in PROMPTS]
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    toy_files.jsonl(folder / "held_out.jsonl", *rows[:3])
+    toy_files.jsonl(folder / "texts.jsonl", *({"text": text} for text in TEXTS))
+    return folder
+
+
+def run(row, out):
+    """The run of a row, by the console script's own function."""
+    loops, critics = [], []
+    run_stage = trainer.run_stage
+
+    def spied(loop, models, **more):
+        critic = models.train.critic
+        loops.append((loop, models))
+        critics.append(
+            jax.device_get(critic if models.critic is None else models.critic.params)
+        )
+        return run_stage(loop, models, **more)
+
+    toy = Server()
+    line = [*pairs.words(row), "--out", str(out)]
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(trainer, "run_stage", spied)
+        if pairs.SERVER in line:
+            url = stack.enter_context(toy_server.serving(toy))
+            line[line.index(pairs.SERVER)] = url
+        main.main(line)
+    ((loop, models),), (critic,) = loops, critics
+    return traces.Run(
+        row=row,
+        folder=out,
+        config=loop.config,
+        loop=loop,
+        models=models,
+        critic=critic,
+        asked=toy.asked,
+        rows=metrics.read(out / "metrics.jsonl"),
+        samples=metrics.read(out / "samples.jsonl"),
+        summary=json.loads((out / "summary.json").read_text()),
+    )
+
+
+def infinite(rows):
+    """The metrics that are not finite; of some of a ledger there is nothing to see."""
+    return {
+        name: value
+        for row in rows
+        for name, value in row.items()
+        if name != "stage" and not (value is None and name.startswith("trust/"))
+        if value is None or not math.isfinite(float(value))
+    }
+
+
+ROWS = pairs.rows()
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=[f"{n}-{r['method']}" for n, r in enumerate(ROWS)])
+def test_a_row_runs_and_drops_nothing(row, files, tmp_path, monkeypatch):
+    print("rlhf-jax", *pairs.words(row))
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    ended = run(row, tmp_path / "run")
+    found = infinite(ended.rows), traces.dropped(ended)
+    assert found == ({}, [])
+    assert Path(ended.folder / "model" / "model.safetensors").exists()
