@@ -184,6 +184,21 @@ def test_a_server_that_dies_stops_the_run_which_then_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
+def test_the_reference_responds_beside_a_process(files, more):
+    """It is not handed over, or the next responses would be the reference's."""
+    options = (GROUPS, "--sample-reference", "--sample-every=1", *more)
+    here = train(files, "here", *options)
+    run = train(files, "run", "--sampler=process", *options)
+    assert bits(run) == bits(here)
+    responses = [
+        [row["reference"] for row in metrics.read(each / "samples.jsonl")]
+        for each in (run, here)
+    ]
+    assert responses[0] == responses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
 def test_adapters_are_handed_over_merged(files, more):
     """Samplers outside know no adapters; they draw what our decoder here draws."""
     options = (GROUPS, "--lora=2", "--max-new-tokens=3", "--sample-every=1", *more)
