@@ -7,6 +7,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import pytest
+import toy_episodes
 import toy_files
 from test_trainers import contents, play, refused
 from tiers import one_in
@@ -188,6 +189,14 @@ def test_nash_md_is_the_same_trainer_with_another_recipe(files, tmp_path):
     before = contents(out)
     play(nash_md, out, *argv, "--resume")  # nothing is left to do
     assert contents(out) == before
+
+
+@pytest.mark.slow
+def test_adapters_that_become_the_reference_are_on_the_mesh(files, tmp_path):
+    argv = ("--lora=2", "--lifecycle.move=reset,every=1", "--num-steps=3")
+    for out, more in {"one": (), "mesh": ("--placement.policy=data=4,fsdp=2",)}.items():
+        gsm8k(tmp_path / out, files, *argv, *more)
+    toy_episodes.assert_same_run(tmp_path / "mesh", tmp_path / "one")
 
 
 @pytest.mark.parametrize(
