@@ -13,13 +13,13 @@ from test_trainers import contents, play, refused
 from tiers import one_in
 
 import rlhf_jax.train.methods.grpo
-from rlhf_jax import config, grpo, hf
+from rlhf_jax import config, fingerprint, grpo, hf
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.self_check import TOLERANCE
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import build, responses
+from rlhf_jax.train import build, loop, responses
 from rlhf_jax.train.config.prompts import AskedPrompts
 from rlhf_jax.train.methods import nash_md, online_dpo, reinforce
 from rlhf_jax.train.outside.samplers import make_sampler
@@ -197,6 +197,31 @@ def test_adapters_that_become_the_reference_are_on_the_mesh(files, tmp_path):
     for out, more in {"one": (), "mesh": ("--placement.policy=data=4,fsdp=2",)}.items():
         gsm8k(tmp_path / out, files, *argv, *more)
     toy_episodes.assert_same_run(tmp_path / "mesh", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--lora=2",)], ids=["", "adapters"])
+def test_the_mixture_of_nash_md_is_with_the_reference_as_it_moves(
+    files, tmp_path, monkeypatch, more
+):
+    mixed, inner = [], loop.Loop.draw
+
+    def draw(self, policy, **of_step):
+        reference = self.sampler._frozen.reference
+        same = fingerprint.digests(policy) == reference.source_digests
+        mixed.append(bool(same.all()))
+        return inner(self, policy, **of_step)
+
+    monkeypatch.setattr(loop.Loop, "draw", draw)
+    argv = (
+        *("--model", files / "model", "--prompts", files / "many.jsonl"),
+        *("--verifier=gsm8k", "--num-workers=1", "--prompt-field=question"),
+        *("--batch-size=8", "--max-new-tokens=3", "--num-steps=4", "--kl-coef=0.01"),
+        *("--learning-rate=1e-2", "--lifecycle.move=reset,every=2", *more),
+    )
+    play(nash_md, tmp_path / "run", *argv)
+    # The rehearsal's, and of steps 0 to 3; it is reset after every second one.
+    assert mixed == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize(
