@@ -116,6 +116,41 @@ def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, 
         assert str(FEATURES[feature](config)) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "pair"),
+    [
+        (
+            "ppo --reference none --placement.reference last",
+            ("no reference", "asks for a reference"),
+        ),
+        (
+            "ppo --reference none --lifecycle.kl-every 2",
+            ("no reference", "asks for a reference"),
+        ),
+        (
+            "ppo --reference none --penalty.value-estimator exact",
+            ("no reference", "asks for a reference"),
+        ),
+        (
+            "ppo --penalty.placement None --kl-coef 0 "
+            "--kl-control lagrangian,target=6,unit=response",
+            ("unplaced penalty", "KL coefficient"),
+        ),
+        (
+            "grpo --lora 8 --placement.reference pinned_host",
+            ("adapters", "first reference apart"),
+        ),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(words, pair):
+    assert violated(parse(words)) == [pair]
+
+
+def test_adapters_beside_another_reference_take_it_from_the_host():
+    words = "grpo --lora 8 --reference other --placement.reference pinned_host"
+    assert not violated(parse(words))
+
+
 def test_a_command_line_is_refused_with_status_2(monkeypatch, check, capsys):
     monkeypatch.setattr(capabilities, "check", check)
     with pytest.raises(SystemExit) as exit_:
