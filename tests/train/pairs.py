@@ -281,8 +281,8 @@ def every_pair():
     )
 
 
-def generate():
-    """The rows; it takes a minute.
+def generate(kept):
+    """These rows, and more until every allowed pair is in one; of nothing in minutes.
 
     covertable and not allpairspy, as this looks for a row of each pair that is left,
     where that stops at the first row without a new pair, hundreds of pairs early.
@@ -295,21 +295,23 @@ def generate():
 
     condition = {"operator": "fn", "requires": [], "evaluate": condition}
     choices = {name: list(PARAMETERS[name]) for name in PARAMETERS}
-    return covertable.make(choices, constraints=[condition])
+    return covertable.make(choices, constraints=[condition], presets=kept)
 
 
 def rows():
-    """The rows as they were generated; each file's line leaves out what is absent."""
+    """The rows as they were recorded, whose lines leave out what is absent."""
+    if not RECORDED.exists():
+        return []
     lines = RECORDED.read_text(encoding="utf-8").splitlines()
     absent = {name: first(name) for name in PARAMETERS}
     return [absent | json.loads(line) for line in lines]
 
 
 def record():
-    """Writes the rows, those of few choices first."""
+    """Writes the rows, those of few choices first; what is still allowed stays."""
     lines = [
         {name: row[name] for name in PARAMETERS if row[name] != ABSENT}
-        for row in generate()
+        for row in generate([row for row in rows() if is_allowed(row)])
     ]
     lines.sort(key=len)
     RECORDED.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -1,13 +1,14 @@
 """Every pair of what a policy gradient takes, in runs: each choice leaves its trace."""
 
+import collections
 import contextlib
 import dataclasses
 import json
-import math
 import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pairs
 import pytest
 import toy_files
@@ -17,15 +18,20 @@ import traces
 from rlhf_jax import hf, rewards
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import main, trainer
+from rlhf_jax.train.config.capabilities import TABLE
 
 MODEL = dataclasses.replace(toy_files.MODEL, num_layers=2, max_positions=32)
 PROMPTS = ("the cat", "a dog was", "it ran", "we sat on")
-TEXTS = ("the cat sat on a dog .", "it was good and we ran .", "the dog was so bad .")
+TEXTS = ("sat on a dog .", "was good and we ran .", "was so bad .", "ran .")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Server(toy_server.Toy):
     """Draws other words for each response, so that groups are not equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.context = MODEL.max_positions
 
     def drawn(self, body):
         start = len(self.asked)
@@ -44,7 +50,9 @@ def files(tmp_path_factory):
     rows = [{"prompt": text, "question": f"{text} ?"} for text in PROMPTS]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     toy_files.jsonl(folder / "held_out.jsonl", *rows[:3])
-    toy_files.jsonl(folder / "texts.jsonl", *({"text": text} for text in TEXTS))
+    pairs_of_texts = zip(PROMPTS, TEXTS, strict=True)
+    texts = [{"prompt": prompt, "response": text} for prompt, text in pairs_of_texts]
+    toy_files.jsonl(folder / "texts.jsonl", *texts)
     return folder
 
 
@@ -91,17 +99,60 @@ def infinite(rows):
         name: value
         for row in rows
         for name, value in row.items()
-        if name != "stage" and not (value is None and name.startswith("trust/"))
-        if value is None or not math.isfinite(float(value))
+        if name not in ("stage", "alarms")
+        if not (value is None and name.startswith("trust/"))
+        if not np.isfinite(np.asarray(value, float)).all()
     }
 
 
 ROWS = pairs.rows()
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=[f"{n}-{r['method']}" for n, r in enumerate(ROWS)])
+def test_the_rows_have_every_pair_that_the_table_allows():
+    allowed = {pair for pair in pairs.every_pair() if pairs.is_allowed(dict(pair))}
+    covered = set().union(*map(pairs.pairs_of, ROWS))
+    assert allowed - covered == set(), "generate them again: tests/train/pairs.py"
+    assert all(pairs.is_allowed(row) for row in ROWS)
+
+
+def test_a_pair_that_is_refused_has_its_row_in_the_table():
+    met = set()
+    for pair in pairs.every_pair():
+        chosen = dict(pair)
+        if pairs.is_allowed(chosen):
+            continue
+        alone = [
+            name
+            for method in [chosen.get(pairs.METHOD)]
+            for name, choice in pair
+            if method and pairs.is_refused_alone(method, name, choice)
+        ]
+        assert set(alone) <= set(pairs.OF_THE_RECIPE)
+        rows = {row for row in TABLE if row in pairs.violated(pair)}
+        assert alone or rows, pair
+        met |= rows
+    assert met == set(TABLE), "a row of the table forbids no pair of choices"
+
+
+def test_every_choice_leaves_a_trace():
+    for name, choices in pairs.PARAMETERS.items():
+        assert {*traces.TRACES[name], pairs.ABSENT} >= set(choices)
+
+
+
+
+def cases():
+    """The rows: two of each command, of few choices, are slow, and the others long."""
+    found = collections.Counter()
+    for number, row in enumerate(ROWS):
+        command, *_ = pairs.words(row)
+        found[command] += 1
+        marks = [pytest.mark.slow, *[pytest.mark.long] * (found[command] > 2)]
+        yield pytest.param(row, id=f"{number}-{row[pairs.METHOD]}", marks=marks)
+
+
+@pytest.mark.filterwarnings("ignore:KL penalty")  # of its gradient, which is as it is
+@pytest.mark.parametrize("row", [*cases()])
 def test_a_row_runs_and_drops_nothing(row, files, tmp_path, monkeypatch):
     print("rlhf-jax", *pairs.words(row))
     monkeypatch.chdir(files)

@@ -129,7 +129,9 @@ TRACES = {
         ),
         "apart": lambda run: all(is_apart(each, run) for each in run.models.rewards),
     },
-    "environment": {"present": lambda run: run.logs("response/turns")},
+    "environment": {
+        "present": lambda run: any("the dog" in row["response"] for row in run.samples)
+    },
     "sampler": {
         "int8": lambda run: run.rows[0]["policy/sampler_mismatch"] > 1e-5,
         "process": lambda run: "sampler_retries" in run.summary,
@@ -189,7 +191,7 @@ TRACES = {
     },
     "penalty": {
         "exact": lambda run: run.logs("objective/kl_exact"),
-        "loss": lambda run: run.logs("loss/kl"),
+        "loss": lambda run: run.logs("loss/kl") or run.models.reference is None,
         "unplaced": lambda run: run.rows[0]["objective/kl_coef"] == 0
         and not run.logs("loss/kl"),
     },
@@ -229,7 +231,7 @@ TRACES = {
         "present": lambda run: all("alternatives" in row for row in run.samples)
     },
     "alarms": {
-        "present": lambda run: not run.logs("drift/relative") or bool(run.summary["alarms"])
+        "present": lambda run: run.logs("alarms") or not run.logs("drift/relative")
     },
 }
 
