@@ -257,7 +257,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
         ("--micro-batch-size=8", "micro_batch_size: expected to divide the 4 pairs"),
         (
             "--references=other=x,weight=1",
-            "with rlhf-jax online-dpo, as its loss has one",
+            "with rlhf-jax online-dpo, as its loss reads one",
         ),
         ("--clip-range=0.1", "clip_range: expected none for online DPO"),
     ],

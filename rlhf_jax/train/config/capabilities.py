@@ -174,7 +174,12 @@ FEATURES: Mapping[str, Feature] = {
             "--kl-control": c.kl.kl_control != type(c.kl)().kl_control,
         }
     ),
-    "further references": lambda c: "--references" if c.reference.references else None,
+    "further references or steps without one": lambda c: _first(
+        {
+            "--references": bool(c.reference.references),
+            "--lifecycle.kl-every": c.reference.lifecycle.kl_every > 1,
+        }
+    ),
     "one reference": _of("online-dpo", "distill"),
     "exact KL": lambda c: "exact --penalty" if c.method.penalty.needs_logits else None,
     "reference apart": _apart,
@@ -273,7 +278,9 @@ FEATURES: Mapping[str, Feature] = {
 TABLE: Mapping[tuple[str, str], str] = {
     ("no reference", "asks for a reference"): "there is none to measure a KL to",
     ("unplaced penalty", "KL coefficient"): "the KL is measured then and acts nowhere",
-    ("further references", "one reference"): "its loss has one reference",
+    ("further references or steps without one", "one reference"): (
+        "its loss reads one reference, in every step"
+    ),
     ("exact KL", "reference apart"): (
         "exact KL needs the hidden states of both in one program; choose k1, k2 or k3"
     ),

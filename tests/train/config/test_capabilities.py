@@ -20,7 +20,9 @@ PAIRS = {
     ("unplaced penalty", "KL coefficient"): (
         "ppo --penalty.placement None --kl-coef 0.1"
     ),
-    ("further references", "one reference"): "online-dpo --references other=o",
+    ("further references or steps without one", "one reference"): (
+        "online-dpo --references other=o"
+    ),
     ("exact KL", "reference apart"): (
         "ppo --penalty.value-estimator exact --placement.reference cpu"
     ),
@@ -126,6 +128,14 @@ def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, 
         (
             "ppo --reference none --lifecycle.kl-every 2",
             ("no reference", "asks for a reference"),
+        ),
+        (
+            "online-dpo --lifecycle.kl-every 2",
+            ("further references or steps without one", "one reference"),
+        ),
+        (
+            "distill --reference o --lifecycle.kl-every 2",
+            ("further references or steps without one", "one reference"),
         ),
         (
             "ppo --reference none --penalty.value-estimator exact",
