@@ -119,7 +119,8 @@ PARAMETERS: dict[str, dict[str, str]] = {
         ABSENT: "",
         "exact": "--penalty.value-estimator exact",
         "loss": "--penalty.placement loss --penalty.grad-estimator k2",
-        "unplaced": "--penalty.placement None --penalty.grad-estimator None --kl-coef 0",
+        "unplaced": "--penalty.placement None --penalty.grad-estimator None "
+        "--kl-coef 0",
     },
     "log-probs": {
         ABSENT: "",
@@ -181,7 +182,7 @@ def words(row):
 def parsed(line):
     """The config of a command line, whatever the table says of it."""
     name, *options = line
-    with mock.patch.object(capabilities, "check", lambda config: None):
+    with mock.patch.object(capabilities, "check", return_value=None):
         return command_line.parse(
             importlib.import_module(TRAINERS[name].module).Config,
             description="A test.",
@@ -243,7 +244,7 @@ def is_refused_alone(method, name, choice):
     """Whether a method's own recipe does not take a choice, whatever else there is."""
     config = config_of({METHOD: method, name: choice})
     try:
-        with mock.patch.object(capabilities, "check", lambda config: None):
+        with mock.patch.object(capabilities, "check", return_value=None):
             config.method.__post_init__()
             config.__post_init__()
     except InputError:

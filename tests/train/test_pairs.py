@@ -139,8 +139,6 @@ def test_every_choice_leaves_a_trace():
         assert {*traces.TRACES[name], pairs.ABSENT} >= set(choices)
 
 
-
-
 def cases():
     """The rows: two of each command, of few choices, are slow, and the others long."""
     found = collections.Counter()

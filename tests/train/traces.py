@@ -90,34 +90,44 @@ def saved_dtypes(folder):
         return {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
-
 VALUED = ("loss/value", "value/explained_variance")
 REWARDS = ("distinct", "right", "kind", "short")
 TRACES = {
     "method": {
         "ppo": lambda run: run.logs(*VALUED) and run.models.critic is None,
-        "ppo, critic of the reward model": lambda run: run.logs(*VALUED)
-        and critic_of(
-            run,
-            tokens_of("scorer", load=hf.load_reward, trunk=lambda each: each["trunk"]),
+        "ppo, critic of the reward model": lambda run: (
+            run.logs(*VALUED)
+            and critic_of(
+                run,
+                tokens_of(
+                    "scorer", load=hf.load_reward, trunk=lambda each: each["trunk"]
+                ),
+            )
         ),
-        "ppo, critic of another model": lambda run: run.logs(*VALUED)
-        and critic_of(run, tokens_of("other")),
-        "ppo, shared trunk": lambda run: run.logs(*VALUED)
-        and run.critic.keys() == {"score"},
-        "ppo, critic apart": lambda run: run.logs(*VALUED)
-        and not devices(run.models.critic.params) & devices(run.models.train.policy),
+        "ppo, critic of another model": lambda run: (
+            run.logs(*VALUED) and critic_of(run, tokens_of("other"))
+        ),
+        "ppo, shared trunk": lambda run: (
+            run.logs(*VALUED) and run.critic.keys() == {"score"}
+        ),
+        "ppo, critic apart": lambda run: (
+            run.logs(*VALUED)
+            and not devices(run.models.critic.params) & devices(run.models.train.policy)
+        ),
         "grpo": lambda run: run.logs("group/std", "loss/policy"),
-        "reinforce": lambda run: run.logs("loss/policy")
-        and not run.logs("group/std")
-        and not run.logs("loss/value"),
+        "reinforce": lambda run: (
+            run.logs("loss/policy")
+            and not run.logs("group/std")
+            and not run.logs("loss/value")
+        ),
         "online-dpo": lambda run: run.logs("loss/dpo", "pair/score_gap"),
         "nash-md": lambda run: run.logs("pair/win"),
         "distill": lambda run: run.logs("loss/divergence", "loss/policy"),
     },
     "rewards": {
-        "model": lambda run: run.logs("objective/scores")
-        and len(run.models.rewards) == 1,
+        "model": lambda run: (
+            run.logs("objective/scores") and len(run.models.rewards) == 1
+        ),
         "ensemble": lambda run: run.logs("reward/disagreement"),
         "function": lambda run: run.is_scored_by_texts,
         "verifier": lambda run: run.is_scored_by_texts,
@@ -154,14 +164,17 @@ TRACES = {
         "field": lambda run: all(row["prompt"].endswith("?") for row in run.samples),
     },
     "adapters": {
-        "present": lambda run: (run.folder / "adapter").is_dir()
-        and run.models.base is not None
+        "present": lambda run: (
+            (run.folder / "adapter").is_dir() and run.models.base is not None
+        )
     },
     "reference": {
-        "other": lambda run: frozen.source_fingerprint_of(run.models.reference).root
-        == root("other"),
-        "none": lambda run: run.models.reference is None
-        and not run.logs("objective/kl"),
+        "other": lambda run: (
+            frozen.source_fingerprint_of(run.models.reference).root == root("other")
+        ),
+        "none": lambda run: (
+            run.models.reference is None and not run.logs("objective/kl")
+        ),
     },
     "reference storage": {
         "int8": lambda run: has_dtype(reference(run).stored, np.int8)
@@ -169,31 +182,38 @@ TRACES = {
     "reference place": {
         "apart": lambda run: is_apart(run.models.reference, run),
         "cpu": lambda run: frozen.mesh_of(run.models.reference) is None,
-        "pinned": lambda run: {
-            leaf.sharding.memory_kind
-            for leaf in jax.tree.leaves(run.models.reference.stored)
-        }
-        == {"pinned_host"},
+        "pinned": lambda run: (
+            {
+                leaf.sharding.memory_kind
+                for leaf in jax.tree.leaves(run.models.reference.stored)
+            }
+            == {"pinned_host"}
+        ),
     },
     "move": {"reset": has_moved, "mix": has_moved},
     "KL steps": {
-        "few": lambda run: "objective/kl" in run.rows[0]
-        and "objective/kl" not in run.rows[1]
+        "few": lambda run: (
+            "objective/kl" in run.rows[0] and "objective/kl" not in run.rows[1]
+        )
     },
     "further references": {
         "present": lambda run: run.logs("objective/kl_further"),
-        "apart": lambda run: run.logs("objective/kl_further")
-        and is_apart(run.models.further["further"], run),
+        "apart": lambda run: (
+            run.logs("objective/kl_further")
+            and is_apart(run.models.further["further"], run)
+        ),
     },
     "KL control": {
-        "adaptive": lambda run: run.rows[1]["objective/kl_coef"]
-        != run.rows[0]["objective/kl_coef"]
+        "adaptive": lambda run: (
+            run.rows[1]["objective/kl_coef"] != run.rows[0]["objective/kl_coef"]
+        )
     },
     "penalty": {
         "exact": lambda run: run.logs("objective/kl_exact"),
         "loss": lambda run: run.logs("loss/kl") or run.models.reference is None,
-        "unplaced": lambda run: run.rows[0]["objective/kl_coef"] == 0
-        and not run.logs("loss/kl"),
+        "unplaced": lambda run: (
+            run.rows[0]["objective/kl_coef"] == 0 and not run.logs("loss/kl")
+        ),
     },
     "log-probs": {
         "recomputed": lambda run: run.recipe.recompute_logprobs,
@@ -217,10 +237,10 @@ TRACES = {
     "dtype": {"bfloat16": lambda run: run.recipe.model.dtype == "bfloat16"},
     "saved": {"bfloat16": lambda run: saved_dtypes(run.folder) == {"BF16"}},
     "held out": {
-        "present": lambda run: all(
-            "eval/greedy_score" in row and "eval/score" in row for row in run.rows
+        "present": lambda run: (
+            all("eval/greedy_score" in row and "eval/score" in row for row in run.rows)
+            and "held_out_score_after" in run.summary
         )
-        and "held_out_score_after" in run.summary
     },
     "texts": {"present": lambda run: all("eval/code_nll" in row for row in run.rows)},
     "judge": {"present": lambda run: run.logs("judge/score")},

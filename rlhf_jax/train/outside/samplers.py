@@ -64,9 +64,7 @@ def make_sampler(
         outside = ProcessSampler(
             recipe, weights=options.weights, timeout=options.timeout
         )
-        return OutsideSampler(
-            outside, home=meshes.policy, merge=merge, retries=retries
-        )
+        return OutsideSampler(outside, home=meshes.policy, merge=merge, retries=retries)
     tolerance = options.check_tolerance
     if tolerance is None:
         tolerance = self_check.TOLERANCE[config.start.dtype]
