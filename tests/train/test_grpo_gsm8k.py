@@ -215,8 +215,8 @@ def test_the_mixture_of_nash_md_is_with_the_reference_as_it_moves(
     monkeypatch.setattr(loop.Loop, "draw", draw)
     argv = (
         *("--model", files / "model", "--prompts", files / "many.jsonl"),
-        *("--verifier=gsm8k", "--num-workers=1", "--prompt-field=question"),
-        *("--batch-size=8", "--max-new-tokens=3", "--num-steps=4", "--kl-coef=0.01"),
+        *("--rewards=size=length", "--prompt-field=question", "--kl-coef=0.01"),
+        *("--batch-size=16", "--max-new-tokens=6", "--num-steps=4"),
         *("--learning-rate=1e-2", "--lifecycle.move=reset,every=2", *more),
     )
     play(nash_md, tmp_path / "run", *argv)
@@ -230,7 +230,7 @@ def test_the_mixture_of_nash_md_is_with_the_reference_as_it_moves(
         ("--reference=none", "--reference none: expected none with rlhf-jax nash-md"),
         ("--batch-size=7", "--batch-size: expected an even number, for a response of"),
         ("--mixture=1", "mixture: expected a share between 0 and 1, got 1.0"),
-        ("--placement.reference=last", "as its mixture runs policy and reference in"),
+        ("--placement.reference=last", "as its mixture draws beside the policy, and"),
         ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
         ("--truncate-after=3", "truncate_after: expected none for Nash-MD"),
         ("--continuous-batching=4", "continuous_batching: expected none for Nash-MD"),

@@ -143,7 +143,7 @@ def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, 
         ),
         (
             "ppo --penalty.placement None --kl-coef 0 "
-            "--kl-control lagrangian,target=6,unit=response",
+            "--kl-control linear,end=0.1",
             ("unplaced penalty", "KL coefficient"),
         ),
         (
