@@ -150,7 +150,7 @@ class Sampler:
 
     def follow(self, reference: Frozen) -> None:
         """Takes the reference as its lifecycle left it, for a recipe of mixtures."""
-        self._frozen = self._frozen.replace(reference=reference)
+        self._frozen = dataclasses.replace(self._frozen, reference=reference)
 
     def hand_over(self, policy: Params) -> Params:
         """The parameters as `draw` takes them, which no donation of `policy` touches.
