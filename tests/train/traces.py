@@ -209,7 +209,9 @@ TRACES = {
         )
     },
     "penalty": {
-        "exact": lambda run: run.logs("objective/kl_exact"),
+        "exact": lambda run: (  # in the reward, and in the loss
+            run.logs("objective/kl_exact") or run.logs("loss/kl")
+        ),
         "loss": lambda run: run.logs("loss/kl") or run.models.reference is None,
         "unplaced": lambda run: (
             run.rows[0]["objective/kl_coef"] == 0 and not run.logs("loss/kl")

@@ -142,8 +142,7 @@ def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, 
             ("no reference", "asks for a reference"),
         ),
         (
-            "ppo --penalty.placement None --kl-coef 0 "
-            "--kl-control linear,end=0.1",
+            "ppo --penalty.placement None --kl-coef 0 --kl-control linear,end=0.1",
             ("unplaced penalty", "KL coefficient"),
         ),
         (
