@@ -141,8 +141,10 @@ TRACES = {
     },
     "environment": {
         # A turn that has no stop token is the last; it is shorter than a response.
-        "present": lambda run: any("the dog" in row["response"] for row in run.samples)
-        or all(len(row["tokens"]) <= 3 for row in run.samples)
+        "present": lambda run: (
+            any("the dog" in row["response"] for row in run.samples)
+            or all(len(row["tokens"]) <= 3 for row in run.samples)
+        )
     },
     "sampler": {
         "int8": lambda run: run.rows[0]["policy/sampler_mismatch"] > 1e-5,
