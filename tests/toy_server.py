@@ -26,29 +26,35 @@ class Toy:
         self.change = lambda path, answer: answer
         self.keeps_weights = False
         self.unused = ()  # ids that it does not draw
+        self.context = 16
         self._logprobs = jax.jit(policy.logprobs, static_argnames=("model",))
 
     def answer(self, path, body):
         if path == "/v1/models":
-            return {"data": [{"id": "toy", "max_model_len": 16}]}
+            return {"data": [{"id": "toy", "max_model_len": self.context}]}
         if path == "/collective_rpc":
             self.load(body["kwargs"]["weights_path"])
             return {"results": [None]}
         if path == "/reset_prefix_cache":
             return {"success": True}
         self.requests.append(body)
-        drawn = [5, 6, 7][: body["max_tokens"]]
-        tokens = np.array([[0] * 12 + body["prompt"] + drawn])[:, -16:]
-        mask = np.arange(16) >= 16 - len(body["prompt"]) - len(drawn)
+        drawn = self.drawn(body)
+        size = self.context
+        tokens = np.array([[0] * size + body["prompt"] + drawn])[:, -size:]
+        mask = np.arange(size) >= size - len(body["prompt"]) - len(drawn)
         logprobs = self._logprobs(
             self.params, model=self.model, tokens=tokens, mask=mask[None]
         )
         choice = {
             "token_ids": drawn,
-            "logprobs": {"token_logprobs": logprobs[0, -len(drawn) :].tolist()},
+            "logprobs": {"token_logprobs": logprobs[0, size - len(drawn) :].tolist()},
             "prompt_token_ids": body["prompt"],
         }
         return {"choices": [choice]}
+
+    def drawn(self, body):
+        """The tokens of a response."""
+        return [5, 6, 7][: body["max_tokens"]]
 
     def load(self, path):
         files = sorted(file.name for file in Path(path).iterdir())

@@ -148,7 +148,8 @@ def build(
     keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), ADAPTERS))
     if lora is not None:
         base = config.reference.reference_storage.freeze(start.params)
-        trained = init(keys[0], model=model, lora=lora)
+        # On the mesh, as a reference that moves is a copy of them, beside the base.
+        trained = sharding.place(init(keys[0], model=model, lora=lora), mesh=mesh)
     critic_model, valued = model, None
     if config.critic is not None:
         critic_model, valued = _critic(

@@ -149,6 +149,10 @@ def improve(
         )
     for step in stage.steps():
         key, stats = loop.key(step), {}
+        if config.mixes_reference:
+            assert isinstance(loop.sampler, Sampler)  # as the capability table has it
+            assert reference is not None
+            loop.sampler.follow(reference)
         with stage.user_code():
             if queue is None:
                 rollout, early = loop.draw(

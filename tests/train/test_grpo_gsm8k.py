@@ -7,18 +7,19 @@ import shutil
 import jax
 import jax.numpy as jnp
 import pytest
+import toy_episodes
 import toy_files
 from test_trainers import contents, play, refused
 from tiers import one_in
 
 import rlhf_jax.train.methods.grpo
-from rlhf_jax import config, grpo, hf
+from rlhf_jax import config, fingerprint, grpo, hf
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.self_check import TOLERANCE
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import build, responses
+from rlhf_jax.train import build, loop, responses
 from rlhf_jax.train.config.prompts import AskedPrompts
 from rlhf_jax.train.methods import nash_md, online_dpo, reinforce
 from rlhf_jax.train.outside.samplers import make_sampler
@@ -190,13 +191,46 @@ def test_nash_md_is_the_same_trainer_with_another_recipe(files, tmp_path):
     assert contents(out) == before
 
 
+@pytest.mark.slow
+def test_adapters_that_become_the_reference_are_on_the_mesh(files, tmp_path):
+    argv = ("--lora=2", "--lifecycle.move=reset,every=1", "--num-steps=3")
+    for out, more in {"one": (), "mesh": ("--placement.policy=data=4,fsdp=2",)}.items():
+        gsm8k(tmp_path / out, files, *argv, *more)
+    toy_episodes.assert_same_run(tmp_path / "mesh", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--lora=2",)], ids=["", "adapters"])
+def test_the_mixture_of_nash_md_is_with_the_reference_as_it_moves(
+    files, tmp_path, monkeypatch, more
+):
+    mixed, inner = [], loop.Loop.draw
+
+    def draw(self, policy, **of_step):
+        reference = self.sampler._frozen.reference
+        same = fingerprint.digests(policy) == reference.source_digests
+        mixed.append(bool(same.all()))
+        return inner(self, policy, **of_step)
+
+    monkeypatch.setattr(loop.Loop, "draw", draw)
+    argv = (
+        *("--model", files / "model", "--prompts", files / "many.jsonl"),
+        *("--rewards=size=length", "--prompt-field=question", "--kl-coef=0.01"),
+        *("--batch-size=16", "--max-new-tokens=6", "--num-steps=4"),
+        *("--learning-rate=1e-2", "--lifecycle.move=reset,every=2", *more),
+    )
+    play(nash_md, tmp_path / "run", *argv)
+    # The rehearsal's, and of steps 0 to 3; it is reset after every second one.
+    assert mixed == [True, True, False, True, False]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ("--reference=none", "--reference none: expected none with rlhf-jax nash-md"),
         ("--batch-size=7", "--batch-size: expected an even number, for a response of"),
         ("--mixture=1", "mixture: expected a share between 0 and 1, got 1.0"),
-        ("--placement.reference=last", "and runs with the reference in one program"),
+        ("--placement.reference=last", "as its mixture draws beside the policy, and"),
         ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
         ("--truncate-after=3", "truncate_after: expected none for Nash-MD"),
         ("--continuous-batching=4", "continuous_batching: expected none for Nash-MD"),
@@ -223,7 +257,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
         ("--micro-batch-size=8", "micro_batch_size: expected to divide the 4 pairs"),
         (
             "--references=other=x,weight=1",
-            "with rlhf-jax online-dpo, as its loss has one",
+            "with rlhf-jax online-dpo, as its loss reads one",
         ),
         ("--clip-range=0.1", "clip_range: expected none for online DPO"),
     ],

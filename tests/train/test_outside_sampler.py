@@ -182,6 +182,40 @@ def test_a_server_that_dies_stops_the_run_which_then_goes_on(
     assert names == [f"version-{n}" for n in (0, 1, 2, 2, 2, 2, 2, 0, 2, 3)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
+def test_the_reference_responds_beside_a_process(files, more):
+    """It is not handed over, or the next responses would be the reference's."""
+    options = (GROUPS, "--sample-reference", "--sample-every=1", *more)
+    here = train(files, "here", *options)
+    run = train(files, "run", "--sampler=process", *options)
+    assert bits(run) == bits(here)
+    responses = [
+        [row["reference"] for row in metrics.read(each / "samples.jsonl")]
+        for each in (run, here)
+    ]
+    assert responses[0] == responses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
+def test_adapters_are_handed_over_merged(files, more):
+    """Samplers outside know no adapters; they draw what our decoder here draws."""
+    options = (GROUPS, "--lora=2", "--max-new-tokens=3", "--sample-every=1", *more)
+    here = train(files, "here", *options)
+    run = train(files, "run", "--sampler=process", *options)
+    responses = [
+        [row["response"] for row in metrics.read(each / "samples.jsonl")]
+        for each in (run, here)
+    ]
+    assert responses[0] == responses[1]
+    with toy_server.serving(toy_server.Toy()) as url:
+        served = train(files, "served", f"--sampler={url}", *options)
+    for each in (run, served):
+        first, *_ = metrics.read(each / "metrics.jsonl")
+        assert first["policy/sampler_mismatch"] < 1e-5
+
+
 URL = "--sampler=http://localhost:9"
 
 

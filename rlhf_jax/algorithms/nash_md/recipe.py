@@ -25,6 +25,7 @@ from rlhf_jax.functional import checks, masked, token_rewards
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode, mixture
 from rlhf_jax.models.generation.loop import Decoder
+from rlhf_jax.roles import adapted
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.frozen import read, shape_of
 
@@ -154,9 +155,12 @@ class NashMD(NashMDRecipe, PolicyGradient):
         )
         other = halves[1]
         ref_model = shape_of(frozen.reference, policy=self.model)
+        reference = read(frozen.reference)
+        if self.lora is not None and self.lifecycle.moves:  # it is adapters, too
+            reference = adapted.params(reference, base=frozen.base, lora=self.lora)
         drawn = mixture.generate(
             Decoder(policy, self.model),
-            Decoder(read(frozen.reference), ref_model),
+            Decoder(reference, ref_model),
             share=self.mixture,
             tokens=other.tokens,
             mask=other.mask,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference.lifecycle import FROZEN
 from rlhf_jax.train.config.critic import POLICY, REWARD_MODEL
 from rlhf_jax.train.config.sampler import Here, Server
 
@@ -36,7 +37,9 @@ def _asks_for_reference(c: PolicyGradientConfig) -> str | None:
             f"--kl-coef {c.kl_coef:g}": c.kl_coef > 0,
             "--kl-control": c.kl.kl_control != type(c.kl)().kl_control,
             "--references": bool(c.reference.references),
-            "--lifecycle": c.reference.lifecycle.moves,
+            "--lifecycle": c.reference.lifecycle != FROZEN,
+            "--placement.reference": c.placement.reference != WITH_POLICY,
+            "exact --penalty": c.method.penalty.needs_logits,
             "--reference-storage": c.reference.reference_storage
             != type(c.reference)().reference_storage
             and c.start.lora is None,
@@ -54,6 +57,13 @@ def _apart(c: PolicyGradientConfig) -> str | None:
             ),
         }
     )
+
+
+def _first_apart(c: PolicyGradientConfig) -> str | None:
+    """A place that the base under adapters, where that is the reference, has not."""
+    place, is_start = c.placement.reference, c.reference.checkpoint is None
+    elsewhere = place.apart or (is_start and place != WITH_POLICY)
+    return "--placement.reference" if elsewhere else None
 
 
 def _here(c: PolicyGradientConfig) -> str | None:
@@ -158,14 +168,22 @@ FEATURES: Mapping[str, Feature] = {
         if c.method.penalty.placement is None and c.name != "distill"
         else None
     ),
-    "KL coefficient": lambda c: f"--kl-coef {c.kl_coef:g}" if c.kl_coef > 0 else None,
-    "further references": lambda c: "--references" if c.reference.references else None,
+    "KL coefficient": lambda c: _first(
+        {
+            f"--kl-coef {c.kl_coef:g}": c.kl_coef > 0,
+            "--kl-control": c.kl.kl_control != type(c.kl)().kl_control,
+        }
+    ),
+    "further references or steps without one": lambda c: _first(
+        {
+            "--references": bool(c.reference.references),
+            "--lifecycle.kl-every": c.reference.lifecycle.kl_every > 1,
+        }
+    ),
     "one reference": _of("online-dpo", "distill"),
     "exact KL": lambda c: "exact --penalty" if c.method.penalty.needs_logits else None,
     "reference apart": _apart,
-    "first reference apart": lambda c: (
-        "--placement.reference" if c.placement.reference.apart else None
-    ),
+    "first reference apart": _first_apart,
     "adapters": lambda c: None if c.start.lora is None else "--lora",
     "mixed reference": lambda c: (
         "--lifecycle.move mix" if c.reference.lifecycle.mixes else None
@@ -260,7 +278,9 @@ FEATURES: Mapping[str, Feature] = {
 TABLE: Mapping[tuple[str, str], str] = {
     ("no reference", "asks for a reference"): "there is none to measure a KL to",
     ("unplaced penalty", "KL coefficient"): "the KL is measured then and acts nowhere",
-    ("further references", "one reference"): "its loss has one reference",
+    ("further references or steps without one", "one reference"): (
+        "its loss reads one reference, in every step"
+    ),
     ("exact KL", "reference apart"): (
         "exact KL needs the hidden states of both in one program; choose k1, k2 or k3"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         sampler: protocol.Sampler,
         *,
         home: Mesh,
+        merge: Callable[[Params], Params] | None = None,
         retries: Retries | None = None,
         threaded: bool = True,
     ) -> None:
@@ -41,11 +43,13 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         Args:
           sampler: that draws.
           home: the policy's mesh, where rollouts are wanted.
+          merge: adapters -> the parameters that they make of their base; None of a
+            policy that is all of its parameters.
           retries: of a hand-over or a draw that failed; None is the default.
           threaded: whether a thread may call it, beside the updates.
         """
         self.threaded = threaded
-        self._sampler, self._home = sampler, home
+        self._sampler, self._home, self._merge = sampler, home, merge
         self.retries = Retries() if retries is None else retries
         self._version: int | None = None
         self._distance: float | None = None
@@ -58,13 +62,17 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> Rollout:
         """Responses, on the policy's mesh, as `draw`."""
+        if self._merge is not None:
+            policy = self._merge(policy)
         return self.draw(policy, prompts=prompts, key=key, version=version)
 
     def hand_over(self, policy: Params) -> Params:
-        """A copy of the parameters, which no update of the policy donates.
+        """The parameters as `draw` takes them, which no update of the policy donates.
 
-        The sampler gets it with the first draw.
+        The sampler gets them with the first draw.
         """
+        if self._merge is not None:
+            return self._merge(policy)
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), policy)
 
     def draw(
@@ -73,7 +81,8 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         """Responses, on the policy's mesh.
 
         Args:
-          policy: handed over where it is of another version than the last one.
+          policy: all of its parameters, handed over where they are of another version
+            than the last ones.
           prompts: Prompts[B, P].
           key: of this step.
           version: i32[], of the policy, `TrainState.step`.

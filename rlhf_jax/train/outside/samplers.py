@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import self_check
+from rlhf_jax.devices import sharding
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.models.lora import merge as merged
 from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.samplers.process import ProcessSampler
 from rlhf_jax.samplers.retries import Retries
 from rlhf_jax.samplers.server import ServerSampler
@@ -44,12 +56,15 @@ def make_sampler(
             f"--sampler: expected a trainer of one process with a sampler outside, got "
             f"{jax.process_count()}; leave out --coordinator, or --sampler"
         )
-    retries = Retries(options.tries)
+    retries, merge = Retries(options.tries), None
+    if models.base is not None and recipe.lora is not None:
+        merge = _merging(models.base, recipe.lora, mesh=meshes.policy)
+        recipe = dataclasses.replace(recipe, lora=None)
     if isinstance(options, Process):
         outside = ProcessSampler(
             recipe, weights=options.weights, timeout=options.timeout
         )
-        return OutsideSampler(outside, home=meshes.policy, retries=retries)
+        return OutsideSampler(outside, home=meshes.policy, merge=merge, retries=retries)
     tolerance = options.check_tolerance
     if tolerance is None:
         tolerance = self_check.TOLERANCE[config.start.dtype]
@@ -68,6 +83,16 @@ def make_sampler(
     return OutsideSampler(
         server,
         home=meshes.policy,
+        merge=merge,
         retries=retries,
         threaded=meshes.policy.devices.size == 1,
     )
+
+
+def _merging(base: Frozen, lora: LoRA, *, mesh: Mesh) -> Callable[[Any], Any]:
+    """What samplers outside draw with, who know no adapters: f32, on the mesh."""
+
+    def of_base(policy: Any, base: Frozen) -> Any:
+        return merged(frozen.read(base), policy, lora=lora, rounded_to=jnp.float32)
+
+    return functools.partial(jax.jit(sharding.on(mesh, of_base)), base=base)

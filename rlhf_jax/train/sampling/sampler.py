@@ -19,6 +19,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 from rlhf_jax.models.generation.page_table import pages_of
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.storage import store
 from rlhf_jax.train.config.sampler import Here
 
@@ -139,6 +140,10 @@ class Sampler:
         if self._store is not None:
             policy = sharding.place(self._store(policy), mesh=self._mesh)
         return self.draw(policy, prompts=prompts, key=key, version=version)
+
+    def follow(self, reference: Frozen) -> None:
+        """Takes the reference as its lifecycle left it, for a recipe of mixtures."""
+        self._frozen = dataclasses.replace(self._frozen, reference=reference)
 
     def hand_over(self, policy: Params) -> Params:
         """The parameters as `draw` takes them, which no donation of `policy` touches.

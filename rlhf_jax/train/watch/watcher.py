@@ -16,6 +16,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.programs import Programs, Read
+from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.train.watch.held_out import HeldOut
 from rlhf_jax.train.watch.judge import Judge
 from rlhf_jax.train.watch.samples import sample_rows
@@ -100,12 +101,21 @@ class Watcher:
         beside = None
         if self._options.sample_reference:
             assert reference is not None  # as the capability table has it
-            beside = loop.sampler(
-                reference.stored,
-                prompts=loop.prompts[step],
-                key=loop.key(step),
-                version=version,  # of nothing; it is the same program
-            )
+            prompts, key = loop.prompts[step], loop.key(step)
+            if isinstance(loop.sampler, Sampler) and not loop.config.staleness:
+                beside = loop.sampler(
+                    reference.stored,
+                    prompts=prompts,
+                    key=key,
+                    version=version,  # of nothing; it is the same program
+                )
+            else:  # it has the policy's parameters, or may be drawing
+                beside = self._programs.respond(
+                    reference.stored,
+                    prompts=prompts,
+                    key=jax.random.split(key)[0],  # as it takes it
+                    greedy=False,
+                )
             beside = loop.shown(beside)
         return sample_rows(
             loop.shown(rollout),

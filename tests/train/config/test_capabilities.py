@@ -20,7 +20,9 @@ PAIRS = {
     ("unplaced penalty", "KL coefficient"): (
         "ppo --penalty.placement None --kl-coef 0.1"
     ),
-    ("further references", "one reference"): "online-dpo --references other=o",
+    ("further references or steps without one", "one reference"): (
+        "online-dpo --references other=o"
+    ),
     ("exact KL", "reference apart"): (
         "ppo --penalty.value-estimator exact --placement.reference cpu"
     ),
@@ -114,6 +116,48 @@ def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, 
     assert TABLE[pair] in str(error.value)
     for feature in pair:  # both are named as the user wrote them
         assert str(FEATURES[feature](config)) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "pair"),
+    [
+        (
+            "ppo --reference none --placement.reference last",
+            ("no reference", "asks for a reference"),
+        ),
+        (
+            "ppo --reference none --lifecycle.kl-every 2",
+            ("no reference", "asks for a reference"),
+        ),
+        (
+            "online-dpo --lifecycle.kl-every 2",
+            ("further references or steps without one", "one reference"),
+        ),
+        (
+            "distill --reference o --lifecycle.kl-every 2",
+            ("further references or steps without one", "one reference"),
+        ),
+        (
+            "ppo --reference none --penalty.value-estimator exact",
+            ("no reference", "asks for a reference"),
+        ),
+        (
+            "ppo --penalty.placement None --kl-coef 0 --kl-control linear,end=0.1",
+            ("unplaced penalty", "KL coefficient"),
+        ),
+        (
+            "grpo --lora 8 --placement.reference pinned_host",
+            ("adapters", "first reference apart"),
+        ),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(words, pair):
+    assert violated(parse(words)) == [pair]
+
+
+def test_adapters_beside_another_reference_take_it_from_the_host():
+    words = "grpo --lora 8 --reference other --placement.reference pinned_host"
+    assert not violated(parse(words))
 
 
 def test_a_command_line_is_refused_with_status_2(monkeypatch, check, capsys):

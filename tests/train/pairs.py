@@ -1,0 +1,322 @@
+"""The covering array of all pairs of what a policy gradient takes, as command lines.
+
+    PARAMETERS   what is chosen independently: {parameter: {choice: options}}
+    rows()       few command lines, in which every pair of choices stands that
+                 `capabilities.TABLE` allows
+
+What cannot be combined stands in the table alone: a row is asked whether it has two
+features of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+import itertools
+import json
+import shlex
+from unittest import mock
+
+import covertable
+from places import ROOT
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import command_line
+from rlhf_jax.train.config import capabilities
+from rlhf_jax.train.config.capabilities import FEATURES, TABLE
+from rlhf_jax.train.trainers import TRAINERS
+
+ABSENT = "-"
+RECORDED = ROOT / "tests/fixtures/pairs.jsonl"
+METHOD = "method"
+BASICS = (
+    "--model model --prompts prompts.jsonl --batch-size 16 --max-new-tokens 4 "
+    "--num-steps 2 --learning-rate 3e-3 --sample-every 1 --no-progress"
+)
+SERVER = "http://localhost:1/v1"  # until there is one
+PARAMETERS: dict[str, dict[str, str]] = {
+    METHOD: {
+        "ppo": "ppo",
+        "ppo, critic of the reward model": "ppo --critic.start reward_model",
+        "ppo, critic of another model": "ppo --critic.start other",
+        "ppo, shared trunk": "ppo --shared-trunk",
+        "ppo, critic apart": "ppo --placement.critic last:data=4",
+        "grpo": "grpo --group-size 4",
+        "reinforce": "reinforce",
+        "online-dpo": "online-dpo --group-size 2",
+        "nash-md": "nash-md",
+        "distill": "distill --reference teacher",
+    },
+    "rewards": {
+        "model": "--reward-model scorer",
+        "ensemble": "--reward-model scorer+scorer_2,combine=minimum",
+        "function": "--reward toy_pairs:score",
+        "verifier": "--verifier toy_pairs:check --num-workers 1",
+        "list": "--rewards distinct=function:toy_pairs:score,weight=0.5 "
+        "right=verifier:toy_pairs:check kind=model:scorer short=length,weight=-0.01 "
+        "--num-workers 1",
+    },
+    "reward models": {
+        ABSENT: "",
+        "int8": "--reward-storage.dtype int8",
+        "apart": "--placement.reward last:data=4",
+    },
+    "environment": {
+        ABSENT: "",
+        "present": "--environment toy_pairs:Hall,max_turns=2,max_turn_tokens=3 "
+        "--num-workers 1 --max-new-tokens 10",
+    },
+    "sampler": {
+        ABSENT: "",
+        "int8": "--sampler here,dtype=int8",
+        "process": "--sampler process",
+        "server": f"--sampler {SERVER}",
+    },
+    "staleness": {
+        ABSENT: "",
+        "stale": "--max-staleness 2 --num-steps 3",
+        "devices of its own": "--placement.sampler last:data=4",
+    },
+    "redraws": {ABSENT: "", "present": "--max-redraws 2"},
+    "decoder": {
+        ABSENT: "",
+        "continuous": "--continuous-batching 8",
+        "fixed": "--fixed-length",
+    },
+    "prompts": {
+        ABSENT: "",
+        "buckets": "--buckets 4 8",
+        "template": "--template 'so {prompt}'",
+        "field": "--prompt-field question",
+    },
+    "adapters": {ABSENT: "", "present": "--lora 2"},
+    "reference": {ABSENT: "", "other": "--reference other", "none": "--reference none"},
+    "reference storage": {ABSENT: "", "int8": "--reference-storage.dtype int8"},
+    "reference place": {
+        ABSENT: "",
+        "apart": "--placement.reference last:data=4",
+        "cpu": "--placement.reference cpu",
+        "pinned": "--placement.reference pinned_host",
+    },
+    "move": {
+        ABSENT: "",
+        "reset": "--lifecycle.move reset,every=1",
+        "mix": "--lifecycle.move mix,every=1,rate=0.5",
+    },
+    "KL steps": {ABSENT: "", "few": "--lifecycle.kl-every 2"},
+    "further references": {
+        ABSENT: "",
+        "present": "--references further=other,weight=0.5",
+        "apart": "--references further=other,place=last:data=4",
+    },
+    "KL control": {
+        ABSENT: "",
+        "adaptive": "--kl-control adaptive,target=6,unit=response,horizon=64",
+    },
+    "penalty": {
+        ABSENT: "",
+        "exact": "--penalty.value-estimator exact",
+        "loss": "--penalty.placement loss --penalty.grad-estimator k2",
+        "unplaced": "--penalty.placement None --penalty.grad-estimator None "
+        "--kl-coef 0",
+    },
+    "log-probs": {
+        ABSENT: "",
+        "recomputed": "--recompute-logprobs",
+        "corrected": "--recompute-logprobs --sampler-weight-cap 2",
+    },
+    "guards": {
+        ABSENT: "",
+        "stop": "--stop-approxkl 10",
+        "leave out": "--max-ratio-mean 10",
+    },
+    "optimizer": {
+        ABSENT: "",
+        "adamw": "--optimizer adamw,mu_dtype=bfloat16 --schedule cosine,warmup=0.5",
+        "muon": "--optimizer muon",
+    },
+    "updates": {
+        ABSENT: "",
+        "several": "--num-epochs 2 --num-minibatches 2 --micro-batch-size 4",
+    },
+    "texts mixed in": {ABSENT: "", "present": "--ptx texts.jsonl --ptx-coef 0.5"},
+    "packing": {ABSENT: "", "present": "--packing auto,max_tokens_per_device=64"},
+    "mesh": {
+        ABSENT: "",
+        "sharded": "--placement.policy fsdp=FSDP,tensor=2",
+        "context": "--placement.policy fsdp=FSDP,context=2",
+    },
+    "dtype": {ABSENT: "", "bfloat16": "--dtype bfloat16"},
+    "saved": {ABSENT: "", "bfloat16": "--save-dtype bfloat16"},
+    "held out": {
+        ABSENT: "",
+        "present": "--held-out held_out.jsonl --held-out-every 1 --held-out-samples 2",
+    },
+    "texts": {ABSENT: "", "present": "--texts code=texts.jsonl --eval-every 1"},
+    "judge": {ABSENT: "", "present": "--judge toy_pairs:judge --judge-failure warn"},
+    "samples": {ABSENT: "", "of the reference": "--sample-reference"},
+    "alternatives": {ABSENT: "", "present": "--num-alternatives 3"},
+    "alarms": {ABSENT: "", "present": "--alarms.stop kl --alarms.drift 1e-9"},
+}
+# What a method takes or not is its own recipe's business, with these.
+OF_THE_RECIPE = ("decoder", "penalty", "log-probs", "guards", "updates")
+
+
+def first(parameter):
+    """What is there where nothing is chosen."""
+    return next(iter(PARAMETERS[parameter]))
+
+
+def words(row):
+    """The command line of some choices, after `rlhf-jax`, but for --out."""
+    options = [PARAMETERS[name][row.get(name, first(name))] for name in PARAMETERS]
+    method, *options = shlex.split(" ".join([*options[:1], BASICS, *options[1:]]))
+    # The policy has the devices that no role takes.
+    fsdp = 2 if any("last:" in word for word in options) else 4
+    return [method, *(word.replace("FSDP", str(fsdp)) for word in options)]
+
+
+@functools.cache
+def parsed(line):
+    """The config of a command line, whatever the table says of it."""
+    name, *options = line
+    with mock.patch.object(capabilities, "check", return_value=None):
+        return command_line.parse(
+            importlib.import_module(TRAINERS[name].module).Config,
+            description="A test.",
+            argv=["--out=x", *options],
+        )
+
+
+def config_of(row):
+    """The config of some choices, put together of configs that were parsed alone.
+
+    Its own check of all options is left out; `test_pairs.py` parses every row.
+    """
+    config = parsed(tuple(words({METHOD: row.get(METHOD, first(METHOD))})))
+    base = parsed(tuple(words({})))
+    for name, choice in row.items():
+        if name != METHOD:
+            one = parsed(tuple(words({name: choice})))
+            config = _changed(config, _changes(base, one))
+    return config
+
+
+def _changes(before, after):
+    """{field: its new value, or the changes of the group that it is}."""
+    changes = {}
+    for field in dataclasses.fields(before):
+        one, other = getattr(before, field.name), getattr(after, field.name)
+        if dataclasses.is_dataclass(one) and type(one) is type(other):
+            if inner := _changes(one, other):
+                changes[field.name] = inner
+        elif one != other:
+            changes[field.name] = other
+    return changes
+
+
+def _changed(config, changes):
+    config = copy.copy(config)
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            value = _changed(getattr(config, name), value)
+        object.__setattr__(config, name, value)
+    return config
+
+
+def chosen(row):
+    """The features of the table that a row has."""
+    config = config_of(row)
+    return frozenset(name for name, feature in FEATURES.items() if feature(config))
+
+
+@functools.cache
+def violated(choices):
+    """The pairs of the table that some (parameter, choice) have."""
+    features = chosen(dict(choices))
+    return [pair for pair in TABLE if features.issuperset(pair)]
+
+
+@functools.cache
+def is_refused_alone(method, name, choice):
+    """Whether a method's own recipe does not take a choice, whatever else there is."""
+    config = config_of({METHOD: method, name: choice})
+    try:
+        with mock.patch.object(capabilities, "check", return_value=None):
+            config.method.__post_init__()
+            config.__post_init__()
+    except InputError:
+        return True
+    return False
+
+
+def is_allowed(row):
+    """Whether these choices can be had together, with nothing else.
+
+    A method and a reward that are not chosen yet may be any.
+    """
+    return any(
+        not any(is_refused_alone(method, *choice) for choice in row.items())
+        and not violated(tuple(({METHOD: method, "rewards": reward} | row).items()))
+        for method in _any(row, METHOD)
+        for reward in _any(row, "rewards")
+    )
+
+
+def _any(row, name):
+    return [row[name]] if name in row else list(PARAMETERS[name])
+
+
+def pairs_of(row):
+    """Every two choices of a row, as ((parameter, choice), (parameter, choice))."""
+    return set(itertools.combinations(((name, row[name]) for name in PARAMETERS), 2))
+
+
+def every_pair():
+    """Every two choices of different parameters."""
+    choices = [[(name, choice) for choice in PARAMETERS[name]] for name in PARAMETERS]
+    return itertools.chain.from_iterable(
+        itertools.product(*two) for two in itertools.combinations(choices, 2)
+    )
+
+
+def generate(kept):
+    """These rows, and more until every allowed pair is in one; of nothing in minutes.
+
+    covertable and not allpairspy, as this looks for a row of each pair that is left,
+    where that stops at the first row without a new pair, hundreds of pairs early.
+    """
+
+    def condition(row):
+        if not is_allowed({name: row[name] for name in PARAMETERS if name in row}):
+            return False
+        return True if len(row) == len(PARAMETERS) else None  # it is not known yet
+
+    condition = {"operator": "fn", "requires": [], "evaluate": condition}
+    choices = {name: list(PARAMETERS[name]) for name in PARAMETERS}
+    return covertable.make(choices, constraints=[condition], presets=kept)
+
+
+def rows():
+    """The rows as they were recorded, whose lines leave out what is absent."""
+    if not RECORDED.exists():
+        return []
+    lines = RECORDED.read_text(encoding="utf-8").splitlines()
+    absent = {name: first(name) for name in PARAMETERS}
+    return [absent | json.loads(line) for line in lines]
+
+
+def record():
+    """Writes the rows, those of few choices first; what is still allowed stays."""
+    lines = [
+        {name: row[name] for name in PARAMETERS if row[name] != ABSENT}
+        for row in generate([row for row in rows() if is_allowed(row)])
+    ]
+    lines.sort(key=len)
+    RECORDED.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    record()

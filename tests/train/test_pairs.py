@@ -1,0 +1,159 @@
+"""Every pair of what a policy gradient takes, in runs: each choice leaves its trace."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pairs
+import pytest
+import toy_files
+import toy_server
+import traces
+
+from rlhf_jax import hf, rewards
+from rlhf_jax.runs import metrics
+from rlhf_jax.train import main, trainer
+from rlhf_jax.train.config.capabilities import FEATURES, TABLE
+
+MODEL = dataclasses.replace(toy_files.MODEL, num_layers=2, max_positions=32)
+PROMPTS = ("the cat", "a dog was", "it ran", "we sat on")
+TEXTS = ("sat on a dog .", "was good and we ran .", "was so bad .", "ran .")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+class Server(toy_server.Toy):
+    """Draws other words for each response, so that groups are not equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.context = MODEL.max_positions
+
+    def drawn(self, body):
+        start = len(self.requests)
+        return [5 + (start * 7 + at * start) % 15 for at in range(body["max_tokens"])]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for seed, name in enumerate(("model", "other", "teacher")):
+        toy_files.checkpoint(folder / name, model=MODEL, seed=seed)
+    for seed, name in enumerate(("scorer", "scorer_2"), start=1):
+        key, trunk = jax.random.key(seed), toy_files.params(MODEL, seed=seed + 2)
+        scorer = rewards.init(key, trunk, model=MODEL)
+        hf.save_reward(folder / name, MODEL, scorer, tokenizer=toy_files.tokenizer())
+    rows = [{"prompt": text, "question": f"{text} ?"} for text in PROMPTS]
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    toy_files.jsonl(folder / "held_out.jsonl", *rows[:3])
+    pairs_of_texts = zip(PROMPTS, TEXTS, strict=True)
+    texts = [{"prompt": prompt, "response": text} for prompt, text in pairs_of_texts]
+    toy_files.jsonl(folder / "texts.jsonl", *texts)
+    return folder
+
+
+def run(row, out):
+    """The run of a row, by the console script's own function."""
+    loops, critics = [], []
+    run_stage = trainer.run_stage
+
+    def spied(loop, models, **more):
+        critic = models.train.critic
+        loops.append((loop, models))
+        critics.append(
+            jax.device_get(critic if models.critic is None else models.critic.params)
+        )
+        return run_stage(loop, models, **more)
+
+    toy = Server()
+    line = [*pairs.words(row), "--out", str(out)]
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(trainer, "run_stage", spied)
+        if pairs.SERVER in line:
+            url = stack.enter_context(toy_server.serving(toy))
+            line[line.index(pairs.SERVER)] = url
+        main.main(line)
+    ((loop, models),), (critic,) = loops, critics
+    return traces.Run(
+        row=row,
+        folder=out,
+        config=loop.config,
+        loop=loop,
+        models=models,
+        critic=critic,
+        requests=toy.requests,
+        rows=metrics.read(out / "metrics.jsonl"),
+        samples=metrics.read(out / "samples.jsonl"),
+        summary=json.loads((out / "summary.json").read_text()),
+    )
+
+
+def infinite(rows):
+    """The metrics that are not finite; of some of a ledger there is nothing to see."""
+    return {
+        name: value
+        for row in rows
+        for name, value in row.items()
+        if name not in ("stage", "alarms")
+        if not (value is None and name.startswith("trust/"))
+        if not np.isfinite(np.asarray(value, float)).all()
+    }
+
+
+ROWS = pairs.rows()
+
+
+def test_the_rows_have_every_pair_that_the_table_allows():
+    allowed = {pair for pair in pairs.every_pair() if pairs.is_allowed(dict(pair))}
+    covered = set().union(*map(pairs.pairs_of, ROWS))
+    assert allowed - covered == set(), "generate them again: tests/train/pairs.py"
+    assert all(pairs.is_allowed(row) for row in ROWS)
+
+
+def test_a_pair_that_is_refused_has_its_row_in_the_table():
+    for pair in pairs.every_pair():
+        chosen = dict(pair)
+        if pairs.is_allowed(chosen):
+            continue
+        rows = {row for row in TABLE if row in pairs.violated(pair)}
+        if not rows:  # then it is the recipe of the method that has no such choice
+            method = chosen[pairs.METHOD]
+            (other,) = set(pair) - {(pairs.METHOD, method)}
+            assert pairs.is_refused_alone(method, *other)
+            assert other[0] in pairs.OF_THE_RECIPE
+
+
+def test_every_feature_of_the_table_is_in_some_row():
+    assert set().union(*map(pairs.chosen, ROWS)) == set(FEATURES)
+
+
+def test_every_choice_leaves_a_trace():
+    for name, choices in pairs.PARAMETERS.items():
+        assert {*traces.TRACES[name], pairs.ABSENT} >= set(choices)
+
+
+def cases():
+    """The rows: two of each command, of few choices, are slow, and the others long."""
+    found = collections.Counter()
+    for number, row in enumerate(ROWS):
+        command, *_ = pairs.words(row)
+        found[command] += 1
+        marks = [pytest.mark.slow, *[pytest.mark.long] * (found[command] > 2)]
+        yield pytest.param(row, id=f"{number}-{row[pairs.METHOD]}", marks=marks)
+
+
+@pytest.mark.filterwarnings("ignore:KL penalty")  # of its gradient, which is as it is
+@pytest.mark.parametrize("row", [*cases()])
+def test_a_row_runs_and_drops_nothing(row, files, tmp_path, monkeypatch):
+    print("rlhf-jax", *pairs.words(row))
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    ended = run(row, tmp_path / "run")
+    found = infinite(ended.rows), traces.dropped(ended)
+    assert found == ({}, [])
+    assert Path(ended.folder / "model" / "model.safetensors").exists()
