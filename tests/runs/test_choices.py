@@ -6,6 +6,7 @@ import typing
 
 import pytest
 
+from rlhf_jax.algorithms.policy_gradient.surrogates import Surrogate
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
 from rlhf_jax.models.lora import LoRA
@@ -59,6 +60,14 @@ WRITTEN = {  # of every union: what is written, as short as it can be
     sampler.Episodes | None: ["None", "name=rooms", "name=rooms,max_turns=2"],
     rewards.Model | None: ["None", "paths=a", "paths=a+b,combine=minimum"],
     rewards.Verifier | None: ["None", "name=gsm8k", "name=gsm8k,answer_field=gold"],
+    Surrogate: [
+        "clip",
+        "clip,clip_range=0.0003,clip_range_high=0.0004,ratio_level=sequence",
+        "clip,dual_clip=3.0",
+        "cispo,clip_range=1.0,clip_range_high=4.0",
+        "sapo",
+        "sapo,temperature_neg=1.1,ratio_level=sequence_token",
+    ],
     Reset | Mix | None: ["None", "reset,every=10", "mix,every=10,rate=0.5"],
 }
 LISTS = {
@@ -135,6 +144,8 @@ def test_what_a_text_stands_for():
         ("adam,eps=1,eps=2", optimizer.Rule, "expected eps once, got it twice"),
         ("adaptive,unit=token", Control, "expected target with adaptive, got none"),
         ("fixed,target=1", Control, "expected fixed alone, which has no options"),
+        ("sapo,clip_range=0.1", Surrogate, "expected temperature_pos, temperature_neg"),
+        ("cispo,dual_clip=3", Surrogate, "expected clip_range, clip_range_high, ratio"),
         ("sixteen", start.Adapters, "expected rank to be an integer, got 'sixteen'"),
         ("mix,every=2", Reset | Mix | None, "expected rate with mix, got none"),
         ("never", Reset | Mix | None, "expected one of reset, mix, None, got 'never'"),
@@ -219,6 +230,7 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
             *("--lora=16,alpha=8", "--kl-control=linear,end=0.5", "--reference=other"),
             *("--references", "a=b,weight=2", "--optimizer=adamw,weight_decay=0.1"),
             *("--texts", "code=c", "--packing=None", "--sampler=here,dtype=float32"),
+            "--surrogate=sapo,temperature_neg=1.2",
             module=module,
         )
         if module is ppo

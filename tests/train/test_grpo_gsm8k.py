@@ -75,7 +75,7 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
         *("--prompts", files / "many.jsonl", "--held-out", files / "test.jsonl"),
         *("--verifier=gsm8k,unmarked=last_number", "--learning-rate=3e-2"),
         *("--batch-size=64", "--prompt-field=question", "--kl-coef=0.01"),
-        *("--max-new-tokens=3", "--num-workers=1", "--clip-range=10"),
+        *("--max-new-tokens=3", "--num-workers=1", "--surrogate=clip,clip_range=10"),
         "--num-steps=20",
     )
     assert summary["held_out_score_before"] < 1
@@ -225,7 +225,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
             "--references=other=x,weight=1",
             "with rlhf-jax online-dpo, as its loss has one",
         ),
-        ("--clip-range=0.1", "clip_range: expected none for online DPO"),
+        ("--surrogate=sapo", "surrogate: expected none for online DPO"),
     ],
 )
 def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message):
@@ -406,7 +406,11 @@ def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path, monkeypat
             "--learning-rate=3e-2",
             "--batch-size=64",
         ),
-        *("--snapshot-every=10", "--keep-snapshots=9", "--clip-range=10"),
+        *(
+            "--snapshot-every=10",
+            "--keep-snapshots=9",
+            "--surrogate=clip,clip_range=10",
+        ),
         "--num-steps=20",
     )
     whole = gsm8k(tmp_path / "whole", files, *argv)

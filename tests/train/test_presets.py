@@ -14,6 +14,7 @@ import toy_files
 
 from rlhf_jax import hf, kl_control, rewards
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -39,7 +40,6 @@ SHARED = {
     "lam": 0.95,
     "whiten_advantages": "minibatch",
     "whiten_ddof": 0,  # tf.nn.moments; masked_var(..., unbiased=False)
-    "clip_range": 0.2,  # cliprange
     "value_clip_range": 0.2,  # cliprange_value
     "vf_coef": 0.1,
     "num_epochs": 4,  # noptepochs
@@ -47,12 +47,7 @@ SHARED = {
     "aggregation": "token_mean",
     "loss_scale_factor": None,
     # Nothing that came later.
-    "clip_range_high": None,
-    "dual_clip": None,
-    "ratio_level": "token",
-    "surrogate": "clip",
-    "sapo_temperature_pos": 1.0,  # not read
-    "sapo_temperature_neg": 1.05,
+    "surrogate": Clip(0.2, clip_range_high=None, dual_clip=None),  # cliprange
     "entropy_coef": 0.0,
     "ptx_coef": 0.0,
     "critic_warmup": 0,

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.distill.loss import distillation_loss
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import one_of
 from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
 from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import masked
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.functional.kl.mixtures import check_beta
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
@@ -35,9 +34,7 @@ MEASURED = Penalty(placement=None)
 HALF = 0.5
 # Options of the policy loss, which nothing reads where there is no reward.
 OF_THE_POLICY_LOSS = (
-    *("scores", "whiten_advantages", "clip_range", "clip_range_high", "dual_clip"),
-    *("ratio_level", "surrogate", "sapo_temperature_pos", "sapo_temperature_neg"),
-    "sampler_weight_cap",
+    *("scores", "whiten_advantages", "surrogate", "sampler_weight_cap"),
 )
 
 

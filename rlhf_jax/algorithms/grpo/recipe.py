@@ -19,9 +19,9 @@ from rlhf_jax.algorithms.grpo.experience import (
     group_experience,
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 
 Array = jax.Array

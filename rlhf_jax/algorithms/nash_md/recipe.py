@@ -20,9 +20,9 @@ from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
 from rlhf_jax.algorithms.online_dpo.recipe import Labels
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked, token_rewards
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.models.generation import decode, mixture
 from rlhf_jax.models.generation.mixture import Side
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels

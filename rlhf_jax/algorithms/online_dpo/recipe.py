@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 
 Labels = Literal["ranked", "bradley_terry"]
 Pairing = Literal["best_worst", "neighbours"]
@@ -15,10 +15,9 @@ OnlineKind = Literal["sigmoid", "ipo", "hinge"]
 
 # Options of policy gradients that a loss of pairs does not read.
 UNREAD = (
-    *("penalty", "recompute_logprobs", "sampler_weight_cap", "clip_range"),
-    *("clip_range_high", "dual_clip", "ratio_level", "surrogate"),
-    *("sapo_temperature_pos", "sapo_temperature_neg", "entropy_coef", "aggregation"),
-    *("loss_scale_factor", "stop_approxkl", "max_ratio_mean"),
+    *("penalty", "recompute_logprobs", "sampler_weight_cap", "surrogate"),
+    *("entropy_coef", "aggregation", "loss_scale_factor", "stop_approxkl"),
+    "max_ratio_mean",
 )
 
 

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.algorithm import CriticRecipe, PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.algorithms.ppo.experience import Whiten, gae_experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss, whitened
 from rlhf_jax.algorithms.state import LossFunction, Optimizer
 from rlhf_jax.functional import checks, losses, masked
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
@@ -207,7 +208,7 @@ OPENAI_2019 = Recipe(
     lam=0.95,
     whiten_rewards="minibatch",
     whiten_advantages="minibatch",
-    clip_range=0.2,
+    surrogate=Clip(clip_range=0.2),
     value_clip_range=0.2,
     vf_coef=0.1,
     num_epochs=4,
@@ -224,7 +225,7 @@ N_PLUS = Recipe(
     lam=0.95,
     whiten_advantages="minibatch",
     value_after_stop=True,
-    clip_range=0.2,
+    surrogate=Clip(clip_range=0.2),
     value_clip_range=0.2,
     vf_coef=0.1,
     num_epochs=4,

@@ -17,6 +17,7 @@ import toys
 from rlhf_jax import kl_control, masked, online_dpo, state
 from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.online_dpo import pairs as pairs_of
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.frozen_models import NO_MODELS
 
@@ -193,7 +194,7 @@ def test_a_score_that_is_not_finite_makes_no_pair():
         ({"labels": "soft"}, "labels: expected one of"),
         ({"kind": "robust"}, "kind: expected one of"),
         ({"kind": "ipo", "labels": "bradley_terry"}, "'ranked' with kind 'ipo'"),
-        ({"clip_range": 0.3}, "clip_range: expected none for online DPO"),
+        ({"surrogate": Clip(0.3)}, "surrogate: expected none for online DPO"),
         ({"max_ratio_mean": 3.0}, "max_ratio_mean: expected none for online DPO"),
         ({"recompute_logprobs": True}, "recompute_logprobs: expected none for online"),
     ],

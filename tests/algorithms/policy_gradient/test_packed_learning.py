@@ -13,6 +13,7 @@ import toys
 
 from rlhf_jax import batch, critic, frozen, grpo, kl_control, ppo, rewards, state
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.data import layouts
@@ -229,10 +230,13 @@ def test_parts_cut_by_tokens_are_one_step():
 @pytest.mark.parametrize(
     "choices",
     [
-        {"ratio_level": "sequence", "clip_range": 0.02, "clip_range_high": 0.03},
-        {"ratio_level": "sequence_token", "aggregation": "sequence_mean"},
-        {"surrogate": "cispo", "clip_range": 1.0, "aggregation": "constant"},
-        {"surrogate": "sapo", "aggregation": "prompt_mean"},
+        {"surrogate": Clip(0.02, 0.03, ratio_level="sequence")},
+        {
+            "surrogate": Clip(ratio_level="sequence_token"),
+            "aggregation": "sequence_mean",
+        },
+        {"surrogate": CISPO(clip_range=1.0), "aggregation": "constant"},
+        {"surrogate": SAPO(), "aggregation": "prompt_mean"},
     ],
     ids=lambda choices: " ".join(map(str, choices.values())),
 )

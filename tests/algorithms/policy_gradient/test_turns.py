@@ -19,6 +19,7 @@ from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import loss as value_loss
 from rlhf_jax.algorithms.reinforce import REINFORCE
@@ -68,10 +69,12 @@ with warnings.catch_warnings():
             **GROUP, baseline="leave_one_out", normalise=None, aggregation="prompt_mean"
         ),
         "REINFORCE++": REINFORCE(**SHAPE),
-        "GSPO": grpo.GRPO(**GROUP, ratio_level="sequence", aggregation="constant"),
-        "GSPO-token": grpo.GRPO(**GROUP, ratio_level="sequence_token"),
-        "CISPO": grpo.GRPO(**GROUP, surrogate="cispo", normalise="rollout"),
-        "SAPO": grpo.GRPO(**GROUP, surrogate="sapo"),
+        "GSPO": grpo.GRPO(
+            **GROUP, surrogate=Clip(ratio_level="sequence"), aggregation="constant"
+        ),
+        "GSPO-token": grpo.GRPO(**GROUP, surrogate=Clip(ratio_level="sequence_token")),
+        "CISPO": grpo.GRPO(**GROUP, surrogate=CISPO(), normalise="rollout"),
+        "SAPO": grpo.GRPO(**GROUP, surrogate=SAPO()),
     }
 
 
@@ -261,7 +264,7 @@ def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
         gamma=gamma,
         lam=lam,
         temperature=temperature,
-        clip_range=clip,
+        surrogate=Clip(clip),
         value_clip_range=clip,
         whiten_advantages="rollout",
     )
@@ -332,7 +335,7 @@ def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
         **GROUP,
         penalty=IN_LOSS,
         temperature=temperature,
-        clip_range=clip,
+        surrogate=Clip(clip),
         normalise="group",
         aggregation="sequence_mean",
     )

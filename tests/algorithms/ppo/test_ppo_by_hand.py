@@ -20,6 +20,7 @@ from rlhf_jax import batch, critic, kl_control, masked, policy, ppo, state
 from rlhf_jax.algorithms.batch import ReferenceOutput
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -282,8 +283,7 @@ def test_every_term_at_once_as_a_mean_over_responses(
         BASE,
         aggregation=aggregation,
         loss_scale_factor=factor,
-        clip_range_high=0.5,
-        dual_clip=1.3,
+        surrogate=Clip(clip_range_high=0.5, dual_clip=1.3),
         entropy_coef=0.05,
         penalty=Penalty(value_estimator="k3", grad_estimator="k2", placement="loss"),
         micro_batch_size=2,
