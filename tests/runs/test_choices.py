@@ -6,6 +6,7 @@ import typing
 
 import pytest
 
+from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
 from rlhf_jax.algorithms.policy_gradient.surrogates import Surrogate
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
@@ -67,6 +68,15 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "cispo,clip_range=1.0,clip_range_high=4.0",
         "sapo",
         "sapo,temperature_neg=1.1,ratio_level=sequence_token",
+    ],
+    SamplerCorrection | None: [
+        "None",
+        "ratio",
+        "recompute",
+        "truncate",
+        "truncate,cap=5.0,level=sequence",
+        "mask,cap=5.0,floor=0.5",
+        "reject,cap=2.0,level=geometric",
     ],
     Reset | Mix | None: ["None", "reset,every=10", "mix,every=10,rate=0.5"],
 }
@@ -146,6 +156,13 @@ def test_what_a_text_stands_for():
         ("fixed,target=1", Control, "expected fixed alone, which has no options"),
         ("sapo,clip_range=0.1", Surrogate, "expected temperature_pos, temperature_neg"),
         ("cispo,dual_clip=3", Surrogate, "expected clip_range, clip_range_high, ratio"),
+        ("mask", SamplerCorrection, "expected cap with mask, got none"),
+        (
+            "recompute,cap=2",
+            SamplerCorrection,
+            "expected recompute alone, which has no",
+        ),
+        ("reject,cap=2,level=token", SamplerCorrection, "sequence or geometric, got"),
         ("sixteen", start.Adapters, "expected rank to be an integer, got 'sixteen'"),
         ("mix,every=2", Reset | Mix | None, "expected rate with mix, got none"),
         ("never", Reset | Mix | None, "expected one of reset, mix, None, got 'never'"),

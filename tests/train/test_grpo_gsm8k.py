@@ -310,8 +310,7 @@ def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
         "--sampler=here,dtype=int8",
     )
     gsm8k(tmp_path / "ratio", files, *argv)
-    weighted = ("--recompute-logprobs", "--sampler-weight-cap=2")
-    gsm8k(tmp_path / "weights", files, *argv, *weighted)
+    gsm8k(tmp_path / "weights", files, *argv, "--sampler-correction=truncate")
     of_ratio, of_weights = (
         metrics.read(tmp_path / name / "metrics.jsonl") for name in ("ratio", "weights")
     )
@@ -531,9 +530,9 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
                 "--max-new-tokens: expected less than the cont",
             ),
             (
-                ("--sampler=here,dtype=int8", "--recompute-logprobs"),
-                "a --sampler that rounds: expected none with --recompute-logprobs "
-                "without --sampler-weight-cap, as nothing corrects for the distance",
+                ("--sampler=here,dtype=int8", "--sampler-correction=recompute"),
+                "a --sampler that rounds: expected none with --sampler-correction "
+                "recompute, as nothing corrects for the distance",
             ),
             (
                 ("--sampler=here,cache_pages=4",),

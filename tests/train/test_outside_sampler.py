@@ -212,8 +212,8 @@ URL = "--sampler=http://localhost:9"
             "--sampler http://...: expected none with --fixed-length, as a server",
         ),
         (
-            [URL, "--recompute-logprobs"],
-            "with --recompute-logprobs without --sampler-weight-cap, as nothing",
+            [URL, "--sampler-correction=recompute"],
+            "with --sampler-correction recompute, as nothing",
         ),
     ],
 )

@@ -32,10 +32,7 @@ SHARED = {
     "fixed_length": True,
     "penalty": Penalty(value_estimator="k1", placement="reward"),
     "scores": ScoreShaping(missing_stop_score=-1.0),  # penalty_reward_value
-    "recompute_logprobs": False,
-    "sampler_weight_cap": None,
-    "sampler_correction": "token_truncate",
-    "sampler_weight_floor": None,
+    "sampler_correction": None,
     "gamma": 1.0,
     "lam": 0.95,
     "whiten_advantages": "minibatch",

@@ -33,9 +33,7 @@ Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
 # Options of the policy loss, which nothing reads where there is no reward.
-OF_THE_POLICY_LOSS = (
-    *("scores", "whiten_advantages", "surrogate", "sampler_weight_cap"),
-)
+OF_THE_POLICY_LOSS = ("scores", "whiten_advantages", "surrogate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +112,15 @@ class DistillRecipe(ReinforceRecipe):
         if self.has_policy_loss(rewarded=rewarded):
             return
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in OF_THE_POLICY_LOSS:
-            if getattr(self, name) != defaults[name]:
-                raise InputError(
-                    f"{name}: expected none without a reward, where the divergence is "
-                    f"the whole loss, got {getattr(self, name)}; leave it out, or give "
-                    f"a reward"
-                )
+        unread = [n for n in OF_THE_POLICY_LOSS if getattr(self, n) != defaults[n]]
+        if self.weighted is not None:
+            unread.append("sampler_correction")
+        for name in unread:
+            raise InputError(
+                f"{name}: expected none without a reward, where the divergence is "
+                f"the whole loss, got {getattr(self, name)}; leave it out, or give "
+                f"a reward"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

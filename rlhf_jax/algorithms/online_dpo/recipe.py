@@ -15,7 +15,7 @@ OnlineKind = Literal["sigmoid", "ipo", "hinge"]
 
 # Options of policy gradients that a loss of pairs does not read.
 UNREAD = (
-    *("penalty", "recompute_logprobs", "sampler_weight_cap", "surrogate"),
+    *("penalty", "sampler_correction", "surrogate"),
     *("entropy_coef", "aggregation", "loss_scale_factor", "stop_approxkl"),
     "max_ratio_mean",
 )

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
+from rlhf_jax.algorithms.policy_gradient.corrections import Reject
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
 from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.off_policy import importance
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
@@ -211,9 +211,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     @property
     def leaves_out(self) -> bool:
         """Whether some responses of a rollout are not trained on."""
-        return self.sampler_weight_cap is not None and importance.rejects(
-            self.sampler_correction
-        )
+        return isinstance(self.sampler_correction, Reject)
 
     def reported(self, rows: Tree) -> Tree:
         """The rows that statistics of the objective, and shown samples, are of.

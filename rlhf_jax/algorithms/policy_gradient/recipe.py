@@ -11,12 +11,14 @@ from typing import get_args
 
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.corrections import (
+    SamplerCorrection,
+    Weighted,
+)
 from rlhf_jax.algorithms.policy_gradient.surrogates import CLIP, Surrogate
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
-from rlhf_jax.functional.off_policy import importance
-from rlhf_jax.functional.off_policy.importance import Correction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,21 +45,17 @@ class PolicyRecipe:
     """Estimator of the KL and where its penalty acts."""
     scores: ScoreShaping = shaping.AS_THEY_ARE
     """Shaping of the reward's scores."""
-    recompute_logprobs: bool = False
-    """Whether the trainer recomputes old_logprobs instead of taking the sampler's, for
-    training in bfloat16 or sampling in int8."""
-    sampler_weight_cap: float | None = None
-    """With recompute_logprobs: cap of the importance weight of each token, the
-    trainer's probability over the sampler's, by which its advantage is multiplied (2 is
-    usual); None takes the tokens as the trainer's own."""
-    sampler_correction: Correction = "token_truncate"
-    """With sampler_weight_cap: importance weight of a token and what the cap does to
-    it. token has the ratio of the token, sequence that of its response. truncate bounds
-    it; mask makes it 0 beyond the bounds; reject leaves out responses beyond them, by
-    their ratio (sequence) or its geometric mean over tokens (geometric)."""
-    sampler_weight_floor: float | None = None
-    """With sampler_weight_cap and a correction that masks or rejects: lower bound of
-    the ratio (IcePop: 0.5 with a cap of 5); None bounds it from above alone."""
+    sampler_correction: SamplerCorrection | None = None
+    """What corrects for a sampler that is not the trainer: ratio, recompute, truncate,
+    mask or reject. ratio takes the sampler's log-probs as old_logprobs, and the clip
+    bounds the ratio to them. With the others the trainer recomputes old_logprobs:
+    recompute alone is for training in bfloat16. truncate, mask and reject have
+    importance weights too, the trainer's probability of a token over the sampler's, or
+    of its response with level=sequence, by which its advantage is multiplied. truncate
+    bounds them by cap=2; mask makes them 0 beyond cap= and floor= (IcePop:
+    mask,cap=5,floor=0.5); reject leaves out responses beyond cap= and floor=, by their
+    ratio or, with level=geometric, its geometric mean over tokens. None is truncate
+    with --max-staleness above 0, and ratio otherwise."""
     surrogate: Surrogate = CLIP
     """Surrogate of the policy gradient: clip, cispo or sapo. clip is PPO's:
     clip_range=0.2 clips probability ratios to [1 − ε, 1 + ε], clip_range_high= is
@@ -111,7 +109,6 @@ class PolicyRecipe:
                 f"ratio that starts at 1, got {self.max_ratio_mean}; choose another, "
                 f"or leave it out"
             )
-        self._check_correction()
         if self.continuous_batching is not None:
             checks.positive(continuous_batching=self.continuous_batching)
         checks.one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
@@ -135,25 +132,14 @@ class PolicyRecipe:
         """Whether the loss has a probability ratio, which a stale sampler biases."""
         return True
 
-    def _check_correction(self) -> None:
-        """Raises InputError for a correction without bounds or log-probs to read."""
-        cap, floor = self.sampler_weight_cap, self.sampler_weight_floor
-        if cap is None:
-            for name, value, default in (
-                ("sampler_correction", self.sampler_correction, "token_truncate"),
-                ("sampler_weight_floor", floor, None),
-            ):
-                if value != default:
-                    raise InputError(
-                        f"{name}: expected sampler_weight_cap with it, got {value!r} "
-                        f"without, where tokens are taken as the trainer's own; set "
-                        f"sampler_weight_cap, or leave it out"
-                    )
-            return
-        importance.check_bounds(self.sampler_correction, cap=cap, floor=floor)
-        if not self.recompute_logprobs:
-            raise InputError(
-                f"sampler_weight_cap: expected recompute_logprobs with it, got {cap} "
-                f"without, where the ratio is to the sampler's log-probs already; set "
-                f"recompute_logprobs, or leave it out"
-            )
+    @property
+    def recomputes_logprobs(self) -> bool:
+        """Whether old_logprobs are the trainer's; else they are the sampler's."""
+        correction = self.sampler_correction
+        return correction is not None and correction.recomputes
+
+    @property
+    def weighted(self) -> Weighted | None:
+        """The importance weights of tokens; None where there are none."""
+        correction = self.sampler_correction
+        return correction if isinstance(correction, Weighted) else None

@@ -79,14 +79,14 @@ class Recipe(PolicyRecipe):
                 "the minibatch then; set whiten_advantages='minibatch'"
             )
 
-        if self.sampler_weight_cap is not None and "minibatch" in (
+        if self.weighted is not None and "minibatch" in (
             self.whiten_rewards,
             self.whiten_advantages,
         ):
             raise InputError(
-                "sampler_weight_cap: expected whitening over the rollout or none, as "
-                "advantages of a minibatch are estimated after they were weighted, got "
-                "'minibatch'; choose 'rollout', or leave the cap out"
+                "sampler_correction: expected whitening over the rollout or none with "
+                "weights, as advantages of a minibatch are estimated after they were "
+                "weighted, got 'minibatch'; choose 'rollout', or the correction ratio"
             )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
 from rlhf_jax.functional.checks import InputError
@@ -107,9 +108,8 @@ def _other_sampler(c: PolicyGradientConfig) -> str | None:
 
 
 def _uncorrected(c: PolicyGradientConfig) -> str | None:
-    recipe = c.recipe
-    bare = recipe.recompute_logprobs and recipe.sampler_weight_cap is None
-    return "--recompute-logprobs without --sampler-weight-cap" if bare else None
+    bare = isinstance(c.recipe.sampler_correction, Recompute)
+    return "--sampler-correction recompute" if bare else None
 
 
 def _critic(c: PolicyGradientConfig, **chosen: bool) -> str | None:
@@ -298,8 +298,7 @@ TABLE: Mapping[tuple[str, str], str] = {
         "a batch is drawn again for groups whose rewards are known to be equal"
     ),
     ("other sampler", "uncorrected"): (
-        "nothing corrects for the distance of the sampler then; give "
-        "--sampler-weight-cap (2 is usual)"
+        "nothing corrects for the distance of the sampler then; truncate does"
     ),
     ("nash-md", "mixture apart"): (
         "its mixture draws beside the policy, and runs with the reference in one "

@@ -17,6 +17,7 @@ import toys
 from rlhf_jax import kl_control, masked, online_dpo, state
 from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.online_dpo import pairs as pairs_of
+from rlhf_jax.algorithms.policy_gradient.corrections import Ratio
 from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.frozen_models import NO_MODELS
@@ -196,7 +197,10 @@ def test_a_score_that_is_not_finite_makes_no_pair():
         ({"kind": "ipo", "labels": "bradley_terry"}, "'ranked' with kind 'ipo'"),
         ({"surrogate": Clip(0.3)}, "surrogate: expected none for online DPO"),
         ({"max_ratio_mean": 3.0}, "max_ratio_mean: expected none for online DPO"),
-        ({"recompute_logprobs": True}, "recompute_logprobs: expected none for online"),
+        (
+            {"sampler_correction": Ratio()},
+            "sampler_correction: expected none for online",
+        ),
     ],
 )
 def test_recipes_that_are_refused(change, message):

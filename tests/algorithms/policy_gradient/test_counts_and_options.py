@@ -13,6 +13,7 @@ import toys
 
 from rlhf_jax.algorithms import batch, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import algorithm, loss, ptx_texts
+from rlhf_jax.algorithms.policy_gradient.corrections import Reject, Truncate
 from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import packing
@@ -21,7 +22,7 @@ from rlhf_jax.roles.reference.further import Further
 
 ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
-CUT, REJECT = "token_truncate", "sequence_reject"
+CUT, REJECT = Truncate(2.0), Reject(2.0)
 
 BASE = reinforce.REINFORCE(
     model=toys.GPT2,
@@ -98,8 +99,6 @@ def test_a_controller_per_response_counts_those_that_are_trained_on(correction):
     """A row without a token is none: it is left out, or an episode never began."""
     recipe = dataclasses.replace(
         BASE,
-        recompute_logprobs=True,
-        sampler_weight_cap=2.0,
         sampler_correction=correction,
     )
     experience = dataclasses.replace(EXPERIENCE, old_logprobs=OLD_LOGPROBS)

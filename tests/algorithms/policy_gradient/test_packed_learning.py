@@ -13,6 +13,7 @@ import toys
 
 from rlhf_jax import batch, critic, frozen, grpo, kl_control, ppo, rewards, state
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import critic_apart
@@ -52,7 +53,7 @@ EXACT = ppo.PPO(
     penalty=Penalty(value_estimator="exact", placement="both"),
     shared_trunk=True,
     value_after_stop=True,
-    recompute_logprobs=True,
+    sampler_correction=Recompute(),
     whiten_advantages="minibatch",
 )
 
@@ -374,7 +375,7 @@ def test_a_mesh_of_eight(max_tokens):
 @pytest.mark.slow
 def test_a_critic_apart():
     recipe = dataclasses.replace(
-        EXACT, shared_trunk=False, penalty=Penalty(), recompute_logprobs=False
+        EXACT, shared_trunk=False, penalty=Penalty(), sampler_correction=None
     )
     packed = packing(recipe, key=KEY, max_tokens=COLUMNS)
     start = state.supervised_state(

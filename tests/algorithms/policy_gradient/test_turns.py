@@ -18,6 +18,7 @@ from rlhf_jax import critic, frozen, grpo, kl_control, policy, ppo, rewards, sta
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
 from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
@@ -55,7 +56,7 @@ with warnings.catch_warnings():
             value_after_stop=True,
             penalty=EXACT,
             num_epochs=1,
-            recompute_logprobs=True,
+            sampler_correction=Recompute(),
         ),
         "GRPO": grpo.GRPO(**GROUP, penalty=IN_LOSS, normalise="group"),
         "GRPO, forward KL": grpo.GRPO(

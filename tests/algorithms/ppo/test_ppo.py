@@ -21,6 +21,7 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -491,7 +492,7 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
     settings = dataclasses.replace(
         BASE,
         scores=ScoreShaping(normalise=True, missing_stop_score=-1.0),
-        recompute_logprobs=True,
+        sampler_correction=Recompute(),
     )
     off = dataclasses.replace(rollout, old_logprobs=rollout.old_logprobs - 0.25)
     scores = jnp.asarray([1.0, 2.0, 3.0, 6.0], jnp.float32)
@@ -587,11 +588,11 @@ REBUILT = {
 # One by its stats; one must change nothing; one is of test_lora.py, the others of
 # test_ppo_details.py and test_ppo_by_hand.py.
 ABOVE = {
-    *("recompute_logprobs", "micro_batch_size", "lora", "truncate_after"),
+    *("micro_batch_size", "lora", "truncate_after"),
     *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
     "continuous_batching",  # must change nothing: test_continuous_batching.py
     # test_sampler_mismatch.py
-    *("sampler_weight_cap", "sampler_correction", "sampler_weight_floor"),
+    "sampler_correction",
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     # test_published.py, test_surrogates.py, test_packed_learning.py
     "surrogate",

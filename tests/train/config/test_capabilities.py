@@ -54,7 +54,7 @@ PAIRS = {
     ("one width", "buckets"): "grpo --max-staleness 1 --buckets 8 16",
     ("redraws", "no known groups"): "ppo --max-redraws 2",
     ("other sampler", "uncorrected"): (
-        "grpo --sampler here,dtype=int8 --recompute-logprobs"
+        "grpo --sampler here,dtype=int8 --sampler-correction recompute"
     ),
     ("nash-md", "mixture apart"): "nash-md --placement.reference cpu",
     ("packing", "context"): "grpo --packing auto --placement.policy context=2",
