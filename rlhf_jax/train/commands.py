@@ -40,6 +40,8 @@ RENAMED = {
     "--sampler-weight-cap": "--sampler-correction truncate,cap=CAP",
     "--sampler-weight-floor": "--sampler-correction mask,cap=CAP,floor=FLOOR",
     "--staleness-weight-cap": "--sampler-correction truncate,cap=CAP or ratio",
+    "--truncate-after": "--fixed-length AFTER",
+    "--truncate-reward-only": "--fixed-length AFTER,reward_only=true",
     "--sampler-mesh": "--placement.sampler",
     "--lifecycle.reset-every": "--lifecycle.move reset,every=N",
     "--lifecycle.mix-every": "--lifecycle.move mix,every=N,rate=R",

@@ -7,6 +7,7 @@ import typing
 import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.algorithms.policy_gradient.surrogates import Surrogate
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
@@ -78,6 +79,12 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "mask,cap=5.0,floor=0.5",
         "reject,cap=2.0,level=geometric",
     ],
+    FixedLength | None: [
+        "None",
+        "fixed_length",
+        "truncate_after=16",
+        "truncate_after=16,reward_only=true",
+    ],
     Reset | Mix | None: ["None", "reset,every=10", "mix,every=10,rate=0.5"],
 }
 LISTS = {
@@ -135,6 +142,8 @@ def test_what_a_text_stands_for():
     assert parsed("16", start.Adapters) == LoRA(rank=16)
     assert parsed("16,alpha=8", start.Adapters) == LoRA(rank=16, alpha=8.0)
     assert parsed("None", start.Adapters) is None
+    assert parsed("16,reward_only=true", FixedLength | None) == FixedLength(16, True)
+    assert parsed("0", FixedLength | None) == FixedLength()
     assert parsed("tf-adam,mu-dtype=bfloat16", optimizer.Rule) == TFAdam(
         mu_dtype="bfloat16"
     )

@@ -198,7 +198,7 @@ def test_nash_md_is_the_same_trainer_with_another_recipe(files, tmp_path):
         ("--mixture=1", "mixture: expected a share between 0 and 1, got 1.0"),
         ("--placement.reference=last", "and runs with the reference in one program"),
         ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
-        ("--truncate-after=3", "truncate_after: expected none for Nash-MD"),
+        ("--fixed-length=3", "fixed_length: expected none for Nash-MD"),
         ("--continuous-batching=4", "continuous_batching: expected none for Nash-MD"),
     ],
 )

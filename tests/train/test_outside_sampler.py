@@ -208,7 +208,7 @@ URL = "--sampler=http://localhost:9"
             "--sampler: expected none with --placement.sampler, as our decoder",
         ),
         (
-            [URL, "--fixed-length"],
+            [URL, "--fixed-length=0"],
             "--sampler http://...: expected none with --fixed-length, as a server",
         ),
         (

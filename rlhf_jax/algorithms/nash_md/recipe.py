@@ -46,8 +46,8 @@ class NashMDRecipe(PolicyRecipe):
     """Number of passes over each batch."""
 
     def __post_init__(self) -> None:
-        for name in ("fixed_length", "truncate_after", "continuous_batching"):
-            if getattr(self, name):
+        for name in ("fixed_length", "continuous_batching"):
+            if getattr(self, name) is not None:
                 raise InputError(
                     f"{name}: expected none for Nash-MD, whose mixture is sampled "
                     f"without it, got {getattr(self, name)}; leave it out"

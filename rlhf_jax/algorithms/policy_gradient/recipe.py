@@ -21,22 +21,32 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 
+@dataclasses.dataclass(frozen=True)
+class FixedLength:
+    """Responses are sampled to their full length, then truncated at a stop token."""
+
+    truncate_after: int = 0
+    """Number of tokens at the start of a response in which a stop token does not end
+    it."""
+    reward_only: bool = False
+    """Whether only the reward sees the truncated response."""
+
+    def __post_init__(self) -> None:
+        checks.non_negative(truncate_after=self.truncate_after)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyRecipe:
     """How responses are sampled, what becomes of their scores, how the policy moves."""
 
     temperature: float = 0.7
     """Temperature that divides the logits in every role."""
-    fixed_length: bool = False
-    """Whether every response is sampled to its full length, then truncated at a stop
-    token."""
-    truncate_after: int = 0
-    """With fixed_length: number of tokens at the start of a response in which a stop
-    token does not end it (openai-2019: 16)."""
-    truncate_reward_only: bool = False
-    """With fixed_length: whether only the reward sees the truncated response; the
-    policy is trained on all of it, and its score lands on the last token
-    (openai-2019)."""
+    fixed_length: FixedLength | None = None
+    """Samples every response to its full length, then truncates it at its first stop
+    token after this number of tokens, as 0 or 16,reward_only=true (openai-2019). With
+    reward_only=true only the reward sees the truncated response: the policy is trained
+    on all of it, and its score lands on the last token. None ends a response at its
+    first stop token as it is sampled."""
     continuous_batching: int | None = None
     """Number of responses sampled at a time by continuous batching: a finished one
     makes room for the next prompt; None samples all rows at once. Samples are the same
@@ -96,11 +106,7 @@ class PolicyRecipe:
             num_epochs=self.num_epochs,
             num_minibatches=self.num_minibatches,
         )
-        checks.non_negative(
-            entropy_coef=self.entropy_coef,
-            ptx_coef=self.ptx_coef,
-            truncate_after=self.truncate_after,
-        )
+        checks.non_negative(entropy_coef=self.entropy_coef, ptx_coef=self.ptx_coef)
         if self.stop_approxkl is not None:
             checks.positive(stop_approxkl=self.stop_approxkl)
         if self.max_ratio_mean is not None and not 1 < self.max_ratio_mean < math.inf:
@@ -116,21 +122,16 @@ class PolicyRecipe:
             aggregation.check_scale(
                 self.aggregation, loss_scale_factor=self.loss_scale_factor
             )
-        for name, value in {
-            "truncate_after": self.truncate_after,
-            "truncate_reward_only": self.truncate_reward_only,
-        }.items():
-            if value and not self.fixed_length:
-                raise InputError(
-                    f"{name}: expected fixed_length with it, got {value} without, "
-                    f"where the sampler ends a response at its first stop token; set "
-                    f"fixed_length, or leave it out"
-                )
 
     @property
     def has_ratio(self) -> bool:
         """Whether the loss has a probability ratio, which a stale sampler biases."""
         return True
+
+    @property
+    def truncates_reward_only(self) -> bool:
+        """Whether the policy is trained on more than the reward sees."""
+        return self.fixed_length is not None and self.fixed_length.reward_only
 
     @property
     def recomputes_logprobs(self) -> bool:

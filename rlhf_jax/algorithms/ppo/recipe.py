@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.algorithm import CriticRecipe, PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, PolicyRecipe
 from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.algorithms.ppo.experience import Whiten, gae_experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss, whitened
@@ -200,9 +200,7 @@ class PPO(Recipe, PolicyGradient):
 
 OPENAI_2019 = Recipe(
     temperature=0.7,
-    fixed_length=True,
-    truncate_after=16,
-    truncate_reward_only=True,
+    fixed_length=FixedLength(truncate_after=16, reward_only=True),
     scores=ScoreShaping(missing_stop_score=-1.0),
     gamma=1.0,
     lam=0.95,
@@ -219,7 +217,7 @@ OPENAI_2019 = Recipe(
 
 N_PLUS = Recipe(
     temperature=0.7,
-    fixed_length=True,
+    fixed_length=FixedLength(),
     scores=ScoreShaping(missing_stop_score=-1.0),
     gamma=1.0,
     lam=0.95,

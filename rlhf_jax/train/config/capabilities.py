@@ -83,7 +83,7 @@ def _decoder_options(c: PolicyGradientConfig) -> str | None:
         {
             "options of --sampler here": isinstance(sampler, Here)
             and sampler != Here(),
-            "--fixed-length": c.method.fixed_length,
+            "--fixed-length": c.method.fixed_length is not None,
         }
     )
 
@@ -222,7 +222,7 @@ FEATURES: Mapping[str, Feature] = {
     "order of the decoder": lambda c: _first(
         {
             "--continuous-batching": c.method.continuous_batching is not None,
-            "--fixed-length": c.method.fixed_length,
+            "--fixed-length": c.method.fixed_length is not None,
         }
     ),
     "how prompts are written": lambda c: c.data.writing_option,

@@ -17,6 +17,7 @@ from rlhf_jax import batch, grpo, kl_control, losses, masked, ppo, rewards, stat
 from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import surrogates
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional import advantages
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.frozen_models import FrozenModels
@@ -356,9 +357,9 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
         ),
         (
             lambda: grpo.GroupRecipe(
-                overlong_mask="loss", fixed_length=True, truncate_reward_only=True
+                overlong_mask="loss", fixed_length=FixedLength(reward_only=True)
             ),
-            "overlong_mask: expected none with truncate_reward_only",
+            "overlong_mask: expected none with reward_only of fixed_length",
         ),
         (
             lambda: grpo.GRPO(overlong_mask="loss", **MADE | {"stop_ids": ()}),

@@ -14,6 +14,7 @@ import toys
 from rlhf_jax.algorithms import batch, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import algorithm, loss, ptx_texts
 from rlhf_jax.algorithms.policy_gradient.corrections import Reject, Truncate
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import packing
@@ -237,16 +238,14 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
 
 
 @pytest.mark.parametrize(
-    ("fixed_length", "truncate_reward_only", "sampled", "rewarded"),
+    ("fixed_length", "sampled", "rewarded"),
     [
-        (False, False, "whole", "whole"),
-        (True, False, "truncated", "truncated"),
-        (True, True, "whole", "truncated"),
+        (None, "whole", "whole"),
+        (FixedLength(2), "truncated", "truncated"),
+        (FixedLength(2, reward_only=True), "whole", "truncated"),
     ],
 )
-def test_who_sees_a_truncated_response(
-    monkeypatch, fixed_length, truncate_reward_only, sampled, rewarded
-):
+def test_who_sees_a_truncated_response(monkeypatch, fixed_length, sampled, rewarded):
     told = {}
 
     def rollout(*_, **options):
@@ -254,17 +253,12 @@ def test_who_sees_a_truncated_response(
         return "whole"
 
     def truncate(_, **options):
-        assert options == {"stop_ids": toys.STOP, "after": 2 * fixed_length}
+        assert options == {"stop_ids": toys.STOP, "after": 2}
         return "truncated"
 
     monkeypatch.setattr("rlhf_jax.algorithms.flow.rollout.rollout", rollout)
     monkeypatch.setattr("rlhf_jax.algorithms.flow.rollout.truncate", truncate)
-    recipe = dataclasses.replace(
-        BASE,
-        fixed_length=fixed_length,
-        truncate_reward_only=truncate_reward_only,
-        truncate_after=2 * fixed_length,
-    )
+    recipe = dataclasses.replace(BASE, fixed_length=fixed_length)
     whole = reinforce.sample(
         {}, prompts=toys.prompts(), key=jax.random.key(0), recipe=recipe
     )

@@ -20,6 +20,7 @@ from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import loss as value_loss
@@ -623,8 +624,8 @@ def test_episodes_are_alike_that_say_the_same_whatever_they_observe():
 
 
 def test_responses_of_fixed_length_have_one_turn():
-    recipe = grpo.GRPO(**GROUP, fixed_length=True)
-    with pytest.raises(InputError, match="fixed_length: expected False for episodes"):
+    recipe = grpo.GRPO(**GROUP, fixed_length=FixedLength())
+    with pytest.raises(InputError, match="fixed_length: expected None for episodes"):
         make_experience(
             fresh(recipe),
             rollout=toy_turns.rollout(),

@@ -22,6 +22,7 @@ from rlhf_jax import (
 )
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -588,8 +589,7 @@ REBUILT = {
 # One by its stats; one must change nothing; one is of test_lora.py, the others of
 # test_ppo_details.py and test_ppo_by_hand.py.
 ABOVE = {
-    *("micro_batch_size", "lora", "truncate_after"),
-    *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
+    *("micro_batch_size", "lora", "fixed_length"),
     "continuous_batching",  # must change nothing: test_continuous_batching.py
     # test_sampler_mismatch.py
     "sampler_correction",
@@ -721,8 +721,10 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
             {"scores": ScoreShaping(missing_stop_score=-1.0), "stop_ids": ()},
             "stop_ids to look for, got no",
         ),
-        ({"fixed_length": True, "stop_ids": ()}, "fixed_length: expected stop_ids"),
-        ({"truncate_after": 3}, "truncate_after: expected fixed_length with it"),
+        (
+            {"fixed_length": FixedLength(), "stop_ids": ()},
+            "fixed_length: expected stop_ids",
+        ),
         ({"max_ratio_mean": 0.5}, "max_ratio_mean: expected a finite number above 1"),
         ({"stop_approxkl": 0.0}, "stop_approxkl: expected a finite number above 0"),
         ({"entropy_coef": -0.1}, "entropy_coef: expected a finite number, 0 or more"),
