@@ -8,10 +8,13 @@ coefficient τ, not for the highest reward: preferences need no reward that expl
 them. Where π^mix is near π its fixed point is π ∝ π_ref exp(P(y beats π)/τ).
 """
 
+# A field of the parent that is a ClassVar here is no field of the dataclass.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +48,11 @@ class NashMDRecipe(PolicyRecipe):
     num_epochs: int = 1
     """Number of passes over each batch."""
 
+    # The mixture is sampled without these: no options here.
+    fixed_length: ClassVar[None] = None
+    continuous_batching: ClassVar[None] = None
+
     def __post_init__(self) -> None:
-        for name in ("fixed_length", "continuous_batching"):
-            if getattr(self, name) is not None:
-                raise InputError(
-                    f"{name}: expected none for Nash-MD, whose mixture is sampled "
-                    f"without it, got {getattr(self, name)}; leave it out"
-                )
         super().__post_init__()
         one_of(labels=self.labels, among=("ranked", "bradley_terry"))
         if not 0 < self.mixture < 1:
