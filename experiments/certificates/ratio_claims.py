@@ -6,6 +6,7 @@ responses (i, j) of the world: no function of the library is called here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import grpo
+from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
 from rlhf_jax.functional.kl.penalty import IN_REWARD
 
 Array = jax.Array
@@ -131,12 +133,12 @@ def _recipe(**choices: Any) -> grpo.GroupRecipe:
     return grpo.GroupRecipe(**{**PLAIN, "baseline": "leave_one_out", **choices})
 
 
-GSPO = {"ratio_level": "sequence", "clip_range": 0.02, "clip_range_high": 0.03}
+GSPO = Clip(ratio_level="sequence", clip_range=0.02, clip_range_high=0.03)
 OF_SEQUENCE = functools.partial(sequence_clip, low=0.02, high=0.03)
 CLAIMS = (
     Claim(
         "token ratio without a clip",
-        _recipe(clip_range=WIDE),
+        _recipe(surrogate=Clip(WIDE)),
         functools.partial(clip, low=WIDE, high=WIDE),
         REWARD,
         1.0,
@@ -144,7 +146,7 @@ CLAIMS = (
     Claim("token ratio, clip 0.2 (PPO, RLOO)", _recipe(), TOKENS, REWARD, 1.0),
     Claim(
         "clip-higher, 0.2 and 0.28 (DAPO)",
-        _recipe(clip_range_high=0.28),
+        _recipe(surrogate=Clip(clip_range_high=0.28)),
         functools.partial(clip, low=0.2, high=0.28),
         REWARD,
         1.0,
@@ -194,10 +196,12 @@ CLAIMS = (
         "the number of tokens of its prompt's responses",
         weight=by_tokens,
     ),
-    Claim("GSPO, a constant divisor", _recipe(**GSPO), OF_SEQUENCE, REWARD, 1.0),
+    Claim(
+        "GSPO, a constant divisor", _recipe(surrogate=GSPO), OF_SEQUENCE, REWARD, 1.0
+    ),
     Claim(
         "GSPO as published, 1/length",
-        _recipe(**GSPO, aggregation="sequence_mean"),
+        _recipe(surrogate=GSPO, aggregation="sequence_mean"),
         OF_SEQUENCE,
         NO,
         None,
@@ -206,19 +210,19 @@ CLAIMS = (
     ),
     Claim(
         "GSPO-token, a constant divisor",
-        _recipe(**GSPO | {"ratio_level": "sequence_token"}),
+        _recipe(surrogate=dataclasses.replace(GSPO, ratio_level="sequence_token")),
         OF_SEQUENCE,  # one advantage per response: one gradient
         REWARD,
         1.0,
     ),
     Claim(
         "CISPO, weights of at most 1.2",
-        _recipe(surrogate="cispo", clip_range=1.0, clip_range_high=0.2),
+        _recipe(surrogate=CISPO(clip_range=1.0, clip_range_high=0.2)),
         functools.partial(weighted, high=0.2),
         REWARD,
         1.0,
     ),
-    Claim("SAPO", _recipe(surrogate="sapo"), gated, REWARD, 1.0),
+    Claim("SAPO", _recipe(surrogate=SAPO()), gated, REWARD, 1.0),
     Claim(
         "RLOO, unfinished responses left out of loss and baseline",
         _recipe(overlong_mask="group"),

@@ -9,6 +9,7 @@ a wrong number comes from an option.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ __all__ = [
     "int32",
     "listed",
     "non_negative",
+    "one_of",
     "positive",
     "rows",
     "same_shape",
@@ -203,6 +205,32 @@ def boolean(**arrays: Array) -> None:
             raise TypeError(
                 f"{name}: expected bool, got {array.dtype}; make masks from lengths "
                 "(masked.lengths_to_mask), never from tokens != pad"
+            )
+
+
+def one_of(*, among: tuple[Any, ...], **choices: Any) -> None:
+    """Checks that a choice is one of some.
+
+    Args:
+      among: what there is to choose from.
+      choices: by the names that the error shows.
+
+    Raises:
+      InputError: one is none of them.
+
+    >>> print(one_of(kind="ipo", among=("sigmoid", "ipo")))
+    None
+    >>> one_of(kind="kto", among=("sigmoid", "ipo"))
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: kind: expected one of 'sigmoid', 'ipo', got
+        'kto'; choose one
+    """
+    for name, choice in choices.items():
+        if choice not in among:
+            raise InputError(
+                f"{name}: expected one of {', '.join(map(repr, among))}, got "
+                f"{choice!r}; choose one"
             )
 
 

@@ -79,7 +79,7 @@ def rollout_of(prompts: Prompts, drawn: Drawn, *, version: int | None) -> Rollou
     """Prompts and responses as the record of an iteration, in NumPy arrays.
 
     The sampler's log-probs are `old_logprobs`: a ratio to them corrects for a sampler
-    that is not quite the trainer, and with `recompute_logprobs` the importance weights
+    that is not quite the trainer, or the importance weights of a `sampler_correction`
     do. Without an entropy of the sampler's, that of a token is estimated by -log μ of
     the token that was drawn, whose expectation it is.
 

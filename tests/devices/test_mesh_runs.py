@@ -275,8 +275,7 @@ def test_an_older_sampler_is_corrected_for(files, tmp_path):
     """Recomputed log-probs are of the trainer now; the tokens are a version older."""
     argv = (
         *("--placement.policy=data=1", "--placement.sampler=last:data=1"),
-        *("--recompute-logprobs", "--sampler-weight-cap=2"),
-        *("--sampler-weight-floor=0.5", "--sampler-correction=sequence_mask"),
+        "--sampler-correction=mask,cap=2,floor=0.5,level=sequence",
         *("--penalty.placement=loss", "--penalty.value-estimator=k3"),
         *("--penalty.grad-estimator=k2", "--penalty.importance-weights=token"),
     )
@@ -384,9 +383,9 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
             (
                 "--placement.policy=data=4",
                 "--placement.sampler=last:data=4",
-                "--recompute-logprobs",
+                "--sampler-correction=recompute",
             ),
-            "expected none with --recompute-logprobs without --sampler-weight-cap, as",
+            "expected none with --sampler-correction recompute, as",
         ),
         (
             ("--placement.critic=last:data=4", "--max-ratio-mean=10"),

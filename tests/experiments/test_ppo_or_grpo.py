@@ -41,7 +41,7 @@ def test_the_runs_differ_by_their_method_alone(tmp_path):
         methods = [dataclasses.asdict(config["method"]) for config in (ppo, grpo)]
         shared = methods[0].keys() & methods[1].keys()
         assert {n for n in shared if methods[0][n] != methods[1][n]} == {"penalty"}
-        assert {"num_epochs", "num_minibatches", "temperature", "clip_range"} < shared
+        assert {"num_epochs", "num_minibatches", "temperature", "surrogate"} < shared
         # Of PPO's roles, the critic is with the policy, and the others are GRPO's.
         places_of = [dataclasses.asdict(config["placement"]) for config in (ppo, grpo)]
         assert places_of[0].items() >= places_of[1].items()

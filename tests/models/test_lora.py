@@ -27,6 +27,7 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.algorithms import reward_model, self_check
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
@@ -396,7 +397,8 @@ SETTINGS = ppo.PPO(
     stop_ids=toys.STOP,
     num_epochs=2,
     num_minibatches=2,
-    recompute_logprobs=True,  # by the pass that scores the reference, so that 0 is 0
+    # By the pass that scores the reference, so that 0 is 0.
+    sampler_correction=Recompute(),
     lora=ALL,
 )
 

@@ -6,6 +6,9 @@ import typing
 
 import pytest
 
+from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
+from rlhf_jax.algorithms.policy_gradient.surrogates import Surrogate
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
 from rlhf_jax.models.lora import LoRA
@@ -61,6 +64,29 @@ WRITTEN = {  # of every union: what is written, as short as it can be
     sampler.Episodes | None: ["None", "name=rooms", "name=rooms,max_turns=2"],
     rewards.Model | None: ["None", "paths=a", "paths=a+b,combine=minimum"],
     rewards.Verifier | None: ["None", "name=gsm8k", "name=gsm8k,answer_field=gold"],
+    Surrogate: [
+        "clip",
+        "clip,clip_range=0.0003,clip_range_high=0.0004,ratio_level=sequence",
+        "clip,dual_clip=3.0",
+        "cispo,clip_range=1.0,clip_range_high=4.0",
+        "sapo",
+        "sapo,temperature_neg=1.1,ratio_level=sequence_token",
+    ],
+    SamplerCorrection | None: [
+        "None",
+        "ratio",
+        "recompute",
+        "truncate",
+        "truncate,cap=5.0,level=sequence",
+        "mask,cap=5.0,floor=0.5",
+        "reject,cap=2.0,level=geometric",
+    ],
+    FixedLength | None: [
+        "None",
+        "fixed_length",
+        "truncate_after=16",
+        "truncate_after=16,reward_only=true",
+    ],
     Reset | Mix | None: ["None", "reset,every=10", "mix,every=10,rate=0.5"],
 }
 LISTS = {
@@ -118,6 +144,8 @@ def test_what_a_text_stands_for():
     assert parsed("16", start.Adapters) == LoRA(rank=16)
     assert parsed("16,alpha=8", start.Adapters) == LoRA(rank=16, alpha=8.0)
     assert parsed("None", start.Adapters) is None
+    assert parsed("16,reward_only=true", FixedLength | None) == FixedLength(16, True)
+    assert parsed("0", FixedLength | None) == FixedLength()
     assert parsed("tf-adam,mu-dtype=bfloat16", optimizer.Rule) == TFAdam(
         mu_dtype="bfloat16"
     )
@@ -137,6 +165,15 @@ def test_what_a_text_stands_for():
         ("adam,eps=1,eps=2", optimizer.Rule, "expected eps once, got it twice"),
         ("adaptive,unit=token", Control, "expected target with adaptive, got none"),
         ("fixed,target=1", Control, "expected fixed alone, which has no options"),
+        ("sapo,clip_range=0.1", Surrogate, "expected temperature_pos, temperature_neg"),
+        ("cispo,dual_clip=3", Surrogate, "expected clip_range, clip_range_high, ratio"),
+        ("mask", SamplerCorrection, "expected cap with mask, got none"),
+        (
+            "recompute,cap=2",
+            SamplerCorrection,
+            "expected recompute alone, which has no",
+        ),
+        ("reject,cap=2,level=token", SamplerCorrection, "sequence or geometric, got"),
         ("sixteen", start.Adapters, "expected rank to be an integer, got 'sixteen'"),
         ("mix,every=2", Reset | Mix | None, "expected rate with mix, got none"),
         ("never", Reset | Mix | None, "expected one of reset, mix, None, got 'never'"),
@@ -221,6 +258,7 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
             *("--lora=16,alpha=8", "--kl-control=linear,end=0.5", "--reference=other"),
             *("--references", "a=b,weight=2", "--optimizer=adamw,weight_decay=0.1"),
             *("--texts", "code=c", "--packing=None", "--sampler=here,dtype=float32"),
+            "--surrogate=sapo,temperature_neg=1.2",
             module=module,
         )
         if module is ppo

@@ -83,7 +83,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "decoder": {
         ABSENT: "",
         "continuous": "--continuous-batching 8",
-        "fixed": "--fixed-length",
+        "fixed": "--fixed-length 0",
     },
     "prompts": {
         ABSENT: "",
@@ -124,8 +124,8 @@ PARAMETERS: dict[str, dict[str, str]] = {
     },
     "log-probs": {
         ABSENT: "",
-        "recomputed": "--recompute-logprobs",
-        "corrected": "--recompute-logprobs --sampler-weight-cap 2",
+        "recomputed": "--sampler-correction recompute",
+        "corrected": "--sampler-correction truncate",
     },
     "guards": {
         ABSENT: "",
@@ -218,6 +218,9 @@ def _changes(before, after):
 
 
 def _changed(config, changes):
+    names = {field.name for field in dataclasses.fields(config)}
+    if unknown := changes.keys() - names:
+        raise InputError(f"{type(config).__name__} has no {', '.join(unknown)}")
     config = copy.copy(config)
     for name, value in changes.items():
         if isinstance(value, dict):
@@ -242,8 +245,8 @@ def violated(choices):
 @functools.cache
 def is_refused_alone(method, name, choice):
     """Whether a method's own recipe does not take a choice, whatever else there is."""
-    config = config_of({METHOD: method, name: choice})
     try:
+        config = config_of({METHOD: method, name: choice})
         with mock.patch.object(capabilities, "check", return_value=None):
             config.method.__post_init__()
             config.__post_init__()

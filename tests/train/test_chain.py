@@ -161,7 +161,7 @@ def test_ppo_with_a_python_reward(tuned, prompts, rewards_folder, tmp_path):
         *(ppo, out, "--model", tuned[0] / "model"),
         *("--prompts", prompts, "--reward=lengths:shortness", "--num-steps=2"),
         *("--max-new-tokens=6", "--batch-size=8", "--num-minibatches=1"),
-        *("--learning-rate=1e-3", "--recompute-logprobs", "--dtype=bfloat16"),
+        *("--learning-rate=1e-3", "--sampler-correction=recompute", "--dtype=bfloat16"),
         *("--reference-storage.dtype=bfloat16", "--num-epochs=1"),
     )
     for row in metrics.read(out / "samples.jsonl"):

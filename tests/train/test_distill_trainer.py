@@ -215,9 +215,9 @@ def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkey
         ("--num-shown=-1", "num_shown: expected a finite number, 0 or more"),
         ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),
         (
-            "--recompute-logprobs --sampler=here,dtype=int8",
-            "a --sampler that rounds: expected none with --recompute-logprobs without "
-            "--sampler-weight-cap, as nothing corrects for the distance",
+            "--sampler-correction=recompute --sampler=here,dtype=int8",
+            "a --sampler that rounds: expected none with --sampler-correction "
+            "recompute, as nothing corrects for the distance",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
         *("--prompts", files / "many.jsonl", "--held-out", files / "test.jsonl"),
         *("--verifier=gsm8k,unmarked=last_number", "--learning-rate=3e-2"),
         *("--batch-size=64", "--prompt-field=question", "--kl-coef=0.01"),
-        *("--max-new-tokens=3", "--num-workers=1", "--clip-range=10"),
+        *("--max-new-tokens=3", "--num-workers=1", "--surrogate=clip,clip_range=10"),
         "--num-steps=20",
     )
     assert summary["held_out_score_before"] < 1
@@ -232,8 +232,8 @@ def test_the_mixture_of_nash_md_is_with_the_reference_as_it_moves(
         ("--mixture=1", "mixture: expected a share between 0 and 1, got 1.0"),
         ("--placement.reference=last", "as its mixture draws beside the policy, and"),
         ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
-        ("--truncate-after=3", "truncate_after: expected none for Nash-MD"),
-        ("--continuous-batching=4", "continuous_batching: expected none for Nash-MD"),
+        ("--fixed-length=3", "Unrecognized options: --fixed-length"),
+        ("--continuous-batching=4", "Unrecognized options: --continuous-batching"),
     ],
 )
 def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
@@ -259,7 +259,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
             "--references=other=x,weight=1",
             "with rlhf-jax online-dpo, as its loss reads one",
         ),
-        ("--clip-range=0.1", "clip_range: expected none for online DPO"),
+        ("--surrogate=sapo", "Unrecognized options: --surrogate"),
     ],
 )
 def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message):
@@ -344,8 +344,7 @@ def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
         "--sampler=here,dtype=int8",
     )
     gsm8k(tmp_path / "ratio", files, *argv)
-    weighted = ("--recompute-logprobs", "--sampler-weight-cap=2")
-    gsm8k(tmp_path / "weights", files, *argv, *weighted)
+    gsm8k(tmp_path / "weights", files, *argv, "--sampler-correction=truncate")
     of_ratio, of_weights = (
         metrics.read(tmp_path / name / "metrics.jsonl") for name in ("ratio", "weights")
     )
@@ -440,7 +439,11 @@ def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path, monkeypat
             "--learning-rate=3e-2",
             "--batch-size=64",
         ),
-        *("--snapshot-every=10", "--keep-snapshots=9", "--clip-range=10"),
+        *(
+            "--snapshot-every=10",
+            "--keep-snapshots=9",
+            "--surrogate=clip,clip_range=10",
+        ),
         "--num-steps=20",
     )
     whole = gsm8k(tmp_path / "whole", files, *argv)
@@ -561,9 +564,9 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
                 "--max-new-tokens: expected less than the cont",
             ),
             (
-                ("--sampler=here,dtype=int8", "--recompute-logprobs"),
-                "a --sampler that rounds: expected none with --recompute-logprobs "
-                "without --sampler-weight-cap, as nothing corrects for the distance",
+                ("--sampler=here,dtype=int8", "--sampler-correction=recompute"),
+                "a --sampler that rounds: expected none with --sampler-correction "
+                "recompute, as nothing corrects for the distance",
             ),
             (
                 ("--sampler=here,cache_pages=4",),

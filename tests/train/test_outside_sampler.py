@@ -242,12 +242,12 @@ URL = "--sampler=http://localhost:9"
             "--sampler: expected none with --placement.sampler, as our decoder",
         ),
         (
-            [URL, "--fixed-length"],
+            [URL, "--fixed-length=0"],
             "--sampler http://...: expected none with --fixed-length, as a server",
         ),
         (
-            [URL, "--recompute-logprobs"],
-            "with --recompute-logprobs without --sampler-weight-cap, as nothing",
+            [URL, "--sampler-correction=recompute"],
+            "with --sampler-correction recompute, as nothing",
         ),
     ],
 )

@@ -209,7 +209,7 @@ def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch
     ("options", "message"),
     [
         (["--buckets=4"], "--environment: expected none with --buckets"),
-        (["--fixed-length"], "--environment: expected none with --fixed-length"),
+        (["--fixed-length=0"], "--environment: expected none with --fixed-length"),
         (["--critic.start=reward_model"], "expected none with no reward model"),
         (
             [f"--environment=test_ppo_environment:Late,{LIMITS}"],

@@ -14,6 +14,8 @@ import toy_files
 
 from rlhf_jax import hf, kl_control, rewards
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -28,18 +30,13 @@ NEEDED = ("--model=m", "--prompts=p", "--out=never")
 # What both papers share. The name of OAI's option stands behind where it is another.
 SHARED = {
     "temperature": 0.7,  # policy.temperature
-    "fixed_length": True,
     "penalty": Penalty(value_estimator="k1", placement="reward"),
     "scores": ScoreShaping(missing_stop_score=-1.0),  # penalty_reward_value
-    "recompute_logprobs": False,
-    "sampler_weight_cap": None,
-    "sampler_correction": "token_truncate",
-    "sampler_weight_floor": None,
+    "sampler_correction": None,
     "gamma": 1.0,
     "lam": 0.95,
     "whiten_advantages": "minibatch",
     "whiten_ddof": 0,  # tf.nn.moments; masked_var(..., unbiased=False)
-    "clip_range": 0.2,  # cliprange
     "value_clip_range": 0.2,  # cliprange_value
     "vf_coef": 0.1,
     "num_epochs": 4,  # noptepochs
@@ -47,12 +44,7 @@ SHARED = {
     "aggregation": "token_mean",
     "loss_scale_factor": None,
     # Nothing that came later.
-    "clip_range_high": None,
-    "dual_clip": None,
-    "ratio_level": "token",
-    "surrogate": "clip",
-    "sapo_temperature_pos": 1.0,  # not read
-    "sapo_temperature_neg": 1.05,
+    "surrogate": Clip(0.2, clip_range_high=None, dual_clip=None),  # cliprange
     "entropy_coef": 0.0,
     "ptx_coef": 0.0,
     "critic_warmup": 0,
@@ -65,8 +57,7 @@ PUBLISHED = {
     # launch.py: books_task, sentiment; train_policy.py: PpoHParams.
     "openai-2019": SHARED
     | {
-        "truncate_after": 16,
-        "truncate_reward_only": True,
+        "fixed_length": FixedLength(truncate_after=16, reward_only=True),
         "whiten_rewards": "minibatch",
         "value_after_stop": False,
         "shared_trunk": True,
@@ -74,8 +65,7 @@ PUBLISHED = {
     # ppo.py of summarize_from_feedback_details: Args, PpoHParams.
     "n-plus": SHARED
     | {
-        "truncate_after": 0,
-        "truncate_reward_only": False,
+        "fixed_length": FixedLength(truncate_after=0, reward_only=False),
         "whiten_rewards": None,
         "value_after_stop": True,
         "shared_trunk": False,
@@ -119,7 +109,7 @@ def test_around_the_recipes_too():
 def test_the_defaults_are_those_of_both():
     """Detail 13, and the rest of what a recipe is where nothing is asked for."""
     default = vars(Recipe())
-    same = set(SHARED) - {"fixed_length", "scores", "whiten_advantages"}
+    same = set(SHARED) - {"scores", "whiten_advantages"}
     assert {name: default[name] for name in same} == {
         name: SHARED[name] for name in same
     }
@@ -200,7 +190,7 @@ def test_help_shows_the_presets_and_their_values(capsys):
     for option, value in {
         "--kl-coef {None}|FLOAT": "0.15",
         "--batch-size INT": "512",
-        "--truncate-after INT": "16",
+        "--fixed-length TRUNCATE_AFTER": "truncate_after=16, reward_only=true",
         " --optimizer adam|": "tf_adam, eps=1e-05",
         " --kl-control fixed|": "adaptive,target=6.0,unit=response",
     }.items():
@@ -325,7 +315,10 @@ def test_each_preset_runs(name, tmp_path, monkeypatch):
         tmp_path / "scorer", toy_files.MODEL, scorer, tokenizer=toy_files.tokenizer()
     )
     own = {
-        "openai-2019": ("--reward=distinct_words:score", "--truncate-after=2"),
+        "openai-2019": (
+            "--reward=distinct_words:score",
+            "--fixed-length=2,reward_only=true",
+        ),
         "n-plus": ("--reward-model=scorer",),
     }[name]
 
@@ -359,9 +352,11 @@ def test_each_preset_runs(name, tmp_path, monkeypatch):
         assert row["score"] == len(set(row["response"].split()))
     # The options of a recorded run hold those of its preset.
     again = parse("--config=run/config.json")
-    assert again.method == dataclasses.replace(
-        PRESETS[name]["method"], truncate_after=2 if name == "openai-2019" else 0
-    )
+    expected = PRESETS[name]["method"]
+    if name == "openai-2019":
+        changed = FixedLength(2, reward_only=True)
+        expected = dataclasses.replace(expected, fixed_length=changed)
+    assert again.method == expected
     play("--config=run/config.json", "--resume")
     play("--config=run/config.json", "--out=repeated")
     left, right = (

@@ -402,10 +402,10 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 (
-                    *("--reward=m:f", "--recompute-logprobs", "--sampler-weight-cap=2"),
+                    *("--reward=m:f", "--sampler-correction=truncate"),
                     *("--whiten-advantages=minibatch",),
                 ),
-                "sampler_weight_cap: expected whitening over the rollout or none",
+                "sampler_correction: expected whitening over the rollout or none",
             ),
             (
                 ("--reward=m:f", "--placement.reward=cpu"),

@@ -13,6 +13,7 @@ import toy_pairs
 from safetensors import safe_open
 
 from rlhf_jax import hf
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.roles.reference import fingerprint, frozen
 
 
@@ -160,7 +161,7 @@ TRACES = {
     "redraws": {"present": lambda run: run.logs("group/redraws")},
     "decoder": {
         "continuous": lambda run: run.recipe.continuous_batching == 8,
-        "fixed": lambda run: run.recipe.fixed_length,
+        "fixed": lambda run: run.recipe.fixed_length is not None,
     },
     "prompts": {
         "buckets": lambda run: run.loop.prompts[0].tokens.shape[1] in (4, 8),
@@ -224,7 +225,7 @@ TRACES = {
         ),
     },
     "log-probs": {
-        "recomputed": lambda run: run.recipe.recompute_logprobs,
+        "recomputed": lambda run: run.recipe.sampler_correction == Recompute(),
         "corrected": lambda run: run.logs("policy/sampler_weight"),
     },
     "guards": {

@@ -37,12 +37,12 @@ import tyro
 from benchmarks.asynchrony.verifier import Slow
 from rlhf_jax import config, decoder, grpo, kl_control, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.policy_gradient.corrections import Truncate
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.frozen_models import NO_MODELS
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import report
-from rlhf_jax.train.config.sampler import WEIGHT_CAP
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
@@ -116,9 +116,7 @@ class Turns:
             num_epochs=options.num_epochs,
             num_minibatches=options.num_minibatches,
         )
-        stale = dataclasses.replace(
-            plain, recompute_logprobs=True, sampler_weight_cap=WEIGHT_CAP
-        )
+        stale = dataclasses.replace(plain, sampler_correction=Truncate())
         self._recipe = plain
         self._sample = jax.jit(functools.partial(grpo.sample, recipe=plain))
         self._learn = {

@@ -34,6 +34,7 @@ from line_protocol import Clock, Workload
 from rlhf_jax_learners import Apart, Together, prompts_of
 
 from rlhf_jax import config, decoder, ppo
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.devices import program_cache
 from rlhf_jax.models import layout
 
@@ -68,7 +69,7 @@ def algorithm_of(workload: Workload) -> ppo.PPO:
         temperature=workload.temperature,
         gamma=workload.gamma,
         lam=workload.lam,
-        clip_range=workload.clip_range,
+        surrogate=Clip(workload.clip_range),
         vf_coef=workload.vf_coef,
         num_epochs=workload.num_epochs,
         num_minibatches=workload.num_minibatches,

@@ -21,6 +21,13 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import grpo
+from rlhf_jax.algorithms.policy_gradient.corrections import (
+    Mask,
+    Recompute,
+    Reject,
+    SamplerCorrection,
+    Truncate,
+)
 from rlhf_jax.functional.kl.penalty import IN_REWARD, UNBIASED_K3, Penalty
 
 Array = jax.Array
@@ -129,30 +136,19 @@ class Claim(NamedTuple):
 
 
 def _recipe(
-    correction: str | None,
-    *,
-    cap: float = 1e6,
-    floor: float | None = None,
-    penalty: Penalty = IN_REWARD,
+    correction: SamplerCorrection, *, penalty: Penalty = IN_REWARD
 ) -> grpo.GroupRecipe:
-    choices: dict[str, Any] = {}
-    if correction is not None:
-        choices = {
-            "sampler_correction": correction,
-            "sampler_weight_cap": cap,
-            "sampler_weight_floor": floor,
-        }
     return grpo.GroupRecipe(
         aggregation="constant",
         temperature=1.0,
         group_size=2,
         baseline="leave_one_out",
         penalty=penalty,
-        recompute_logprobs=True,
-        **choices,
+        sampler_correction=correction,
     )
 
 
+WIDE = 1e6  # a cap that no weight reaches
 TOKENS: dict[str, Any] = {"cap": 1.1, "floor": 0.9}
 RESPONSES: dict[str, Any] = {"cap": 1.5, "floor": 0.7}
 MEANS: dict[str, Any] = {"cap": 1.15, "floor": 0.9}
@@ -161,7 +157,7 @@ PREFIXES = "prefixes and continuations of the sampler"
 CLAIMS = (
     Claim(
         "none: log-probs recomputed alone",
-        _recipe(None),
+        _recipe(Recompute()),
         "E_μ[(r − b)·log π]",
         likelihood,
         bias="samples of the sampler",
@@ -169,7 +165,7 @@ CLAIMS = (
     ),
     Claim(
         "token ratio without a bound",
-        _recipe("token_truncate"),
+        _recipe(Truncate(WIDE)),
         "Σ_s d_μ(s) Σ_a π(a|s)·Q_μ(s, a)",
         functools.partial(of_tokens, h=itself),
         bias=PREFIXES,
@@ -177,28 +173,28 @@ CLAIMS = (
     ),
     Claim(
         "token_truncate, 1.1 (TIS)",
-        _recipe("token_truncate", cap=TOKENS["cap"]),
+        _recipe(Truncate(TOKENS["cap"])),
         "the same of ρ, C + C·log(ρ/C) beyond C",
         functools.partial(of_tokens, h=functools.partial(truncated, cap=TOKENS["cap"])),
         bias=f"{PREFIXES}, and {BEYOND}",
     ),
     Claim(
         "token_mask, 0.9 to 1.1 (IcePop)",
-        _recipe("token_mask", **TOKENS),
+        _recipe(Mask(**TOKENS)),
         "the same of clip(ρ)",
         functools.partial(of_tokens, h=functools.partial(masked, **TOKENS)),
         bias=f"{PREFIXES}, and {BEYOND}",
     ),
     Claim(
         "sequence ratio without a bound",
-        _recipe("sequence_truncate"),
+        _recipe(Truncate(WIDE, level="sequence")),
         "E_π[r]",
         expected_reward,
         bounded=False,
     ),
     Claim(
         "sequence_truncate, 1.5",
-        _recipe("sequence_truncate", cap=RESPONSES["cap"]),
+        _recipe(Truncate(RESPONSES["cap"], level="sequence")),
         "E_μ[R·(r − b)], C + C·log(R/C) beyond C",
         functools.partial(
             of_responses, h=functools.partial(truncated, cap=RESPONSES["cap"])
@@ -207,28 +203,28 @@ CLAIMS = (
     ),
     Claim(
         "sequence_mask, 0.7 to 1.5",
-        _recipe("sequence_mask", **RESPONSES),
+        _recipe(Mask(**RESPONSES, level="sequence")),
         "E_μ[clip(R)·(r − b)]",
         functools.partial(of_responses, h=functools.partial(masked, **RESPONSES)),
         bias=BEYOND,
     ),
     Claim(
         "sequence_reject, 0.7 to 1.5",
-        _recipe("sequence_reject", **RESPONSES),
+        _recipe(Reject(**RESPONSES)),
         "E_μ[(r − r')·log π | kept]",
         functools.partial(kept_likelihood, **RESPONSES, mean=False),
         bias="samples of the sampler, and a baseline that holds what is left out",
     ),
     Claim(
         "geometric_reject, 0.9 to 1.15",
-        _recipe("geometric_reject", **MEANS),
+        _recipe(Reject(**MEANS, level="geometric")),
         "the same by R^(1/length)",
         functools.partial(kept_likelihood, **MEANS, mean=True),
         bias="samples of the sampler, and a baseline that holds what is left out",
     ),
     Claim(
         "unbiased k3 in the loss (DeepSeek-V3.2)",
-        _recipe("token_truncate", penalty=UNBIASED_K3),
+        _recipe(Truncate(WIDE), penalty=UNBIASED_K3),
         "−Σ_s d_μ(s)·KL(π ‖ π_ref)",
         reverse_kl,
         goal=reverse_kl,
@@ -236,7 +232,7 @@ CLAIMS = (
     ),
     Claim(
         "k3 in the loss without its weight",
-        _recipe("token_truncate", penalty=Penalty("k3", placement="loss")),
+        _recipe(Truncate(WIDE), penalty=Penalty("k3", placement="loss")),
         "−Σ_s d_μ(s) Σ_a μ(a|s)·k3",
         drawn_k3,
         goal=reverse_kl,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rlhf_jax import grpo, ppo
+from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, Clip
 from rlhf_jax.algorithms.reinforce import ReinforceRecipe
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
@@ -67,11 +68,16 @@ CLAIMS = (
     ),
     Claim(
         "RLOO by the ratio of the episode (GSPO)",
-        grpo.GroupRecipe(penalty=IN_REWARD, ratio_level="sequence", **OTHERS, **COMMON),
+        grpo.GroupRecipe(
+            penalty=IN_REWARD,
+            surrogate=Clip(ratio_level="sequence"),
+            **OTHERS,
+            **COMMON,
+        ),
     ),
     Claim(
         "RLOO, CISPO",
-        grpo.GroupRecipe(penalty=IN_REWARD, surrogate="cispo", **OTHERS, **COMMON),
+        grpo.GroupRecipe(penalty=IN_REWARD, surrogate=CISPO(), **OTHERS, **COMMON),
     ),
     Claim(
         "GRPO, k2 of episodes in the loss",

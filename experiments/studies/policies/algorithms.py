@@ -26,6 +26,12 @@ from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout, Score
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.grpo.experience import Baseline
 from rlhf_jax.algorithms.policy_gradient import iteration as policy_gradient
+from rlhf_jax.algorithms.policy_gradient.corrections import (
+    Ratio,
+    Recompute,
+    SamplerCorrection,
+    Truncate,
+)
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
 from rlhf_jax.data.batches import Batches
@@ -35,7 +41,6 @@ from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.config.sampler import WEIGHT_CAP
 from rlhf_jax.train.rollouts.queue import Draw
 from studies.policies import preparation
 from studies.policies.options import Config
@@ -77,7 +82,7 @@ def trainer_of(options: Config) -> Trainer | None:
         aggregation=options.aggregation,
         whiten_advantages=options.whiten_advantages,
         lam=options.lam,
-        **_correction(options),
+        sampler_correction=_correction(options),
     )
     match options.algorithm:
         case "ppo":
@@ -126,8 +131,7 @@ def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Tr
         num_minibatches=algorithm.num_minibatches,
         model=algorithm.model,
         policy_optimizer=algorithm.policy_optimizer,
-        recompute_logprobs=algorithm.recompute_logprobs,
-        sampler_weight_cap=algorithm.sampler_weight_cap,
+        sampler_correction=algorithm.sampler_correction,
         max_new_tokens=algorithm.max_new_tokens,
         stop_ids=algorithm.stop_ids,
     )
@@ -218,12 +222,11 @@ def _online(
     )
 
 
-def _correction(options: Config) -> dict[str, Any]:
-    """Fields of a recipe: what corrects for an older sampler."""
+def _correction(options: Config) -> SamplerCorrection:
+    """What corrects for an older sampler."""
     if not options.staleness or options.correction == "ratio":
-        return {}
-    cap = WEIGHT_CAP if options.correction == "truncate" else None
-    return {"recompute_logprobs": True, "sampler_weight_cap": cap}
+        return Ratio()
+    return Truncate() if options.correction == "truncate" else Recompute()
 
 
 def _by_dpo(algorithm: ppo.PPO, *, options: Config) -> Trainer:

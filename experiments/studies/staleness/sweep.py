@@ -8,8 +8,8 @@ PPO on the language of the quickstart, against its reward model. The sampler is 
 
     truncate    recomputed log-probs, and importance weights over the sampler of at
                 most 2: the default of --max-staleness
-    ratio       the clipped ratio to the sampler's log-probs (--staleness-weight-cap
-                None)
+    ratio       the clipped ratio to the sampler's log-probs (--sampler-correction
+                ratio)
     none        nothing: the responses are taken for the policy's own, which the
                 trainers refuse
 

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.distill.loss import distillation_loss
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import one_of
 from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
 from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import masked
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.functional.kl.mixtures import check_beta
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
@@ -34,11 +33,7 @@ Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
 # Options of the policy loss, which nothing reads where there is no reward.
-OF_THE_POLICY_LOSS = (
-    *("scores", "whiten_advantages", "clip_range", "clip_range_high", "dual_clip"),
-    *("ratio_level", "surrogate", "sapo_temperature_pos", "sapo_temperature_neg"),
-    "sampler_weight_cap",
-)
+OF_THE_POLICY_LOSS = ("scores", "whiten_advantages", "surrogate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,13 +112,15 @@ class DistillRecipe(ReinforceRecipe):
         if self.has_policy_loss(rewarded=rewarded):
             return
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in OF_THE_POLICY_LOSS:
-            if getattr(self, name) != defaults[name]:
-                raise InputError(
-                    f"{name}: expected none without a reward, where the divergence is "
-                    f"the whole loss, got {getattr(self, name)}; leave it out, or give "
-                    f"a reward"
-                )
+        unread = [n for n in OF_THE_POLICY_LOSS if getattr(self, n) != defaults[n]]
+        if self.weighted is not None:
+            unread.append("sampler_correction")
+        for name in unread:
+            raise InputError(
+                f"{name}: expected none without a reward, where the divergence is "
+                f"the whole loss, got {getattr(self, name)}; leave it out, or give "
+                f"a reward"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.grpo.recipe import GroupRecipe
+from rlhf_jax.algorithms.policy_gradient import surrogates
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 PUBLISHED = GroupRecipe(
@@ -48,9 +49,9 @@ GSPO = GroupRecipe(
     group_size=16,
     normalise="group",
     aggregation="sequence_mean",
-    ratio_level="sequence",
-    clip_range=3e-4,
-    clip_range_high=4e-4,
+    surrogate=surrogates.Clip(
+        ratio_level="sequence", clip_range=3e-4, clip_range_high=4e-4
+    ),
     num_minibatches=4,
 )
 """Zheng et al. 2025, arXiv:2507.18071, section 5.1: the ratio of a whole response, to
@@ -60,9 +61,7 @@ CISPO = GroupRecipe(
     temperature=1.0,
     group_size=16,
     normalise="group",
-    surrogate="cispo",
-    clip_range=1.0,
-    clip_range_high=4.0,
+    surrogate=surrogates.CISPO(clip_range=1.0, clip_range_high=4.0),
     num_minibatches=16,
 )
 """MiniMax-M1 (2025), arXiv:2506.13585: the ratio as a bounded weight of log-probs, with
@@ -74,7 +73,7 @@ SAPO = GroupRecipe(
     group_size=16,
     normalise="group",
     aggregation="sequence_mean",
-    surrogate="sapo",
+    surrogate=surrogates.SAPO(),
     num_minibatches=4,
 )
 """Gao et al. 2025, arXiv:2511.20347: a soft gate in place of the clip, of temperature 1
@@ -84,8 +83,7 @@ DAPO = GroupRecipe(
     temperature=1.0,
     group_size=16,
     normalise="group",
-    clip_range=0.2,
-    clip_range_high=0.28,
+    surrogate=surrogates.Clip(clip_range=0.2, clip_range_high=0.28),
     equal_groups="leave_out",
     overlong_mask="loss",
     scores=ScoreShaping(

@@ -19,9 +19,9 @@ from rlhf_jax.algorithms.grpo.experience import (
     group_experience,
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 
 Array = jax.Array
@@ -57,10 +57,10 @@ class GroupRecipe(PolicyRecipe):
         one_of(normalise=self.normalise, among=("group", "rollout", None))
         one_of(overlong_mask=self.overlong_mask, among=("loss", "group", None))
         one_of(equal_groups=self.equal_groups, among=("keep", "leave_out"))
-        if self.overlong_mask is not None and self.truncate_reward_only:
+        if self.overlong_mask is not None and self.truncates_reward_only:
             raise InputError(
-                f"overlong_mask: expected none with truncate_reward_only, where the "
-                f"policy is trained on tokens after the stop token, got "
+                f"overlong_mask: expected none with reward_only of fixed_length, where "
+                f"the policy is trained on tokens after the stop token, got "
                 f"{self.overlong_mask!r}; leave one of them out"
             )
         checks.groups(self.group_size, group_size=self.group_size, least=2)

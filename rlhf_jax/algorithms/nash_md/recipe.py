@@ -8,10 +8,13 @@ coefficient τ, not for the highest reward: preferences need no reward that expl
 them. Where π^mix is near π its fixed point is π ∝ π_ref exp(P(y beats π)/τ).
 """
 
+# A field of the parent that is a ClassVar here is no field of the dataclass.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +23,9 @@ from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
 from rlhf_jax.algorithms.online_dpo.recipe import Labels
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked, token_rewards
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.models.generation import decode, mixture
 from rlhf_jax.models.generation.loop import Decoder
 from rlhf_jax.roles import adapted
@@ -46,13 +49,11 @@ class NashMDRecipe(PolicyRecipe):
     num_epochs: int = 1
     """Number of passes over each batch."""
 
+    # The mixture is sampled without these: no options here.
+    fixed_length: ClassVar[None] = None
+    continuous_batching: ClassVar[None] = None
+
     def __post_init__(self) -> None:
-        for name in ("fixed_length", "truncate_after", "continuous_batching"):
-            if getattr(self, name):
-                raise InputError(
-                    f"{name}: expected none for Nash-MD, whose mixture is sampled "
-                    f"without it, got {getattr(self, name)}; leave it out"
-                )
         super().__post_init__()
         one_of(labels=self.labels, among=("ranked", "bradley_terry"))
         if not 0 < self.mixture < 1:

@@ -1,25 +1,22 @@
 """The options of online DPO: which samples make a pair, and what is asked of it."""
 
+# A field of the parent that is a ClassVar here is no field of the dataclass.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
-from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
+from rlhf_jax.algorithms.policy_gradient.surrogates import CLIP, Surrogate
+from rlhf_jax.functional import checks, losses
+from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 Labels = Literal["ranked", "bradley_terry"]
 Pairing = Literal["best_worst", "neighbours"]
 OnlineKind = Literal["sigmoid", "ipo", "hinge"]
-
-# Options of policy gradients that a loss of pairs does not read.
-UNREAD = (
-    *("penalty", "recompute_logprobs", "sampler_weight_cap", "clip_range"),
-    *("clip_range_high", "dual_clip", "ratio_level", "surrogate"),
-    *("sapo_temperature_pos", "sapo_temperature_neg", "entropy_coef", "aggregation"),
-    *("loss_scale_factor", "stop_approxkl", "max_ratio_mean"),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +40,16 @@ class OnlineDPORecipe(PolicyRecipe):
     micro_batch_size: int | None = None
     """Pairs per forward and backward pass; None is a minibatch."""
 
+    # Of a policy gradient's own loss, which a loss of pairs is not: no options here.
+    penalty: ClassVar[Penalty] = IN_REWARD  # the KL is measured by k1
+    sampler_correction: ClassVar[None] = None
+    surrogate: ClassVar[Surrogate] = CLIP
+    entropy_coef: ClassVar[float] = 0.0
+    aggregation: ClassVar[losses.Aggregation] = "token_mean"
+    loss_scale_factor: ClassVar[None] = None
+    stop_approxkl: ClassVar[None] = None
+    max_ratio_mean: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(pairing=self.pairing, among=("best_worst", "neighbours"))
@@ -59,7 +66,6 @@ class OnlineDPORecipe(PolicyRecipe):
                 f"labels: expected 'ranked' with kind {self.kind!r}, which takes no "
                 f"probabilities, got 'bradley_terry'; choose one of them"
             )
-        self._check_unread()
 
     @property
     def responses_per_pair(self) -> int:
@@ -94,12 +100,3 @@ class OnlineDPORecipe(PolicyRecipe):
                 f"({responses} responses, {self.responses_per_pair} for a pair), got "
                 f"{micro_size}; change either, or leave it out"
             )
-
-    def _check_unread(self) -> None:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in UNREAD:
-            if getattr(self, name) != defaults[name]:
-                raise InputError(
-                    f"{name}: expected none for online DPO, whose loss is of pairs, "
-                    f"got {getattr(self, name)}; leave it out"
-                )

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
+from rlhf_jax.algorithms.policy_gradient.corrections import Reject
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
 from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.off_policy import importance
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
@@ -68,18 +68,19 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             "scores.missing_stop_score or missing_stop_penalty": (
                 self.scores.reads_stops
             ),
-            "fixed_length": self.fixed_length,
+            "fixed_length": self.fixed_length is not None,
         }.items():
             if needs and not self.stop_ids:
                 raise InputError(
                     f"{name}: expected stop_ids to look for, got none, so that no "
                     f"response would ever have stopped; name stop_ids or leave it out"
                 )
-        if self.truncate_after >= self.max_new_tokens:
+        after = 0 if self.fixed_length is None else self.fixed_length.truncate_after
+        if after >= self.max_new_tokens:
             raise InputError(
                 f"truncate_after: expected less than the {self.max_new_tokens} tokens "
-                f"of max_new_tokens, got {self.truncate_after}, after which no token "
-                f"is left that could end a response; lower it, or sample longer"
+                f"of max_new_tokens, got {after}, after which no token is left that "
+                f"could end a response; lower it, or sample longer"
             )
         if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
             raise InputError(
@@ -144,7 +145,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             prompts=prompts,
             key=key,
             max_new_tokens=self.max_new_tokens,
-            stop_ids=() if self.fixed_length else self.stop_ids,
+            stop_ids=self.stop_ids if self.fixed_length is None else (),
             temperature=self.temperature,
             group_size=self.rows_per_prompt,
             continuous_batching=self.continuous_batching,
@@ -213,9 +214,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     @property
     def leaves_out(self) -> bool:
         """Whether some responses of a rollout are not trained on."""
-        return self.sampler_weight_cap is not None and importance.rejects(
-            self.sampler_correction
-        )
+        return isinstance(self.sampler_correction, Reject)
 
     def reported(self, rows: Tree) -> Tree:
         """The rows that statistics of the objective, and shown samples, are of.
@@ -254,11 +253,11 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
           InputError: responses are sampled to a fixed length and end afterwards at
             their first stop token, where the first turn of an episode ends.
         """
-        if self.fixed_length and turns is not None:
+        if self.fixed_length is not None and turns is not None:
             raise InputError(
-                "fixed_length: expected False for episodes of several turns, each of "
-                "which ends at a stop token, got True, which would cut them at the "
-                "first; leave it out"
+                f"fixed_length: expected None for episodes of several turns, each of "
+                f"which ends at a stop token, got {self.fixed_length}, which would cut "
+                f"them at the first; leave it out"
             )
 
     def kl_coef(self, state: TrainState) -> Array:
@@ -286,7 +285,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
 
         Nothing too where all responses are trained to the same length.
         """
-        if not self.stop_ids or self.truncate_reward_only:
+        if not self.stop_ids or self.truncates_reward_only:
             return None
         return aggregation.bias(self.aggregation)
 

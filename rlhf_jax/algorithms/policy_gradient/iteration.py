@@ -122,23 +122,24 @@ def sample(
         frozen=frozen,
         version=version,
     )
-    whole = not recipe.fixed_length or recipe.truncate_reward_only
-    return rollout if whole else _truncated(rollout, recipe)
+    return rollout if recipe.truncates_reward_only else _truncated(rollout, recipe)
 
 
 def seen_by_reward(rollout: batch.Rollout, *, recipe: PolicyGradient) -> batch.Rollout:
     """What the reward sees of a rollout of `sample`: all of it, unless it is cut here.
 
-    With `recipe.truncate_reward_only` responses end at their first stop token, while
+    Where `recipe.truncates_reward_only` responses end at their first stop token, while
     the policy is trained on all their tokens.
     """
-    return _truncated(rollout, recipe) if recipe.truncate_reward_only else rollout
+    return _truncated(rollout, recipe) if recipe.truncates_reward_only else rollout
 
 
 def _truncated(rollout: batch.Rollout, recipe: PolicyGradient) -> batch.Rollout:
     """The rollout with responses that end at their first stop token."""
+    if recipe.fixed_length is None:  # they do already
+        return rollout
     return flow.rollout.truncate(
-        rollout, stop_ids=recipe.stop_ids, after=recipe.truncate_after
+        rollout, stop_ids=recipe.stop_ids, after=recipe.fixed_length.truncate_after
     )
 
 

@@ -50,8 +50,8 @@ def policy_terms(
 
     β·kl_loss is there with a penalty in the loss (`recipe.penalty`), the entropy
     with `recipe.entropy_coef`. With further references in the experience, kl_loss is
-    kl_loss(π, π_ref) + Σ_i w_i·kl_loss(π, π_i). `recipe.surrogate` chooses
-    `cispo_loss` or `sapo_loss` in place of policy_loss.
+    kl_loss(π, π_ref) + Σ_i w_i·kl_loss(π, π_i). policy_loss is that of
+    `recipe.surrogate`.
 
     Args:
       policy: parameters, or adapters; the gradient reaches them alone.
@@ -95,11 +95,13 @@ def policy_terms(
     scale: losses.LossScale = recipe.loss_scale
     if recipe.aggregation == "prompt_mean":
         scale = experience.prompt_scale
-    loss, stats = _surrogate(
-        logprobs,
-        experience=experience,
-        recipe=recipe,
-        scale=scale,
+    loss, stats = recipe.surrogate.loss(
+        logprobs=logprobs,
+        old_logprobs=experience.old_logprobs,
+        advantages=experience.advantages,
+        mask=mask,
+        aggregation=recipe.aggregation,
+        loss_scale_factor=scale,
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
@@ -167,50 +169,6 @@ def policy_terms(
             kl_stats["loss/kl"] = first_sum + further.weight * kl_sum, num_kl
         loss, stats = loss + kl_coef * kl_loss, stats | kl_stats
     return PolicyTerms(loss, stats, hidden, texts)
-
-
-def _surrogate(
-    logprobs: Array,
-    *,
-    experience: PolicyExperience,
-    recipe: PolicyGradient,
-    scale: losses.LossScale,
-    num_tokens: Array,
-    num_responses: Array,
-) -> tuple[Array, masked.Stats]:
-    """The loss of the recipe's surrogate, and its stats."""
-    terms: dict[str, Any] = {
-        "logprobs": logprobs,
-        "old_logprobs": experience.old_logprobs,
-        "advantages": experience.advantages,
-        "mask": experience.response_mask,
-        "ratio_level": recipe.ratio_level,
-        "aggregation": recipe.aggregation,
-        "loss_scale_factor": scale,
-        "num_tokens": num_tokens,
-        "num_responses": num_responses,
-    }
-    match recipe.surrogate:
-        case "clip":
-            return losses.policy_loss(
-                **terms,
-                clip_range=recipe.clip_range,
-                clip_range_high=recipe.clip_range_high,
-                dual_clip=recipe.dual_clip,
-            )
-        case "cispo":
-            high = recipe.clip_range_high
-            return losses.cispo_loss(
-                **terms,
-                clip_range=recipe.clip_range,
-                clip_range_high=recipe.clip_range if high is None else high,
-            )
-        case "sapo":
-            return losses.sapo_loss(
-                **terms,
-                temperature=recipe.sapo_temperature_pos,
-                negative_temperature=recipe.sapo_temperature_neg,
-            )
 
 
 def _exact_kl(

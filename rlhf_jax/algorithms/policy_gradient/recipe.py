@@ -7,17 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import get_args
 
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.corrections import (
+    SamplerCorrection,
+    Weighted,
+)
+from rlhf_jax.algorithms.policy_gradient.surrogates import CLIP, Surrogate
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
-from rlhf_jax.functional.off_policy import importance
-from rlhf_jax.functional.off_policy.importance import Correction
 
-Surrogate = Literal["clip", "cispo", "sapo"]
+
+@dataclasses.dataclass(frozen=True)
+class FixedLength:
+    """Responses are sampled to their full length, then truncated at a stop token."""
+
+    truncate_after: int = 0
+    """Number of tokens at the start of a response in which a stop token does not end
+    it."""
+    reward_only: bool = False
+    """Whether only the reward sees the truncated response."""
+
+    def __post_init__(self) -> None:
+        checks.non_negative(truncate_after=self.truncate_after)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,16 +41,12 @@ class PolicyRecipe:
 
     temperature: float = 0.7
     """Temperature that divides the logits in every role."""
-    fixed_length: bool = False
-    """Whether every response is sampled to its full length, then truncated at a stop
-    token."""
-    truncate_after: int = 0
-    """With fixed_length: number of tokens at the start of a response in which a stop
-    token does not end it (openai-2019: 16)."""
-    truncate_reward_only: bool = False
-    """With fixed_length: whether only the reward sees the truncated response; the
-    policy is trained on all of it, and its score lands on the last token
-    (openai-2019)."""
+    fixed_length: FixedLength | None = None
+    """Samples every response to its full length, then truncates it at its first stop
+    token after this number of tokens, as 0 or 16,reward_only=true (openai-2019). With
+    reward_only=true only the reward sees the truncated response: the policy is trained
+    on all of it, and its score lands on the last token. None ends a response at its
+    first stop token as it is sampled."""
     continuous_batching: int | None = None
     """Number of responses sampled at a time by continuous batching: a finished one
     makes room for the next prompt; None samples all rows at once. Samples are the same
@@ -44,41 +55,27 @@ class PolicyRecipe:
     """Estimator of the KL and where its penalty acts."""
     scores: ScoreShaping = shaping.AS_THEY_ARE
     """Shaping of the reward's scores."""
-    recompute_logprobs: bool = False
-    """Whether the trainer recomputes old_logprobs instead of taking the sampler's, for
-    training in bfloat16 or sampling in int8."""
-    sampler_weight_cap: float | None = None
-    """With recompute_logprobs: cap of the importance weight of each token, the
-    trainer's probability over the sampler's, by which its advantage is multiplied (2 is
-    usual); None takes the tokens as the trainer's own."""
-    sampler_correction: Correction = "token_truncate"
-    """With sampler_weight_cap: importance weight of a token and what the cap does to
-    it. token has the ratio of the token, sequence that of its response. truncate bounds
-    it; mask makes it 0 beyond the bounds; reject leaves out responses beyond them, by
-    their ratio (sequence) or its geometric mean over tokens (geometric)."""
-    sampler_weight_floor: float | None = None
-    """With sampler_weight_cap and a correction that masks or rejects: lower bound of
-    the ratio (IcePop: 0.5 with a cap of 5); None bounds it from above alone."""
-    clip_range: float = 0.2
-    """PPO clip range ε: probability ratios are clipped to [1 − ε, 1 + ε]."""
-    clip_range_high: float | None = None
-    """Clip range above 1: probability ratios are clipped to at most 1 + this; None is
-    clip_range (clip-higher: 0.28)."""
-    dual_clip: float | None = None
-    """Dual-clip bound c > 1 of probability ratios where the advantage is negative; None
-    disables it."""
-    ratio_level: losses.RatioLevel = "token"
-    """Probability ratio of a token: token is its own; sequence is the geometric mean
-    over its response (GSPO); sequence_token has that value and the gradient of the
-    token's own, for advantages that differ within a response."""
-    surrogate: Surrogate = "clip"
-    """Surrogate of the policy gradient: clip is PPO's, whose gradient is 0 beyond the
-    clip; cispo bounds the ratio as a weight of log-probs, and keeps every token's
-    gradient; sapo has a soft gate in place of the clip."""
-    sapo_temperature_pos: float = 1.0
-    """With surrogate sapo: temperature of the gate where the advantage is positive."""
-    sapo_temperature_neg: float = 1.05
-    """With surrogate sapo: temperature of the gate where it is not."""
+    sampler_correction: SamplerCorrection | None = None
+    """What corrects for a sampler that is not the trainer: ratio, recompute, truncate,
+    mask or reject. ratio takes the sampler's log-probs as old_logprobs, and the clip
+    bounds the ratio to them. With the others the trainer recomputes old_logprobs:
+    recompute alone is for training in bfloat16. truncate, mask and reject have
+    importance weights too, the trainer's probability of a token over the sampler's, or
+    of its response with level=sequence, by which its advantage is multiplied. truncate
+    bounds them by cap=2; mask makes them 0 beyond cap= and floor= (IcePop:
+    mask,cap=5,floor=0.5); reject leaves out responses beyond cap= and floor=, by their
+    ratio or, with level=geometric, its geometric mean over tokens. None is truncate
+    with --max-staleness above 0, and ratio otherwise."""
+    surrogate: Surrogate = CLIP
+    """Surrogate of the policy gradient: clip, cispo or sapo. clip is PPO's:
+    clip_range=0.2 clips probability ratios to [1 − ε, 1 + ε], clip_range_high= is
+    another ε above 1 (clip-higher: 0.28), and dual_clip= bounds ratios where the
+    advantage is negative. cispo bounds the ratio as a weight of log-probs, by the same
+    two ranges, so that every token keeps its gradient. sapo has a soft gate, of
+    temperature_pos=1 where the advantage is positive and temperature_neg=1.05
+    elsewhere. ratio_level=token is the ratio of each token, sequence the geometric mean
+    over its response (GSPO); with clip and sapo sequence_token has that value and the
+    gradient of the token's own, for advantages that differ within a response."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ptx_coef: float = 0.0
@@ -104,117 +101,46 @@ class PolicyRecipe:
     """Mean ratio above which a minibatch is left out (TRL: 10); None disables it."""
 
     def __post_init__(self) -> None:
-        self._check_surrogate()
         checks.positive(
             temperature=self.temperature,
             num_epochs=self.num_epochs,
             num_minibatches=self.num_minibatches,
-            clip_range=self.clip_range,
         )
-        checks.non_negative(
-            entropy_coef=self.entropy_coef,
-            ptx_coef=self.ptx_coef,
-            truncate_after=self.truncate_after,
-        )
-        for name, number in {
-            "clip_range_high": self.clip_range_high,
-            "stop_approxkl": self.stop_approxkl,
-        }.items():
-            if number is not None:
-                checks.positive(**{name: number})
-        for name, number in {
-            "dual_clip": self.dual_clip,
-            "max_ratio_mean": self.max_ratio_mean,
-        }.items():
-            if number is not None and not 1 < number < math.inf:
-                raise InputError(
-                    f"{name}: expected a finite number above 1, as it bounds a ratio "
-                    f"that starts at 1, got {number}; choose another, or leave it out"
-                )
-        self._check_correction()
+        checks.non_negative(entropy_coef=self.entropy_coef, ptx_coef=self.ptx_coef)
+        if self.stop_approxkl is not None:
+            checks.positive(stop_approxkl=self.stop_approxkl)
+        if self.max_ratio_mean is not None and not 1 < self.max_ratio_mean < math.inf:
+            raise InputError(
+                f"max_ratio_mean: expected a finite number above 1, as it bounds a "
+                f"ratio that starts at 1, got {self.max_ratio_mean}; choose another, "
+                f"or leave it out"
+            )
         if self.continuous_batching is not None:
             checks.positive(continuous_batching=self.continuous_batching)
-        one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
+        checks.one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
         if self.loss_scale_factor is not None:
             aggregation.check_scale(
                 self.aggregation, loss_scale_factor=self.loss_scale_factor
             )
-        for name, value in {
-            "truncate_after": self.truncate_after,
-            "truncate_reward_only": self.truncate_reward_only,
-        }.items():
-            if value and not self.fixed_length:
-                raise InputError(
-                    f"{name}: expected fixed_length with it, got {value} without, "
-                    f"where the sampler ends a response at its first stop token; set "
-                    f"fixed_length, or leave it out"
-                )
 
     @property
     def has_ratio(self) -> bool:
         """Whether the loss has a probability ratio, which a stale sampler biases."""
         return True
 
-    def _check_correction(self) -> None:
-        """Raises InputError for a correction without bounds or log-probs to read."""
-        cap, floor = self.sampler_weight_cap, self.sampler_weight_floor
-        if cap is None:
-            for name, value, default in (
-                ("sampler_correction", self.sampler_correction, "token_truncate"),
-                ("sampler_weight_floor", floor, None),
-            ):
-                if value != default:
-                    raise InputError(
-                        f"{name}: expected sampler_weight_cap with it, got {value!r} "
-                        f"without, where tokens are taken as the trainer's own; set "
-                        f"sampler_weight_cap, or leave it out"
-                    )
-            return
-        importance.check_bounds(self.sampler_correction, cap=cap, floor=floor)
-        if not self.recompute_logprobs:
-            raise InputError(
-                f"sampler_weight_cap: expected recompute_logprobs with it, got {cap} "
-                f"without, where the ratio is to the sampler's log-probs already; set "
-                f"recompute_logprobs, or leave it out"
-            )
+    @property
+    def truncates_reward_only(self) -> bool:
+        """Whether the policy is trained on more than the reward sees."""
+        return self.fixed_length is not None and self.fixed_length.reward_only
 
-    def _check_surrogate(self) -> None:
-        """Raises InputError for an option that the surrogate does not read."""
-        one_of(surrogate=self.surrogate, among=get_args(Surrogate))
-        one_of(ratio_level=self.ratio_level, among=get_args(losses.RatioLevel))
-        gates = {
-            "sapo_temperature_pos": (self.sapo_temperature_pos, 1.0),
-            "sapo_temperature_neg": (self.sapo_temperature_neg, 1.05),
-        }
-        checks.positive(**{name: value for name, (value, _) in gates.items()})
-        unread = {"dual_clip": self.dual_clip is not None}
-        if self.surrogate == "clip":
-            unread = {}
-        if self.surrogate == "sapo":
-            unread["clip_range_high"] = self.clip_range_high is not None
-            unread["clip_range"] = self.clip_range != PolicyRecipe.clip_range
-        else:
-            for name, (value, default) in gates.items():
-                unread[name] = value != default
-        for name, is_set in unread.items():
-            if is_set:
-                raise InputError(
-                    f"{name}: expected none with surrogate {self.surrogate!r}, which "
-                    f"does not read it, got {getattr(self, name)}; leave it out, or "
-                    f"choose another surrogate"
-                )
-        if self.surrogate == "cispo" and self.ratio_level == "sequence_token":
-            raise InputError(
-                "ratio_level: expected 'token' or 'sequence' with surrogate 'cispo', "
-                "whose weight has no gradient, got 'sequence_token'; choose 'sequence'"
-            )
+    @property
+    def recomputes_logprobs(self) -> bool:
+        """Whether old_logprobs are the trainer's; else they are the sampler's."""
+        correction = self.sampler_correction
+        return correction is not None and correction.recomputes
 
-
-def one_of(*, among: tuple[Any, ...], **choices: Any) -> None:
-    """Raises InputError by name for a choice that is none of `among`."""
-    for name, choice in choices.items():
-        if choice not in among:
-            raise InputError(
-                f"{name}: expected one of {', '.join(map(repr, among))}, got "
-                f"{choice!r}; choose one"
-            )
+    @property
+    def weighted(self) -> Weighted | None:
+        """The importance weights of tokens; None where there are none."""
+        correction = self.sampler_correction
+        return correction if isinstance(correction, Weighted) else None

@@ -40,10 +40,10 @@ def recomputed(
       rollout: Rollout[B, S], with the sampler's log-probs, which stay in
         `sampler_logprobs`.
       params: of the policy, before any update.
-      recipe: without `recompute_logprobs` nothing changes.
+      recipe: without `recomputes_logprobs` nothing changes.
       packing: how the model reads these rows packed; None reads them padded.
     """
-    if not recipe.recompute_logprobs:
+    if not recipe.recomputes_logprobs:
         return rollout
     return flow.rollout.recompute_logprobs(
         rollout,
@@ -64,28 +64,29 @@ def corrected(
       experience: PolicyExperience[B, S] of the rollout.
       rollout: Rollout[B, S], of `recomputed`.
       step: i32[], iterations that the trainer has done.
-      recipe: static; without `sampler_weight_cap` nothing changes.
+      recipe: static; without `recomputes_logprobs` nothing changes.
 
     Returns:
       The experience, and stats {name: (sum, weight)}: where log-probs are recomputed
       `policy/sampler_mismatch`, mean |log π_old - log μ| over the tokens that are
       trained on, nats per token; and those of `weighted` and `staleness`.
     """
-    if not recipe.recompute_logprobs:
+    if not recipe.recomputes_logprobs:
         return experience, {}
     sampler_logprobs = rollout.behaviour_logprobs
     mismatch = mean_distance(
         experience.old_logprobs, sampler_logprobs, mask=experience.response_mask
     )
     compared: masked.Stats = {"policy/sampler_mismatch": mismatch}
-    if recipe.sampler_weight_cap is None:
+    weights = recipe.weighted
+    if weights is None:
         return experience, compared
     experience, stats = weighted(
         experience,
         sampler_logprobs=sampler_logprobs,
-        cap=recipe.sampler_weight_cap,
-        correction=recipe.sampler_correction,
-        floor=recipe.sampler_weight_floor,
+        cap=weights.cap,
+        correction=weights.correction,
+        floor=weights.floor,
         group_size=recipe.rows_per_prompt,
     )
     return experience, compared | stats | staleness(rollout, step=step)

@@ -143,7 +143,7 @@ def update(
     trust = {name: stats.pop(name) for name in of_ledger}
     stats = masked.total_stats(stats)
     stats |= ledger.settle(jax.tree.map(lambda leaf: leaf[0], trust))
-    if not recipe.recompute_logprobs:  # else `make_experience` has compared them
+    if not recipe.recomputes_logprobs:  # else `make_experience` has compared them
         stats["policy/sampler_mismatch"] = jax.tree.map(lambda leaf: leaf[0], mismatch)
     kl_of_response = None
     mask = experience.response_mask

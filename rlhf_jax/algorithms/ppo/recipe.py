@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.algorithm import CriticRecipe, PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, PolicyRecipe
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.algorithms.ppo.experience import Whiten, gae_experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss, whitened
 from rlhf_jax.algorithms.state import LossFunction, Optimizer
 from rlhf_jax.functional import checks, losses, masked
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
@@ -78,14 +79,14 @@ class Recipe(PolicyRecipe):
                 "the minibatch then; set whiten_advantages='minibatch'"
             )
 
-        if self.sampler_weight_cap is not None and "minibatch" in (
+        if self.weighted is not None and "minibatch" in (
             self.whiten_rewards,
             self.whiten_advantages,
         ):
             raise InputError(
-                "sampler_weight_cap: expected whitening over the rollout or none, as "
-                "advantages of a minibatch are estimated after they were weighted, got "
-                "'minibatch'; choose 'rollout', or leave the cap out"
+                "sampler_correction: expected whitening over the rollout or none with "
+                "weights, as advantages of a minibatch are estimated after they were "
+                "weighted, got 'minibatch'; choose 'rollout', or the correction ratio"
             )
 
 
@@ -181,15 +182,13 @@ class PPO(Recipe, PolicyGradient):
 
 OPENAI_2019 = Recipe(
     temperature=0.7,
-    fixed_length=True,
-    truncate_after=16,
-    truncate_reward_only=True,
+    fixed_length=FixedLength(truncate_after=16, reward_only=True),
     scores=ScoreShaping(missing_stop_score=-1.0),
     gamma=1.0,
     lam=0.95,
     whiten_rewards="minibatch",
     whiten_advantages="minibatch",
-    clip_range=0.2,
+    surrogate=Clip(clip_range=0.2),
     value_clip_range=0.2,
     vf_coef=0.1,
     num_epochs=4,
@@ -200,13 +199,13 @@ OPENAI_2019 = Recipe(
 
 N_PLUS = Recipe(
     temperature=0.7,
-    fixed_length=True,
+    fixed_length=FixedLength(),
     scores=ScoreShaping(missing_stop_score=-1.0),
     gamma=1.0,
     lam=0.95,
     whiten_advantages="minibatch",
     value_after_stop=True,
-    clip_range=0.2,
+    surrogate=Clip(clip_range=0.2),
     value_clip_range=0.2,
     vf_coef=0.1,
     num_epochs=4,

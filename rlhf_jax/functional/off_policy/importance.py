@@ -77,29 +77,29 @@ def check_bounds(
     >>> check_bounds("token_truncate", cap=0.5)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.errors.InputError: sampler_weight_cap: expected a ...
+    rlhf_jax.functional.errors.InputError: cap: expected a finite number ...
     """
     if correction not in get_args(Correction):
         raise InputError(
-            f"sampler_correction: expected one of "
+            f"correction: expected one of "
             f"{', '.join(map(repr, get_args(Correction)))}, got {correction!r}; choose "
             f"one"
         )
     if not 1 <= cap < math.inf:
         raise InputError(
-            f"sampler_weight_cap: expected a finite number of at least 1, got {cap}; "
+            f"cap: expected a finite number of at least 1, got {cap}; "
             f"choose another, or leave it out"
         )
     if floor is None:
         return
     if not 0 < floor <= 1:
         raise InputError(
-            f"sampler_weight_floor: expected a number above 0 and of at most 1, got "
+            f"floor: expected a number above 0 and of at most 1, got "
             f"{floor}; choose another, or leave it out"
         )
     if correction.endswith("_truncate"):
         raise InputError(
-            f"sampler_weight_floor: expected none with {correction!r}, which bounds "
+            f"floor: expected none with {correction!r}, which bounds "
             f"weights from above alone, got {floor}; leave it out, or choose a "
             f"correction that masks or rejects"
         )

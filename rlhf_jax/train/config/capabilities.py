@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
 from rlhf_jax.functional.checks import InputError
@@ -92,7 +93,7 @@ def _decoder_options(c: PolicyGradientConfig) -> str | None:
         {
             "options of --sampler here": isinstance(sampler, Here)
             and sampler != Here(),
-            "--fixed-length": c.method.fixed_length,
+            "--fixed-length": c.method.fixed_length is not None,
         }
     )
 
@@ -117,9 +118,8 @@ def _other_sampler(c: PolicyGradientConfig) -> str | None:
 
 
 def _uncorrected(c: PolicyGradientConfig) -> str | None:
-    recipe = c.recipe
-    bare = recipe.recompute_logprobs and recipe.sampler_weight_cap is None
-    return "--recompute-logprobs without --sampler-weight-cap" if bare else None
+    bare = isinstance(c.recipe.sampler_correction, Recompute)
+    return "--sampler-correction recompute" if bare else None
 
 
 def _critic(c: PolicyGradientConfig, **chosen: bool) -> str | None:
@@ -240,7 +240,7 @@ FEATURES: Mapping[str, Feature] = {
     "order of the decoder": lambda c: _first(
         {
             "--continuous-batching": c.method.continuous_batching is not None,
-            "--fixed-length": c.method.fixed_length,
+            "--fixed-length": c.method.fixed_length is not None,
         }
     ),
     "how prompts are written": lambda c: c.data.writing_option,
@@ -318,8 +318,7 @@ TABLE: Mapping[tuple[str, str], str] = {
         "a batch is drawn again for groups whose rewards are known to be equal"
     ),
     ("other sampler", "uncorrected"): (
-        "nothing corrects for the distance of the sampler then; give "
-        "--sampler-weight-cap (2 is usual)"
+        "nothing corrects for the distance of the sampler then; truncate does"
     ),
     ("nash-md", "mixture apart"): (
         "its mixture draws beside the policy, and runs with the reference in one "

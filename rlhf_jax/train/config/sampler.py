@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from rlhf_jax.algorithms import self_check
+from rlhf_jax.algorithms.policy_gradient.corrections import Truncate
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
@@ -14,7 +15,6 @@ from rlhf_jax.models.config import PAGE_SIZE, Cache, ModelConfig
 from rlhf_jax.samplers import connection, retries
 
 Recipe = TypeVar("Recipe", bound=PolicyRecipe)
-WEIGHT_CAP = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +150,6 @@ class Sampling:
     the policy of step max(0, s - k), k batches ahead, while others are learned from. 0
     is on-policy; None is 1 with --placement.sampler last, else 0. On the policy's own
     devices each batch under way takes a copy of the parameters."""
-    staleness_weight_cap: float | None = WEIGHT_CAP
-    """With --max-staleness above 0 and without --sampler-weight-cap: cap of the
-    importance weights that correct for the older sampler (token_truncate, with
-    recomputed log-probs); None leaves the ratio to the sampler's log-probs alone."""
     max_redraws: int = 0
     """Batches drawn again per iteration at most, until no group of responses has equal
     rewards (dynamic sampling); 0 draws none."""
@@ -162,12 +158,6 @@ class Sampling:
         checks.non_negative(max_redraws=self.max_redraws)
         if self.max_staleness is not None:
             checks.non_negative(max_staleness=self.max_staleness)
-        cap = self.staleness_weight_cap
-        if cap is not None and not 1 <= cap < float("inf"):
-            raise InputError(
-                f"--staleness-weight-cap: expected a finite number of at least 1, got "
-                f"{cap}; choose another, or None"
-            )
 
     @property
     def is_outside(self) -> bool:
@@ -178,12 +168,9 @@ class Sampling:
         """The recipe with the correction that a stale sampler asks for by default.
 
         Args:
-          recipe: as the command line has it; its own --sampler-weight-cap stays.
+          recipe: as the command line has it; its own --sampler-correction stays.
         """
-        cap = self.staleness_weight_cap
-        corrects = recipe.sampler_weight_cap is not None
-        if not self.max_staleness or cap is None or corrects or not recipe.has_ratio:
+        chosen = recipe.sampler_correction is not None
+        if chosen or not self.max_staleness or not recipe.has_ratio:
             return recipe
-        return dataclasses.replace(
-            recipe, recompute_logprobs=True, sampler_weight_cap=cap
-        )
+        return dataclasses.replace(recipe, sampler_correction=Truncate())

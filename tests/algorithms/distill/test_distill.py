@@ -19,8 +19,10 @@ from rlhf_jax import config, decoder, kl_control, masked, state
 from rlhf_jax.algorithms import distill
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.corrections import Truncate
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration, sample
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, Clip
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD, Penalty
 from rlhf_jax.roles.frozen_models import FrozenModels
@@ -338,10 +340,10 @@ def test_what_reads_advantages():
 @pytest.mark.parametrize(
     "options",
     [
-        {"clip_range": 0.3},
-        {"surrogate": "cispo"},
+        {"surrogate": Clip(0.3)},
+        {"surrogate": CISPO()},
         {"whiten_advantages": False},
-        {"recompute_logprobs": True, "sampler_weight_cap": 2.0},
+        {"sampler_correction": Truncate(2.0)},
         {"scores": ScoreShaping(clip=1.0)},
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from places import FIXTURES
 from rlhf_jax import batch, grpo, kl_control, losses, masked, ppo, rewards, state
 from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.algorithms.policy_gradient import loss as policy_gradient_loss
-from rlhf_jax.algorithms.ppo.recipe import Recipe
+from rlhf_jax.algorithms.policy_gradient import surrogates
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional import advantages
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.frozen_models import FrozenModels
@@ -116,9 +117,9 @@ APART = {
     "grpo": {"group_size": 64, "normalise": "group", "aggregation": "sequence_mean"},
     "rloo": {"group_size": 4, "normalise": None, "baseline": "leave_one_out"},
     "rloo-masked": {"overlong_mask": "group", "baseline": "leave_one_out"},
-    "gspo": {"ratio_level": "sequence", "normalise": "group"},
-    "cispo": {"surrogate": "cispo", "temperature": 1.0},
-    "sapo": {"surrogate": "sapo", "temperature": 1.0},
+    "gspo": {"surrogate": grpo.GSPO.surrogate, "normalise": "group"},
+    "cispo": {"surrogate": grpo.CISPO.surrogate, "temperature": 1.0},
+    "sapo": {"surrogate": surrogates.SAPO(), "temperature": 1.0},
     "dapo": {"group_size": 16, "temperature": 1.0, "num_minibatches": 16},
     "dr-grpo": {"group_size": 8, "temperature": 1.0, "num_minibatches": 8},
     "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
@@ -258,9 +259,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         return recorded
 
     for function in (losses.policy_loss, losses.cispo_loss, losses.sapo_loss):
-        monkeypatch.setattr(
-            policy_gradient_loss.losses, function.__name__, record(function)
-        )
+        monkeypatch.setattr(surrogates.losses, function.__name__, record(function))
     prompts = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4,)))
     jax.eval_shape(
         functools.partial(grpo.iteration, recipe=recipe),
@@ -325,36 +324,32 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
     ("make_one", "message"),
     [
         (
-            lambda: grpo.GroupRecipe(surrogate="sapo", clip_range_high=0.3),
-            "clip_range_high: expected none with surrogate 'sapo'",
+            lambda: surrogates.CISPO(ratio_level="sequence_token"),
+            "ratio_level: expected one of 'token', 'sequence', got 'sequence_token'",
         ),
         (
-            lambda: grpo.GroupRecipe(surrogate="sapo", clip_range=0.3),
-            "clip_range: expected none with surrogate 'sapo'",
-        ),
-        (
-            lambda: grpo.GroupRecipe(surrogate="cispo", dual_clip=3.0),
-            "dual_clip: expected none with surrogate 'cispo'",
-        ),
-        (
-            lambda: grpo.GroupRecipe(sapo_temperature_neg=2.0),
-            "sapo_temperature_neg: expected none with surrogate 'clip'",
-        ),
-        (
-            lambda: grpo.GroupRecipe(surrogate="cispo", ratio_level="sequence_token"),
-            "ratio_level: expected 'token' or 'sequence' with surrogate 'cispo'",
-        ),
-        (
-            lambda: grpo.GroupRecipe(surrogate="ppo"),
-            "surrogate: expected one of 'clip', 'cispo', 'sapo'",
-        ),
-        (
-            lambda: Recipe(ratio_level="response"),
+            lambda: surrogates.Clip(ratio_level="response"),
             "ratio_level: expected one of 'token', 'sequence', 'sequence_token'",
         ),
         (
-            lambda: grpo.GroupRecipe(surrogate="sapo", sapo_temperature_pos=0.0),
-            "sapo_temperature_pos: expected",
+            lambda: surrogates.Clip(clip_range=-0.1),
+            "clip_range: expected a finite number above 0",
+        ),
+        (
+            lambda: surrogates.CISPO(clip_range_high=-0.2),
+            "clip_range_high: expected a finite number above 0",
+        ),
+        (
+            lambda: surrogates.Clip(dual_clip=1.0),
+            "dual_clip: expected a finite number above 1",
+        ),
+        (
+            lambda: surrogates.Clip(dual_clip=math.inf),
+            "dual_clip: expected a finite number above 1",
+        ),
+        (
+            lambda: surrogates.SAPO(temperature_pos=0.0),
+            "temperature_pos: expected a finite number above 0",
         ),
         (
             lambda: grpo.GroupRecipe(overlong_mask="all"),
@@ -362,9 +357,9 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
         ),
         (
             lambda: grpo.GroupRecipe(
-                overlong_mask="loss", fixed_length=True, truncate_reward_only=True
+                overlong_mask="loss", fixed_length=FixedLength(reward_only=True)
             ),
-            "overlong_mask: expected none with truncate_reward_only",
+            "overlong_mask: expected none with reward_only of fixed_length",
         ),
         (
             lambda: grpo.GRPO(overlong_mask="loss", **MADE | {"stop_ids": ()}),

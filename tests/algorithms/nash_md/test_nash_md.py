@@ -90,8 +90,6 @@ def test_recipes_that_are_refused():
         dataclasses.replace(BASE, labels="soft")
     with pytest.raises(InputError, match="another than 'prompt_mean' for Nash"):
         dataclasses.replace(BASE, aggregation="prompt_mean")
-    with pytest.raises(InputError, match="continuous_batching: expected none for Nash"):
-        dataclasses.replace(BASE, continuous_batching=2)
     three = jax.tree.map(lambda x: x[:3], scored().rollout)
     odd = dataclasses.replace(scored(), rollout=three, scores=jnp.zeros(3))
     with pytest.raises(InputError, match="2"):

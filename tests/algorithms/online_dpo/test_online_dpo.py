@@ -17,6 +17,7 @@ import toys
 from rlhf_jax import kl_control, masked, online_dpo, state
 from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.online_dpo import pairs as pairs_of
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.frozen_models import NO_MODELS
 
@@ -193,14 +194,23 @@ def test_a_score_that_is_not_finite_makes_no_pair():
         ({"labels": "soft"}, "labels: expected one of"),
         ({"kind": "robust"}, "kind: expected one of"),
         ({"kind": "ipo", "labels": "bradley_terry"}, "'ranked' with kind 'ipo'"),
-        ({"clip_range": 0.3}, "clip_range: expected none for online DPO"),
-        ({"max_ratio_mean": 3.0}, "max_ratio_mean: expected none for online DPO"),
-        ({"recompute_logprobs": True}, "recompute_logprobs: expected none for online"),
     ],
 )
 def test_recipes_that_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(BASE, **change)
+
+
+def test_options_of_a_policy_gradient_s_own_loss_are_none_here():
+    of_all = {field.name for field in dataclasses.fields(PolicyRecipe)}
+    here = {field.name for field in dataclasses.fields(online_dpo.OnlineDPORecipe)}
+    assert of_all - here == {
+        *("penalty", "sampler_correction", "surrogate", "entropy_coef", "aggregation"),
+        *("loss_scale_factor", "stop_approxkl", "max_ratio_mean"),
+    }
+    of_a_loss = {"max_ratio_mean": 3.0}
+    with pytest.raises(TypeError, match="max_ratio_mean"):
+        online_dpo.OnlineDPORecipe(**of_a_loss)
 
 
 def test_the_defaults_are_two_samples_ranked():

@@ -13,6 +13,8 @@ import toys
 
 from rlhf_jax.algorithms import batch, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import algorithm, loss, ptx_texts
+from rlhf_jax.algorithms.policy_gradient.corrections import Reject, Truncate
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import packing
@@ -21,7 +23,7 @@ from rlhf_jax.roles.reference.further import Further
 
 ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
-CUT, REJECT = "token_truncate", "sequence_reject"
+CUT, REJECT = Truncate(2.0), Reject(2.0)
 
 BASE = reinforce.REINFORCE(
     model=toys.GPT2,
@@ -105,8 +107,6 @@ def test_a_controller_per_response_counts_those_that_are_trained_on(correction):
     """A row without a token is none: it is left out, or an episode never began."""
     recipe = dataclasses.replace(
         BASE,
-        recompute_logprobs=True,
-        sampler_weight_cap=2.0,
         sampler_correction=correction,
     )
     experience = dataclasses.replace(EXPERIENCE, old_logprobs=OLD_LOGPROBS)
@@ -245,16 +245,14 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
 
 
 @pytest.mark.parametrize(
-    ("fixed_length", "truncate_reward_only", "sampled", "rewarded"),
+    ("fixed_length", "sampled", "rewarded"),
     [
-        (False, False, "whole", "whole"),
-        (True, False, "truncated", "truncated"),
-        (True, True, "whole", "truncated"),
+        (None, "whole", "whole"),
+        (FixedLength(2), "truncated", "truncated"),
+        (FixedLength(2, reward_only=True), "whole", "truncated"),
     ],
 )
-def test_who_sees_a_truncated_response(
-    monkeypatch, fixed_length, truncate_reward_only, sampled, rewarded
-):
+def test_who_sees_a_truncated_response(monkeypatch, fixed_length, sampled, rewarded):
     recorded_options = {}
 
     def rollout(*_, **options):
@@ -262,17 +260,12 @@ def test_who_sees_a_truncated_response(
         return "whole"
 
     def truncate(_, **options):
-        assert options == {"stop_ids": toys.STOP, "after": 2 * fixed_length}
+        assert options == {"stop_ids": toys.STOP, "after": 2}
         return "truncated"
 
     monkeypatch.setattr("rlhf_jax.algorithms.flow.rollout.rollout", rollout)
     monkeypatch.setattr("rlhf_jax.algorithms.flow.rollout.truncate", truncate)
-    recipe = dataclasses.replace(
-        BASE,
-        fixed_length=fixed_length,
-        truncate_reward_only=truncate_reward_only,
-        truncate_after=2 * fixed_length,
-    )
+    recipe = dataclasses.replace(BASE, fixed_length=fixed_length)
     whole = reinforce.sample(
         {}, prompts=toys.prompts(), key=jax.random.key(0), recipe=recipe
     )

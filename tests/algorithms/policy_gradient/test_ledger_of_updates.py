@@ -22,6 +22,7 @@ from rlhf_jax.algorithms import (
 )
 from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.algorithms.policy_gradient import iteration
+from rlhf_jax.algorithms.policy_gradient.corrections import Reject
 from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.kl.control import fixed
@@ -81,10 +82,8 @@ def sampled():
     [
         {},
         {
-            "recompute_logprobs": True,
-            "sampler_weight_cap": 1.2,
-            "sampler_weight_floor": 0.9,
-            "sampler_correction": "geometric_reject",  # both rows that are off
+            # Both rows that are off.
+            "sampler_correction": Reject(1.2, floor=0.9, level="geometric"),
         },
     ],
     ids=["the sampler's log-probs", "recomputed"],

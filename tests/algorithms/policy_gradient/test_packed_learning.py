@@ -13,6 +13,8 @@ import toys
 
 from rlhf_jax import batch, critic, frozen, grpo, kl_control, ppo, rewards, state
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
+from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.data import layouts
@@ -51,7 +53,7 @@ EXACT = ppo.PPO(
     penalty=Penalty(value_estimator="exact", placement="both"),
     shared_trunk=True,
     value_after_stop=True,
-    recompute_logprobs=True,
+    sampler_correction=Recompute(),
     whiten_advantages="minibatch",
 )
 
@@ -229,10 +231,13 @@ def test_parts_cut_by_tokens_are_one_step():
 @pytest.mark.parametrize(
     "choices",
     [
-        {"ratio_level": "sequence", "clip_range": 0.02, "clip_range_high": 0.03},
-        {"ratio_level": "sequence_token", "aggregation": "sequence_mean"},
-        {"surrogate": "cispo", "clip_range": 1.0, "aggregation": "constant"},
-        {"surrogate": "sapo", "aggregation": "prompt_mean"},
+        {"surrogate": Clip(0.02, 0.03, ratio_level="sequence")},
+        {
+            "surrogate": Clip(ratio_level="sequence_token"),
+            "aggregation": "sequence_mean",
+        },
+        {"surrogate": CISPO(clip_range=1.0), "aggregation": "constant"},
+        {"surrogate": SAPO(), "aggregation": "prompt_mean"},
     ],
     ids=lambda choices: " ".join(map(str, choices.values())),
 )
@@ -370,7 +375,7 @@ def test_a_mesh_of_eight(max_tokens):
 @pytest.mark.slow
 def test_a_critic_apart():
     recipe = dataclasses.replace(
-        EXACT, shared_trunk=False, penalty=Penalty(), recompute_logprobs=False
+        EXACT, shared_trunk=False, penalty=Penalty(), sampler_correction=None
     )
     packed = packing(recipe, key=KEY, max_tokens=COLUMNS)
     start = state.supervised_state(

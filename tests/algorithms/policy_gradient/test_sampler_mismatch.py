@@ -13,8 +13,15 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax.algorithms import batch, grpo, reinforce, state
+from rlhf_jax.algorithms import batch, grpo, state
 from rlhf_jax.algorithms.policy_gradient import loss
+from rlhf_jax.algorithms.policy_gradient.corrections import (
+    Mask,
+    Ratio,
+    Recompute,
+    Reject,
+    Truncate,
+)
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import (
     corrected,
     recomputed,
@@ -129,7 +136,7 @@ RECIPE = grpo.GRPO(
     stop_ids=toys.STOP,
     group_size=2,
     penalty=UNBIASED_K3,
-    recompute_logprobs=True,
+    sampler_correction=Recompute(),
 )
 
 
@@ -143,7 +150,7 @@ def test_the_recipe_says_how_an_experience_is_corrected():
         response_mask=experience.response_mask,
     )
     at = {"rollout": rollout, "step": jnp.int32(2)}
-    plain = dataclasses.replace(RECIPE, recompute_logprobs=False)
+    plain = dataclasses.replace(RECIPE, sampler_correction=Ratio())
     same, nothing = corrected(experience, **at, recipe=plain)
     assert same is experience
     assert nothing == {}
@@ -159,9 +166,7 @@ def test_the_recipe_says_how_an_experience_is_corrected():
     bounds = {"cap": 1.3, "floor": 0.8, "correction": "geometric_reject"}
     recipe = dataclasses.replace(
         RECIPE,
-        sampler_weight_cap=1.3,
-        sampler_weight_floor=0.8,
-        sampler_correction="geometric_reject",
+        sampler_correction=Reject(1.3, floor=0.8, level="geometric"),
     )
     output, stats = corrected(experience, **at, recipe=recipe)
     expected, _ = weighted(experience, sampler_logprobs=sampler, **bounds, group_size=2)
@@ -226,13 +231,13 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
         stop_ids=toys.STOP,
         group_size=2,
         temperature=0.7,
-        recompute_logprobs=True,
+        sampler_correction=Recompute(),
     )
     rollout = toys.sampled(toys.params(), lengths=(4, 4, 2, 2))
     rollout = dataclasses.replace(rollout, index=jnp.asarray([0, 0, 1, 1], jnp.int32))
     low = dataclasses.replace(rollout, old_logprobs=rollout.old_logprobs - 0.25)
 
-    def experience(rollout, **changed):
+    def experience(rollout, correction=recipe.sampler_correction):
         start = state.grpo_state(
             policy=toys.params(),
             policy_optimizer=recipe.policy_optimizer,
@@ -244,18 +249,18 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
             rollout=rollout,
             scores=jnp.asarray([1.0, 2.0, 3.0, 6.0], jnp.float32),
             frozen=NO_MODELS,
-            recipe=dataclasses.replace(recipe, **changed),
+            recipe=dataclasses.replace(recipe, sampler_correction=correction),
         )
         return made, masked.mean_stats(stats)
 
     plain, _ = experience(low)
-    made, stats = experience(low, sampler_weight_cap=2.0)
+    made, stats = experience(low, Truncate(2.0))
     np.testing.assert_allclose(
         made.advantages, np.exp(0.25) * plain.advantages, rtol=1e-4
     )
     np.testing.assert_allclose(stats["policy/sampler_weight"], np.exp(0.25), rtol=1e-4)
     np.testing.assert_allclose(stats["policy/sampler_mismatch"], 0.25, rtol=1e-4)
-    capped, stats = experience(low, sampler_weight_cap=1.0)
+    capped, stats = experience(low, Truncate(1.0))
     np.testing.assert_array_equal(capped.advantages, plain.advantages)
     assert stats["policy/sampler_weight_capped"] == 1
     # Of whole responses, of an older version, told by a sampler that is not asked.
@@ -265,53 +270,36 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
         sampler_logprobs=low.old_logprobs,
         version=jnp.where(low.response_mask, -3, 0),
     )
-    made, stats = experience(
-        old, sampler_weight_cap=9.0, sampler_correction="sequence_truncate"
-    )
+    made, stats = experience(old, Truncate(9.0, level="sequence"))
     np.testing.assert_allclose(
         made.advantages, np.exp(0.25 * lengths) * plain.advantages, rtol=1e-4
     )
     assert stats["policy/staleness"] == 3
-    made, stats = experience(
-        old,
-        sampler_weight_cap=2.0,
-        sampler_weight_floor=0.5,
-        sampler_correction="sequence_reject",
-    )
+    made, stats = experience(old, Reject(2.0, floor=0.5))
     accepted = (0.25 * lengths <= np.log(2)) & np.asarray(low.response_mask)
     np.testing.assert_array_equal(made.response_mask, accepted)
     assert 0 < accepted.sum() < np.asarray(low.response_mask).sum()
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "message"),
     [
-        ({"sampler_weight_cap": 2.0}, "expected recompute_logprobs with it, got 2.0"),
-        (
-            {"sampler_weight_cap": 0.5, "recompute_logprobs": True},
-            "expected a finite number of at least 1, got 0.5",
-        ),
-        (
-            {"sampler_correction": "token_mask"},
-            "sampler_correction: expected sampler_weight_cap with it, got 'token_mask'",
-        ),
-        (
-            {"sampler_weight_floor": 0.5, "recompute_logprobs": True},
-            "sampler_weight_floor: expected sampler_weight_cap with it, got 0.5",
-        ),
-        (
-            {
-                "sampler_weight_cap": 5.0,
-                "sampler_weight_floor": 0.5,
-                "recompute_logprobs": True,
-            },
-            "sampler_weight_floor: expected none with 'token_truncate'",
-        ),
+        (lambda: Truncate(0.5), "cap: expected a finite number of at least 1, got 0.5"),
+        (lambda: Mask(5.0, floor=2.0), "floor: expected a number above 0 and of at"),
+        (lambda: Mask(5.0, level="geometric"), "level: expected one of 'token', 'seq"),
+        (lambda: Reject(5.0, level="token"), "level: expected one of 'sequence', 'geo"),
     ],
 )
-def test_caps_that_are_refused(options, message):
+def test_corrections_that_are_refused(make, message):
     with pytest.raises(InputError, match=message):
-        reinforce.ReinforceRecipe(**options)
+        make()
+
+
+def test_each_correction_has_a_formula():
+    of_tokens = {"token": (Truncate, Mask), "sequence": (Truncate, Mask, Reject)}
+    levels = of_tokens | {"geometric": (Reject,)}
+    made = [kind(2.0, level=each) for each, kinds in levels.items() for kind in kinds]
+    assert {each.correction for each in made} == {*get_args(Correction)}
 
 
 def test_a_response_of_each_prompt_is_a_group_of_its_own():
@@ -349,5 +337,5 @@ def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
         "temperature": RECIPE.temperature,
         "packing": packing,
     }
-    without = dataclasses.replace(RECIPE, recompute_logprobs=False)
+    without = dataclasses.replace(RECIPE, sampler_correction=None)
     assert recomputed(after, None, recipe=without, packing=None) is after

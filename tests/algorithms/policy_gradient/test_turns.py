@@ -18,7 +18,10 @@ from rlhf_jax import critic, frozen, grpo, kl_control, policy, ppo, rewards, sta
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
+from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import loss as value_loss
 from rlhf_jax.algorithms.reinforce import REINFORCE
@@ -54,7 +57,7 @@ with warnings.catch_warnings():
             value_after_stop=True,
             penalty=EXACT,
             num_epochs=1,
-            recompute_logprobs=True,
+            sampler_correction=Recompute(),
         ),
         "GRPO": grpo.GRPO(**GROUP, penalty=IN_LOSS, normalise="group"),
         "GRPO, forward KL": grpo.GRPO(
@@ -68,10 +71,12 @@ with warnings.catch_warnings():
             **GROUP, baseline="leave_one_out", normalise=None, aggregation="prompt_mean"
         ),
         "REINFORCE++": REINFORCE(**SHAPE),
-        "GSPO": grpo.GRPO(**GROUP, ratio_level="sequence", aggregation="constant"),
-        "GSPO-token": grpo.GRPO(**GROUP, ratio_level="sequence_token"),
-        "CISPO": grpo.GRPO(**GROUP, surrogate="cispo", normalise="rollout"),
-        "SAPO": grpo.GRPO(**GROUP, surrogate="sapo"),
+        "GSPO": grpo.GRPO(
+            **GROUP, surrogate=Clip(ratio_level="sequence"), aggregation="constant"
+        ),
+        "GSPO-token": grpo.GRPO(**GROUP, surrogate=Clip(ratio_level="sequence_token")),
+        "CISPO": grpo.GRPO(**GROUP, surrogate=CISPO(), normalise="rollout"),
+        "SAPO": grpo.GRPO(**GROUP, surrogate=SAPO()),
     }
 
 
@@ -263,7 +268,7 @@ def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
         gamma=gamma,
         lam=lam,
         temperature=temperature,
-        clip_range=clip,
+        surrogate=Clip(clip),
         value_clip_range=clip,
         whiten_advantages="rollout",
     )
@@ -334,7 +339,7 @@ def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
         **GROUP,
         penalty=IN_LOSS,
         temperature=temperature,
-        clip_range=clip,
+        surrogate=Clip(clip),
         normalise="group",
         aggregation="sequence_mean",
     )
@@ -624,8 +629,8 @@ def test_episodes_are_alike_that_say_the_same_whatever_they_observe():
 
 
 def test_responses_of_fixed_length_have_one_turn():
-    recipe = grpo.GRPO(**GROUP, fixed_length=True)
-    with pytest.raises(InputError, match="fixed_length: expected False for episodes"):
+    recipe = grpo.GRPO(**GROUP, fixed_length=FixedLength())
+    with pytest.raises(InputError, match="fixed_length: expected None for episodes"):
         make_experience(
             fresh(recipe),
             rollout=toy_turns.rollout(),

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,9 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
@@ -323,11 +325,13 @@ def learned(reference):
 
     @toys.jit
     def compiled(current, rollout, scores, changed, policy_lr, critic_lr):
+        clips = {n: x for n, x in changed.items() if n in CLIPS}
         settings = dataclasses.replace(
             ITERATION,
             policy_optimizer=optax.sgd(policy_lr),
             critic_optimizer=optax.sgd(critic_lr),
-            **changed,
+            surrogate=Clip(**clips),
+            **{n: x for n, x in changed.items() if n not in CLIPS},
         )
         return ppo.learn(
             current,
@@ -489,7 +493,7 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
     settings = dataclasses.replace(
         BASE,
         scores=ScoreShaping(normalise=True, missing_stop_score=-1.0),
-        recompute_logprobs=True,
+        sampler_correction=Recompute(),
     )
     off = dataclasses.replace(rollout, old_logprobs=rollout.old_logprobs - 0.25)
     scores = jnp.asarray([1.0, 2.0, 3.0, 6.0], jnp.float32)
@@ -550,6 +554,7 @@ def test_a_broken_minibatch_is_skipped_alone(experience):
 
 # Every field of the configuration changes something.
 
+CLIPS = {"clip_range", "clip_range_high"}  # of the surrogate
 CHANGED = {
     "gamma": 0.9,
     "lam": 0.5,
@@ -584,25 +589,24 @@ REBUILT = {
 # One by its stats; one must change nothing; one is of test_lora.py, the others of
 # test_ppo_details.py and test_ppo_by_hand.py.
 ABOVE = {
-    *("recompute_logprobs", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
-    *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
+    *("micro_batch_size", "lora", "fixed_length"),
     "continuous_batching",  # must change nothing: test_continuous_batching.py
     # test_sampler_mismatch.py
-    *("sampler_weight_cap", "sampler_correction", "sampler_weight_floor"),
+    "sampler_correction",
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     # test_published.py, test_surrogates.py, test_packed_learning.py
-    *("ratio_level", "surrogate", "sapo_temperature_pos", "sapo_temperature_neg"),
+    "surrogate",
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
 
 
 def test_no_field_is_forgotten_here():
     fields = {field.name for field in dataclasses.fields(ppo.PPO)}
-    assert {*CHANGED, *REBUILT, *ABOVE} == fields
+    assert {*CHANGED, *REBUILT, *ABOVE} - CLIPS == fields
 
 
-PLAIN = {name: getattr(ITERATION, name) for name in CHANGED}
-PLAIN["clip_range_high"] = PLAIN["clip_range"]
+PLAIN = {name: getattr(ITERATION, name) for name in CHANGED if name not in CLIPS}
+PLAIN |= dict.fromkeys(CLIPS, ITERATION.surrogate.clip_range)
 
 
 @pytest.fixture(scope="module")
@@ -717,13 +721,12 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
             {"scores": ScoreShaping(missing_stop_score=-1.0), "stop_ids": ()},
             "stop_ids to look for, got no",
         ),
-        ({"fixed_length": True, "stop_ids": ()}, "fixed_length: expected stop_ids"),
-        ({"truncate_after": 3}, "truncate_after: expected fixed_length with it"),
-        ({"dual_clip": 1.0}, "dual_clip: expected a finite number above 1"),
-        ({"dual_clip": math.inf}, "dual_clip: expected a finite number above 1"),
+        (
+            {"fixed_length": FixedLength(), "stop_ids": ()},
+            "fixed_length: expected stop_ids",
+        ),
         ({"max_ratio_mean": 0.5}, "max_ratio_mean: expected a finite number above 1"),
         ({"stop_approxkl": 0.0}, "stop_approxkl: expected a finite number above 0"),
-        ({"clip_range_high": -0.2}, "clip_range_high: expected a finite number above"),
         ({"entropy_coef": -0.1}, "entropy_coef: expected a finite number, 0 or more"),
         ({"ptx_coef": float("nan")}, "ptx_coef: expected a finite number, 0 or more"),
         ({"aggregation": "mean"}, "aggregation: expected one of 'token_mean', 'seque"),

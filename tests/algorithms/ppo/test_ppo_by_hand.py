@@ -20,6 +20,8 @@ from rlhf_jax import batch, critic, kl_control, masked, policy, ppo, state
 from rlhf_jax.algorithms.batch import ReferenceOutput
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
+from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -76,9 +78,7 @@ def step(params, grads):
 @pytest.fixture(scope="module")
 def untruncated():
     """Sampled whole, whatever stands in it."""
-    settings = dataclasses.replace(
-        BASE, fixed_length=True, truncate_after=3, truncate_reward_only=True
-    )
+    settings = dataclasses.replace(BASE, fixed_length=FixedLength(3, reward_only=True))
     sample = toys.jit(ppo.sample, static_argnames=("recipe",))
     return sample(
         POLICY,
@@ -96,7 +96,7 @@ def sampled(untruncated):
 
 @pytest.mark.slow
 def test_a_response_of_fixed_length_goes_on_after_a_stop_token(untruncated, sampled):
-    settings = dataclasses.replace(BASE, fixed_length=True, truncate_after=3)
+    settings = dataclasses.replace(BASE, fixed_length=FixedLength(3))
     cut = toys.jit(ppo.sample, static_argnames=("recipe",))(
         POLICY,
         prompts=toys.prompts(lengths=(4, 2, 3, 1)),
@@ -282,8 +282,7 @@ def test_every_term_at_once_as_a_mean_over_responses(
         BASE,
         aggregation=aggregation,
         loss_scale_factor=factor,
-        clip_range_high=0.5,
-        dual_clip=1.3,
+        surrogate=Clip(clip_range_high=0.5, dual_clip=1.3),
         entropy_coef=0.05,
         penalty=Penalty(value_estimator="k3", grad_estimator="k2", placement="loss"),
         micro_batch_size=2,
@@ -420,7 +419,9 @@ def test_openai_2019_by_hand(untruncated, sampled):
 
     The reward sees truncated responses; all else is of every token.
     """
-    settings = recipe(OPENAI_2019, truncate_after=3)  # as was sampled
+    settings = recipe(
+        OPENAI_2019, fixed_length=FixedLength(3, reward_only=True)
+    )  # as was sampled
     assert toys.leaves_equal(ppo.seen_by_reward(untruncated, recipe=settings), sampled)
     head = {"score": CRITIC["score"]}
     after, stats, scored = learn(

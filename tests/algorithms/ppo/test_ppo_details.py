@@ -18,6 +18,7 @@ import toys
 from rlhf_jax import batch, kl_control, masked, ppo, rewards, state
 from rlhf_jax.algorithms.flow import rollout, score, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.algorithms.ppo import experience, recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -481,7 +482,7 @@ def test_a_penalty_that_is_no_kl_is_told_once():
         ({"aggregation": "sequence_mean"}, "'sequence_mean' divides .* its own tokens"),
         ({"aggregation": "constant"}, None),
         ({"stop_ids": ()}, None),  # every response has one length
-        ({"fixed_length": True, "truncate_reward_only": True}, None),  # as trained
+        ({"fixed_length": FixedLength(reward_only=True)}, None),  # as trained
     ],
 )
 def test_the_warning_names_the_bias_of_a_mean(options, bias):
@@ -501,8 +502,7 @@ def test_a_constant_is_the_longest_response_unless_it_is_given():
 
 
 def test_a_truncation_that_no_token_could_make():
-    whole = {**FIXED, "fixed_length": True}
-    ppo.PPO(**whole, truncate_after=7)
+    ppo.PPO(**FIXED, fixed_length=FixedLength(7))
     message = "truncate_after: expected less than the 8 tokens of max_new_tokens, got 8"
     with pytest.raises(checks.InputError, match=message):
-        ppo.PPO(**whole, truncate_after=8)
+        ppo.PPO(**FIXED, fixed_length=FixedLength(8))

@@ -201,11 +201,11 @@ def test_no_gradient_reaches_the_weights():
 @pytest.mark.parametrize(
     ("correction", "bounds", "message"),
     [
-        ("token_reject", {}, r"sampler_correction: expected one of 'token_truncate'"),
-        ("token_mask", {"cap": 0.9}, "sampler_weight_cap: expected a finite number of"),
-        ("token_mask", {"cap": np.inf}, "sampler_weight_cap: expected a finite number"),
-        ("token_mask", {"floor": 0.0}, "sampler_weight_floor: expected a number above"),
-        ("token_mask", {"floor": 1.1}, "sampler_weight_floor: expected a number above"),
+        ("token_reject", {}, r"correction: expected one of 'token_truncate'"),
+        ("token_mask", {"cap": 0.9}, "cap: expected a finite number of"),
+        ("token_mask", {"cap": np.inf}, "cap: expected a finite number"),
+        ("token_mask", {"floor": 0.0}, "floor: expected a number above"),
+        ("token_mask", {"floor": 1.1}, "floor: expected a number above"),
     ],
 )
 def test_what_is_refused(correction, bounds, message):

@@ -52,11 +52,11 @@ PAIRS = {
     ("environment", "how prompts are written"): (
         "grpo --environment rooms --prompt-field question"
     ),
-    ("environment", "decoder options"): "grpo --environment rooms --fixed-length",
+    ("environment", "decoder options"): "grpo --environment rooms --fixed-length 0",
     ("one width", "buckets"): "grpo --max-staleness 1 --buckets 8 16",
     ("redraws", "no known groups"): "ppo --max-redraws 2",
     ("other sampler", "uncorrected"): (
-        "grpo --sampler here,dtype=int8 --recompute-logprobs"
+        "grpo --sampler here,dtype=int8 --sampler-correction recompute"
     ),
     ("nash-md", "mixture apart"): "nash-md --placement.reference cpu",
     ("packing", "context"): "grpo --packing auto --placement.policy context=2",

@@ -117,7 +117,7 @@ def behind(staleness):
 def test_step_s_learns_from_the_policy_of_step_s_less_k(files, tmp_path, staleness):
     argv = [f"--max-staleness={staleness}"]
     if staleness:
-        argv.append("--staleness-weight-cap=None")
+        argv.append("--sampler-correction=ratio")
     rows = run_ppo(tmp_path / "run", *argv)
     expected, state = behind(staleness)
     for row, stats in zip(rows, expected, strict=True):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlhf_jax.algorithms.policy_gradient.corrections import Mask, Ratio, Truncate
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.methods import grpo, nash_md, online_dpo, ppo, reinforce
@@ -18,24 +19,15 @@ def config_of(trainer, *argv):
 def test_samples_of_an_older_policy_are_weighted_unless_asked_otherwise(trainer):
     def corrected(*argv):
         config = config_of(trainer, *argv)
-        recipe = config.recipe
-        return (
-            config.staleness,
-            recipe.recompute_logprobs,
-            recipe.sampler_weight_cap,
-            recipe.sampler_correction,
-        )
+        return config.staleness, config.recipe.sampler_correction
 
-    assert corrected() == (0, False, None, "token_truncate")
-    assert corrected("--max-staleness=0") == (0, False, None, "token_truncate")
+    assert corrected() == (0, None)
+    assert corrected("--max-staleness=0") == (0, None)
     stale = "--max-staleness=2"
-    assert corrected(stale) == (2, True, 2.0, "token_truncate")
-    assert corrected(stale, "--staleness-weight-cap=5")[2] == 5.0
-    alone = corrected(stale, "--staleness-weight-cap=None")
-    assert alone == (2, False, None, "token_truncate")
-    own = ("--recompute-logprobs", "--sampler-weight-cap=3")
-    masked = corrected(stale, *own, "--sampler-correction=token_mask")
-    assert masked == (2, True, 3.0, "token_mask")
+    assert corrected(stale) == (2, Truncate(cap=2.0, level="token"))
+    assert corrected(stale, "--sampler-correction=truncate,cap=5")[1] == Truncate(5.0)
+    assert corrected(stale, "--sampler-correction=ratio") == (2, Ratio())
+    assert corrected(stale, "--sampler-correction=mask,cap=3") == (2, Mask(3.0))
 
 
 def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
@@ -58,13 +50,13 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
         (ppo, "--max-staleness=1 --buckets 8", "with --buckets, as all of its batches"),
         (
             ppo,
-            "--max-staleness=1 --recompute-logprobs --staleness-weight-cap=None",
-            "with --recompute-logprobs without --sampler-weight-cap, as nothing",
+            "--max-staleness=1 --sampler-correction=recompute",
+            "with --sampler-correction recompute, as nothing",
         ),
         (
             ppo,
-            "--max-staleness=1 --staleness-weight-cap=0.5",
-            "--staleness-weight-cap: expected a finite number of at least 1, got 0.5",
+            "--max-staleness=1 --sampler-correction=truncate,cap=0.5",
+            "cap: expected a finite number of at least 1, got 0.5",
         ),
         (
             grpo,
