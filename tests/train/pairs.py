@@ -285,7 +285,7 @@ def every_pair():
     )
 
 
-def generate(kept):
+def generate(presets):
     """These rows, and more until every allowed pair is in one; of nothing in minutes.
 
     covertable and not allpairspy, as this looks for a row of each pair that is left,
@@ -299,7 +299,7 @@ def generate(kept):
 
     condition = {"operator": "fn", "requires": [], "evaluate": condition}
     choices = {name: list(PARAMETERS[name]) for name in PARAMETERS}
-    return covertable.make(choices, constraints=[condition], presets=kept)
+    return covertable.make(choices, constraints=[condition], presets=presets)
 
 
 def rows():

@@ -191,8 +191,8 @@ def test_the_reference_responds_beside_a_process(files, more):
     run = train(files, "run", "--sampler=process", *options)
     assert bits(run) == bits(here)
     responses = [
-        [row["reference"] for row in metrics.read(each / "samples.jsonl")]
-        for each in (run, here)
+        [row["reference"] for row in metrics.read(run_folder / "samples.jsonl")]
+        for run_folder in (run, here)
     ]
     assert responses[0] == responses[1]
 
@@ -205,14 +205,14 @@ def test_adapters_are_handed_over_merged(files, more):
     here = train(files, "here", *options)
     run = train(files, "run", "--sampler=process", *options)
     responses = [
-        [row["response"] for row in metrics.read(each / "samples.jsonl")]
-        for each in (run, here)
+        [row["response"] for row in metrics.read(run_folder / "samples.jsonl")]
+        for run_folder in (run, here)
     ]
     assert responses[0] == responses[1]
     with toy_server.serving(toy_server.Toy()) as url:
         served = train(files, "served", f"--sampler={url}", *options)
-    for each in (run, served):
-        first, *_ = metrics.read(each / "metrics.jsonl")
+    for run_folder in (run, served):
+        first, *_ = metrics.read(run_folder / "metrics.jsonl")
         assert first["policy/sampler_mismatch"] < 1e-5
 
 

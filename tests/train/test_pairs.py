@@ -140,11 +140,11 @@ def test_every_choice_leaves_a_trace():
 
 def cases():
     """The rows: two of each command, of few choices, are slow, and the others long."""
-    found = collections.Counter()
+    rows_of_command = collections.Counter()
     for number, row in enumerate(ROWS):
         command, *_ = pairs.words(row)
-        found[command] += 1
-        marks = [pytest.mark.slow, *[pytest.mark.long] * (found[command] > 2)]
+        rows_of_command[command] += 1
+        marks = [pytest.mark.slow, *[pytest.mark.long] * (rows_of_command[command] > 2)]
         yield pytest.param(row, id=f"{number}-{row[pairs.METHOD]}", marks=marks)
 
 
@@ -155,6 +155,6 @@ def test_a_row_runs_and_drops_nothing(row, files, tmp_path, monkeypatch):
     monkeypatch.chdir(files)
     monkeypatch.setattr(sys, "path", [*sys.path])
     ended = run(row, tmp_path / "run")
-    found = infinite(ended.rows), traces.dropped(ended)
-    assert found == ({}, [])
+    problems = infinite(ended.rows), traces.dropped(ended)
+    assert problems == ({}, [])
     assert Path(ended.folder / "model" / "model.safetensors").exists()
