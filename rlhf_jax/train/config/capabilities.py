@@ -276,7 +276,9 @@ FEATURES: Mapping[str, Feature] = {
 }
 
 TABLE: Mapping[tuple[str, str], str] = {
-    ("no reference", "asks for a reference"): "there is none to measure a KL to",
+    ("no reference", "asks for a reference"): (
+        "there is none to measure a KL to (--reference start takes one)"
+    ),
     ("unplaced penalty", "KL coefficient"): "the KL is measured then and acts nowhere",
     ("further references or steps without one", "one reference"): (
         "its loss reads one reference, in every step"
