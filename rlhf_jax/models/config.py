@@ -128,6 +128,19 @@ class ModelConfig:
             max_positions=self.max_positions,
         )
         unused_ids.check(self.unused_ids, vocab_size=self.vocab_size)
+        optional = {
+            "sliding_window": self.sliding_window,
+            "rope_local_theta": self.rope_local_theta,
+            "query_scale": self.query_scale,
+            "attention_softcap": self.attention_softcap,
+            "logit_softcap": self.logit_softcap,
+        }
+        checks.positive(**{k: v for k, v in optional.items() if v is not None})
+        self._check_heads()
+        self._check_layers()
+        self._check_computation()
+
+    def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"expected num_kv_heads to divide num_heads, got "
@@ -145,13 +158,8 @@ class ModelConfig:
                 f"rotary positions rotate pairs: expected an even rotary_dim from 2 to "
                 f"head_dim = {self.head_dim}, got {self.rotary_dim}"
             )
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise InputError(
-                f"prefill_chunk: expected at least 1 column, got {self.prefill_chunk}; "
-                f"None runs prompts whole"
-            )
-        if self.cache_pages is not None:
-            checks.positive(cache_pages=self.cache_pages, page_size=self.page_size)
+
+    def _check_layers(self) -> None:
         if self.local_layers and len(self.local_layers) != self.num_layers:
             raise InputError(
                 f"expected local_layers to say for each of {self.num_layers} layers "
@@ -162,14 +170,15 @@ class ModelConfig:
                 f"expected a sliding_window if, and only if, some layer is local, got "
                 f"{self.sliding_window} with {sum(self.local_layers)} local layers"
             )
-        optional = {
-            "sliding_window": self.sliding_window,
-            "rope_local_theta": self.rope_local_theta,
-            "query_scale": self.query_scale,
-            "attention_softcap": self.attention_softcap,
-            "logit_softcap": self.logit_softcap,
-        }
-        checks.positive(**{k: v for k, v in optional.items() if v is not None})
+
+    def _check_computation(self) -> None:
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise InputError(
+                f"prefill_chunk: expected at least 1 column, got {self.prefill_chunk}; "
+                f"None runs prompts whole"
+            )
+        if self.cache_pages is not None:
+            checks.positive(cache_pages=self.cache_pages, page_size=self.page_size)
         if self.attention == "cudnn" and self.attention_softcap is not None:
             raise InputError(
                 f"expected attention auto with an attention_softcap "

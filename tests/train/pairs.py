@@ -20,14 +20,20 @@ import shlex
 from unittest import mock
 
 import covertable
+import jax
+import toy_files
 from places import ROOT
 
+from rlhf_jax import hf, rewards
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.capabilities import FEATURES, TABLE
 from rlhf_jax.train.trainers import TRAINERS
 
+MODEL = dataclasses.replace(toy_files.MODEL, num_layers=2, max_positions=32)
+PROMPTS = ("the cat", "a dog was", "it ran", "we sat on")
+TEXTS = ("sat on a dog .", "was good and we ran .", "was so bad .", "ran .")
 ABSENT = "-"
 RECORDED = ROOT / "tests/fixtures/pairs.jsonl"
 METHOD = "method"
@@ -266,6 +272,22 @@ def is_allowed(row):
         for method in _any(row, METHOD)
         for reward in _any(row, "rewards")
     )
+
+
+def write_files(folder):
+    """What the options of a row name: checkpoints, reward models, prompts, texts."""
+    for seed, name in enumerate(("model", "other", "teacher")):
+        toy_files.checkpoint(folder / name, model=MODEL, seed=seed)
+    for seed, name in enumerate(("scorer", "scorer_2"), start=1):
+        key, trunk = jax.random.key(seed), toy_files.params(MODEL, seed=seed + 2)
+        scorer = rewards.init(key, trunk, model=MODEL)
+        hf.save_reward(folder / name, MODEL, scorer, tokenizer=toy_files.tokenizer())
+    rows = [{"prompt": text, "question": f"{text} ?"} for text in PROMPTS]
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    toy_files.jsonl(folder / "held_out.jsonl", *rows[:3])
+    pairs_of_texts = zip(PROMPTS, TEXTS, strict=True)
+    texts = [{"prompt": prompt, "response": text} for prompt, text in pairs_of_texts]
+    toy_files.jsonl(folder / "texts.jsonl", *texts)
 
 
 def _any(row, name):

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -11,18 +10,13 @@ import jax
 import numpy as np
 import pairs
 import pytest
-import toy_files
 import toy_server
 import traces
 
-from rlhf_jax import hf, rewards
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import main, trainer
 from rlhf_jax.train.config.capabilities import FEATURES, TABLE
 
-MODEL = dataclasses.replace(toy_files.MODEL, num_layers=2, max_positions=32)
-PROMPTS = ("the cat", "a dog was", "it ran", "we sat on")
-TEXTS = ("sat on a dog .", "was good and we ran .", "was so bad .", "ran .")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
@@ -31,7 +25,7 @@ class Server(toy_server.Toy):
 
     def __init__(self):
         super().__init__()
-        self.context = MODEL.max_positions
+        self.context = pairs.MODEL.max_positions
 
     def drawn(self, body):
         start = len(self.requests)
@@ -41,18 +35,7 @@ class Server(toy_server.Toy):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    for seed, name in enumerate(("model", "other", "teacher")):
-        toy_files.checkpoint(folder / name, model=MODEL, seed=seed)
-    for seed, name in enumerate(("scorer", "scorer_2"), start=1):
-        key, trunk = jax.random.key(seed), toy_files.params(MODEL, seed=seed + 2)
-        scorer = rewards.init(key, trunk, model=MODEL)
-        hf.save_reward(folder / name, MODEL, scorer, tokenizer=toy_files.tokenizer())
-    rows = [{"prompt": text, "question": f"{text} ?"} for text in PROMPTS]
-    toy_files.jsonl(folder / "prompts.jsonl", *rows)
-    toy_files.jsonl(folder / "held_out.jsonl", *rows[:3])
-    pairs_of_texts = zip(PROMPTS, TEXTS, strict=True)
-    texts = [{"prompt": prompt, "response": text} for prompt, text in pairs_of_texts]
-    toy_files.jsonl(folder / "texts.jsonl", *texts)
+    pairs.write_files(folder)
     return folder
 
 

@@ -44,11 +44,7 @@ class DPORecipe:
     """Rows per forward and backward pass; None is all of a batch."""
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(PreferenceKind):
-            raise InputError(
-                f"kind: expected one of {', '.join(get_args(PreferenceKind))}, got "
-                f"{self.kind!r}; choose one"
-            )
+        checks.one_of(kind=self.kind, among=get_args(PreferenceKind))
         if self.kind in get_args(DPOKind):
             preference_losses.check_dpo(
                 beta=self.beta,
@@ -71,6 +67,10 @@ class DPORecipe:
                 else f"token_mean: expected False with kind {self.kind!r}, which "
                 f"always takes the mean over tokens, got True; leave it out"
             )
+        self._check_read()
+
+    def _check_read(self) -> None:
+        """Raises InputError for an option that the kind does not read."""
         unread = {"label_smoothing": self.label_smoothing != 0.0}
         if self.kind in get_args(DPOKind):
             unread = {}

@@ -64,6 +64,24 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(max_new_tokens=self.max_new_tokens)
+        self._check_stops()
+        if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
+            raise InputError(
+                "aggregation: expected groups of responses to a prompt with "
+                "'prompt_mean', got an algorithm without groups, where it is "
+                "'sequence_mean'; choose that"
+            )
+        if self.lora is not None:
+            targets(model=self.model, lora=self.lora)  # raises for a bad pattern
+        warning = self.penalty.warning
+        if warning is not None:
+            also = self.length_bias
+            warnings.warn(
+                warning if also is None else f"{warning}; {also}", stacklevel=5
+            )
+
+    def _check_stops(self) -> None:
+        """Raises InputError for an option about stop tokens that can never act."""
         for name, needs in {
             "scores.missing_stop_score or missing_stop_penalty": (
                 self.scores.reads_stops
@@ -82,12 +100,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 f"of max_new_tokens, got {after}, after which no token is left that "
                 f"could end a response; lower it, or sample longer"
             )
-        if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
-            raise InputError(
-                "aggregation: expected groups of responses to a prompt with "
-                "'prompt_mean', got an algorithm without groups, where it is "
-                "'sequence_mean'; choose that"
-            )
         if self.scores.overlong_penalty and (
             self.scores.overlong_after >= self.max_new_tokens
         ):
@@ -95,14 +107,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 f"scores.overlong_after: expected less than the {self.max_new_tokens} "
                 f"tokens of max_new_tokens, got {self.scores.overlong_after}, which no "
                 f"response exceeds; lower it, or sample longer"
-            )
-        if self.lora is not None:
-            targets(model=self.model, lora=self.lora)  # raises for a bad pattern
-        warning = self.penalty.warning
-        if warning is not None:
-            also = self.length_bias
-            warnings.warn(
-                warning if also is None else f"{warning}; {also}", stacklevel=5
             )
 
     @abc.abstractmethod

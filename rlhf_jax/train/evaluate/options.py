@@ -99,6 +99,20 @@ class Config(RunConfig):
                     f"--ks: expected 1 to the {self.num_samples} samples of "
                     f"--num-samples, got {k}; sample more, or leave it out"
                 )
+        self._check_scores()
+        if self.texts is None and self.num_texts != NUM_TEXTS:
+            raise InputError(
+                f"--num-texts: expected --texts with it, which it belongs to, got "
+                f"{self.num_texts} without; give both, or leave it out"
+            )
+        if self.judge is not None and self.reference is None:
+            raise InputError(
+                f"--judge {self.judge}: expected --reference with it, whose responses "
+                f"the policy's are compared with, got none; give one, or leave it out"
+            )
+
+    def _check_scores(self) -> None:
+        """Raises InputError for what cannot score these responses together."""
         sources = [
             f"{name} {value}"
             for name, value in {
@@ -127,16 +141,6 @@ class Config(RunConfig):
                 f"--environment: expected no seconds, as figures would depend on the "
                 f"clock, got {self.environment.seconds:g}; leave it out, or limit each "
                 f"turn with --timeout"
-            )
-        if self.texts is None and self.num_texts != NUM_TEXTS:
-            raise InputError(
-                f"--num-texts: expected --texts with it, which it belongs to, got "
-                f"{self.num_texts} without; give both, or leave it out"
-            )
-        if self.judge is not None and self.reference is None:
-            raise InputError(
-                f"--judge {self.judge}: expected --reference with it, whose responses "
-                f"the policy's are compared with, got none; give one, or leave it out"
             )
 
     @property
