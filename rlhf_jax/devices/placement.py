@@ -243,23 +243,6 @@ def _refuse_context(sampler: Place) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplerPlacement(ReferencePlacement):
-    """Where policy and reference are, and how the policy's devices sample."""
-
-    sampler: PlaceOption = WITH_POLICY
-    """Place of sampling: policy, or a mesh such as data=2,tensor=4 over the policy's
-    devices, to which parameters are resharded once per iteration."""
-
-    def __post_init__(self) -> None:
-        if self.sampler.devices != "policy" or self.sampler.memory == PINNED:
-            raise InputError(
-                f"--placement.sampler: expected policy or AXIS=SIZE,..., got "
-                f"{self.sampler}; rlhf-jax ppo samples on other devices"
-            )
-        _refuse_context(self.sampler)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutPlacement(ReferencePlacement):
     """Where the policy, sampler, reference and reward model are."""
 

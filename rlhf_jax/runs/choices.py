@@ -112,8 +112,15 @@ def parse(written: str, choice: Any) -> Any:
     optional = type(None) in typing.get_args(choice)
     if written.strip() in ("None", "none", "off") and optional:
         return None
+    named = kinds.get(written.partition(",")[0].strip().replace("-", "_"))
     keys = {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
-    first, *rest = split(written.strip(), keys)
+    first, *rest = split(
+        written.strip(),
+        keys,
+        own=None
+        if named is None
+        else [field.name for field in dataclasses.fields(named)],
+    )
     word = first.replace("-", "_")
     opens = [kind for kind in kinds.values() if getattr(kind, "OPEN", False)]
     if word in kinds:
@@ -157,10 +164,16 @@ def fields(words: Iterable[str], kind: Any, *, written: str) -> dict[str, str]:
     return values
 
 
-def split(written: str, keys: Iterable[str]) -> list[str]:
+def split(
+    written: str, keys: Iterable[str], *, own: Sequence[str] | None = None
+) -> list[str]:
     """The words of a text between commas: a comma before a key begins a new one.
 
     A value may hold commas of its own, as a mesh does: place=last:data=2,tensor=4.
+
+    Args:
+      keys: of all kinds.
+      own: of the kind that is named, for the message; None is all.
 
     Raises:
       InputError: what looks like a key is none.
@@ -171,11 +184,23 @@ def split(written: str, keys: Iterable[str]) -> list[str]:
     for word in words:
         for other in re.findall(r",([\w-]+)=", word):
             if other not in MESH_AXES:
+                own = known if own is None else own
                 raise InputError(
-                    f"{written!r}: expected {_either(known)} before an equals sign, "
-                    f"got {other}; choose one"
+                    f"{written!r}: expected {_either(own)} before an equals sign, "
+                    f"got {other}; {'choose one' if own else 'leave it out'}"
                 )
     return words
+
+
+def missing(kind: Any, values: Mapping[str, Any]) -> list[str]:
+    """The fields of a dataclass that have no default and no value."""
+    return [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
 
 
 def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
@@ -185,17 +210,10 @@ def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
       InputError: a field is missing, or a value is not of its type or range.
     """
     hints = typing.get_type_hints(kind)
-    missing = [
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
+    if absent := missing(kind, values):
         raise InputError(
-            f"{written!r}: expected {', '.join(missing)} with {name_of(kind)}, got "
-            f"none; add {','.join(f'{name}=VALUE' for name in missing)}"
+            f"{written!r}: expected {', '.join(absent)} with {name_of(kind)}, got "
+            f"none; add {','.join(f'{name}=VALUE' for name in absent)}"
         )
     made = {}
     for name, value in values.items():

@@ -181,7 +181,11 @@ def from_json(
 
 
 def arguments(
-    config_class: type[Any], fields: Mapping[str, Any], *, source: Path
+    config_class: type[Any],
+    fields: Mapping[str, Any],
+    *,
+    source: Path,
+    renamed: Mapping[str, str] | None = None,
 ) -> list[str]:
     """The command line that stands for some fields: what a --config FILE asks for.
 
@@ -189,6 +193,7 @@ def arguments(
       config_class: the dataclass whose fields are the options.
       fields: any part of its tree, as JSON or TOML values.
       source: the file, for messages.
+      renamed: {option of before: what to write here}, for fields that are unknown.
 
     Raises:
       InputError: fields are unknown or mistyped; names them all.
@@ -197,7 +202,7 @@ def arguments(
         fields, config_class, prefix="", whole=False, made=False
     )
     if wrong:
-        raise _misfit(source, wrong)
+        raise _misfit(source, [_with_successor(line, renamed or {}) for line in wrong])
     return _arguments(config_class, values, prefix="--")
 
 
@@ -232,6 +237,17 @@ def _misfit(source: Path, wrong: list[str]) -> InputError:
         + "\n".join(sorted(wrong))
         + "\ncorrect the file, or give the options without it"
     )
+
+
+def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
+    """What is wrong with a field, and for one that was renamed its option of now."""
+    path, _, fault = line.strip().partition(": ")
+    parts = path.replace("_", "-").split(".")
+    for start in range(len(parts) if fault == "unknown" else 0):  # groups have no name
+        successor = renamed.get("--" + ".".join(parts[start:]))
+        if successor is not None:
+            return f"{line}; it is {successor} now"
+    return line
 
 
 def _decode_fields(
@@ -274,11 +290,12 @@ def _decode_fields(
 
 
 def _made(kind: Any, values: dict[str, Any], wrong: list[str]) -> Any:
-    try:
-        return kind(**values)
-    except TypeError as error:  # a required field of a choice that is not there
-        wrong.append(f"  {error}")
+    if missing := choices.missing(kind, values):
+        wrong.append(
+            f"  expected {', '.join(missing)} with {choices.name_of(kind)}, got none"
+        )
         return None
+    return kind(**values)
 
 
 def _spec(annotation: Any) -> Any:
@@ -320,9 +337,13 @@ def _decode(value: Any, kind: Any) -> Any:
         if isinstance(value, str) and parse is not None:
             return parse(value)
     elif origin in (typing.Union, types.UnionType):
-        if kinds and isinstance(value, str):  # as a command line has it
-            with contextlib.suppress(InputError):
-                return choices.parse(value, kind)
+        if kinds and isinstance(value, str | int | float):  # as a command line has it
+            written = value if isinstance(value, str) else json.dumps(value)
+            try:
+                return choices.parse(written, kind)
+            except InputError as error:
+                if not any(hasattr(one, "parse") for one in kinds.values()):
+                    raise TypeError(str(error)) from None
         for alternative in inner:
             with contextlib.suppress(TypeError):
                 return _decode(value, alternative)
@@ -348,10 +369,20 @@ def _decode(value: Any, kind: Any) -> Any:
 
 
 def _record(fields: Mapping[str, Any], kind: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(kind)]
+    if unknown := [name for name in fields if name not in names]:
+        expected = ", ".join(names) or "no option"
+        raise TypeError(
+            f"expected {expected} with {choices.name_of(kind)}, got "
+            f"{', '.join(unknown)}"
+        )
     values, wrong = _decode_fields(fields, kind, prefix="", whole=False, made=True)
     nested: list[str] = []
     if not wrong:
-        made = _made(kind, values, nested)
+        try:
+            made = _made(kind, values, nested)
+        except InputError as error:  # a value is out of its range
+            raise TypeError(str(error)) from error
         if not nested:
             return made
     raise TypeError("; ".join(fault.strip() for fault in [*wrong, *nested]))

@@ -123,14 +123,19 @@ class Programs:
             key: Array,
             greedy: bool,
         ) -> Rollout:
-            return rollout.rollout(
+            after = recipe.fixed_length.truncate_after if recipe.fixed_length else 0
+            responses = rollout.rollout(
                 adapted.params(policy, base=base, lora=recipe.lora),
                 prompts=prompts,
                 key=key,
-                stop_ids=recipe.stop_ids,
+                stop_ids=() if after else recipe.stop_ids,
                 shaping=Shaping(greedy=True) if greedy else None,
                 **shape,
             )
+            if not after:
+                return responses
+            # A stop token before it ends no response here either.
+            return rollout.truncate(responses, stop_ids=recipe.stop_ids, after=after)
 
         self._respond = jit(on(respond), static_argnames="greedy")
         self.positions = jit(

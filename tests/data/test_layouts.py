@@ -281,11 +281,15 @@ def test_equal_lengths_are_left_padded():
 
 
 def test_what_does_not_fit_is_told():
-    with pytest.raises(InputError, match="--packing-width: expected at least the long"):
+    with pytest.raises(
+        InputError, match="width of --packing: expected at least the long"
+    ):
         layouts.Packer(
             dataclasses.replace(FORM, width=7), sample=np.tile([4, 5], (6, 1))
         )
-    with pytest.raises(InputError, match="--max-tokens-per-device: expected at least"):
+    with pytest.raises(
+        InputError, match="max_tokens_per_device of --packing: expected"
+    ):
         dataclasses.replace(FORM, max_tokens=8)
 
 

@@ -15,7 +15,6 @@ from rlhf_jax.devices.placement import (
     Place,
     Placement,
     ReferencePlacement,
-    SamplerPlacement,
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import frozen
@@ -137,22 +136,18 @@ def test_what_is_trained_or_samples_is_on_devices(text):
         Placement(critic=place)
     with pytest.raises(InputError, match=r"--placement.sampler: expected policy, A"):
         Placement(sampler=place)
-    with pytest.raises(InputError, match=r"--placement.sampler: expected policy or"):
-        SamplerPlacement(sampler=place)
 
 
 def test_a_sampler_may_have_a_mesh_over_the_policy_s_devices():
     place = Place.parse("data=2,tensor=4")
     with pytest.raises(InputError, match=r"--placement.critic: expected policy or"):
         Placement(critic=place)
-    for kind in (Placement, SamplerPlacement):
-        placement = kind(policy=MeshShape(fsdp=8), sampler=place)
-        mesh = placement.policy_mesh()
-        assert dict(placement.sampler.mesh_beside(mesh).shape) == axes(data=2, tensor=4)
-        with pytest.raises(InputError, match=r"^--placement.sampler: .*8 devices"):
-            kind(
-                policy=MeshShape(fsdp=8), sampler=Place.parse("tensor=3")
-            ).policy_mesh()
+    placement = Placement(policy=MeshShape(fsdp=8), sampler=place)
+    mesh = placement.policy_mesh()
+    assert dict(placement.sampler.mesh_beside(mesh).shape) == axes(data=2, tensor=4)
+    wrong = Placement(policy=MeshShape(fsdp=8), sampler=Place.parse("tensor=3"))
+    with pytest.raises(InputError, match=r"^--placement.sampler: .*8 devices"):
+        wrong.policy_mesh()
     assert not Placement(sampler=place).samples_ahead
     assert Placement(sampler=Place.parse("last")).samples_ahead
 

@@ -159,6 +159,8 @@ def test_what_a_text_stands_for():
         ("adamm", optimizer.Rule, "expected one of adam, adamw, tf_adam, adafactor"),
         ("adam,epsilon=1", optimizer.Rule, "before an equals sign, got epsilon"),
         ("adam,target=1", optimizer.Rule, "before an equals sign, got target"),
+        ("clip,range=0.1", Surrogate, "clip_range_high, dual_clip, ratio_level before"),
+        ("ratio,weight=1", SamplerCorrection, "expected no key before an equals sign"),
         ("adam,momentum=1", optimizer.Rule, "expected eps, b1, b2, mu_dtype, each"),
         ("adam,eps=small", optimizer.Rule, "expected eps to be a number, got 'small'"),
         ("adam,mu_dtype=int8", optimizer.Rule, "mu_dtype to be float32 or bfloat16"),
@@ -267,6 +269,81 @@ def test_a_config_is_read_as_it_was_recorded(module, tmp_path):
     fields = json.loads(json.dumps(run_config.to_json(config)))
     source = tmp_path / "config.json"
     assert run_config.from_json(module.Config, fields, source=source) == config
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            'surrogate = "clip,range=1"',
+            "method.surrogate: 'clip,range=1': expected clip_range, clip_range_high, "
+            "dual_clip, ratio_level before an equals sign, got range",
+        ),
+        (
+            'surrogate = { kind = "clip", range = 1.0 }',
+            "method.surrogate: expected clip_range, clip_range_high, dual_clip, "
+            "ratio_level with clip, got range",
+        ),
+        (
+            'surrogate = { kind = "clip", clip_range = -1.0 }',
+            "method.surrogate: clip_range: expected a finite number above 0, got -1.0",
+        ),
+        (
+            'sampler_correction = "token_mask"',
+            "method.sampler_correction: expected one of ratio, recompute, truncate, "
+            "mask, reject, None, got 'token_mask'",
+        ),
+        (
+            'sampler_correction = { kind = "mask" }',
+            "method.sampler_correction: expected cap with mask, got none",
+        ),
+        (
+            'sampler_correction = { kind = "ratio", cap = 2 }',
+            "method.sampler_correction: expected no option with ratio, got cap",
+        ),
+        (
+            "fixed_length = true",
+            "method.fixed_length: 'true': expected truncate_after to be an integer",
+        ),
+        (
+            "clip_range = 0.1",
+            "method.clip_range: unknown; it is --surrogate clip,clip_range=R now",
+        ),
+        ("colour = 1", "method.colour: unknown\n"),
+    ],
+)
+def test_a_choice_of_a_file_that_is_none_names_what_there_is(line, message, tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text(f"[method]\n{line}\n")
+    with pytest.raises(InputError) as error:
+        parse("--config", path)
+    assert f"{path} does not fit the options of this command:\n  {message}" in str(
+        error.value
+    )
+
+
+def test_a_field_of_a_group_with_a_name_that_is_gone_names_its_successor(tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text("[reference.lifecycle]\nreset_every = 2\n")
+    with pytest.raises(InputError, match=r"it is --lifecycle\.move reset,every"):
+        parse("--config", path)
+
+
+def test_a_number_of_a_file_is_the_choice_that_begins_with_it(tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text("[method]\nfixed_length = 3\n[start]\nlora = 16\n")
+    config = parse("--config", path)
+    assert config.method.fixed_length == FixedLength(truncate_after=3)
+    assert config.start.lora == LoRA(rank=16)
+
+
+@pytest.mark.parametrize(
+    ("module", "option"),
+    [(online_dpo, "--clip-range"), (nash_md, "--truncate-after")],
+)
+def test_an_option_that_is_gone_has_no_successor_in_a_command_without(module, option):
+    with pytest.raises(InputError, match=f"^{option}: .* of another; leave it out$"):
+        parse(f"{option}=1", module=module)
 
 
 @pytest.mark.parametrize("option", commands.RENAMED)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +24,14 @@ from rlhf_jax import hf, policy, rewards
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, encoding, files
-from rlhf_jax.runs import metrics
+from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train.methods import ppo
 from rlhf_jax.train.supervised import reward_model, sft
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_compilation")]
 
 
-ADAPTIVE = (
-    *("--kl-control.kind=adaptive", "--kl-control.target=1"),
-    "--kl-control.unit=response",
-)
+ADAPTIVE = ("--kl-control=adaptive,target=1,unit=response",)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +69,8 @@ def scorer(tuned, shared_data, tmp_path_factory):
     summary = play(
         *(reward_model, out, "--model", tuned[0] / "model", "--overlong=drop"),
         *("--data", shared_data / "hh-rlhf-harmless" / "pairs.jsonl"),
-        *(
-            "--batch-size=8",
-            "--learning-rate=3e-3",
-            "--normalise=samples,num_samples=128",
-        ),
-        *("--max-new-tokens=8",),
+        *("--batch-size=8", "--learning-rate=3e-3"),
+        "--normalise=samples,num_samples=128,max_new_tokens=8",
     )
     return out, summary
 
@@ -308,14 +302,25 @@ def number_of_rows(out):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("experiment", [sft, reward_model, new_algorithm])
+EXPERIMENT = types.SimpleNamespace(
+    command=lambda words: command_line.main(
+        new_algorithm.main, new_algorithm.Config, description=None, argv=words
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [sft, reward_model, EXPERIMENT],
+    ids=["sft", "reward_model", "new_algorithm"],
+)
 def test_a_run_that_lost_its_end_makes_it_again(experiment, tmp_path):
     """The newest snapshot and all that came after it, as if it had been killed."""
     model = toy_files.checkpoint(tmp_path / "model")
     data = tmp_path / "data.jsonl"
     toy_files.jsonl(data, *[PAIR | row for row in ANSWERS] * 4)
     argv = ["--num-steps=4", "--snapshot-every=2", "--batch-size=4"]
-    if experiment is not new_algorithm:
+    if experiment is not EXPERIMENT:
         argv += ["--model", model, "--data", data]
     if experiment is reward_model:
         argv += ["--normalise=samples,num_samples=8,max_new_tokens=4"]

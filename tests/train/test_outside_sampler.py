@@ -183,9 +183,16 @@ def test_a_server_that_dies_stops_the_run_which_then_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--max-staleness=1",)], ids=["", "ahead"])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("--max-staleness=1",), ("--fixed-length=2", "--num-shown=8")],
+    ids=["", "ahead", "fixed"],
+)
 def test_the_reference_responds_beside_a_process(files, more):
-    """It is not handed over, or the next responses would be the reference's."""
+    """It is not handed over, or the next responses would be the reference's.
+
+    Its responses end where those of our decoder would.
+    """
     options = (GROUPS, "--sample-reference", "--sample-every=1", *more)
     here = train(files, "here", *options)
     run = train(files, "run", "--sampler=process", *options)

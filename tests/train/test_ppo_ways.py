@@ -60,11 +60,11 @@ BASICS = (
     *(f"--num-steps={STEPS}", "--snapshot-every=4", "--sample-every=2"),
     *("--learning-rate=1e-2", "--critic.learning-rate=1e-2", "--kl-coef=0.1"),
 )
-LORA = ("--lora=2", "--lora.modules", "attention/query", "mlp/*")
+LORA = ("--lora=2,modules=attention/query+mlp/*",)
 WAYS = {
     "on the CPU, a schedule": (
         *("--placement.reference=cpu", "--drift-every=3"),
-        *("--kl-control.kind=linear", "--kl-control.end=0.4"),
+        "--kl-control=linear,end=0.4",
     ),
     "int8 on the host, mixed, every third KL": (
         *("--reference-storage.dtype=int8", "--reference-storage.embeddings=bfloat16"),
@@ -76,7 +76,7 @@ WAYS = {
     "adapters over int8": (*LORA, "--reference-storage.dtype=int8"),
     "adapters, reset": (*LORA, "--lifecycle.move=reset,every=2"),
     "none": ("--reference=none", "--kl-coef=0"),
-    "packed, cut by tokens": ("--packing=auto", "--max-tokens-per-device=8"),
+    "packed, cut by tokens": ("--packing=auto,max_tokens_per_device=8",),
     "three references": (
         *("--reference=FOLDER/other", "--references", "wide=FOLDER/wide,weight=0.5"),
         "watched=FOLDER/model,weight=0,dtype=int8,place=cpu",
@@ -84,13 +84,12 @@ WAYS = {
     ),
     "exact KL held by PI": (
         *("--penalty.value-estimator=exact", "--penalty.placement=both"),
-        *("--kl-control.kind=pi", "--kl-control.target=0.05"),
-        *("--kl-control.unit=token", "--scores.normalise", "--shared-trunk"),
+        "--kl-control=pi,target=0.05,unit=token",
+        *("--scores.normalise", "--shared-trunk"),
     ),
     "k2 in the loss, a Lagrangian and texts": (
         *("--penalty.grad-estimator=k2", "--penalty.placement=loss"),
-        *("--kl-control.kind=lagrangian", "--kl-control.target=0.1"),
-        *("--kl-control.unit=response", "--kl-control.learning-rate=0.5"),
+        "--kl-control=lagrangian,target=0.1,unit=response,learning_rate=0.5",
         *("--ptx=TEXTS", "--ptx-coef=0.5", "--ptx-batch-size=2", "--ptx-max-length=8"),
         "--critic-warmup=2",
     ),

@@ -63,8 +63,8 @@ def forced(workload: Workload) -> Iterator[None]:
 class Packer:
     """As `--packing auto` does: lengths and order are read, and the host packs.
 
-    Packed rows are half as long again as padded ones (`--packing-width`): where prompts
-    fill half of a row, no two texts stand in one of its length.
+    Packed rows are half as long again as padded ones (`width` of `--packing`): where
+    prompts fill half of a row, no two texts stand in one of its length.
     """
 
     def __init__(self, algorithm: ppo.PPO, *, workload: Workload) -> None:

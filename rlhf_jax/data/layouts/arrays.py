@@ -38,9 +38,9 @@ class Form:
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < self.width:
             raise InputError(
-                f"--max-tokens-per-device: expected at least the {self.width} tokens "
-                f"of a packed row, got {self.max_tokens}; raise it, or pack narrower "
-                f"rows"
+                f"max_tokens_per_device of --packing: expected at least the "
+                f"{self.width} tokens of a packed row, got {self.max_tokens}; raise "
+                f"it, or pack narrower rows"
             )
 
     @property
@@ -112,7 +112,7 @@ def fill(lengths: HostArray, *, form: Form) -> Bins:
     sizes, _, reads = needed(lengths, form=form)
     if sizes.max(initial=0) > form.width:
         raise InputError(
-            f"--packing-width: expected at least the longest row, {sizes.max()} "
+            f"width of --packing: expected at least the longest row, {sizes.max()} "
             f"tokens, got {form.width}; make packed rows wider, or leave it out"
         )
     if form.group_size == 1:

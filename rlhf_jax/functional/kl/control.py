@@ -356,12 +356,12 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
         0 or more, got -0.5; choose schedule(1) >= 0
     """
     checks.positive(num_steps=num_steps)
-    first = jnp.asarray(schedule(jnp.zeros((), jnp.int32)), jnp.float32)
-    checks.shape((), **{"schedule(0)": first})
-    steps = jnp.arange(num_steps, dtype=jnp.int32)
-    for step, kl_coef in enumerate(
-        np.asarray(jax.lax.map(lambda step: scalar(schedule(step)), steps))
-    ):
+    with jax.ensure_compile_time_eval():  # also where `jax.eval_shape` builds a run
+        first = jnp.asarray(schedule(jnp.zeros((), jnp.int32)), jnp.float32)
+        checks.shape((), **{"schedule(0)": first})
+        steps = jnp.arange(num_steps, dtype=jnp.int32)
+        kl_coefs = np.asarray(jax.vmap(lambda step: scalar(schedule(step)))(steps))
+    for step, kl_coef in enumerate(kl_coefs):
         checks.non_negative(**{f"schedule({step})": float(kl_coef)})
     return ScheduledKL(
         kl_coef=scalar(first),

@@ -71,7 +71,9 @@ def parse(
     if arguments.config is not None:
         fields = config_file.read(arguments.config)
         options = [
-            *run_config.arguments(config_class, fields, source=arguments.config),
+            *run_config.arguments(
+                config_class, fields, source=arguments.config, renamed=renamed
+            ),
             *options,
         ]
     description = (description or "").strip()
@@ -121,23 +123,32 @@ def parse(
 def _refuse_renamed(
     renamed: Mapping[str, str], options: Sequence[str], config_class: type[Any]
 ) -> None:
+    known = _options(config_class)
     for text in options:
         name = text.partition("=")[0].replace("_", "-")
-        if name in renamed and name not in _options(config_class):
+        if name in renamed and name not in known:
+            successor = renamed[name]
+            # That of another command is named with it in brackets.
+            there = successor.split()[0] in known or successor.endswith(")")
             raise InputError(
                 f"{name}: expected an option of this command, got the name of another; "
-                f"write {renamed[name]}"
+                f"{f'write {successor}' if there else 'leave it out'}"
             )
 
 
 def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
     """The options of a config: a choice is one, a group has those of its fields."""
     options: set[str] = set()
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for name in (field.name for field in dataclasses.fields(kind)):
+        hint = hints[name]
         extras = getattr(hint, "__metadata__", ())
         group = hint.__origin__ if extras else hint
         option = f"{prefix}{name.replace('_', '-')}"
-        if dataclasses.is_dataclass(group) and choices.spec(group) is None:
+        one_option = choices.spec(group) is not None or any(
+            hasattr(extra, "str_from_instance") for extra in extras
+        )
+        if dataclasses.is_dataclass(group) and not one_option:
             unnamed = any(getattr(one, "name", None) == "" for one in extras)
             inner = prefix if unnamed else f"{option}."
             options |= _options(typing.cast(Any, group), prefix=inner)

@@ -542,3 +542,16 @@ def test_a_line_from_or_to_a_bad_coefficient(bad):
         kl_control.Linear(end=0.1).controller(bad, num_steps=3)
     with pytest.raises(checks.InputError, match=rf"end: .* 0 or more, got {bad}; "):
         kl_control.Linear(end=bad).controller(0.1, num_steps=3)
+
+
+def test_a_schedule_is_built_where_only_shapes_are_asked_for():
+    """As the memory check of a trainer does, before a run with --kl-control linear."""
+    made = kl_control.Linear(end=0.4).controller
+    shapes = jax.eval_shape(lambda: made(0.1, num_steps=6))
+    assert shapes.kl_coef.shape == shapes.step.shape == ()
+
+    def wrong(step):
+        return 0.5 - step.astype(jnp.float32)
+
+    with pytest.raises(checks.InputError, match=r"schedule\(1\): expected a finite"):
+        jax.eval_shape(lambda: kl_control.scheduled(wrong, num_steps=3))
