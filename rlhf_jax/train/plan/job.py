@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import engine_choice, layout
+from rlhf_jax.models import engine_choice
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import histogram
 from rlhf_jax.planning.measured import Target
@@ -87,7 +87,7 @@ def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
         context=context,
     )
     model = dataclasses.replace(model, attention=choice.engine)
-    return shapes.start(layout.fastest(model, backend=backend), backend=backend)
+    return shapes.start(model, backend=backend)
 
 
 def _shape(config: Config) -> ModelConfig:
