@@ -120,6 +120,9 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "KL control": {
         ABSENT: "",
         "adaptive": "--kl-control adaptive,target=6,unit=response,horizon=64",
+        "linear": "--kl-control linear,end=0.5",
+        "pi": "--kl-control pi,target=6,unit=response",
+        "lagrangian": "--kl-control lagrangian,target=6,unit=response",
     },
     "penalty": {
         ABSENT: "",

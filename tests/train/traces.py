@@ -210,11 +210,12 @@ TRACES = {
             and is_apart(run.models.further["further"], run)
         ),
     },
-    "KL control": {
-        "adaptive": lambda run: (
+    "KL control": dict.fromkeys(
+        ("adaptive", "linear", "pi", "lagrangian"),
+        lambda run: (
             run.rows[1]["objective/kl_coef"] != run.rows[0]["objective/kl_coef"]
-        )
-    },
+        ),
+    ),
     "penalty": {
         "exact": lambda run: (  # in the reward, and in the loss
             run.logs("objective/kl_exact") or run.logs("loss/kl")
