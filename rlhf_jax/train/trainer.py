@@ -228,7 +228,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         ref_logprobs=None if own is None else own.logprobs,
     )
     self_check.require(
-        processes.whole(measured),
+        programs.recipe.reported(processes.whole(measured)),  # which the policy drew
         tolerance=self_check.TOLERANCE[config.start.dtype],
         sampler_tolerance=config.sampler_tolerance,
         storage_tolerance=config.storage_tolerance,

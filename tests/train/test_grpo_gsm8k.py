@@ -224,6 +224,22 @@ def test_the_mixture_of_nash_md_is_with_the_reference_as_it_moves(
     assert mixed == [True, True, False, True, False]
 
 
+@pytest.mark.slow
+def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
+    """The self-check compares what the policy drew: the mixture is not the policy."""
+    toy_files.checkpoint(tmp_path / "other", model=MODEL, words=WORDS, seed=3)
+    argv = (
+        *("--model", files / "model", "--prompts", files / "many.jsonl"),
+        *("--rewards=size=length", "--prompt-field=question", "--kl-coef=0.01"),
+        *("--batch-size=16", "--max-new-tokens=6", "--num-steps=1"),
+        *("--learning-rate=1e-2", "--reference", tmp_path / "other"),
+    )
+    play(nash_md, tmp_path / "run", *argv)
+    (row,) = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert row["policy/sampler_mismatch"] < 1e-4
+    assert row["objective/kl"] != 0
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
