@@ -1,6 +1,7 @@
 """The console script: which command runs what, and how it ends."""
 
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -79,3 +80,14 @@ def test_the_list_of_commands_loads_no_command_and_no_jax():
     assert loaded == ["False", "False"]
     assert int(modules) <= 8
     assert all(f"  {name} " in done.stdout for name in main.COMMANDS)
+
+
+def test_texts_name_commands_that_there_are():
+    """Of messages, docstrings and READMEs; the changelog names those that have gone."""
+    named = {}
+    for folder in (ROOT / "rlhf_jax", ROOT / "experiments"):
+        for path in (*folder.rglob("*.py"), *folder.rglob("README.md")):
+            for name in re.findall(r"`rlhf-jax ([a-z][a-z-]*)", path.read_text()):
+                named.setdefault(name, path.name)
+    assert len(named) > 10
+    assert {name: named[name] for name in named.keys() - main.COMMANDS.keys()} == {}
