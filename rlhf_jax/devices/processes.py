@@ -12,11 +12,13 @@ process, and nothing here does anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -29,6 +31,7 @@ Array = jax.Array
 AUTO = "auto"
 HEARTBEAT = 20  # seconds without a sign of life, after which a process is lost
 STARTED = 120  # seconds that the first process waits for the others
+ENDED = 10  # seconds that a process which ends waits for the others to end too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +163,22 @@ def wait() -> None:
     """Waits until every process is here: what the first has written can be read."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("rlhf_jax")
+
+
+def exit_with_others(status: int) -> NoReturn:
+    """Ends this process, after ENDED seconds at most in which the others may come.
+
+    JAX kills every process as soon as the first one is gone. Where all of them end for
+    one reason, each says it and ends with its own status, the first one last.
+    """
+    from orbax.checkpoint import multihost  # 2 s to import, which other runs save
+
+    meet = multihost.get_barrier_sync_fn()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one still runs
+        meet(key="exit", timeout_ms=1000 * ENDED)
+    if is_first():
+        time.sleep(1)
+    os._exit(status)  # Python's own way out would wait for the others
 
 
 def local_devices(mesh: Mesh) -> list[Any]:

@@ -261,6 +261,38 @@ def test_several_processes_do_not_sample_ahead(files, tmp_path):
         assert "--max-staleness: expected 0 with several processes" in error
 
 
+ENDING = """
+import sys, time
+from rlhf_jax.devices import processes
+coordinator, number = sys.argv[1:]
+processes.Group(coordinator, 2, int(number)).join()
+time.sleep(2 * int(number))
+print("refused", number, file=sys.stderr, flush=True)
+processes.exit_with_others(3)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_end_for_one_reason_all_say_it(tmp_path):
+    # The first, which the others need, comes to its end two seconds before the second.
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"PYTHONPATH": places.PYTHONPATH}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING, address, str(number)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for number, process in enumerate(running):
+        assert f"refused {number}" in process.communicate(timeout=100)[1]
+        assert process.returncode == 3
+
+
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
     """PPO in one go, by one process on one device."""

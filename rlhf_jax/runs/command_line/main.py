@@ -185,7 +185,7 @@ def _leave(status: int, message: str) -> NoReturn:
     if jax.process_count() > 1:
         if message:
             print(message, file=sys.stderr, flush=True)
-        os._exit(status)  # at once: leaving in order would wait for the others
+        processes.exit_with_others(status)
     _exit(status, message)
 
 
