@@ -139,11 +139,12 @@ def put_computed(batch: Any, *, mesh: Mesh) -> Any:
     reward need not give the same number twice. All call this.
 
     Args:
-      batch: arrays [b, ...] of NumPy's, of this process's rows.
+      batch: arrays [b, ...] of NumPy's or of JAX, of this process's rows.
 
     Raises:
       InputError: the row axes do not divide the rows.
     """
+    batch = jax.tree.map(np.asarray, batch)  # JAX's would be read as all rows
     owned = _blocks(mesh)
     if sum(map(len, owned.values())) > _num_blocks(mesh):
         owner = {

@@ -63,6 +63,8 @@ def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return function(*args, **kwargs)
 
+    # Profiles and the cache of programs show the name; a partial has none of its own.
+    traced.__name__ = getattr(function, "func", function).__name__
     return traced
 
 
