@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.functional.checks import StopError
@@ -185,7 +186,7 @@ class Pending:
                 "failed": _floats(bool(answer.why) for answer in answers),
                 "timed_out": _floats(answer.timed_out for answer in answers),
             },
-            left_out=np.asarray([bool(answer.why) for answer in answers])
+            left_out=jnp.asarray([bool(answer.why) for answer in answers])
             if self.pool.on_failure == "leave_out"
             else None,
         )
