@@ -7,7 +7,7 @@ import functools
 import jax
 import numpy as np
 
-from rlhf_jax import batch, config, decoder, frozen, policy
+from rlhf_jax import batch, config, decoder, frozen, masked, policy
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.models.config import ModelConfig
 
@@ -159,3 +159,12 @@ def leaves_equal(left, right) -> bool:
     """To the bit, NaN being equal to NaN."""
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+
+def means(stats):
+    """The means of stats but for one, of equal policies a ratio of roundings."""
+    return {
+        name: mean
+        for name, mean in masked.mean_stats(stats).items()
+        if name != "trust/weight_z"
+    }

@@ -114,7 +114,11 @@ def supervised(params=PARAMS):
 def ppo_learn():
     learn = functools.partial(ppo.learn, recipe=ppo.PPO(**PPO))
     learned = {"rollout": ROLLOUT, "scores": numbers(jnp.float32)}
-    return learn, with_critic(), learned | {"reference": REFERENCE, "key": KEY}
+    return (
+        learn,
+        with_critic(),
+        learned | {"frozen": FrozenModels(reference=REFERENCE), "key": KEY},
+    )
 
 
 def ppo_learn_of_adapters():
@@ -126,7 +130,8 @@ def ppo_learn_of_adapters():
 
     learn, _, inputs = ppo_learn()
     learn = functools.partial(ppo.learn, recipe=algorithm)
-    return learn, with_critic(adapters, value=values), inputs | {"base": REFERENCE}
+    inputs["frozen"] = FrozenModels(reference=REFERENCE, base=REFERENCE)
+    return learn, with_critic(adapters, value=values), inputs
 
 
 def ppo_iteration():
@@ -291,7 +296,7 @@ def test_on_a_mesh_each_device_overwrites_its_part(program):
     with jax.set_mesh(MESH.make()):
         donated = on_mesh(donated)
         inputs = {
-            name: (on_mesh if name in ("reference", "key") else rows_on_mesh)(tree)
+            name: (on_mesh if name in ("frozen", "key") else rows_on_mesh)(tree)
             for name, tree in inputs.items()
         }
         part_bytes = sum(map(part, jax.tree.leaves(donated)))

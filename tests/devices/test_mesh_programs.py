@@ -17,7 +17,6 @@ from rlhf_jax import (
     frozen,
     grpo,
     kl_control,
-    masked,
     ppo,
     rewards,
     sft,
@@ -90,7 +89,7 @@ def run_dpo(place, rows):
     return toys.jit(functools.partial(dpo.update, dpo=algorithm))(
         supervised(place),
         batch=rows(packed),
-        frozen=FrozenModels(reference=place(toys.freeze(REFERENCE))),
+        reference=place(toys.freeze(REFERENCE)),
     )
 
 
@@ -136,7 +135,7 @@ def test_a_program_on_a_mesh_is_that_of_one_device(program, shape):
         output, stats = program(sharding.place, row_sharding.put_rows)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(near, output, expected)
-    means, expected_means = masked.mean_stats(stats), masked.mean_stats(expected_stats)
+    means, expected_means = toys.means(stats), toys.means(expected_stats)
     assert means.keys() == expected_means.keys()
     for name, value in expected_means.items():
         near(means[name], value, err_msg=name)
@@ -185,10 +184,10 @@ def iterate(train, *, prompts, reference, reference_mesh=None):
         rollout=answered,
         scores=scores,
         frozen=NO_MODELS,
-        ref_logprobs=ref_logprobs,
+        ref_output=batch.ReferenceOutput(logprobs=ref_logprobs),
         key=KEY,
     )
-    return after.policy, masked.mean_stats(stats)
+    return after.policy, toys.means(stats)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +195,7 @@ def plain():
     return iterate(
         fresh(),
         prompts=toys.prompts(LENGTHS),
-        frozen=FrozenModels(reference=toys.freeze(REFERENCE)),
+        reference=toys.freeze(REFERENCE),
     )
 
 
@@ -216,7 +215,7 @@ def test_a_reference_by_rules_of_its_own(plain):
         output = iterate(
             sharding.place(fresh()),
             prompts=row_sharding.put_rows(toys.prompts(LENGTHS)),
-            frozen=FrozenModels(reference=reference),
+            reference=reference,
         )
     check_equal(output, plain)
 
@@ -230,7 +229,7 @@ def test_a_reference_on_devices_of_its_own(plain):
         output = iterate(
             sharding.place(fresh()),
             prompts=row_sharding.put_rows(toys.prompts(LENGTHS)),
-            frozen=FrozenModels(reference=reference),
+            reference=reference,
             reference_mesh=own,
         )
     devices = {d for leaf in jax.tree.leaves(reference) for d in leaf.devices()}

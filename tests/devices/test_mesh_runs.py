@@ -338,7 +338,7 @@ OTHERS = {
         "--learning-rate=1e-2",
     ),
     "grpo": (
-        *(grpo, "--model=FILES/model", "--data=FILES/questions.jsonl"),
+        *(grpo, "--model=FILES/model", "--prompts=FILES/questions.jsonl"),
         *("--held-out=FILES/questions.jsonl", "--batch-size=8", "--num-workers=1"),
         *(f"--num-steps={STEPS}", "--max-new-tokens=4", "--group-size=4"),
     ),

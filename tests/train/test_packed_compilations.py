@@ -89,7 +89,7 @@ def test_200_uneven_steps_compile_few_shapes(trainer, files, tmp_path):
     if trainer == "grpo":
         held_out = ("--held-out", files / "train.jsonl", "--num-workers=1")
         rate = "--learning-rate=1e-3"
-        data = (rate, "--data", files / "train.jsonl", *held_out, "--group-size=4")
+        data = (rate, "--prompts", files / "train.jsonl", *held_out, "--group-size=4")
         summary = play(rlhf_jax.train.methods.grpo, out, *argv, *data)
     else:
         data = ("--prompts", files / "prompts.jsonl", "--num-epochs=1")

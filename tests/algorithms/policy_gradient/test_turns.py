@@ -410,7 +410,7 @@ def test_packed_rows_give_the_numbers_of_padded_ones(name, group_size):
         max_new_tokens=toy_turns.SIZE,
         width=18,
         columns=columns,
-        after_stop=recipe.critic.after_stop,
+        after_stop=recipe.critic is not None and recipe.critic.after_stop,
         group_size=group_size,
     )
     lengths = np.asarray(layouts.spans(rollout))

@@ -384,8 +384,8 @@ def test_on_devices_of_its_own(place):
         policy, update_stats = update(
             policy, experience=experience, key=key, frozen=FrozenModels(base=home_base)
         )
-        means = masked.mean_stats(jax.device_get(stats | update_stats | critic_stats))
-        expected = masked.mean_stats(expected)
+        means = toys.means(jax.device_get(stats | update_stats | critic_stats))
+        expected = toys.means(expected)
         close({name: means[name] for name in expected}, expected, atol=1e-5)
     close(policy.policy, whole.policy, atol=1e-5)
     close(critic.params, whole.critic, atol=1e-5)

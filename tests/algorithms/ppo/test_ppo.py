@@ -816,7 +816,7 @@ def test_an_iteration_is_the_same_on_eight_devices(reference):
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
     many = toys.prompts(lengths=(4, 2, 3, 1) * 4)
     step = jax.jit(ppo.iteration, static_argnames=("recipe", "reward"))
-    fixed = {"reward": reward, "key": KEY, "ppo": ITERATION}
+    fixed = {"reward": reward, "key": KEY, "recipe": ITERATION}
     one = step(away(), prompts=many, frozen=FrozenModels(reference=reference), **fixed)
     eight = step(
         jax.device_put(away(), whole),
@@ -826,4 +826,4 @@ def test_an_iteration_is_the_same_on_eight_devices(reference):
     )
     np.testing.assert_array_equal(one[2].rollout.tokens, eight[2].rollout.tokens)
     close(one[0], eight[0], atol=1e-5)
-    close(masked.mean_stats(one[1]), masked.mean_stats(eight[1]), atol=1e-5)
+    close(toys.means(one[1]), toys.means(eight[1]), atol=1e-5)

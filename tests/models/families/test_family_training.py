@@ -21,6 +21,7 @@ from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles.frozen_models import FrozenModels
 
 LENGTHS = (4, 2, 3, 1) * 2
 SGD = optax.sgd(0.1)
@@ -86,12 +87,13 @@ def first_iteration(name, *, mesh=None, dtype=None, adapters=None):
     after, stats, scored = toys.jit(functools.partial(ppo.iteration, recipe=settings))(
         train,
         prompts=prompts,
-        reference=reference,
+        frozen=FrozenModels(
+            reference=reference, base=None if adapters is None else base
+        ),
         reward=jax.tree_util.Partial(reward),
         key=jax.random.key(9),
-        base=None if adapters is None else base,
     )
-    return after, masked.mean_stats(stats), scored, policy
+    return after, toys.means(stats), scored, policy
 
 
 def distance(one, other):
