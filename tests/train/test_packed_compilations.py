@@ -88,8 +88,9 @@ def test_200_uneven_steps_compile_few_shapes(trainer, files, tmp_path):
     )
     if trainer == "grpo":
         held_out = ("--held-out", files / "train.jsonl", "--num-workers=1")
-        rate = "--learning-rate=1e-3"
-        data = (rate, "--prompts", files / "train.jsonl", *held_out, "--group-size=4")
+        rewards = ("--prompt-field=question", "--verifier=gsm8k,unmarked=last_number")
+        data = ("--prompts", files / "train.jsonl", *held_out, "--group-size=4")
+        data += ("--learning-rate=1e-3", *rewards)
         summary = play(rlhf_jax.train.methods.grpo, out, *argv, *data)
     else:
         data = ("--prompts", files / "prompts.jsonl", "--num-epochs=1")
