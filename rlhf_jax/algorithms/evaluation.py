@@ -35,10 +35,8 @@ def text_stats(
     The mean is over tokens, however texts are cut into batches; at temperature 1.
 
     Args:
-      params: the decoder's.
       texts: {name: Sequences[M, b, S]}, M batches that are held one at a time; the
         tokens of `response_mask` are read.
-      model: static.
 
     Returns:
       {"eval/NAME_nll": (sum, weight)}, nats per token.
@@ -117,8 +115,6 @@ def divergence(
     Args:
       policy, reference: parameters of the two decoders.
       rollout: Rollout[B, S], of the policy.
-      model, ref_model: static.
-      max_new_tokens: R, response columns.
       temperature: divides the logits of both; the rollout's.
     """
     tokens, mask = rollout.tokens, rollout.mask

@@ -64,9 +64,7 @@ def measure(
 
     Args:
       policy: the parameters that sampled the rollout, not updated since.
-      rollout: Rollout[B, S].
       reference: None has no KL to check.
-      model, max_new_tokens, temperature: the rollout's.
       base, lora: with adapters as the policy, else None (`adapted.params`).
       ref_logprobs: f32[B, S], nats, of the reference, from the very program
         that will score every rollout; `reference` is not run then, and whether the

@@ -64,7 +64,6 @@ def ppo_state(
       policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
         copies), as both are donated.
       policy_optimizer, critic_optimizer: those of the `PPO` that will update it.
-      kl: from `kl.control`.
 
     Raises:
       TypeError: a parameter is not f32; names the leaf.
@@ -83,8 +82,6 @@ def grpo_state(
 
     Args:
       policy: its parameters, f32; they become part of the state.
-      policy_optimizer: makes the optimizer state.
-      kl: the controller of β.
 
     Raises:
       TypeError: a trained parameter is not f32; names the leaf.
@@ -144,8 +141,6 @@ def accumulate(
     Args:
       loss: (params, rows) -> (loss f32[], stats), already divided by the count of the
         whole batch, so that the losses of its parts add up.
-      params: f32 pytree.
-      batch: pytree whose leaves have B rows.
       micro_batch_size: rows held at a time; None takes all at once.
 
     Returns:
@@ -188,8 +183,6 @@ def apply_gradients(
     """One optimizer step, or none at all.
 
     Args:
-      params, opt: as the optimizer left them.
-      grads: of the structure of `params`.
       finite: bool[]; where False, `params` and `opt` come back to the bit.
     """
 

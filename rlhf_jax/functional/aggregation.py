@@ -54,9 +54,6 @@ def bias(aggregation: Aggregation) -> str | None:
     The gradients that `kl.gradients` names, and those of the advantages, are of sums
     over responses: `constant` has them, times 1/loss_scale_factor.
 
-    Args:
-      aggregation: what the loss is divided by.
-
     Returns:
       The sentence, for a warning; None for `constant`, which has no bias.
 
@@ -163,7 +160,6 @@ def aggregate(
       name: of the statistic.
       x: f32[B, S], one number per token; entries outside the mask are not read.
       mask: bool[B, S], response tokens, EOS included.
-      aggregation: what the sum is divided by.
       loss_scale_factor: c, tokens, as `token_weights` reads it.
       num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
         counts mask. Read by token_mean.
@@ -237,7 +233,6 @@ def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) ->
     """Checks that constant has a positive loss_scale_factor, and a mean has none.
 
     Args:
-      aggregation: what the loss is divided by.
       loss_scale_factor: c, tokens, or None.
 
     Raises:

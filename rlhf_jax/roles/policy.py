@@ -27,7 +27,6 @@ def logits(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) ->
     Training never holds them: see `logprobs`.
 
     Args:
-      params: the decoder's.
       tokens: i32[B, S], padded on either side.
       mask: bool[B, S], True at tokens.
 
@@ -89,7 +88,6 @@ def logprobs_and_entropy(
     """Log-probability of each token and entropy of the distribution it came from.
 
     Args:
-      params: the decoder's.
       tokens: i32[B, S], padded on either side.
       mask: bool[B, S], True at tokens.
       temperature: divides the logits; the same in every role.
@@ -139,7 +137,6 @@ def logprobs_from_hidden(
       params: the decoder's, whose output head is read.
       hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask
         and segments, from column `first_column - 1` on at least.
-      model: static shape.
       tokens: i32[B, S], padded on either side.
       mask: bool[B, S], True at tokens.
       temperature: divides the logits; the same in every role.

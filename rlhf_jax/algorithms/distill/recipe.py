@@ -165,7 +165,6 @@ class Distill(DistillRecipe, PolicyGradient):
         """`distillation_loss` of the parts of a minibatch.
 
         Args:
-          minibatch: PolicyExperience[b, S].
           frozen: whose reference is the teacher, of which the head alone is read where
             the minibatch has its hidden states; a student has no further one.
 

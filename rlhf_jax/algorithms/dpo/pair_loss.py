@@ -32,8 +32,6 @@ def reference_logprobs(
 
     Args:
       reference: the frozen policy, or the base of adapters; stored in any way.
-      batch: PackedPreferences[B, S].
-      dpo: static.
 
     Returns:
       f32[B, S], nats; 0 at padding and at the first token of each text. No gradient
@@ -46,11 +44,6 @@ def reference_logprobs(
 
 def token_logprobs(params: Params, *, batch: PackedPreferences, dpo: DPO) -> Array:
     """log π of every token of every pair.
-
-    Args:
-      params: of the policy; the gradient reaches them.
-      batch: PackedPreferences[B, S].
-      dpo: static.
 
     Returns:
       f32[B, S], nats; 0 at padding and at the first token of each text.
@@ -72,7 +65,6 @@ def pair_logprobs(
 
     Args:
       logprobs: f32[B, S], nats per token; those outside `response_mask` are not read.
-      batch: PackedPreferences[B, S].
       token_mean: divide each sum by the response's tokens, EOS included.
 
     Returns:
@@ -110,7 +102,6 @@ def loss(
       batch: PackedPreferences[b, S]; with labels for KTO.
       ref_logprobs: f32[b, S], nats, `reference_logprobs` of the same rows; None without
         a reference (`DPO.has_reference`).
-      dpo: static.
       num_pairs: f32[], pairs in the whole batch; None counts these.
       kl: f32[], nats per response, `kto_baseline` of the whole batch; None takes KTO's
         z0 of this one.
@@ -210,7 +201,6 @@ def kto_baseline(
       trained: the policy's parameters, or its adapters over `base`.
       batch: PackedPreferences[B, S], whose rejected texts are of other prompts.
       ref_logprobs: f32[B, S], nats, the reference's.
-      dpo: static.
       base: the parameters that adapters adapt; None without adapters.
 
     Returns:

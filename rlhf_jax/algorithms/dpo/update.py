@@ -41,8 +41,6 @@ def measure(
 
     Args:
       trained: the policy's parameters, or its adapters over `base`.
-      batch: PackedPreferences[B, S].
-      dpo: the loss and its coefficients.
       ref_logprobs: f32[B, S], nats, of the reference; None computes them by `base`.
       base: the parameters that adapters adapt; None without adapters.
 
@@ -70,9 +68,6 @@ def update(
     """One optimizer step.
 
     Args:
-      state: of `state.supervised_state`; donated by the caller's `jit`.
-      batch: PackedPreferences[B, S].
-      dpo: static.
       ref_logprobs: f32[B, S], nats, `reference_logprobs` of this batch, live or
         precomputed; `reference` is not run then.
       reference: the frozen policy, run here; else None.

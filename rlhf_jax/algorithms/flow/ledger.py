@@ -62,10 +62,8 @@ def sums(
     """Sums over the rows of a (micro-)batch, which add up; `settle` makes stats of all.
 
     Args:
-      sampled: Sampled[b, S].
       logprobs, entropy: f32[b, S], nats, of the trainer.
       mask: bool[b, S], not padding.
-      max_new_tokens: R, response columns.
       vocab_size: V, of ids that have a token: padding would widen the variance.
 
     Returns:
@@ -137,7 +135,6 @@ def duplicates(rollout: Rollout, *, rows: Array) -> masked.Stats:
     probability μ of the first, so that a policy without entropy may repeat itself.
 
     Args:
-      rollout: Rollout[B, S].
       rows: i32[N], rows that the policy itself drew, in turn.
 
     Returns:

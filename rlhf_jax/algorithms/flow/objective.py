@@ -17,7 +17,6 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
 
     Args:
       scored: Scored[B, S], with the scores to report.
-      kl_coef: f32[], reward units per nat.
       ended: bool[B], the response holds a stop token.
 
     Returns:
@@ -80,7 +79,6 @@ def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
 
     Args:
       scored: Scored[B, S], with a reference.
-      max_new_tokens: R.
 
     Returns:
       {name: (f32[R] sums, f32[R] weights)}, which add up over batches. "k1" and "k3":

@@ -37,9 +37,7 @@ def rollout(
 
     Args:
       policy: the decoder's parameters.
-      prompts: Prompts[B, P].
       key: of this step; each row's is folded from its index and sample number.
-      max_new_tokens: R response columns.
       stop_ids: tokens that end a response; empty for responses of R tokens.
       temperature: divides the logits, here and wherever log-probs are computed.
       shaping: for evaluation samples only.
@@ -120,7 +118,6 @@ def leave_out(rollout: Rollout, *, rows: Array) -> Rollout:
         left out        1    0    0    0    0    0      mask; no response_mask
 
     Args:
-      rollout: Rollout[B, S].
       rows: bool[B], those that are left out.
 
     Returns:
@@ -164,11 +161,8 @@ def recompute_logprobs(
     Those of whoever drew the tokens stay beside them, in `sampler_logprobs`.
 
     Args:
-      rollout: Rollout[B, S].
       policy: the trainer's parameters before the update; an older policy, or one in
         fewer bits, may have sampled.
-      model, max_new_tokens, temperature: the rollout's.
-      packing: how the model reads these rows packed; None reads them padded.
 
     Returns:
       Rollout[B, S] with other `old_logprobs`, and with `sampler_logprobs`.

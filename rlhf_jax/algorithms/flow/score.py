@@ -45,13 +45,11 @@ def score(
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
     Args:
-      rollout: Rollout[B, S].
       scores: f32[B], reward units, one a response.
       reference: None is never run, and leaves `ref_logprobs` and `kl` None.
       model: shape of the policy, and of a reference that has none of its own.
       critic, critic_model: None leaves `values` None.
       max_new_tokens: R, the response columns; the others get no log-probs.
-      temperature: the rollout's.
       penalty: how the KL acts; the KL that goes into the reward is computed here, and
         measured alone (`kl_stats`) where it acts nowhere.
       policy: its parameters, where that is exact KL, which needs the hidden states of
@@ -61,7 +59,6 @@ def score(
       values: f32[B, S], reward units, where `response_values` ran before, as while the
         host computed the scores.
       value_after_stop: value the state after the last token too (N+).
-      packing: how the models read these rows packed; None reads them padded.
       turn_rewards: f32[B, S], reward units, of `rewards.Scores.turns`; None is none.
       row_mask: bool[B], responses that have a score; None is all.
 
@@ -256,11 +253,9 @@ def response_values(
 
     Args:
       params: the critic's, {"trunk": ..., "score": ...}.
-      rollout: Rollout[B, S].
       model: the critic's shape.
       max_new_tokens: R, the response columns; the others have no value.
       after_stop: whether the state after the last token has a value.
-      packing: how the critic reads these rows packed; None reads them padded.
 
     Returns:
       f32[B, S], reward units; 0 where a state has no value.
@@ -299,12 +294,9 @@ def reference_logprobs(
 
     Args:
       reference: however it is stored, of any shape (`Frozen.model`).
-      rollout: Rollout[B, S].
       model: shape of the policy, and of a reference that has none of its own.
       max_new_tokens: R, the response columns; the others get no log-probs.
-      temperature: the rollout's.
       base, lora: where the reference is adapters, else None (`adapted.params`).
-      packing: how the model reads these rows packed; None reads them padded.
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.

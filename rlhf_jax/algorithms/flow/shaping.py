@@ -98,8 +98,6 @@ def shape(
     Args:
       scores: f32[B], reward units, one a response.
       moments: of every score so far, these included; read by `shaping.normalise`.
-      rollout: Rollout[B, S].
-      stop_ids: tokens that end a response.
       shaping: which of these steps to take; by default none.
 
     Returns:
@@ -157,8 +155,6 @@ def penalise_missing_stop(
 
     Args:
       scores: f32[B], reward units.
-      rollout: Rollout[B, S].
-      stop_ids: tokens that end a response.
       score: reward units; -1 in N+.
 
     Returns:

@@ -31,10 +31,7 @@ def teacher_states(
 
     Args:
       teacher: however it is stored, of any shape (`Frozen.model`).
-      rollout: Rollout[B, S].
       model: shape of the student, and of a teacher that has none of its own.
-      max_new_tokens: R, the response columns.
-      temperature: the rollout's.
     """
     params = frozen.read(teacher)
     model = frozen.shape_of(teacher, policy=model)

@@ -43,7 +43,6 @@ def group_experience(
 
     Args:
       scored: Scored[B, S], the groups in neighbouring rows.
-      kl_coef: β, f32[], reward units per nat.
       group_size: number of responses to each prompt, in neighbouring rows.
       baseline: "group" or "leave_one_out", what is subtracted from R_i.
       normalise: the standard deviation that divides advantages: "group", "rollout" (of

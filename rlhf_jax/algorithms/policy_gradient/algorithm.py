@@ -116,7 +116,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """What the updates read of a scored rollout: each algorithm has its own.
 
         Args:
-          scored: Scored[B, S].
           kl_coef: β of this iteration, f32[], reward units per nat; it is applied here
             where the KL is in the reward (`token_rewards`).
 
@@ -138,8 +137,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         Args:
           policy: parameters to run with, not adapters.
           prompts: Prompts[B, P]; a prompt in `rows_per_prompt` rows is run once.
-          key: of the sampler.
-          frozen: not read here.
           version: i32[], of the policy; None stamps no token.
         """
         del frozen
@@ -169,7 +166,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
           minibatch: what `experience` made, of the rows of a minibatch.
           kl_coef: β of this iteration, f32[], reward units per nat; it is applied in
             `policy_terms` where the KL is in the loss.
-          frozen: of which the references are read for exact KL in the loss alone.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->

@@ -68,10 +68,6 @@ def values(
 
     Args:
       state: with a critic.
-      rollout: Rollout[B, S].
-      recipe: static.
-      frozen: of which the base is read.
-      packing: how the critic reads the rollout packed; None reads it padded.
 
     Returns:
       f32[B, S], reward units, 0 where a state has no value; None for an algorithm

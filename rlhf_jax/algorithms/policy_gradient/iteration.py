@@ -103,7 +103,6 @@ def sample(
       policy: the policy's parameters, or its adapters.
       prompts: Prompts[B, P]; a prompt in `recipe.rows_per_prompt` rows is run once.
       key: of this step; the sampler takes the first of the two keys split from it.
-      recipe: static.
       frozen: of which the base is read, and the reference by a recipe of mixtures.
       version: i32[], of the policy, `TrainState.step`; None stamps no token.
 
@@ -159,14 +158,12 @@ def learn(
     """The part of an iteration that follows the reward.
 
     Args:
-      state: donated by the caller's `jit`.
       rollout: Rollout[B, S], of `sample`.
       scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
         or `rewards.Scores`, whose parts are logged as `reward/NAME`; None scores every
         response 0.
       frozen: without a reference and `ref_output` no KL is taken, and none logged.
       key: of this step, the one that `sample` took.
-      recipe: static.
       ref_output: of the reference; None runs it here, if there is one.
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
       ptx: Sequences[M, S'], texts for `recipe.ptx_coef`; None mixes none in.

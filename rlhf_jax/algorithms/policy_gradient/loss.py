@@ -55,14 +55,11 @@ def policy_terms(
 
     Args:
       policy: parameters, or adapters; the gradient reaches them alone.
-      experience: PolicyExperience[b, S].
       kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_responses: f32[], response tokens, and responses that hold one,
         of the whole minibatch.
-      recipe: static.
       frozen: of which the references are read for exact KL in the loss alone; the
         log-probs and weights of further ones are the experience's.
-      packing: how the models read these rows packed; None reads them padded.
 
     Returns:
       The loss with the stats of its terms, `policy/sampler_mismatch`, and the sums of

@@ -55,7 +55,6 @@ def accumulate_packed(
     Args:
       loss: (params, rows, packing=) -> (loss f32[], stats), already divided by the
         counts of the whole minibatch, so that the losses of its parts add up.
-      params: f32 pytree.
       minibatch: pytree whose leaves have b rows.
       parts: of its rows.
 

@@ -62,7 +62,6 @@ def gradient(
       policy: its trained parameters, or its adapters.
       texts: Sequences[M, S'], of one minibatch.
       recipe: with `ptx_coef`, `lora` and `micro_batch_size`.
-      frozen: of which the base is read.
 
     Returns:
       A tree like `policy`, and {name: (sum, weight)}.

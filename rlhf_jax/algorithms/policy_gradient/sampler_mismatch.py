@@ -41,7 +41,6 @@ def recomputed(
         `sampler_logprobs`.
       params: of the policy, before any update.
       recipe: without `recomputes_logprobs` nothing changes.
-      packing: how the model reads these rows packed; None reads them padded.
     """
     if not recipe.recomputes_logprobs:
         return rollout

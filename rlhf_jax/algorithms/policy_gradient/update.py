@@ -56,10 +56,7 @@ def update(
     Args:
       state: donated by the caller's `jit`. Without the critic of the algorithm it is
         one whose critic is updated by a program of its own (`ppo.critic_apart`).
-      experience: PolicyExperience[B, S].
       key: shuffles; epoch e uses fold_in(key, e).
-      recipe: static; it brings the loss.
-      frozen: of which the references are read for exact KL in the loss alone.
       ptx: Sequences[M, S'], for `recipe.ptx_coef`.
       packing: how the models read the rows packed, of the lengths of this experience
         and of `minibatches(key)`: the host computes these again, one small transfer
@@ -171,7 +168,6 @@ def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
     Args:
       key: shuffles; epoch e uses fold_in(key, e).
       rows: B, of the batch.
-      recipe: static.
 
     Returns:
       i32[num_epochs · num_minibatches, B / num_minibatches].

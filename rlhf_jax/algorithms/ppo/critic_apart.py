@@ -56,10 +56,6 @@ def values(
 
     Args:
       critic: its parameters, or its adapters.
-      rollout: Rollout[B, S].
-      recipe: static.
-      frozen: of which the base is read.
-      packing: how the critic reads the rollout packed; None reads it padded.
     """
     return score.response_values(
         adapted.params(critic, base=frozen.base, lora=recipe.lora),
@@ -83,12 +79,8 @@ def update(
     """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
 
     Args:
-      critic: donated by the caller's `jit`.
       experience: Experience[B, S], that of `ppo.update`.
       key: that of `ppo.update`, `ppo.shuffle_key`.
-      recipe: static.
-      frozen: of which the base is read.
-      packing: that of `ppo.update`; None reads rows padded.
 
     Returns:
       The next state, whose `step` counts minibatches, and stats of the value loss with

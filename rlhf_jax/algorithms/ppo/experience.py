@@ -33,7 +33,6 @@ def gae_experience(
 
     Args:
       scored: Scored[B, S], with values.
-      kl_coef: f32[], reward units per nat.
       gamma, lam: of GAE, dimensionless.
       whiten_rewards, whiten_advantages: "rollout" here, over all response tokens;
         "minibatch" leaves it to the update; None is off. Rewards keep their mean.

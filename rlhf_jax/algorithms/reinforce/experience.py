@@ -20,8 +20,6 @@ def reward_to_go_experience(
     A_t.
 
     Args:
-      scored: Scored[B, S].
-      kl_coef: β, f32[] or float, reward units per nat.
       whiten_advantages: over all response tokens of the rollout, to mean 0 and
         variance 1.
 

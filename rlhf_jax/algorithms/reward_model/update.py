@@ -30,9 +30,7 @@ def loss(
     """Bradley-Terry loss of the pairs, both responses in one forward pass.
 
     Args:
-      params: reward-model parameters.
       batch: Preferences[b, S], both sides padded to one width.
-      model: static.
       num_pairs: f32[], pairs in the whole batch.
 
     Returns:
@@ -71,9 +69,6 @@ def update(
     """One optimizer step.
 
     Args:
-      state: donated by the caller's `jit`.
-      batch: Preferences[B, S].
-      model, optimizer, lora: static.
       micro_batch_size: pairs held at a time; None takes all at once.
       base, lora: with adapters and score as the state's parameters, else None.
 

@@ -30,9 +30,6 @@ def loss(
     """Cross-entropy of the tokens trained on, nats per token, at temperature 1.
 
     Args:
-      params: the decoder's.
-      batch: Sequences[b, S].
-      model: static.
       num_tokens: f32[], tokens trained on (`predicted`) in the whole batch.
 
     Returns:
@@ -70,9 +67,6 @@ def update(
     """One optimizer step.
 
     Args:
-      state: donated by the caller's `jit`.
-      batch: Sequences[B, S].
-      model, optimizer, lora: static.
       micro_batch_size: rows held at a time; None takes all at once.
       base, lora: with adapters as the state's parameters, else None.
 

@@ -133,10 +133,6 @@ class _Target:
         """Fields that the records of these options share, checked.
 
         Arrays are not read: runs may be mapped over their coefficient.
-
-        Args:
-          kl_coef: β at the start, reward units per nat.
-          multiplied: whether the rule multiplies β, which then never leaves 0.
         """
         check = checks.positive if multiplied else checks.non_negative
         check(kl_coef=kl_coef)

@@ -22,7 +22,6 @@ def normalise(
     """Folds gain and bias into the head so that `scores` get the mean and std given.
 
     Args:
-      params: reward-model parameters.
       scores: f32[N], what this model says of samples of the reference (OAI), or of
         demonstrations, whose mean alone is moved (N+).
       mean: wanted, reward units.
