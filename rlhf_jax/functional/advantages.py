@@ -47,9 +47,6 @@ def gae(
       f32[B, S] advantages and f32[B, S] returns (advantages + values), reward units,
       both 0 outside the mask.
 
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
 
     >>> rewards = jnp.array([[0.0, 0.0, 1.0, 0.0]])
@@ -63,9 +60,7 @@ def gae(
     [[0.   0.25 0.25 0.  ]]
     """
     checks.shape((None, None), rewards=rewards)
-    checks.same_shape(rewards=rewards, values=values, mask=mask)
-    checks.float32(rewards=rewards, values=values)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, rewards=rewards, values=values)
 
     values = jnp.where(mask, values, 0.0)
     deltas = jnp.where(mask, rewards, 0.0) + gamma * _next(values, mask) - values
@@ -137,11 +132,6 @@ def group_relative(
       f32[B], in standard deviations, or in reward units where not normalised; 0 for a
       response that alone is kept of its group.
 
-    Raises:
-      InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
-      is not f32 or kept is not bool.
-
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the std: Liu et
     al. 2025, arXiv:2503.20783, section 3.2.
 
@@ -190,11 +180,6 @@ def leave_one_out(
     Returns:
       f32[B], reward units; 0 for a response that alone is kept of its group.
 
-    Raises:
-      InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
-      is not f32 or kept is not bool.
-
     Source: Kool, van Hoof and Welling 2019; Ahmadian et al. 2024, arXiv:2402.14740,
     eq. 8.
 
@@ -235,11 +220,6 @@ def equal_groups(
 
     Returns:
       bool[B / G].
-
-    Raises:
-      InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
-      is not f32 or kept is not bool.
 
     >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
     >>> print(equal_groups(scores, group_size=3))

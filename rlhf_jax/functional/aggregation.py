@@ -160,20 +160,11 @@ def aggregate(
       name: of the statistic.
       x: f32[B, S], one number per token; entries outside the mask are not read.
       mask: bool[B, S], response tokens, EOS included.
-      loss_scale_factor: c, tokens, as `token_weights` reads it.
-      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
-        counts mask. Read by token_mean.
-      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        all aggregations but token_mean.
+      the others: those of `token_weights`.
 
     Returns:
       f32[] and {name: (sum, weight)} of this part alone, without gradient. Its mean is
       the loss where the part is the whole minibatch.
-
-    Raises:
-      ValueError: shapes differ, a count is not a scalar, or only the count that is not
-      read is given. TypeError: x is not f32 or mask is not bool. InputError: no such
-      aggregation, or a loss_scale_factor that does not fit it.
 
     >>> x = jnp.array([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
     >>> mask = jnp.array([[True, True, True, False], [True, False, False, False]])
@@ -208,9 +199,6 @@ def prompt_scale(mask: Bool[Array, "B S"], *, group_size: int) -> Float32[Array,
 
     Returns:
       f32[B], tokens; 1 for prompts without a token.
-
-    Raises:
-      InputError: the groups do not divide the rows. TypeError: mask is not bool.
 
     >>> rows = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
     >>> mask = jnp.array(rows, bool)
@@ -268,11 +256,7 @@ def _weights(
     mask: Array, aggregation: Aggregation, loss_scale_factor: LossScale
 ) -> tuple[Array, Array]:
     """(f32[B, S], f32[]): weights of this part, and what they are to be divided by."""
-    if aggregation not in get_args(Aggregation):
-        raise checks.InputError(
-            f"aggregation: expected {' or '.join(map(repr, get_args(Aggregation)))}, "
-            f"got {aggregation!r}; choose one"
-        )
+    checks.one_of(aggregation=aggregation, among=get_args(Aggregation))
     weights = mask.astype(jnp.float32)
     if aggregation == "prompt_mean":
         if not isinstance(loss_scale_factor, jax.Array):

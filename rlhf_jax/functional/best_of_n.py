@@ -37,9 +37,6 @@ def kl_bound(n: int) -> float:
     Returns:
       A number, nats.
 
-    Raises:
-      InputError: n is less than 1.
-
     Source: Hilton & Gao 2022, "Measuring Goodhart's law"; a bound: Beirami et al. 2024,
     arXiv:2401.01879.
 
@@ -48,7 +45,7 @@ def kl_bound(n: int) -> float:
     >>> print(kl_bound(1))  # best-of-1 is the reference
     0.0
     """
-    _check_n(n)
+    checks.at_least_one(n=n)
     return math.log(n) - (n - 1) / n
 
 
@@ -67,9 +64,6 @@ def log_ratio(
     Returns:
       f32[...], nats; at most log n, and -inf where F is 0.
 
-    Raises:
-      ValueError: shapes differ. TypeError: not f32. InputError: n is less than 1.
-
     Source: Beirami et al. 2024, arXiv:2401.01879, for distinct scores.
 
     >>> below, equal = jnp.array([0.0, 0.5]), jnp.array([0.5, 0.5])
@@ -78,7 +72,7 @@ def log_ratio(
     >>> print(log_ratio(below=jnp.array([0.5, 1.0]), equal=jnp.zeros(2), n=4))
     [-0.693  1.386]
     """
-    _check_n(n)
+    checks.at_least_one(n=n)
     checks.same_shape(below=below, equal=equal)
     checks.float32(below=below, equal=equal)
     return _log_ratio(jnp.log(below + equal), below=below, equal=equal, n=n)
@@ -102,10 +96,6 @@ def exact_kl(
 
     Returns:
       f32[], nats.
-
-    Raises:
-      ValueError: shapes differ or are not one axis. TypeError: not f32.
-      InputError: n is less than 1.
 
     Source: Beirami et al. 2024, arXiv:2401.01879, for distinct scores.
 
@@ -165,7 +155,7 @@ def estimated_log_ratio(
     >>> print(estimated_log_ratio(jnp.array([1.0, 4.0]), among=among, n=1))
     [0. 0.]
     """
-    _check_n(n)
+    checks.at_least_one(n=n)
     checks.float32(scores=scores, among=among)
     checks.shape((*scores.shape[:-1], None), among=among)
     size = among.shape[-1]
@@ -205,9 +195,6 @@ def selection_weights(
     Returns:
       f32[..., N], dimensionless; the last axis sums to 1.
 
-    Raises:
-      TypeError: not f32. InputError: n is not 1 to N.
-
     Source: Nakano et al. 2021, arXiv:2112.09332, appendix I; compare pass@k of Chen et
     al. 2021, arXiv:2107.03374, eq. 1.
 
@@ -218,7 +205,7 @@ def selection_weights(
     """
     checks.float32(scores=scores)
     size = scores.shape[-1]
-    _check_n(n)
+    checks.at_least_one(n=n)
     if n > size:
         raise checks.InputError(
             f"n: expected at most the {size} samples of a prompt, got {n}; sample "
@@ -244,9 +231,6 @@ def expected_best(
 
     Returns:
       f32[...], in the scores' unit; NaN where a score that is not finite can win.
-
-    Raises:
-      TypeError: not f32. InputError: n is not 1 to N.
 
     >>> scores = jnp.array([3.0, 1.0, 2.0, 0.0])
     >>> print(expected_best(scores, n=1))  # the mean
@@ -305,11 +289,3 @@ def _log_ratio(log_up_to: Array, *, below: Array, equal: Array, n: int) -> Array
     # The lowest score has ρ = 0, where log Σ ρᵏ is 0 and its slope is 1.
     powers = jnp.where(tie < 1, powers, 1.0 - tie)
     return (n - 1) * log_up_to + jnp.where(tie > 0, powers, math.log(n))
-
-
-def _check_n(n: int) -> None:
-    if n < 1:
-        raise checks.InputError(
-            f"n: expected at least 1 response to a prompt, got {n}; n = 1 is the "
-            f"reference itself"
-        )

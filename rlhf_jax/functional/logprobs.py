@@ -37,10 +37,6 @@ def token_logprobs(
     Returns:
       f32[B, S], nats; column t is about tokens[:, t].
 
-    Raises:
-      ValueError: shapes do not belong together or temperature is not positive.
-      TypeError: logits are not floats or tokens not int32.
-
     >>> logits = jnp.log(jnp.array([[[0.25, 0.75], [0.5, 0.5], [0.9, 0.1]]]))
     >>> tokens = jnp.array([[0, 1, 0]])
     >>> print(jnp.exp(token_logprobs(logits, tokens)))  # column 0 is exp(0)
@@ -70,9 +66,6 @@ def entropy(
 
     Returns:
       f32[...], nats per logit position.
-
-    Raises:
-      ValueError: temperature is not positive. TypeError: logits are not floats.
 
     >>> print(entropy(jnp.array([[0.0, 0.0], [5.0, 5.0], [0.0, -jnp.inf]])))  # log 2, 0
     [ 0.693  0.693 -0.   ]
@@ -124,11 +117,6 @@ def token_logprobs_from_hidden(
       distribution that tokens[:, t] was drawn from. Column 0 is 0. The gradient
       reaches `hidden`, `head` and `temperature`. Columns whose cotangents are 0 (masked
       out) do not contribute to it, whatever their hidden states.
-
-    Raises:
-      ValueError: shapes do not belong together, temperature is not positive, or
-      vocab_size, first_column, max_logits or unused is out of range. TypeError: hidden
-      or head are not floats or tokens not int32.
 
     >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
     >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])

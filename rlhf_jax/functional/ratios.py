@@ -70,9 +70,6 @@ def at_level(
     Returns:
       f32[B, S], nats, 0 outside the mask (as it is, for token).
 
-    Raises:
-      InputError: no such level. ValueError: not two axes, for the levels of a sequence.
-
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 7 and 14.
 
     >>> x = jnp.array([[0.2, -0.1, 9.0], [0.3, 9.0, 9.0]])
@@ -84,11 +81,7 @@ def at_level(
     [[0.05 0.05 0.  ]
      [0.3  0.   0.  ]]
     """
-    if ratio_level not in get_args(RatioLevel):
-        raise checks.InputError(
-            f"ratio_level: expected {' or '.join(map(repr, get_args(RatioLevel)))}, "
-            f"got {ratio_level!r}; choose one"
-        )
+    checks.one_of(ratio_level=ratio_level, among=get_args(RatioLevel))
     if ratio_level == "token":
         return log_ratio
     checks.shape((None, None), mask=mask)

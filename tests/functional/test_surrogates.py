@@ -244,7 +244,7 @@ def test_a_prompt_without_a_token_weighs_nothing():
 
 def test_what_does_not_fit_is_refused():
     arrays = {**ARRAYS, "logprobs": RECORDED["logprobs"], "mask": MASK}
-    with pytest.raises(InputError, match="ratio_level: expected 'token' or"):
+    with pytest.raises(InputError, match="ratio_level: expected one of 'token'"):
         PPO(**arrays, ratio_level="prompt")
     flat = {"mask": jnp.ones(4, bool), "ratio_level": "sequence"}
     with pytest.raises(ValueError, match="mask"):  # responses need rows

@@ -50,9 +50,6 @@ def k1(
     Returns:
       f32[...], nats per token.
 
-    Raises:
-      ValueError: shapes differ. TypeError: not f32.
-
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.
 
     >>> logprobs, ref_logprobs = jnp.log(jnp.array([[0.5, 0.2], [0.25, 0.4]]))
@@ -71,16 +68,7 @@ def k2(
 ) -> Float32[Array, "*shape"]:
     """x²/2 with x = logprobs - ref_logprobs: biased, never negative.
 
-    Args:
-      logprobs, ref_logprobs: f32[...], nats, of tokens that the policy sampled.
-
-    Returns:
-      f32[...], nats per token.
-
-    Raises:
-      ValueError: shapes differ. TypeError: not f32.
-
-    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.
+    Arguments and source are those of `k1`.
 
     >>> logprobs, ref_logprobs = jnp.log(jnp.array([[0.5, 0.2], [0.25, 0.4]]))
     >>> print(k2(logprobs, ref_logprobs))  # (log 2)²/2 twice
@@ -96,16 +84,7 @@ def k3(
 ) -> Float32[Array, "*shape"]:
     """exp(-x) - 1 + x with x = logprobs - ref_logprobs: unbiased, never negative.
 
-    Args:
-      logprobs, ref_logprobs: f32[...], nats, of tokens that the policy sampled.
-
-    Returns:
-      f32[...], nats per token.
-
-    Raises:
-      ValueError: shapes differ. TypeError: not f32.
-
-    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.
+    Arguments and source are those of `k1`.
 
     >>> logprobs, ref_logprobs = jnp.log(jnp.array([[0.5, 0.2], [0.25, 0.4]]))
     >>> print(k3(logprobs, ref_logprobs))  # 1/2 - 1 + log 2, 2 - 1 - log 2
@@ -135,9 +114,6 @@ def exact(
 
     Returns:
       f32[...], nats per logit position, up to rounding never negative.
-
-    Raises:
-      ValueError: shapes differ or temperature is not positive. TypeError: not floats.
 
     Source: Cover and Thomas, Elements of Information Theory, eq. 2.26.
 
@@ -176,10 +152,6 @@ def top_k(
 
     Returns:
       f32[...], nats per logit position, up to rounding never negative.
-
-    Raises:
-      ValueError: shapes differ, temperature is not positive or k is out of range.
-      TypeError: not floats.
 
     Source: the log-sum inequality, Cover and Thomas, theorem 2.7.1.
 
@@ -224,14 +196,7 @@ def _check_logits(logits: Array, ref_logits: Array, temperature: float | Array) 
 
 
 def check_k(k: int, vocab_size: int) -> None:
-    """Checks the k of a top-k KL.
-
-    Args:
-      k: tokens outside the bucket.
-      vocab_size: V, tokens of the vocabulary.
-
-    Raises:
-      InputError: k is not from 1 to V.
+    """Checks that the k of a top-k KL is from 1 to the size of the vocabulary.
 
     >>> print(check_k(20, 50257))
     None

@@ -23,13 +23,7 @@ LARGE = 200.0  # nats between a token that is possible and one that is not
 
 
 def check_beta(beta: float) -> None:
-    """Checks the β of a divergence.
-
-    Args:
-      beta: share of the reference in the mixture.
-
-    Raises:
-      InputError: beta is not between 0 and 1.
+    """Checks that the share of the reference in the mixture is between 0 and 1.
 
     >>> print(check_beta(0.5))
     None
@@ -99,10 +93,6 @@ def jensen_shannon(
 
     Returns:
       f32[...], nats per logit position, up to rounding never negative.
-
-    Raises:
-      ValueError: shapes differ, or beta or temperature is out of range.
-      TypeError: not floats.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.
 

@@ -79,12 +79,7 @@ def check_bounds(
         ...
     rlhf_jax.functional.errors.InputError: cap: expected a finite number ...
     """
-    if correction not in get_args(Correction):
-        raise InputError(
-            f"correction: expected one of "
-            f"{', '.join(map(repr, get_args(Correction)))}, got {correction!r}; choose "
-            f"one"
-        )
+    checks.one_of(correction=correction, among=get_args(Correction))
     if not 1 <= cap < math.inf:
         raise InputError(
             f"cap: expected a finite number of at least 1, got {cap}; "
@@ -131,10 +126,6 @@ def importance_weights(
       Weights[B, S]. `cut` has the tokens at the cap of a truncation, and those of
       masked or rejected ratios.
 
-    Raises:
-      InputError: of `check_bounds`. ValueError: shapes differ. TypeError: floats are
-      not f32 or mask is not bool.
-
     Source: truncation is Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training" (of tokens), and Espeholt et al. 2018, arXiv:1802.01561;
     masks are IcePop, Ling Team 2025, arXiv:2510.18855 (of tokens), and Liu et al. 2025,
@@ -153,7 +144,8 @@ def importance_weights(
     [[1.5 1.5 1.5]]
     """
     check_bounds(correction, cap=cap, floor=floor)
-    check_arrays(logprobs, sampler_logprobs, mask)
+    checks.shape((None, None), mask=mask)
+    checks.masked_floats(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
     log_ratio = jax.lax.stop_gradient(jnp.where(mask, logprobs - sampler_logprobs, 0.0))
     if correction == "geometric_reject":
         log_ratio = ratios.at_level(log_ratio, mask=mask, ratio_level="sequence")
@@ -172,32 +164,3 @@ def importance_weights(
         return Weights(jnp.where(cut, 0.0, 1.0), mask & ~cut, cut)
     weights = jnp.exp(jnp.where(within, log_ratio, 0.0))
     return Weights(jnp.where(cut, 0.0, weights), mask, cut)
-
-
-def check_arrays(
-    logprobs: Float32[Array, "B S"],
-    sampler_logprobs: Float32[Array, "B S"],
-    mask: Bool[Array, "B S"],
-) -> None:
-    """Checks what the functions of this folder read.
-
-    Args:
-      logprobs, sampler_logprobs: f32[B, S], nats.
-      mask: bool[B, S].
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-
-    >>> x, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
-    >>> print(check_arrays(x, x, mask))
-    None
-    >>> check_arrays(x, x, mask[:, :1])
-    Traceback (most recent call last):
-        ...
-    ValueError: ...
-    """
-    floats = {"logprobs": logprobs, "sampler_logprobs": sampler_logprobs}
-    checks.shape((None, None), mask=mask)
-    checks.same_shape(**floats, mask=mask)
-    checks.float32(**floats)
-    checks.boolean(mask=mask)

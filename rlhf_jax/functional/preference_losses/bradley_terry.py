@@ -33,9 +33,6 @@ def pairwise_loss(
       chosen > rejected, whatever the margin; a tie counts as wrong. `pairwise/lead`:
       chosen - rejected, reward units.
 
-    Raises:
-      ValueError: shapes differ. TypeError: not f32.
-
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; the margin is
     Touvron et al. 2023, arXiv:2307.09288, eq. 2.
 
@@ -79,9 +76,6 @@ def per_pair(
 
     Returns:
       f32[]. The gradient reaches `losses` where mask is True.
-
-    Raises:
-      ValueError: shapes differ.
 
     >>> losses, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
     >>> print(per_pair(losses, mask=mask))

@@ -84,7 +84,6 @@ def dpo_loss(
       token where means were passed.
 
     Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
       InputError: an option is refused by `check_dpo`, or only one of the reference's
       two arrays is None.
 
@@ -133,9 +132,7 @@ def dpo_loss(
         floats["label_smoothing"] = label_smoothing
     if mask is None:
         mask = jnp.ones(chosen_logprobs.shape, jnp.bool_)
-    checks.same_shape(**floats, mask=mask)
-    checks.float32(**floats)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, **floats)
     floats = {name: jnp.where(mask, array, 0.0) for name, array in floats.items()}
     chosen, rejected = floats["chosen_logprobs"], floats["rejected_logprobs"]
     smoothing = floats.get("label_smoothing", label_smoothing)
@@ -201,11 +198,7 @@ def check_dpo(
         0, got -1.0; choose beta > 0
     """
     checks.positive(beta=beta)
-    if kind not in get_args(DPOKind):
-        raise InputError(
-            f"kind: expected one of {', '.join(get_args(DPOKind))}, got {kind!r}; "
-            f"choose one"
-        )
+    checks.one_of(kind=kind, among=get_args(DPOKind))
     number = isinstance(label_smoothing, int | float)
     if number and not 0 <= label_smoothing < 0.5:
         raise InputError(

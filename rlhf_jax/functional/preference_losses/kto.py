@@ -38,9 +38,6 @@ def kto_kl(
     Returns:
       f32[], nats per response; 0 without texts. No gradient reaches any argument.
 
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, its L_KTO and z_0.
 
     >>> ref_logprobs = jnp.array([-3.0, -3.0])
@@ -52,8 +49,7 @@ def kto_kl(
     checks.shape((None,), logprobs=logprobs)
     if mask is None:
         mask = jnp.ones(logprobs.shape, jnp.bool_)
-    checks.same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
-    checks.float32(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    checks.masked_floats(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     mean = masked.masked_mean(jnp.where(mask, logprobs - ref_logprobs, 0.0), mask=mask)
     return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
 
@@ -97,10 +93,6 @@ def kto_loss(
       `kto/undesirable_reward`, βu, reward units; `kto/desirable_logprob`,
       `kto/undesirable_logprob`, nats per response.
 
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32, or mask or desirable is
-        not bool. InputError: beta or a weight is not positive.
-
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, its L_KTO and z_0.
 
     >>> texts = {"logprobs": jnp.array([-1.0, -2.0])}
@@ -121,11 +113,10 @@ def kto_loss(
     checks.shape((), kl=kl)
     if mask is None:
         mask = jnp.ones(logprobs.shape, jnp.bool_)
-    checks.same_shape(
-        logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, mask=mask
-    )
-    checks.float32(logprobs=logprobs, ref_logprobs=ref_logprobs, kl=kl)
-    checks.boolean(desirable=desirable, mask=mask)
+    checks.masked_floats(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    checks.same_shape(desirable=desirable, mask=mask)
+    checks.float32(kl=kl)
+    checks.boolean(desirable=desirable)
     logprobs = jnp.where(mask, logprobs, 0.0)
     ref_logprobs = jax.lax.stop_gradient(jnp.where(mask, ref_logprobs, 0.0))
     kl = jax.lax.stop_gradient(kl)

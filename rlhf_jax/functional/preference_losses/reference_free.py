@@ -47,10 +47,6 @@ def simpo_loss(
       f32[] loss and {name: (sum, weight)}, the names of `dpo_loss` with β·c and β·r as
       rewards. The gradient reaches both arrays of log-probs.
 
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-      InputError: beta is not positive, or target_margin is negative.
-
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
 
     >>> chosen, rejected = jnp.array([-1.0, -2.0]), jnp.array([-2.0, -2.0])
@@ -100,10 +96,6 @@ def orpo_loss(
       as rewards, nats. `dpo/nll`: the first term, nats per token. The gradient reaches
       both arrays of log-probs.
 
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-      InputError: odds_weight is not positive.
-
     Source: Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6 and 7.
 
     >>> even = jnp.log(jnp.array([0.5]))  # odds of 1
@@ -137,9 +129,7 @@ def _checked(
     checks.shape((None,), chosen_logprobs=chosen)
     if mask is None:
         mask = jnp.ones(chosen.shape, jnp.bool_)
-    checks.same_shape(chosen_logprobs=chosen, rejected_logprobs=rejected, mask=mask)
-    checks.float32(chosen_logprobs=chosen, rejected_logprobs=rejected)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, chosen_logprobs=chosen, rejected_logprobs=rejected)
     return jnp.where(mask, chosen, -1.0), jnp.where(mask, rejected, -1.0), mask
 
 
