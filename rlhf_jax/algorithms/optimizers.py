@@ -71,30 +71,16 @@ def adam(
     if not callable(learning_rate):
         checks.non_negative(learning_rate=learning_rate)
     checks.positive(eps=eps)
-    for name, decay in {"b1": b1, "b2": b2}.items():
-        if not 0 <= decay < 1:
-            raise checks.InputError(
-                f"{name}: expected a number from 0 to below 1, got {decay}; choose "
-                f"0 <= {name} < 1"
-            )
-    match style:
-        case "standard":
-            scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
-        case "tf":
-            scale = _scale_by_tf_adam(b1=b1, b2=b2, eps=eps)
-        case _:
-            raise checks.InputError(
-                f"style: expected 'standard' or 'tf', got {style!r}; choose one"
-            )
-    if mu_dtype not in get_args(MomentDtype):
-        raise checks.InputError(
-            f"mu_dtype: expected 'float32' or 'bfloat16', got {mu_dtype!r}; choose one"
-        )
+    checks.within(least=0, below=1, advice="choose another decay", b1=b1, b2=b2)
+    checks.one_of(style=style, among=get_args(Style))
+    checks.one_of(mu_dtype=mu_dtype, among=get_args(MomentDtype))
+    scale_by = optax.scale_by_adam if style == "standard" else _scale_by_tf_adam
+    scale = scale_by(b1=b1, b2=b2, eps=eps)
     if mu_dtype == "bfloat16":
         scale = _holding_m_in_bfloat16(scale)
+    checks.non_negative(weight_decay=weight_decay)
     decay = []
     if weight_decay is not None:
-        checks.non_negative(weight_decay=weight_decay)
         decay = [optax.add_decayed_weights(weight_decay, decayed)]
     return optax.chain(scale, *decay, optax.scale_by_learning_rate(learning_rate))
 

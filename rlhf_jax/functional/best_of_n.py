@@ -206,11 +206,7 @@ def selection_weights(
     checks.float32(scores=scores)
     size = scores.shape[-1]
     checks.at_least_one(n=n)
-    if n > size:
-        raise checks.InputError(
-            f"n: expected at most the {size} samples of a prompt, got {n}; sample "
-            f"more, or choose a smaller n"
-        )
+    checks.within(most=size, advice="sample more, or choose a smaller n", n=n)
     # C(k, n) / C(N, n) for k = 0 to N, in float64: C(N, n) exceeds float32.
     share = np.ones(size + 1)
     for k in range(size, 0, -1):

@@ -38,6 +38,7 @@ __all__ = [
     "rows",
     "same_shape",
     "shape",
+    "within",
 ]
 
 Array = jax.Array
@@ -124,6 +125,39 @@ def fraction(**numbers: Number) -> None:
         "a number from 0 to 1",
         "choose 0 <= {name} <= 1",
     )
+
+
+def within(
+    *,
+    advice: str,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+    **numbers: Number,
+) -> None:
+    """Checks that numbers are within bounds, and finite; `advice` ends the message.
+
+    >>> print(within(above=1, advice="choose 3", dual_clip=3.0))
+    None
+    >>> within(least=0, below=1, advice="choose 0.9", b1=1.0)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: b1: expected a number of at least 0 and
+        below 1, got 1.0; choose 0.9
+    """
+    bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
+    stated = [
+        f"{word} {bound}" for word, bound in bounds.items() if abs(bound) < math.inf
+    ]
+    for name, number in numbers.items():
+        if isinstance(number, int | float) and not (
+            above < number < below and least <= number <= most
+        ):
+            raise InputError(
+                f"{name}: expected a number {' and '.join(stated)}, got "
+                f"{_shown(number)}; {advice}"
+            )
 
 
 def at_least_one(**numbers: int) -> None:

@@ -141,11 +141,12 @@ def token_logprobs_from_hidden(
     batch, columns = tokens.shape
     padded = head.shape[0]
     vocab_size = padded if vocab_size is None else vocab_size
-    if not 0 < vocab_size <= padded:
-        raise checks.InputError(
-            f"vocab_size: expected 1 to {padded} (the rows of head), got {vocab_size}; "
-            "pass the size of the true vocabulary"
-        )
+    checks.within(
+        least=1,
+        most=padded,
+        advice="pass the size of the true vocabulary, of rows of head",
+        vocab_size=vocab_size,
+    )
     unused_ids.check(unused, vocab_size=vocab_size)
 
     before = ((0, 0), (min(first_column, columns), 0))

@@ -121,6 +121,9 @@ def policy_loss(
         mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
     )
     checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
+    checks.within(
+        above=1, advice="choose 3 or 10, or leave it out", dual_clip=dual_clip
+    )
     if clip_range_high is None:
         clip_range_high = clip_range
     advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
@@ -130,7 +133,6 @@ def policy_loss(
     true_ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     shares = {}
     if dual_clip is not None:
-        _check_dual_clip(dual_clip)
         bound = math.log(dual_clip)
         at_bound = (advantages < 0) & (log_ratio > bound)
         # Before exp: the gradient of an infinite ratio would be NaN.
@@ -236,14 +238,6 @@ def language_model_loss(
     losses = -logprobs
     stats = masked.sum_stats({"loss/language_model": losses}, mask=mask)
     return _per_token(losses, mask, num_tokens), stats
-
-
-def _check_dual_clip(dual_clip: float) -> None:
-    if not 1 < dual_clip < math.inf:
-        raise checks.InputError(
-            f"dual_clip: expected a finite ratio above 1, got {dual_clip}; choose 3 or "
-            f"10, or leave it out"
-        )
 
 
 def _per_token(x: Array, mask: Array, count: Array | None) -> Array:

@@ -301,7 +301,7 @@ def test_uncompiled_it_is_the_same():
         (
             lambda: best_of_n.expected_best(f32([1, 2, 3]), n=4),
             InputError,
-            "n: expected at most the 3 samples of a prompt, got 4",
+            "n: expected a number of at most 3, got 4; sample more",
         ),
         (
             lambda: best_of_n.selection_weights(jnp.ones(3, int), n=2),

@@ -245,7 +245,7 @@ def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
     [
         ("--reference=none", "--reference none: expected none with rlhf-jax nash-md"),
         ("--batch-size=7", "--batch-size: expected an even number, for a response of"),
-        ("--mixture=1", "mixture: expected a share between 0 and 1, got 1.0"),
+        ("--mixture=1", "mixture: expected a number above 0 and below 1, got"),
         ("--placement.reference=last", "as its mixture draws beside the policy, and"),
         ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
         ("--fixed-length=3", "Unrecognized options: --fixed-length"),

@@ -22,7 +22,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
 from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
-from rlhf_jax.functional import masked
+from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.functional.kl.mixtures import check_beta
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -71,8 +71,7 @@ class DistillRecipe(ReinforceRecipe):
                     f"does not read it, got {getattr(self, name)}; leave it out, or "
                     f"choose another divergence"
                 )
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k: expected 1 token or more, got {self.top_k}")
+        checks.positive(top_k=self.top_k)
         if self.penalty.in_loss or self.penalty.needs_logits:
             raise InputError(
                 f"penalty: expected k1, k2 or k3 in the reward or nowhere, got "

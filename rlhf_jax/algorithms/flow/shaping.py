@@ -62,10 +62,8 @@ class ScoreShaping:
                 f"overlong_after: expected an overlong_penalty with it, got "
                 f"{self.overlong_after} without; give it, or leave this out"
             )
-        if self.clip is not None:
-            checks.positive(clip=self.clip)
-        if self.missing_stop_score is not None:
-            checks.finite(missing_stop_score=self.missing_stop_score)
+        checks.positive(clip=self.clip)
+        checks.finite(missing_stop_score=self.missing_stop_score)
         if self.missing_stop_score is not None and self.missing_stop_penalty:
             raise InputError(
                 f"expected one of missing_stop_score and missing_stop_penalty, got "

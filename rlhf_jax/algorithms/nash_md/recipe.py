@@ -56,11 +56,7 @@ class NashMDRecipe(PolicyRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(labels=self.labels, among=("ranked", "bradley_terry"))
-        if not 0 < self.mixture < 1:
-            raise InputError(
-                f"mixture: expected a share between 0 and 1, got {self.mixture}; "
-                f"choose another"
-            )
+        checks.within(above=0, below=1, advice="choose another", mixture=self.mixture)
         if self.aggregation == "prompt_mean":
             raise InputError(
                 "aggregation: expected another than 'prompt_mean' for Nash-MD, which "

@@ -93,21 +93,19 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                     f"{name}: expected stop_ids to look for, got none, so that no "
                     f"response would ever have stopped; name stop_ids or leave it out"
                 )
-        after = 0 if self.fixed_length is None else self.fixed_length.truncate_after
-        if after >= self.max_new_tokens:
-            raise InputError(
-                f"truncate_after: expected less than the {self.max_new_tokens} tokens "
-                f"of max_new_tokens, got {after}, after which no token is left that "
-                f"could end a response; lower it, or sample longer"
+        if self.fixed_length is not None:
+            checks.within(
+                below=self.max_new_tokens,
+                advice="after which no token is left that could end a response; lower "
+                "it, or sample longer by max_new_tokens",
+                truncate_after=self.fixed_length.truncate_after,
             )
-        if self.scores.overlong_penalty and (
-            self.scores.overlong_after >= self.max_new_tokens
-        ):
-            raise InputError(
-                f"scores.overlong_after: expected less than the {self.max_new_tokens} "
-                f"tokens of max_new_tokens, got {self.scores.overlong_after}, which no "
-                f"response exceeds; lower it, or sample longer"
-            )
+        checks.within(
+            below=self.max_new_tokens,
+            advice="which no response exceeds; lower it, or sample longer by "
+            "max_new_tokens",
+            **{"scores.overlong_after": self.scores.overlong_after},
+        )
 
     @abc.abstractmethod
     def experience(

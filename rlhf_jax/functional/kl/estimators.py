@@ -203,11 +203,13 @@ def check_k(k: int, vocab_size: int) -> None:
     >>> check_k(0, 50257)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.errors.InputError: k: expected 1 to 50257 (the tokens of
-        the vocabulary), got 0; choose fewer tokens, or the exact KL
+    rlhf_jax.functional.errors.InputError: k: expected a number of at least 1
+        and of at most 50257, got 0; choose fewer tokens of the vocabulary, or the exact
+        KL
     """
-    if not 1 <= k <= vocab_size:
-        raise checks.InputError(
-            f"k: expected 1 to {vocab_size} (the tokens of the vocabulary), got {k}; "
-            "choose fewer tokens, or the exact KL"
-        )
+    checks.within(
+        least=1,
+        most=vocab_size,
+        advice="choose fewer tokens of the vocabulary, or the exact KL",
+        k=k,
+    )

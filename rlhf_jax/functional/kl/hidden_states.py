@@ -227,11 +227,12 @@ def _from_hidden(
             f"{padded} and {ref_padded} rows, got None; pass it"
         )
     vocab_size = padded if vocab_size is None else vocab_size
-    if not 0 < vocab_size <= min(padded, ref_padded):
-        raise checks.InputError(
-            f"vocab_size: expected 1 to {min(padded, ref_padded)} (the rows of head "
-            f"and of ref_head), got {vocab_size}; pass the size of the true vocabulary"
-        )
+    checks.within(
+        least=1,
+        most=min(padded, ref_padded),
+        advice="pass the size of the true vocabulary, of rows of head and of ref_head",
+        vocab_size=vocab_size,
+    )
     unused_ids.check(unused, vocab_size=vocab_size)
     if k is not None:
         check_k(k, vocab_size)

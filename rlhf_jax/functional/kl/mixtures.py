@@ -30,15 +30,17 @@ def check_beta(beta: float) -> None:
     >>> check_beta(1.0)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.errors.InputError: beta: expected more than 0 and less
-        than 1, got 1.0; at 0 and 1 the divergence is 0 for all models: take the forward
-        or the reverse KL
+    rlhf_jax.functional.errors.InputError: beta: expected a number above 0 and
+        below 1, got 1.0; at 0 and 1 the divergence is 0 for all models: take the
+        forward or the reverse KL
     """
-    if not 0 < beta < 1:
-        raise checks.InputError(
-            f"beta: expected more than 0 and less than 1, got {beta}; at 0 and 1 the "
-            f"divergence is 0 for all models: take the forward or the reverse KL"
-        )
+    checks.within(
+        above=0,
+        below=1,
+        advice="at 0 and 1 the divergence is 0 for all models: take the forward or the "
+        "reverse KL",
+        beta=beta,
+    )
 
 
 def mixture_log_ratios(

@@ -15,7 +15,6 @@ What is masked still counts in what a loss is divided by. What is rejected does 
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -77,22 +76,14 @@ def check_bounds(
     >>> check_bounds("token_truncate", cap=0.5)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.errors.InputError: cap: expected a finite number ...
+    rlhf_jax.functional.errors.InputError: cap: expected a number of at
+        least 1, got 0.5; ...
     """
     checks.one_of(correction=correction, among=get_args(Correction))
-    if not 1 <= cap < math.inf:
-        raise InputError(
-            f"cap: expected a finite number of at least 1, got {cap}; "
-            f"choose another, or leave it out"
-        )
-    if floor is None:
-        return
-    if not 0 < floor <= 1:
-        raise InputError(
-            f"floor: expected a number above 0 and of at most 1, got "
-            f"{floor}; choose another, or leave it out"
-        )
-    if correction.endswith("_truncate"):
+    advice = "choose another, or leave it out"
+    checks.within(least=1, advice=advice, cap=cap)
+    checks.within(above=0, most=1, advice=advice, floor=floor)
+    if floor is not None and correction.endswith("_truncate"):
         raise InputError(
             f"floor: expected none with {correction!r}, which bounds "
             f"weights from above alone, got {floor}; leave it out, or choose a "

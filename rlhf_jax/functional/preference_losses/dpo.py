@@ -200,12 +200,12 @@ def check_dpo(
     checks.positive(beta=beta)
     checks.one_of(kind=kind, among=get_args(DPOKind))
     number = isinstance(label_smoothing, int | float)
-    if number and not 0 <= label_smoothing < 0.5:
-        raise InputError(
-            f"label_smoothing: expected a chance from 0 to below 0.5, as from there on "
-            f"the rejected response would be the better one, got {label_smoothing}; "
-            f"choose another"
-        )
+    checks.within(
+        least=0,
+        below=0.5,
+        advice="from there on the rejected response would be the better one",
+        label_smoothing=label_smoothing,
+    )
     got = label_smoothing if number else "an array"
     if kind == "robust" and not (number and label_smoothing > 0):
         raise InputError(

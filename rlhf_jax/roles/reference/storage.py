@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import leaves
 from rlhf_jax.models.leaves import Int8, OnHost
@@ -80,10 +81,7 @@ def store(
         names the leaf.
     """
     dtype = None if dtype is None else _dtype("dtype", dtype, among=(*FLOATS, "int8"))
-    if memory not in (None, *get_args(Memory)):
-        raise InputError(
-            f"memory: expected {' or '.join(get_args(Memory))}, got {memory!r}"
-        )
+    checks.one_of(memory=memory, among=(None, *get_args(Memory)))
     if embeddings is not None:
         embeddings = _dtype("embeddings", embeddings, among=FLOATS)
         if dtype != jnp.int8:

@@ -94,11 +94,7 @@ def _check(members: int, *, how: Combine, std_coef: float) -> None:
         raise checks.InputError(
             f"expected at least 2 rewards to combine, got {members}; add another"
         )
-    if how not in get_args(Combine):
-        raise checks.InputError(
-            f"how: expected one of {', '.join(get_args(Combine))}, got {how!r}; choose "
-            f"one"
-        )
+    checks.one_of(how=how, among=get_args(Combine))
     checks.non_negative(std_coef=std_coef)
 
 
