@@ -69,10 +69,6 @@ def judge_stats(scores: Array, *, judged: Array | None = None) -> masked.Stats:
 
     Returns:
       With `judged` also "judge/failed", the share of responses without a score.
-
-    Raises:
-      ValueError: scores is not one axis, or judged not of its shape. TypeError: not f32
-        or bool.
     """
     checks.shape((None,), scores=scores)
     checks.float32(scores=scores)
@@ -113,9 +109,7 @@ def divergence(
     varies less; `k1` reads the drawn tokens alone.
 
     Args:
-      policy, reference: parameters of the two decoders.
       rollout: Rollout[B, S], of the policy.
-      temperature: divides the logits of both; the rollout's.
     """
     tokens, mask = rollout.tokens, rollout.mask
     first_column = tokens.shape[1] - max_new_tokens

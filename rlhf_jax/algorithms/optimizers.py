@@ -61,9 +61,6 @@ def adam(
     Returns:
       To be chained after clipping by norm. The state of both styles has one structure.
 
-    Raises:
-      InputError: no such style or dtype, or a number out of its range.
-
     Source: Kingma & Ba 2015, arXiv:1412.6980, algorithm 1, and the end of section 2 for
     tf; what it does to RLHF is in Huang et al. 2023, "The N Implementation Details of
     RLHF with PPO".

@@ -69,9 +69,6 @@ def measure(
       ref_logprobs: f32[B, S], nats, of the reference, from the very program
         that will score every rollout; `reference` is not run then, and whether the
         policy starts as it is the caller's to say (`require`).
-
-    Raises:
-      InputError: base and lora are not given together, or adapters do not fit.
     """
 
     def recomputed(params: Params, model: ModelConfig) -> Array:
@@ -170,10 +167,7 @@ def compare(
 
     Args:
       left, right: f32[B, S], nats, on the host.
-      mask: bool[B, S], the tokens that are compared.
-      tolerance: nats per token.
       names: of the two, for the error.
-      advice: its last sentence.
 
     Raises:
       SelfCheckError: a row is beyond the tolerance, or NaN.

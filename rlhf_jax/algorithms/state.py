@@ -1,4 +1,9 @@
-"""Trained parameters with their optimizers, and the one way they are updated."""
+"""Trained parameters with their optimizers, and the one way they are updated.
+
+What is trained is float32: a state of other parameters is a TypeError that names the
+leaf. `micro_batch_size` is the number of rows per forward and backward pass; None takes
+all at once.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,10 @@ from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import KLController
 from rlhf_jax.models import layout
-from rlhf_jax.roles import rewards
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted, rewards
 from rlhf_jax.roles.reference import fingerprint
+from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.normalisation import RunningMoments
 
 Array = jax.Array
@@ -64,9 +71,6 @@ def ppo_state(
       policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
         copies), as both are donated.
       policy_optimizer, critic_optimizer: those of the `PPO` that will update it.
-
-    Raises:
-      TypeError: a parameter is not f32; names the leaf.
     """
     _check_float32({"critic": critic})
     state = grpo_state(policy=policy, policy_optimizer=policy_optimizer, kl=kl)
@@ -78,14 +82,7 @@ def ppo_state(
 def grpo_state(
     *, policy: Params, policy_optimizer: Optimizer, kl: KLController
 ) -> TrainState:
-    """The state before the first iteration without a critic, or beside one apart.
-
-    Args:
-      policy: its parameters, f32; they become part of the state.
-
-    Raises:
-      TypeError: a trained parameter is not f32; names the leaf.
-    """
+    """The state before the first iteration without a critic, or beside one apart."""
     _check_float32({"policy": policy})
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -100,11 +97,7 @@ def grpo_state(
 
 
 def supervised_state(params: Params, *, optimizer: Optimizer) -> SupervisedState:
-    """The state before the first update, by the optimizer that will make it.
-
-    Raises:
-      TypeError: a parameter is not f32; names the leaf.
-    """
+    """The state before the first update, by the optimizer that will make it."""
     _check_float32(params)
     return SupervisedState(
         step=jnp.zeros((), jnp.int32),
@@ -141,7 +134,6 @@ def accumulate(
     Args:
       loss: (params, rows) -> (loss f32[], stats), already divided by the count of the
         whole batch, so that the losses of its parts add up.
-      micro_batch_size: rows held at a time; None takes all at once.
 
     Returns:
       The gradient, as if taken at once, and the stats of all parts together.
@@ -200,10 +192,8 @@ def count_skips(
     """The skips in a row after an update, and the stats to log of it.
 
     Args:
-      skipped: i32[], skips in a row before it.
       stats: of the update. Those of one that was skipped weigh nothing, so that what
         is logged over several stays readable; a maximum counts as 0.
-      finite: bool[], the update was made.
 
     Returns:
       i32[] and the stats with `update/skipped`, the share of updates skipped, and
@@ -216,6 +206,32 @@ def count_skips(
         "update/skipped": (missed, jnp.ones_like(missed)),
         "update/skipped_in_a_row": (skipped.astype(jnp.float32), None),
     }
+
+
+def supervised_update(
+    state: SupervisedState,
+    *,
+    batch: Any,
+    loss: LossFunction,
+    optimizer: Optimizer,
+    micro_batch_size: int | None,
+    base: Frozen | None,
+    lora: LoRA | None,
+) -> tuple[SupervisedState, masked.Stats]:
+    """One optimizer step on a batch; `loss` is that of `accumulate`.
+
+    Its parameters are those to run with: the state's, or its adapters over `base`.
+
+    Raises:
+      InputError: micro_batch_size does not divide the rows.
+    """
+    grads, stats = accumulate(
+        lambda trained, part: loss(adapted.params(trained, base=base, lora=lora), part),
+        state.params,
+        batch,
+        micro_batch_size=micro_batch_size,
+    )
+    return supervised_step(state, grads, stats, optimizer=optimizer)
 
 
 def supervised_step(

@@ -44,8 +44,6 @@ def distillation_loss(
     not differentiated. The policy loss is there where something reads its advantages.
 
     Args:
-      policy: the student's parameters, or adapters; the gradient reaches them alone.
-      num_tokens, num_responses: f32[], of the whole minibatch.
       frozen: whose reference is the teacher, or its head where the experience has its
         hidden states.
 

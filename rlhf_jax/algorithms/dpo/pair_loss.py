@@ -28,15 +28,7 @@ Params = Any
 def reference_logprobs(
     reference: Frozen, *, batch: PackedPreferences, dpo: DPO
 ) -> Array:
-    """log π_ref of every token of every pair.
-
-    Args:
-      reference: the frozen policy, or the base of adapters; stored in any way.
-
-    Returns:
-      f32[B, S], nats; 0 at padding and at the first token of each text. No gradient
-      reaches the reference.
-    """
+    """log π_ref of every token of every pair."""
     model = frozen.shape_of(reference, policy=dpo.model)
     own = dataclasses.replace(dpo, model=model)
     return token_logprobs(frozen.read(reference), batch=batch, dpo=own)
@@ -69,9 +61,6 @@ def pair_logprobs(
 
     Returns:
       f32[B, K] each, nats, or nats per token with token_mean; 0 where there is no pair.
-
-    Raises:
-      ValueError: shapes do not belong together. TypeError: logprobs is not f32.
     """
     checks.same_shape(logprobs=logprobs, tokens=batch.tokens)
     checks.float32(logprobs=logprobs)
@@ -98,7 +87,6 @@ def loss(
     """The loss of the pairs, all their responses in one forward pass.
 
     Args:
-      params: the decoder's, adapters applied.
       batch: PackedPreferences[b, S]; with labels for KTO.
       ref_logprobs: f32[b, S], nats, `reference_logprobs` of the same rows; None without
         a reference (`DPO.has_reference`).
@@ -113,7 +101,6 @@ def loss(
     Raises:
       InputError: ref_logprobs is missing, or given without being read; or there are
         labels where the kind is not kto, or none where it is.
-      ValueError: shapes differ. TypeError: floats are not f32.
     """
     if dpo.has_reference == (ref_logprobs is None):
         free = "reference_free" if dpo.reference_free else f"kind {dpo.kind!r}"
@@ -198,10 +185,7 @@ def kto_baseline(
     """KTO's z0 of a whole batch, a micro-batch at a time: a forward pass more.
 
     Args:
-      trained: the policy's parameters, or its adapters over `base`.
       batch: PackedPreferences[B, S], whose rejected texts are of other prompts.
-      ref_logprobs: f32[B, S], nats, the reference's.
-      base: the parameters that adapters adapt; None without adapters.
 
     Returns:
       f32[], nats per response. No gradient reaches any argument.

@@ -42,8 +42,6 @@ def add(
     Args:
       scored: Scored[B, S], of `score` with the first reference.
       further: by name; log-probs are computed where there are none.
-      model: shape of the policy, and of references that have none of their own.
-      policy: the policy's parameters, which exact KL reads.
 
     Returns:
       Scored[B, S], whose `kl` is KL_ref + Σ_i w_i·KL_i and whose `kl_stats` have

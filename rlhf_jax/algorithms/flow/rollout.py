@@ -36,10 +36,7 @@ def rollout(
     """Samples one response to every row of prompts.
 
     Args:
-      policy: the decoder's parameters.
       key: of this step; each row's is folded from its index and sample number.
-      stop_ids: tokens that end a response; empty for responses of R tokens.
-      temperature: divides the logits, here and wherever log-probs are computed.
       shaping: for evaluation samples only.
       group_size: neighbouring rows that hold the same prompt, which is run once.
       continuous_batching: rows sampled at a time; None samples all at once.
@@ -97,9 +94,6 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
       stop_ids: tokens that end a response, themselves kept.
       after: response tokens among which none ends it; 16 in OAI.
 
-    Returns:
-      Rollout[B, S]; `tokens` keep what is masked now.
-
     Source: `truncate_after` of openai/lm-human-preferences.
     """
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
@@ -112,16 +106,10 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
 def leave_out(rollout: Rollout, *, rows: Array) -> Rollout:
     """Rows of which nothing is left but the prompt, so that nothing is learned of them.
 
-        column          0    1    2    3    4    5
-        response_mask   0    1    1    0    1    0      column 3 was observed
-        mask            1    1    1    1    1    0
-        left out        1    0    0    0    0    0      mask; no response_mask
-
-    Args:
-      rows: bool[B], those that are left out.
-
-    Returns:
-      Rollout[B, S]; `tokens` keep what is masked now.
+    column          0    1    2    3    4    5
+    response_mask   0    1    1    0    1    0      column 3 was observed
+    mask            1    1    1    1    1    0
+    left out        1    0    0    0    0    0      mask; no response_mask
     """
     began = jnp.cumsum(rollout.response_mask, axis=1, dtype=jnp.int32) > 0
     return _only(rollout, ~(began & rows[:, None]))
@@ -163,9 +151,6 @@ def recompute_logprobs(
     Args:
       policy: the trainer's parameters before the update; an older policy, or one in
         fewer bits, may have sampled.
-
-    Returns:
-      Rollout[B, S] with other `old_logprobs`, and with `sampler_logprobs`.
     """
 
     def compute(packing: Packing | None) -> Array:

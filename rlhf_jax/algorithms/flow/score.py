@@ -47,9 +47,7 @@ def score(
     Args:
       scores: f32[B], reward units, one a response.
       reference: None is never run, and leaves `ref_logprobs` and `kl` None.
-      model: shape of the policy, and of a reference that has none of its own.
       critic, critic_model: None leaves `values` None.
-      max_new_tokens: R, the response columns; the others get no log-probs.
       penalty: how the KL acts; the KL that goes into the reward is computed here, and
         measured alone (`kl_stats`) where it acts nowhere.
       policy: its parameters, where that is exact KL, which needs the hidden states of
@@ -59,7 +57,6 @@ def score(
       values: f32[B, S], reward units, where `response_values` ran before, as while the
         host computed the scores.
       value_after_stop: value the state after the last token too (N+).
-      turn_rewards: f32[B, S], reward units, of `rewards.Scores.turns`; None is none.
       row_mask: bool[B], responses that have a score; None is all.
 
     Returns:
@@ -68,7 +65,6 @@ def score(
     Raises:
       ValueError: scores is not one number a row. InputError: the critic has no shape,
         or exact KL is to be taken without `policy` or `reference`.
-      TypeError: scores is not f32.
     """
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
@@ -222,12 +218,7 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
 
 
 def num_responses(mask: Array, *, row_mask: Array | None) -> Array:
-    """f32[]: responses of a batch that count.
-
-    Args:
-      mask: bool[B, S], response tokens.
-      row_mask: bool[B], of `Scored`; None is all.
-    """
+    """f32[]: responses of a batch that count."""
     if row_mask is None:
         return jnp.asarray(mask.shape[0], jnp.float32)
     return row_mask.sum(dtype=jnp.float32)
@@ -252,9 +243,6 @@ def response_values(
     """V of the states of a response, within `score` or in a program of its own.
 
     Args:
-      params: the critic's, {"trunk": ..., "score": ...}.
-      model: the critic's shape.
-      max_new_tokens: R, the response columns; the others have no value.
       after_stop: whether the state after the last token has a value.
 
     Returns:
@@ -294,8 +282,6 @@ def reference_logprobs(
 
     Args:
       reference: however it is stored, of any shape (`Frozen.model`).
-      model: shape of the policy, and of a reference that has none of its own.
-      max_new_tokens: R, the response columns; the others get no log-probs.
       base, lora: where the reference is adapters, else None (`adapted.params`).
 
     Returns:

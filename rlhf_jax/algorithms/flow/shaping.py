@@ -96,7 +96,6 @@ def shape(
     Args:
       scores: f32[B], reward units, one a response.
       moments: of every score so far, these included; read by `shaping.normalise`.
-      shaping: which of these steps to take; by default none.
 
     Returns:
       f32[B], reward units (standard deviations where normalised).
@@ -132,13 +131,7 @@ def shape(
 def next_moments(
     moments: RunningMoments, scores: Array, *, row_mask: Array | None = None
 ) -> RunningMoments:
-    """Moments with those of a batch, which does not count if a score is not finite.
-
-    Args:
-      moments: of the scores before.
-      scores: f32[B], reward units, as the reward returned them.
-      row_mask: bool[B], scores that count; None keeps all.
-    """
+    """Moments with those of a batch, which does not count if a score is not finite."""
     return jax.tree.map(
         lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
         update_moments(moments, scores, row_mask=row_mask),
@@ -150,13 +143,6 @@ def penalise_missing_stop(
     scores: Array, *, rollout: Rollout, stop_ids: tuple[int, ...], score: float
 ) -> Array:
     """The score of a response that never stopped is replaced (the "EOS trick").
-
-    Args:
-      scores: f32[B], reward units.
-      score: reward units; -1 in N+.
-
-    Returns:
-      f32[B].
 
     Source: Huang et al. 2024, arXiv:2403.17031, detail 7.
     """

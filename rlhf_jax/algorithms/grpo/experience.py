@@ -44,7 +44,6 @@ def group_experience(
     Args:
       scored: Scored[B, S], the groups in neighbouring rows.
       group_size: number of responses to each prompt, in neighbouring rows.
-      baseline: "group" or "leave_one_out", what is subtracted from R_i.
       normalise: the standard deviation that divides advantages: "group", "rollout" (of
         all tokens, whose mean is subtracted first) or None.
       overlong_mask: what a response without a stop token is left out of: "loss" is the
@@ -61,9 +60,6 @@ def group_experience(
       deviation (ddof 1) within a group of two or more, reward units, of responses
       that have a score; `response/masked`, where `overlong_mask` or `equal` may leave
       responses out: share of those that they do.
-
-    Raises:
-      InputError: the groups do not divide the rows.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
     arXiv:2402.14740 (RLOO); Yu et al. 2025, arXiv:2503.14476, sections 3.2 and 3.4

@@ -121,15 +121,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PairExperience, LossFunction]:
-        """`losses.dpo_loss` of the pairs, by its own β.
-
-        Args:
-          frozen: of which the base is read; the reference's log-probs are in the pairs,
-            and there is no further one.
-
-        Raises:
-          InputError: there are further references.
-        """
+        """`losses.dpo_loss` of the pairs, by its own β."""
         del kl_coef
         if frozen.further:
             raise InputError(

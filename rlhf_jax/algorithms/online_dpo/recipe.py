@@ -78,14 +78,7 @@ class OnlineDPORecipe(PolicyRecipe):
         return False
 
     def check_batch(self, responses: int) -> None:
-        """Checks that the pairs of a batch divide into minibatches and micro-batches.
-
-        Args:
-          responses: in a batch, whole groups.
-
-        Raises:
-          InputError: they do not.
-        """
+        """Checks that the pairs of a batch divide into mini- and micro-batches."""
         pairs = responses // self.responses_per_pair
         size, rest = divmod(pairs, self.num_minibatches)
         if rest or not size:

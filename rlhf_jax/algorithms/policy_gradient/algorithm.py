@@ -130,13 +130,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         frozen: FrozenModels = NO_MODELS,
         version: Array | None = None,
     ) -> Rollout:
-        """The responses to prompts: here the policy's own.
-
-        Args:
-          policy: parameters to run with, not adapters.
-          prompts: Prompts[B, P]; a prompt in `rows_per_prompt` rows is run once.
-          version: i32[], of the policy; None stamps no token.
-        """
+        """The responses to prompts: here the policy's own."""
         del frozen
         return flow.rollout.rollout(
             policy,
@@ -172,11 +166,10 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """
         mask = minibatch.response_mask
         terms = functools.partial(
-            policy_terms,
+            self.terms,
             kl_coef=kl_coef,
             num_tokens=mask.sum(dtype=jnp.float32),
             num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
-            recipe=self,
             frozen=frozen,
         )
 
@@ -185,10 +178,14 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             part: PolicyExperience,
             packing: Packing | None = None,
         ) -> tuple[Array, masked.Stats]:
-            output = terms(trained[0], experience=part, packing=packing)
-            return output.loss, output.stats
+            return terms(trained[0], experience=part, packing=packing)
 
         return minibatch, loss
+
+    def terms(self, policy: Params, **part: Any) -> tuple[Array, masked.Stats]:
+        """The loss of a part of a minibatch, `policy_terms`, and its stats."""
+        output = policy_terms(policy, recipe=self, **part)
+        return output.loss, output.stats
 
     @property
     def rows_per_prompt(self) -> int:
@@ -242,15 +239,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 )
 
     def refuse_turns(self, turns: Array | None) -> None:
-        """Raises InputError for rewards of turns where a response has one turn alone.
-
-        Args:
-          turns: of `rewards.Scores`, f32[B, S], reward units; None is none.
-
-        Raises:
-          InputError: responses are sampled to a fixed length and end afterwards at
-            their first stop token, where the first turn of an episode ends.
-        """
+        """Raises InputError for rewards of turns where a response is cut at a stop."""
         if self.fixed_length is not None and turns is not None:
             raise InputError(
                 f"fixed_length: expected None for episodes of several turns, each of "
@@ -288,11 +277,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         return aggregation.bias(self.aggregation)
 
     def minibatch_size(self, rows: int) -> int:
-        """Rows of a minibatch when a batch has `rows`.
-
-        Raises:
-          InputError: the sizes do not divide.
-        """
+        """Rows of a minibatch when a batch has `rows`."""
         size, rest = divmod(rows, self.num_minibatches)
         if rest or not size:
             raise InputError(

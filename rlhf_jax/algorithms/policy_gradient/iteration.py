@@ -48,9 +48,7 @@ def iteration(
     further references.
 
     Args:
-      state: of `state.ppo_state` or `state.grpo_state`; donated by the caller's `jit`.
       prompts: Prompts[B, P]; `recipe.rows_per_prompt` neighbouring rows of each prompt.
-      frozen: reference, base and further references; never donated.
       reward: rollout -> f32[B] or `rewards.Scores`, reward units, in JAX; None scores
         every response 0.
       key: of this step, `fold_in(root, step)`.
@@ -100,17 +98,12 @@ def sample(
     """The rollout of an iteration, as `recipe.rollout` draws it.
 
     Args:
-      policy: the policy's parameters, or its adapters.
       prompts: Prompts[B, P]; a prompt in `recipe.rows_per_prompt` rows is run once.
       key: of this step; the sampler takes the first of the two keys split from it.
-      frozen: of which the base is read, and the reference by a recipe of mixtures.
       version: i32[], of the policy, `TrainState.step`; None stamps no token.
 
     Returns:
       Rollout[B, P + R], R = `recipe.max_new_tokens`.
-
-    Raises:
-      InputError: batch sizes or groups do not divide.
     """
     recipe.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
     sample_key, _ = jax.random.split(key)

@@ -55,7 +55,6 @@ def policy_terms(
 
     Args:
       policy: parameters, or adapters; the gradient reaches them alone.
-      kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_responses: f32[], response tokens, and responses that hold one,
         of the whole minibatch.
       frozen: of which the references are read for exact KL in the loss alone; the
@@ -66,7 +65,6 @@ def policy_terms(
       the ledger of trust where the experience has its entries.
 
     Raises:
-      ValueError: there are no columns before the `max_new_tokens` of the response.
       InputError: exact KL without a reference, one of base and `recipe.lora` without
         the other, or adapters that do not fit.
     """
@@ -202,11 +200,6 @@ def _exact_kl(
 
 
 def mean_distance(left: Array, right: Array, *, mask: Array) -> tuple[Array, Array]:
-    """(Σ m·|left - right|, Σ m), nats per token for log-probs.
-
-    Args:
-      left, right: f32[B, S].
-      mask: bool[B, S].
-    """
+    """(Σ m·|left - right|, Σ m), nats per token for log-probs."""
     distance = masked.masked_sum(jnp.abs(left - right), mask=mask)
     return distance, mask.sum(dtype=jnp.float32)

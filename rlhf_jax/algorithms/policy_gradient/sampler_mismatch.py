@@ -39,7 +39,6 @@ def recomputed(
     Args:
       rollout: Rollout[B, S], with the sampler's log-probs, which stay in
         `sampler_logprobs`.
-      params: of the policy, before any update.
       recipe: without `recomputes_logprobs` nothing changes.
     """
     if not recipe.recomputes_logprobs:
@@ -60,9 +59,6 @@ def corrected(
     """The experience, weighted for who drew its tokens where the recipe says so.
 
     Args:
-      experience: PolicyExperience[B, S] of the rollout.
-      rollout: Rollout[B, S], of `recomputed`.
-      step: i32[], iterations that the trainer has done.
       recipe: static; without `recomputes_logprobs` nothing changes.
 
     Returns:
@@ -115,7 +111,6 @@ def weighted(
       cap: C, the largest weight, dimensionless.
       correction: how weights beyond the bounds are cut (`importance.Correction`).
       floor: the smallest weight of the masks and of rejection; None is none.
-      group_size: responses to each prompt, in neighbouring rows.
 
     Returns:
       The experience, and {name: (sum, weight)} of `mismatch.weight_stats` and
@@ -147,10 +142,6 @@ def weighted(
 
 def staleness(rollout: Rollout, *, step: Array) -> masked.Stats:
     """How old the parameters that drew the tokens are.
-
-    Args:
-      rollout: Rollout[B, S], the versions of its tokens known or None.
-      step: i32[], iterations that the trainer has done.
 
     Returns:
       {name: (sum, weight)}: `policy/staleness`, step - version, mean over the response

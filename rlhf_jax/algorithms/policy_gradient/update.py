@@ -163,17 +163,10 @@ def shuffle_key(key: Array) -> Array:
 
 
 def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
-    """The rows of every minibatch of an update, in turn.
-
-    Args:
-      key: shuffles; epoch e uses fold_in(key, e).
-      rows: B, of the batch.
+    """The rows of every minibatch of an update; epoch e uses fold_in(key, e).
 
     Returns:
       i32[num_epochs · num_minibatches, B / num_minibatches].
-
-    Raises:
-      InputError: batch sizes do not divide.
     """
     size = recipe.minibatch_size(rows)
 

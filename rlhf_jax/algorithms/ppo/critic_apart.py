@@ -52,11 +52,7 @@ def values(
     frozen: FrozenModels = NO_MODELS,
     packing: RolloutPacking | None = None,
 ) -> Array:
-    """The critic's values of a rollout, f32[B, S], reward units.
-
-    Args:
-      critic: its parameters, or its adapters.
-    """
+    """The critic's values of a rollout, f32[B, S], reward units."""
     return score.response_values(
         adapted.params(critic, base=frozen.base, lora=recipe.lora),
         rollout=rollout,
@@ -79,7 +75,6 @@ def update(
     """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
 
     Args:
-      experience: Experience[B, S], that of `ppo.update`.
       key: that of `ppo.update`, `ppo.shuffle_key`.
 
     Returns:

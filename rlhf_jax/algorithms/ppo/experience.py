@@ -33,7 +33,6 @@ def gae_experience(
 
     Args:
       scored: Scored[B, S], with values.
-      gamma, lam: of GAE, dimensionless.
       whiten_rewards, whiten_advantages: "rollout" here, over all response tokens;
         "minibatch" leaves it to the update; None is off. Rewards keep their mean.
       whiten_ddof: of the variance, 0 (OAI, N+) or 1 (TRL).
@@ -96,10 +95,6 @@ def estimate(
     Args:
       experience: Experience[b, S], the whole rollout or a whole minibatch; its
         advantages and returns are not read.
-      gamma, lam: of GAE, dimensionless.
-      whiten_ddof: of the variance, 0 or 1.
-      whiten_rewards: over these rows, without shifting their mean.
-      whiten_advantages: over these rows, to mean 0.
 
     Returns:
       Experience[b, S]. Advantages are 0 outside the response, returns outside

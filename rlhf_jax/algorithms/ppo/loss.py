@@ -73,7 +73,6 @@ def ppo_loss(
       policy, critic: parameters, or adapters; the gradient reaches both, and nothing
         else. With `recipe.shared_trunk` the critic is a head alone; None is
         a critic that is trained apart, and no value loss.
-      kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_values, num_responses: f32[], response tokens, valued states and
         responses that hold a token, all of the whole minibatch.
       num_valued: f32[], responses that hold a valued state, those that a correction
@@ -81,11 +80,6 @@ def ppo_loss(
 
     Returns:
       f32[] and the stats of the losses and `policy/sampler_mismatch`.
-
-    Raises:
-      ValueError: there are no columns before the `max_new_tokens` of the response.
-      InputError: exact KL without a reference, one of base and `recipe.lora` without
-        the other, or adapters that do not fit.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -135,16 +129,11 @@ def critic_loss(
     """c_v·value_loss of a (micro-)batch, by a critic with a trunk of its own.
 
     Args:
-      critic: its parameters, or its adapters.
       num_values, num_valued: f32[], valued states and responses that hold one, of the
         whole minibatch.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, whose parts add up over a minibatch.
-
-    Raises:
-      InputError: one of base and `recipe.lora` without the other, or adapters that do
-        not fit.
     """
     predicted = values(
         adapted.params(critic, base=frozen.base, lora=recipe.lora),

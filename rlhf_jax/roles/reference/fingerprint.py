@@ -46,7 +46,6 @@ def named(params: Params, pairs: Array) -> Fingerprint:
 
     Args:
       params: the tree they were taken of; only its paths are read.
-      pairs: u32[N, 2], from `digests`.
     """
     return of_leaves(
         {

@@ -98,9 +98,6 @@ def beside(frozen: Frozen, batch: Any) -> Any:
         ref_logprobs = score(reference, rollout=copy)       runs beside
         ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
 
-    Args:
-      batch: pytree of arrays.
-
     Returns:
       The batch there, its rows over the row axes of a mesh; itself where it is on
       that mesh already.

@@ -39,12 +39,7 @@ References = Mapping[str, Further]
 
 
 def check(name: str, *, weight: float) -> None:
-    """Raises InputError for a name or a weight that a reference cannot have.
-
-    Args:
-      name: of the reference, in `objective/kl_NAME`.
-      weight: w of its KL, dimensionless.
-    """
+    """Raises InputError for a name or a weight that a reference cannot have."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in TAKEN:
         raise InputError(
             f"expected a name of letters, digits, _, - and ., and none of "

@@ -149,13 +149,6 @@ def mix(frozen: Frozen, params: Params, *, rate: float) -> Frozen:
     parameter rounds to none, in int8 one below half a step of its scale: with a small
     rate such a reference stands still, where one in float32 follows.
 
-    Args:
-      params: the policy's, of the structure and shapes of the reference.
-      rate: 0 to 1, dimensionless.
-
-    Raises:
-      InputError: rate is outside [0, 1], or `params` are of another model.
-
     Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (soft update).
     """
     checks.fraction(rate=rate)

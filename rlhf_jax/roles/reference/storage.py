@@ -120,12 +120,7 @@ def store(
 
 
 def copy_as(leaf: Array, *, like: Any) -> Any:
-    """A copy of a leaf in the dtype, the memory and the place of another.
-
-    Args:
-      leaf: an array.
-      like: a leaf that `store` made of one of the same shape.
-    """
+    """A copy of a leaf in the dtype, the memory and the place of another."""
     if isinstance(like, OnHost):
         return OnHost(copy_as(leaf, like=like.held))
     if isinstance(like, Int8):

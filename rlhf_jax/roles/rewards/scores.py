@@ -54,10 +54,6 @@ Reward = Callable[[Any], Array | Scores]  # of `Responses`
 def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
     """What any reward returned, as a record: bare numbers have no parts.
 
-    Args:
-      returned: f32[B], or Scores.
-      rows: B, where it is known.
-
     Raises:
       InputError: they are not one number a row, turns are not [B, S], or `left_out` is
         not one bool a row.

@@ -74,8 +74,6 @@ def read(
     as such.
 
     Args:
-      decode: token ids -> text, as `transcripts.texts` takes it.
-      rows: the data set that `rollout.index` points into.
       prompts: the prompts of these rows as they were written: texts, or
         messages; None decodes their tokens.
     """

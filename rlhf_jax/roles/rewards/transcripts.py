@@ -79,10 +79,6 @@ def observed_of(mask: HostArray, response_mask: HostArray) -> HostArray:
     """bool[..., S]: tokens that the policy read after it had begun to respond.
 
     It is `batch.Rollout.observed`, on the host.
-
-    Args:
-      mask: bool[..., S], not padding.
-      response_mask: bool[..., S], sampled tokens.
     """
     began = np.cumsum(response_mask, axis=-1) > 0
     return mask & ~response_mask & began
@@ -99,10 +95,6 @@ def transcript(
     """(prompt, response) of one row.
 
     Args:
-      tokens: i32[S].
-      mask: bool[S], not padding.
-      response_mask: bool[S], sampled tokens.
-      decode: token ids -> text.
       prompt: the prompt as it was written; None decodes its tokens.
 
     Returns:

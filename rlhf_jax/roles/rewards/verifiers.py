@@ -82,10 +82,6 @@ class _PerResponse:
 def check_answers(located: Iterable[tuple[str, Row]], *, verifier: Readable) -> None:
     """Reads the right answer of every row, before a run.
 
-    Args:
-      located: (file and line, row) of every row.
-      verifier: which will read these rows.
-
     Raises:
       InputError: an answer is missing or is not what the verifier compares with; names
         file and line.
