@@ -121,8 +121,6 @@ def group_relative(
     smaller weights than early ones.
 
     Args:
-      scores: f32[B], reward units, each group in G neighbouring rows.
-      group_size: G, 2 or more; divides B.
       normalise: divide by the standard deviation of the group (ddof 1), as published.
       eps: added to the deviation, reward units.
       row_mask: bool[B], responses that count; the others are in neither mean nor
@@ -172,8 +170,6 @@ def leave_one_out(
     The advantage is G/(G - 1) times the advantage over the mean of the whole group.
 
     Args:
-      scores: f32[B], reward units, each group in G neighbouring rows.
-      group_size: G, 2 or more; divides B.
       row_mask: bool[B], responses that count: the mean is that of the others which are
         kept, and the rest has no advantage. None keeps all.
 
@@ -213,13 +209,8 @@ def equal_groups(
     """Groups whose scores are all equal: their advantages are 0.
 
     Args:
-      scores: f32[B], reward units, each group in G neighbouring rows.
-      group_size: G, 2 or more; divides B.
       row_mask: bool[B], responses that count; a group that keeps none or one is equal.
         None keeps all.
-
-    Returns:
-      bool[B / G].
 
     >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
     >>> print(equal_groups(scores, group_size=3))

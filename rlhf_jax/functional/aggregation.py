@@ -157,9 +157,7 @@ def aggregate(
     """Σ w·x with the weights w of `token_weights`, and its statistic.
 
     Args:
-      name: of the statistic.
       x: f32[B, S], one number per token; entries outside the mask are not read.
-      mask: bool[B, S], response tokens, EOS included.
       the others: those of `token_weights`.
 
     Returns:

@@ -11,7 +11,8 @@ broken evenly,
     bound    0.193  0.636  1.835  3.175           nats
     exact                  1.330                  of four equally likely scores
 
-Only the order of the scores matters. A score that is not finite is below all others.
+n is the number of responses that are drawn for a prompt, 1 or more. Only the order
+of the scores matters. A score that is not finite is below all others.
 """
 
 from __future__ import annotations
@@ -30,9 +31,6 @@ Array = jax.Array
 
 def kl_bound(n: int) -> float:
     """log n - (n - 1)/n: the KL of best-of-n, an upper bound where scores tie.
-
-    Args:
-      n: number of responses drawn for a prompt, 1 or more.
 
     Returns:
       A number, nats.
@@ -59,7 +57,6 @@ def log_ratio(
     Args:
       below: f32[...], F⁻: probability of a lower score under the reference.
       equal: f32[...], F - F⁻: probability of an equal score; 0 for continuous scores.
-      n: number of responses drawn for a prompt, 1 or more.
 
     Returns:
       f32[...], nats; at most log n, and -inf where F is 0.
@@ -92,7 +89,6 @@ def exact_kl(
       probabilities: f32[Y], π_ref of every response to one prompt. They are divided by
         their sum, as n would amplify its rounding error.
       scores: f32[Y], in any unit; equal numbers are ties.
-      n: number of responses drawn for a prompt, 1 or more.
 
     Returns:
       f32[], nats.
@@ -137,7 +133,6 @@ def estimated_log_ratio(
       scores: f32[..., B], of responses that best-of-n chose for a prompt.
       among: f32[..., M], of other responses of the reference to the same prompt: none
         of them was a candidate for `scores`.
-      n: number of responses drawn for each choice, 1 or more.
 
     Returns:
       f32[..., B], nats.
@@ -190,7 +185,6 @@ def selection_weights(
 
     Args:
       scores: f32[..., N], of independent samples of one prompt.
-      n: number of responses drawn for a prompt, 1 to N.
 
     Returns:
       f32[..., N], dimensionless; the last axis sums to 1.
@@ -223,7 +217,6 @@ def expected_best(
 
     Args:
       scores: f32[..., N], of independent samples of one prompt.
-      n: number of responses drawn for a prompt, 1 to N.
 
     Returns:
       f32[...], in the scores' unit; NaN where a score that is not finite can win.
@@ -241,12 +234,6 @@ def expected_best(
 
 def finite_or_lowest(scores: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Scores with -inf in place of those that are not finite, so that they never win.
-
-    Args:
-      scores: f32[...], in any unit.
-
-    Returns:
-      f32[...], in the same unit.
 
     >>> print(finite_or_lowest(jnp.array([1.0, jnp.inf, jnp.nan, -2.0])))
     [  1. -inf -inf  -2.]

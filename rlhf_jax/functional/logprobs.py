@@ -31,8 +31,6 @@ def token_logprobs(
 
     Args:
       logits: floats[B, S, V] of any precision; the log-softmax is taken in float32.
-      tokens: i32[B, S].
-      temperature: divides the logits, dimensionless; the same in every role.
 
     Returns:
       f32[B, S], nats; column t is about tokens[:, t].
@@ -62,7 +60,6 @@ def entropy(
 
     Args:
       logits: floats[..., V] of any precision; taken to float32.
-      temperature: divides the logits, dimensionless.
 
     Returns:
       f32[...], nats per logit position.
@@ -100,8 +97,6 @@ def token_logprobs_from_hidden(
     Args:
       hidden: floats[B, S, D], the last layer's output after its norm.
       head: floats[V', D]; rows from `vocab_size` on are padding and have no effect.
-      tokens: i32[B, S].
-      temperature: divides the logits, dimensionless; the same in every role.
       vocab_size: V, the true vocabulary; None when no row is padding.
       softcap: c of logits c·tanh(x / c), before the temperature (Gemma 2,
         arXiv:2408.00118); None disables it.

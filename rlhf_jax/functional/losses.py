@@ -83,7 +83,6 @@ def policy_loss(
     Args:
       logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
       advantages: f32[B, S], reward units.
-      mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, dimensionless.
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
       dual_clip: dual-clip bound c > 1; None disables it. The source uses 3.
@@ -180,7 +179,6 @@ def entropy_bonus(
     Args:
       entropy: f32[B, S], nats; column t is about the distribution that tokens[:, t] was
         drawn from.
-      mask: bool[B, S], response tokens, EOS included.
       aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
 
     Returns:

@@ -51,7 +51,6 @@ def lengths_to_mask(lengths: Int32[Array, " B"], *, size: int) -> Bool[Array, "B
 
     Args:
       lengths: i32[B], tokens. A length above `size` fills its row.
-      size: number of columns S.
 
     Returns:
       bool[B, S]. Left-padded rows are its mirror, `mask[:, ::-1]`.
@@ -72,11 +71,6 @@ def masked_sum(
     x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"], axis: int | None = None
 ) -> Float32[Array, "*kept"]:
     """Σ m·x over `axis`, or over everything.
-
-    Args:
-      x: f32[...].
-      mask: bool, shape of x.
-      axis: the axis to reduce; None reduces all.
 
     Returns:
       f32, x without `axis`. An empty mask sums to 0.
@@ -99,11 +93,6 @@ def masked_mean(
 
     The mean of equal numbers is that number, at any magnitude and any count.
 
-    Args:
-      x: f32[...].
-      mask: bool, shape of x.
-      axis: the axis to reduce; None reduces all.
-
     Returns:
       f32, x without `axis`. An empty mask has mean 0.
 
@@ -125,10 +114,6 @@ def centred(
 
     The mean of large float32 numbers is in general not a float32. Its rounding error
     can be as large as the deviations from it, so it is kept as two numbers.
-
-    Args:
-      x: f32[...].
-      mask: bool, shape of x.
 
     Returns:
       f32[] centre, without gradient, f32[] rest, and f32[...], 0 outside the mask.
@@ -168,8 +153,6 @@ def masked_var(
     """Σ m·(x - mean)² / (Σ m - ddof), over everything and in two passes.
 
     Args:
-      x: f32[...].
-      mask: bool, shape of x.
       ddof: 0 is the biased variance (OAI, N+), 1 the unbiased one (TRL).
 
     Returns:
@@ -200,7 +183,6 @@ def masked_whiten(
 
     Args:
       x: f32[...], the whole rollout or the whole minibatch, never a micro-batch.
-      mask: bool, shape of x.
       shift_mean: True gives mean 0 (advantages), False keeps the mean (OAI's rewards).
       ddof: of the variance; 0 is the biased one (OAI, N+), 1 the unbiased one (TRL).
 

@@ -31,9 +31,6 @@ def capped_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
     The slope at infinity is 0.
 
-    Args:
-      x: f32[...], nats.
-
     Returns:
       f32[...], dimensionless, finite unless x is NaN.
 
@@ -64,8 +61,6 @@ def at_level(
 
     Args:
       log_ratio: f32[B, S], nats, x = log π - log π_old; the gradient reaches it.
-      mask: bool[B, S], response tokens, EOS included.
-      ratio_level: which of the three.
 
     Returns:
       f32[B, S], nats, 0 outside the mask (as it is, for token).

@@ -23,10 +23,6 @@ def sum_stats(
 ) -> Stats:
     """{name: (Σ m·x, Σ m)} of each column, without gradient.
 
-    Args:
-      columns: f32[...] by name.
-      mask: bool, of their shape.
-
     Returns:
       {name: (f32[], f32[])}, the sum and the number of True entries.
 
@@ -77,12 +73,6 @@ def add_stats(left: Stats, right: Stats) -> Stats:
 
 def merge_stats(*parts: Stats) -> Stats:
     """The statistics of several sources, under different names, in any order.
-
-    Args:
-      parts: {name: (sum, weight)} of each source.
-
-    Returns:
-      {name: (sum, weight)} of all sources.
 
     Raises:
       ValueError: two sources have the same name, of which one would be lost.
@@ -136,9 +126,6 @@ def total_stats(stats: Stats) -> Stats:
 
 def mean_stats(stats: Stats) -> dict[str, Array]:
     """{name: sum / weight}: the division, once all parts are added.
-
-    Args:
-      stats: {name: (sum, weight)}; a weight of None is a maximum.
 
     Returns:
       {name: mean}; 0 where the weight is 0. Maxima are returned as they are.

@@ -161,7 +161,6 @@ def ratio_stats(
     Args:
       log_ratio: f32[B, S], nats, of single tokens.
       ratio: f32[B, S], ρ as the loss reads it.
-      mask: bool[B, S], response tokens.
 
     Returns:
       {name: (sum, weight)}, without gradient: `policy/approxkl`, ½(log ratio)² of

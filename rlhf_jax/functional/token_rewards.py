@@ -38,7 +38,6 @@ def token_rewards(
     Args:
       scores: f32[B], reward units, one per response; of an episode, of all its turns.
       kl: f32[B, S], nats per token by any estimator; None is no penalty.
-      mask: bool[B, S], response tokens, EOS included.
       kl_coef: β, f32[] or float, reward units per nat.
       score_mask: bool[B, S], the score is added at the last True of a row; None is
         `mask`. PPO in the variant N+ passes one that is a column longer.
@@ -93,7 +92,6 @@ def kl_reward(
 
     Args:
       kl: f32[B, S], nats per token.
-      mask: bool[B, S], response tokens, EOS included.
       kl_coef: β, f32[] or float, reward units per nat.
 
     Returns:

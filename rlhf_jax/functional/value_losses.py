@@ -32,7 +32,6 @@ def value_loss(
     Args:
       values, old_values, returns: f32[B, S], reward units; column t is the state
         just before tokens[:, t].
-      mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, reward units; None does not clip.
       aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
 
@@ -92,7 +91,6 @@ def explained_variance(
 
     Args:
       values, returns: f32[B, S], reward units.
-      mask: bool[B, S], response tokens, EOS included.
 
     Returns:
       `value/explained_variance`: 1 is a perfect critic, 0 is one no better than a

@@ -96,7 +96,6 @@ def divergence(
       hidden: floats[B, T, D]. head: floats[V', D].
       ref_hidden: floats[B, T, D']. ref_head: floats[V'', D'].
       temperature: T, dimensionless; not differentiated.
-      plan: direction, buckets, chunks.
 
     Returns:
       f32[B, T], nats. The gradient reaches `hidden` and `head` only; a position whose

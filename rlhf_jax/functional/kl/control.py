@@ -276,9 +276,6 @@ def fixed(kl_coef: float | Shaped[Array, ""]) -> FixedKL:
     Args:
       kl_coef: β, reward units per nat; 0.0 is no penalty. An array is not read.
 
-    Returns:
-      The controller.
-
     >>> print(fixed(0.05).kl_coef)
     0.05
     >>> fixed(-0.05)

@@ -248,9 +248,6 @@ KLController = (
 def scalar(number: float | Shaped[Array, ""]) -> Float32[Array, ""]:
     """A copy of a number as f32[]: a donated state must not share its buffers.
 
-    Args:
-      number: a number or a scalar array, in any unit.
-
     Returns:
       f32[] in a buffer of its own.
 

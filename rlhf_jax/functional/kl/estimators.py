@@ -110,7 +110,6 @@ def exact(
 
     Args:
       logits, ref_logits: floats[..., V] of any precision; cast to float32.
-      temperature: divides both, dimensionless.
 
     Returns:
       f32[...], nats per logit position, up to rounding never negative.
@@ -147,8 +146,6 @@ def top_k(
     Args:
       logits, ref_logits: floats[..., V] of any precision; cast to float32.
       k: tokens outside the bucket, 1 to V.
-      temperature: divides both, dimensionless.
-      direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
 
     Returns:
       f32[...], nats per logit position, up to rounding never negative.

@@ -43,7 +43,6 @@ def exact_from_hidden(
       head: floats[V', D]; rows from `vocab_size` on are padding and are not read.
       ref_hidden, ref_head: floats[B, S, D'] and floats[V'', D'], the reference's; its
         width and its padding may differ.
-      temperature: divides the logits of both, dimensionless.
       vocab_size: V, the true vocabulary; None when no row is padding.
       softcap, ref_softcap: c of logits c·tanh(x / c) of the policy and of the
         reference, before the temperature; None disables it.

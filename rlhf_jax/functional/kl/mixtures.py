@@ -91,7 +91,6 @@ def jensen_shannon(
     Args:
       logits, ref_logits: floats[..., V] of any precision; cast to float32.
       beta: β, share of the reference in the mixture, between 0 and 1.
-      temperature: divides both, dimensionless.
 
     Returns:
       f32[...], nats per logit position, up to rounding never negative.

@@ -52,7 +52,6 @@ def reward_kl(
       logprobs: f32[B, S], nats, of the policy that sampled; column t is about
         tokens[:, t].
       ref_logprobs: f32[B, S], nats, of the reference.
-      mask: bool[B, S], response tokens, EOS included.
       exact: f32[B, S], nats, of `kl.exact_from_hidden` in the penalty's direction;
         required where value_estimator is exact.
 
@@ -116,7 +115,6 @@ def kl_loss(
       logprobs: f32[B, S], nats, of the policy now; column t is about tokens[:, t].
       old_logprobs: f32[B, S], nats, of the policy that sampled.
       ref_logprobs: f32[B, S], nats, of the reference.
-      mask: bool[B, S], response tokens, EOS included.
       weights: f32[B, S], dimensionless, of `losses.token_weights`. Those of a whole
         minibatch sum to 1, so the losses of its micro-batches add up. An estimate of a
         whole response has the weight of the last token.

@@ -46,9 +46,6 @@ class Weights(NamedTuple):
 def rejects(correction: Correction) -> bool:
     """Whether a correction leaves whole responses out.
 
-    Args:
-      correction: one of `Correction`.
-
     >>> rejects("geometric_reject")
     True
     >>> rejects("sequence_mask")
@@ -63,7 +60,6 @@ def check_bounds(
     """Checks that a ratio of 1 is within the bounds of a correction.
 
     Args:
-      correction: one of `Correction`.
       cap: upper bound of a ratio, dimensionless, 1 or more.
       floor: lower bound, above 0 and at most 1; None is no bound. Not for a truncation,
         which bounds a weight from above alone.
@@ -109,8 +105,6 @@ def importance_weights(
       logprobs: f32[B, S], nats, log π_old of the trainer; column t is about
         tokens[:, t].
       sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
-      mask: bool[B, S], response tokens, EOS included.
-      correction: which formula.
       cap, floor: bounds of the ratio, as `check_bounds` has them.
 
     Returns:

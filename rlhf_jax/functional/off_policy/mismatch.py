@@ -26,9 +26,7 @@ def weight_stats(
     are equal.
 
     Args:
-      output: of `importance_weights`.
       mask: bool[B, S], response tokens, those of rejected responses included.
-      correction: of the weights.
 
     Returns:
       {name: (sum, weight)}: `policy/sampler_weight`, the mean of w over tokens;
@@ -80,7 +78,6 @@ def sampler_kl(
     Args:
       logprobs: f32[B, S], nats, log π_old of the trainer.
       sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
-      mask: bool[B, S], response tokens, EOS included.
 
     Returns:
       {name: (sum, weight)}, nats per token: `policy/sampler_kl` by k1 and

@@ -24,8 +24,6 @@ def pairwise_loss(
     Args:
       chosen, rejected: f32[B], reward units, scores of the two responses of a pair.
       margin: f32[B], reward units by which chosen should lead; None is 0.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        is B.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen` and
@@ -68,11 +66,6 @@ def per_pair(
     num_pairs: Shaped[Array, ""] | None = None,
 ) -> Float32[Array, ""]:
     """Σ m·loss / N, the mean over pairs or texts, or a micro-batch's part of it.
-
-    Args:
-      losses: f32[B], one per pair.
-      mask: bool[B], True at pairs and False at padding.
-      num_pairs: f32[], N of the whole minibatch; None counts mask. At least 1 divides.
 
     Returns:
       f32[]. The gradient reaches `losses` where mask is True.

@@ -67,13 +67,9 @@ def dpo_loss(
       beta: β, reward units per nat: the KL coefficient of the objective that is solved
         (sigmoid, robust, ipo), or the inverse of the lead in nats that is enough
         (hinge).
-      kind: which loss.
       label_smoothing: ε, the probability that the preference is reversed: a number in
         [0, 0.5), or f32[B], a probability in [0, 1] for each pair (soft labels), which
         only sigmoid takes. robust needs a number above 0; ipo and hinge read none.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
-      mask: bool[B], True at pairs and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen_logprobs` and
@@ -178,12 +174,6 @@ def check_dpo(
     reference_free: bool = False,
 ) -> None:
     """Checks the options of `dpo_loss`; arrays are not read.
-
-    Args:
-      beta: β, reward units per nat.
-      kind: which loss.
-      label_smoothing: ε, a number, or f32[B] for each pair.
-      reference_free: True where the loss has no reference.
 
     Raises:
       InputError: beta is not positive, there is no such kind, label_smoothing is not in

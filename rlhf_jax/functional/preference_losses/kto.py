@@ -1,8 +1,7 @@
 """KTO: a loss of single responses, each labelled desirable or undesirable.
 
-A loss is a sum over texts divided by the number of texts. With that of the whole
-minibatch (`num_texts`) and its z0 (`kto_kl`), the losses of micro-batches add up.
-`losses` offers these functions too.
+The losses of micro-batches add up with the number of texts (`num_texts`) and the z0
+(`kto_kl`) of the whole minibatch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ def kto_kl(
     Args:
       logprobs, ref_logprobs: f32[B], nats, sums over the tokens of y', of the policy
         and the reference, over the whole minibatch.
-      mask: bool[B], True at texts and False at padding; None is all True.
 
     Returns:
       f32[], nats per response; 0 without texts. No gradient reaches any argument.
@@ -80,11 +78,7 @@ def kto_loss(
       ref_logprobs: f32[B], nats, the reference's.
       desirable: bool[B], the label.
       kl: f32[], nats per response, `kto_kl` of the whole minibatch.
-      beta: β, reward units per nat.
       desirable_weight, undesirable_weight: λ_D and λ_U, dimensionless.
-      num_texts: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
-      mask: bool[B], True at texts and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only: z0 is

@@ -39,9 +39,6 @@ def simpo_loss(
       beta: β, reward units per nat per token: the scale of the reward. It is not a KL
         coefficient.
       target_margin: γ, reward units by which the chosen response should lead.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
-      mask: bool[B], True at pairs and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, the names of `dpo_loss` with β·c and β·r as
@@ -87,9 +84,6 @@ def orpo_loss(
         of a response, EOS included. Above -1e-6 they count as that in the odds, and
         have no gradient there.
       odds_weight: λ, weight of the term of the odds, dimensionless.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
-      mask: bool[B], True at pairs and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, the names of `dpo_loss`, with the log-odds
