@@ -119,17 +119,33 @@ def _check_float32(params: Params) -> None:
             )
 
 
-@jax.named_scope("loss")
-def accumulate(
-    loss: LossFunction, params: Params, batch: Any, *, micro_batch_size: int | None
-) -> tuple[Params, masked.Stats]:
-    """Gradient of a loss that is a sum over rows, a micro-batch at a time.
+def micro_batches(batch: Any, *, micro_batch_size: int | None) -> Any:
+    """A batch whose leaves have B rows as its micro-batches, [B / size, size, ...].
 
         rows           0  1  2  3  4  5     B = 6, micro_batch_size = 3
         micro-batch    0  1  0  1  0  1
 
     Neighbouring rows go to different micro-batches, so that rows which are sharded in
     blocks leave every device with its share of each.
+    """
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    size = rows if micro_batch_size is None else micro_batch_size
+    if size < 1 or rows % size:
+        raise InputError(
+            f"expected micro_batch_size to divide the {rows} rows of an update, got "
+            f"{size}; change either, or leave it out to hold all at once"
+        )
+    shape = (size, rows // size)
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(shape + leaf.shape[1:]).swapaxes(0, 1), batch
+    )
+
+
+@jax.named_scope("loss")
+def accumulate(
+    loss: LossFunction, params: Params, batch: Any, *, micro_batch_size: int | None
+) -> tuple[Params, masked.Stats]:
+    """Gradient of a loss that is a sum over rows, a micro-batch at a time.
 
     Args:
       loss: (params, rows) -> (loss f32[], stats), already divided by the count of the
@@ -142,18 +158,9 @@ def accumulate(
       InputError: micro_batch_size does not divide B.
     """
     gradient = jax.grad(loss, has_aux=True)
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    if micro_batch_size is None or micro_batch_size == rows:
+    if micro_batch_size in (None, jax.tree.leaves(batch)[0].shape[0]):
         return gradient(params, batch)
-    if micro_batch_size < 1 or rows % micro_batch_size:
-        raise InputError(
-            f"expected micro_batch_size to divide the {rows} rows of an update, got "
-            f"{micro_batch_size}; change either, or leave it out to hold all at once"
-        )
-    shape = (micro_batch_size, rows // micro_batch_size)
-    parts = jax.tree.map(
-        lambda leaf: leaf.reshape(shape + leaf.shape[1:]).swapaxes(0, 1), batch
-    )
+    parts = micro_batches(batch, micro_batch_size=micro_batch_size)
 
     def add(total: Params, part: Any) -> tuple[Params, masked.Stats]:
         grads, stats = gradient(params, part)

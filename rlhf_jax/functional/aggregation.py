@@ -256,24 +256,21 @@ def _weights(
     """(f32[B, S], f32[]): weights of this part, and what they are to be divided by."""
     checks.one_of(aggregation=aggregation, among=get_args(Aggregation))
     weights = mask.astype(jnp.float32)
-    if aggregation == "prompt_mean":
-        if not isinstance(loss_scale_factor, jax.Array):
-            raise checks.InputError(
-                f"loss_scale_factor: expected the f32[B] of `prompt_scale` with "
-                f"aggregation 'prompt_mean', got {loss_scale_factor}; make it of the "
-                f"whole rollout"
-            )
+    is_array = isinstance(loss_scale_factor, jax.Array)
+    if is_array != (aggregation == "prompt_mean"):
+        raise checks.InputError(
+            f"loss_scale_factor: expected the f32[B] of `prompt_scale`, of the whole "
+            f"rollout, with aggregation 'prompt_mean' alone, got "
+            f"{'an array' if is_array else loss_scale_factor} with {aggregation!r}; "
+            f"change either"
+        )
+    if isinstance(loss_scale_factor, jax.Array):
         checks.shape((None, None), mask=mask)
         checks.shape((mask.shape[0],), loss_scale_factor=loss_scale_factor)
         # Rows of another part may be all 0.
         scale = jnp.where(loss_scale_factor > 0, loss_scale_factor, 1.0)
         responses = jnp.sum(mask.any(axis=1), dtype=jnp.float32)
         return weights / scale[:, None], responses
-    if isinstance(loss_scale_factor, jax.Array):
-        raise checks.InputError(
-            f"loss_scale_factor: expected a number or None with aggregation "
-            f"{aggregation!r}, got an array; choose aggregation 'prompt_mean'"
-        )
     check_scale(aggregation, loss_scale_factor=loss_scale_factor)
     if aggregation == "token_mean":
         return weights, jnp.sum(weights)

@@ -10,6 +10,7 @@ number comes from a user. Of numbers, None (off) and arrays pass and are not rea
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,10 +131,10 @@ def fraction(**numbers: Number) -> None:
 def within(
     *,
     advice: str,
-    above: float = -math.inf,
-    least: float = -math.inf,
-    below: float = math.inf,
-    most: float = math.inf,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
     **numbers: Number,
 ) -> None:
     """Checks that numbers are within bounds, and finite; `advice` ends the message.
@@ -146,17 +147,23 @@ def within(
     rlhf_jax.functional.errors.InputError: b1: expected a number of at least 0 and
         below 1, got 1.0; choose 0.9
     """
-    bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
+    bounds = (
+        ("above", above, operator.gt),
+        ("of at least", least, operator.ge),
+        ("below", below, operator.lt),
+        ("of at most", most, operator.le),
+    )
     stated = [
-        f"{word} {bound}" for word, bound in bounds.items() if abs(bound) < math.inf
+        (word, bound, is_so) for word, bound, is_so in bounds if bound is not None
     ]
     for name, number in numbers.items():
         if isinstance(number, int | float) and not (
-            above < number < below and least <= number <= most
+            -math.inf < number < math.inf
+            and all(is_so(number, bound) for _, bound, is_so in stated)
         ):
+            expected = " and ".join(f"{word} {bound}" for word, bound, _ in stated)
             raise InputError(
-                f"{name}: expected a number {' and '.join(stated)}, got "
-                f"{_shown(number)}; {advice}"
+                f"{name}: expected a number {expected}, got {_shown(number)}; {advice}"
             )
 
 

@@ -270,7 +270,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
         ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
         ("--packing=auto", "with rlhf-jax online-dpo, as its loss reads rows padded"),
         ("--group-size=3", "3"),
-        ("--micro-batch-size=8", "micro_batch_size: expected to divide the 4 pairs"),
+        ("--micro-batch-size=8", "expected micro_batch_size to divide the 4 pairs"),
         (
             "--references=other=x,weight=1",
             "with rlhf-jax online-dpo, as its loss reads one",

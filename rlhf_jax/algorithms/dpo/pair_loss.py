@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PackedPreferences
 from rlhf_jax.algorithms.dpo.recipe import DPO
+from rlhf_jax.algorithms.state import micro_batches
 from rlhf_jax.functional import checks, masked, preference_losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted, policy
@@ -193,16 +194,8 @@ def kto_baseline(
     Raises:
       InputError: micro_batch_size does not divide B.
     """
-    rows = len(batch.tokens) if dpo.micro_batch_size is None else dpo.micro_batch_size
-    if len(batch.tokens) % rows:
-        raise InputError(
-            f"expected micro_batch_size to divide the {len(batch.tokens)} rows of an "
-            f"update, got {rows}; change either, or leave it out to hold all at once"
-        )
     params = adapted.params(trained, base=base, lora=dpo.lora)
-    parts = jax.tree.map(
-        lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), batch
-    )
+    parts = micro_batches(batch, micro_batch_size=dpo.micro_batch_size)
     logprobs = jax.lax.map(
         lambda part: pair_logprobs(
             token_logprobs(params, batch=part, dpo=dpo), batch=part

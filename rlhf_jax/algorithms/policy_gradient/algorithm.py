@@ -275,21 +275,3 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         if not self.stop_ids or self.truncates_reward_only:
             return None
         return aggregation.bias(self.aggregation)
-
-    def minibatch_size(self, rows: int) -> int:
-        """Rows of a minibatch when a batch has `rows`."""
-        size, rest = divmod(rows, self.num_minibatches)
-        if rest or not size:
-            raise InputError(
-                f"expected num_minibatches to divide the {rows} rows of a batch, got "
-                f"{self.num_minibatches}; change either"
-            )
-        micro_size = size if self.micro_batch_size is None else self.micro_batch_size
-        if micro_size < 1 or size % micro_size:
-            raise InputError(
-                f"expected micro_batch_size to divide the {size} rows of a minibatch "
-                f"({rows} rows / {self.num_minibatches} minibatches), got "
-                f"{micro_size}; change either, or leave it out to hold a minibatch at "
-                "once"
-            )
-        return size

@@ -118,6 +118,21 @@ class PolicyRecipe:
                 self.aggregation, loss_scale_factor=self.loss_scale_factor
             )
 
+    def minibatch_size(self, rows: int, *, unit: str = "rows") -> int:
+        """Rows of a minibatch of a batch; InputError if they do not divide."""
+        size = rows // self.num_minibatches
+        micro_size = size if self.micro_batch_size is None else self.micro_batch_size
+        for name, count, whole, divisor in (
+            ("num_minibatches", rows, "batch", self.num_minibatches),
+            ("micro_batch_size", size, "minibatch", micro_size),
+        ):
+            if count < 1 or divisor < 1 or count % divisor:
+                raise checks.InputError(
+                    f"expected {name} to divide the {count} {unit} of a {whole}, got "
+                    f"{divisor}; change either, or leave {name} out"
+                )
+        return size
+
     @property
     def has_ratio(self) -> bool:
         """Whether the loss has a probability ratio, which a stale sampler biases."""

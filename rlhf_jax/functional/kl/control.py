@@ -148,14 +148,13 @@ class _Target:
                     f"max_kl_coef"
                 )
         checks.positive(max_kl_coef=upper)
-        numbers = (lower, kl_coef, upper)
-        if all(isinstance(number, int | float) for number in numbers) and not (
-            lower <= kl_coef <= upper
-        ):
-            raise checks.InputError(
-                f"kl_coef: expected from min_kl_coef {lower:g} to max_kl_coef "
-                f"{upper:g}, got {kl_coef:g}; start within the bounds, or move them"
-            )
+        bounds = [x if isinstance(x, int | float) else None for x in (lower, upper)]
+        checks.within(
+            least=bounds[0],
+            most=bounds[1],
+            advice="start within min_kl_coef and max_kl_coef, or move them",
+            kl_coef=kl_coef,
+        )
         return {
             "kl_coef": scalar(kl_coef),
             "min_kl_coef": scalar(lower),

@@ -176,14 +176,11 @@ def check_memory(device: Any) -> None:
 
 def _dtype(name: str, dtype: Any, *, among: tuple[str, ...]) -> Any:
     try:
-        checked = jnp.dtype(dtype)
+        kind = jnp.dtype(dtype).name
     except TypeError:
-        checked = None
-    if checked is None or checked.name not in among:
-        raise InputError(
-            f"{name}: expected None or one of {', '.join(among)}, got {dtype!r}"
-        )
-    return checked
+        kind = dtype
+    checks.one_of(**{name: kind}, among=among)
+    return jnp.dtype(kind)
 
 
 def _matrix_axis(path: Any, leaf: Any) -> int | None:
