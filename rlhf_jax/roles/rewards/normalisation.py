@@ -82,13 +82,7 @@ class RunningMoments:
 
 def no_moments() -> RunningMoments:
     """Nothing seen yet; a function, since a shared array would die by donation."""
-    return RunningMoments(
-        count=jnp.zeros((), jnp.float32),
-        mean=jnp.zeros((), jnp.float32),
-        mean_rest=jnp.zeros((), jnp.float32),
-        variance=jnp.zeros((), jnp.float32),
-        variance_rest=jnp.zeros((), jnp.float32),
-    )
+    return RunningMoments(*(jnp.zeros((), jnp.float32) for _ in range(5)))
 
 
 def update_moments(
