@@ -107,9 +107,6 @@ def divergence(
     Both estimate KL(π ‖ π_ref) of whole responses where π drew them: `exact` takes the
     expectation over each token by itself, at the prefixes that were drawn, and so
     varies less; `k1` reads the drawn tokens alone.
-
-    Args:
-      rollout: Rollout[B, S], of the policy.
     """
     tokens, mask = rollout.tokens, rollout.mask
     first_column = tokens.shape[1] - max_new_tokens

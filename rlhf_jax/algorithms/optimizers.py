@@ -51,10 +51,6 @@ def adam(
 
     Args:
       learning_rate: lr, or update (from 0) -> lr, as `optax` schedules are.
-      b1, b2: decay an update, 0 to below 1.
-      eps: unit of the gradient.
-      style: where eps stands. OAI: tf.
-      mu_dtype: of m, as it is held.
       weight_decay: λ of AdamW, -lr · λ · parameter beside Adam's step; None is Adam.
       decayed: parameters -> tree of bool, which decay; None is all.
 
@@ -103,12 +99,6 @@ def muon(
 
     `optax.contrib.muon`, told that the first axis of stacked layers is no part of a
     matrix: each layer's is orthogonalised by itself.
-
-    Args:
-      learning_rate: lr, or update (from 0) -> lr, of both.
-      beta: decay of the momentum, 0 to below 1.
-      ns_steps: Newton-Schulz iterations.
-      weight_decay: of both.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """

@@ -65,7 +65,6 @@ def measure(
     Args:
       policy: the parameters that sampled the rollout, not updated since.
       reference: None has no KL to check.
-      base, lora: with adapters as the policy, else None (`adapted.params`).
       ref_logprobs: f32[B, S], nats, of the reference, from the very program
         that will score every rollout; `reference` is not run then, and whether the
         policy starts as it is the caller's to say (`require`).
@@ -113,7 +112,6 @@ def require(
     """Stops unless the two facts hold.
 
     Args:
-      measured: of the first rollout, before any update.
       tolerance: of the mean |trainer - sampler| of any response, nats per token
         (`TOLERANCE`).
       sampler_tolerance: of that mean beyond `tolerance`, for responses that were
@@ -163,15 +161,7 @@ def compare(
     names: tuple[str, str],
     advice: str,
 ) -> float:
-    """The largest mean |left - right| of a row, which must be within the tolerance.
-
-    Args:
-      left, right: f32[B, S], nats, on the host.
-      names: of the two, for the error.
-
-    Raises:
-      SelfCheckError: a row is beyond the tolerance, or NaN.
-    """
+    """The largest mean |left - right| of a row, which must be within the tolerance."""
     distance = np.where(mask, abs(left - right), 0.0)
     # By response, since a fault in how padding is treated may touch only a few.
     means = distance.sum(axis=1) / np.maximum(mask.sum(axis=1), 1)

@@ -70,7 +70,6 @@ def ppo_state(
     Args:
       policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
         copies), as both are donated.
-      policy_optimizer, critic_optimizer: those of the `PPO` that will update it.
     """
     _check_float32({"critic": critic})
     state = grpo_state(policy=policy, policy_optimizer=policy_optimizer, kl=kl)
@@ -150,12 +149,6 @@ def accumulate(
     Args:
       loss: (params, rows) -> (loss f32[], stats), already divided by the count of the
         whole batch, so that the losses of its parts add up.
-
-    Returns:
-      The gradient, as if taken at once, and the stats of all parts together.
-
-    Raises:
-      InputError: micro_batch_size does not divide B.
     """
     gradient = jax.grad(loss, has_aux=True)
     if micro_batch_size in (None, jax.tree.leaves(batch)[0].shape[0]):
@@ -228,9 +221,6 @@ def supervised_update(
     """One optimizer step on a batch; `loss` is that of `accumulate`.
 
     Its parameters are those to run with: the state's, or its adapters over `base`.
-
-    Raises:
-      InputError: micro_batch_size does not divide the rows.
     """
     grads, stats = accumulate(
         lambda trained, part: loss(adapted.params(trained, base=base, lora=lora), part),

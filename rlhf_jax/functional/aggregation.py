@@ -54,9 +54,6 @@ def bias(aggregation: Aggregation) -> str | None:
     The gradients that `kl.gradients` names, and those of the advantages, are of sums
     over responses: `constant` has them, times 1/loss_scale_factor.
 
-    Returns:
-      The sentence, for a warning; None for `constant`, which has no bias.
-
     >>> bias("sequence_mean")[:51]
     "aggregation 'sequence_mean' divides what a response"
     >>> print(bias("constant"))

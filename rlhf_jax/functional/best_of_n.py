@@ -32,9 +32,6 @@ Array = jax.Array
 def kl_bound(n: int) -> float:
     """log n - (n - 1)/n: the KL of best-of-n, an upper bound where scores tie.
 
-    Returns:
-      A number, nats.
-
     Source: Hilton & Gao 2022, "Measuring Goodhart's law"; a bound: Beirami et al. 2024,
     arXiv:2401.01879.
 
@@ -90,9 +87,6 @@ def exact_kl(
         their sum, as n would amplify its rounding error.
       scores: f32[Y], in any unit; equal numbers are ties.
 
-    Returns:
-      f32[], nats.
-
     Source: Beirami et al. 2024, arXiv:2401.01879, for distinct scores.
 
     >>> quarter = jnp.array([0.25, 0.25, 0.25, 0.25])
@@ -133,9 +127,6 @@ def estimated_log_ratio(
       scores: f32[..., B], of responses that best-of-n chose for a prompt.
       among: f32[..., M], of other responses of the reference to the same prompt: none
         of them was a candidate for `scores`.
-
-    Returns:
-      f32[..., B], nats.
 
     Raises:
       ValueError: the leading axes (prompts) differ, or `among` is empty. TypeError: not

@@ -17,30 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional.errors import InputError, StopError
-
-__all__ = [
-    "LARGEST_FLOAT",
-    "InputError",
-    "StopError",
-    "at_least_one",
-    "boolean",
-    "finite",
-    "float32",
-    "floating",
-    "fraction",
-    "groups",
-    "int32",
-    "listed",
-    "masked_floats",
-    "non_negative",
-    "one_of",
-    "positive",
-    "rows",
-    "same_shape",
-    "shape",
-    "within",
-]
+from rlhf_jax.functional.errors import InputError as InputError
+from rlhf_jax.functional.errors import StopError as StopError
 
 Array = jax.Array
 Number = float | Array | None

@@ -61,9 +61,6 @@ def entropy(
     Args:
       logits: floats[..., V] of any precision; taken to float32.
 
-    Returns:
-      f32[...], nats per logit position.
-
     >>> print(entropy(jnp.array([[0.0, 0.0], [5.0, 5.0], [0.0, -jnp.inf]])))  # log 2, 0
     [ 0.693  0.693 -0.   ]
     >>> print(entropy(jnp.array([[1.0, 0.0], [2.0, 0.0]]), temperature=2.0))

@@ -106,9 +106,6 @@ def total_stats(stats: Stats) -> Stats:
       stats: {name: (f32[N, ...], f32[N, ...])} of N parts; a weight of None marks a
         maximum.
 
-    Returns:
-      {name: (sum, weight)} without the leading axis.
-
     >>> stats = {"loss": (jnp.array([1.0, 9.0]), jnp.array([1.0, 4.0]))}
     >>> total, weight = total_stats(stats)["loss"]
     >>> print(total, weight)

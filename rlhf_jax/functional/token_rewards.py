@@ -94,9 +94,6 @@ def kl_reward(
       kl: f32[B, S], nats per token.
       kl_coef: β, f32[] or float, reward units per nat.
 
-    Returns:
-      f32[B], reward units.
-
     >>> kl = jnp.array([[0.0, 0.0, 2.0, 1.0, 3.0, 9.0]])
     >>> mask = jnp.array([[False, False, True, True, True, False]])
     >>> print(kl_reward(kl, mask=mask, kl_coef=0.5))

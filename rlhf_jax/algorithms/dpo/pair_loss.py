@@ -190,9 +190,6 @@ def kto_baseline(
 
     Returns:
       f32[], nats per response. No gradient reaches any argument.
-
-    Raises:
-      InputError: micro_batch_size does not divide B.
     """
     params = adapted.params(trained, base=base, lora=dpo.lora)
     parts = micro_batches(batch, micro_batch_size=dpo.micro_batch_size)

@@ -86,11 +86,7 @@ class DPORecipe:
                 )
 
     def check_reference_free(self) -> None:
-        """Refuses a kind that cannot do without its reference, or has none anyway.
-
-        Raises:
-          InputError: reference_free does not go with the kind.
-        """
+        """Refuses a kind that cannot do without its reference, or has none anyway."""
         if self.kind in get_args(DPOKind):
             preference_losses.check_dpo(
                 beta=self.beta,

@@ -66,9 +66,6 @@ def update(
       base: with adapters as the state's parameters, else None. It is the reference
         where neither ref_logprobs nor reference is given.
 
-    Returns:
-      The next state and the stats of `loss` and `state.supervised_step`.
-
     Raises:
       InputError: there is no reference to be had, or one that would not be read;
         micro_batch_size does not divide B, base and lora are not given

@@ -40,7 +40,6 @@ def add(
     """Adds the KL to further references to a rollout that has that to the first.
 
     Args:
-      scored: Scored[B, S], of `score` with the first reference.
       further: by name; log-probs are computed where there are none.
 
     Returns:

@@ -244,9 +244,6 @@ def response_values(
 
     Args:
       after_stop: whether the state after the last token has a value.
-
-    Returns:
-      f32[B, S], reward units; 0 where a state has no value.
     """
 
     def compute(packing: Packing | None) -> Array:

@@ -108,7 +108,6 @@ def kl_stats(scores: Array, *, among: Array, n: int) -> masked.Stats:
     Args:
       scores: f32[G, C], of C chosen responses to each of G prompts.
       among: f32[G, M], of other samples of the same prompts.
-      n: samples that each was chosen from.
 
     Returns:
       {name: (sum, weight)}: `best_of_n/kl` measured, nats per response, and its

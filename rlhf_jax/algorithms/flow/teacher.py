@@ -54,9 +54,6 @@ def head_of(
 
     Args:
       place: stored parameters -> the same on the student's devices.
-
-    Returns:
-      A frozen model of the head alone, for `learn` with hidden states.
     """
     shape = frozen.shape_of(teacher, policy=model)
     table = ("embed", "tokens") if shape.tied_head else ("head", "kernel")

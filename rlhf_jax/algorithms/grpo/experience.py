@@ -50,7 +50,6 @@ def group_experience(
         loss, "group" its group's mean and deviation as well. None trains on it.
       equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
         divided by what the others have.
-      stop_ids: tokens that end a response; read by overlong_mask.
       prompt_mean: also compute `prompt_scale`, of what is trained on.
 
     Returns:

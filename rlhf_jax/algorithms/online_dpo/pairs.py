@@ -53,10 +53,6 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
     ) -> tuple[PairExperience, masked.Stats]:
         """Pairs of each group, the response with the higher score first.
 
-        Args:
-          scored: Scored[B, S], each prompt in `group_size` neighbouring rows.
-          kl_coef: read by the statistics of the objective alone; β is a number here.
-
         Returns:
           PairExperience of N pairs and {name: (sum, weight)}. `pair/score_gap`: the
           difference of the scores, reward units; `pair/tied_fraction`: share of pairs

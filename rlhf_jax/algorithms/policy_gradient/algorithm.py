@@ -113,10 +113,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     ) -> tuple[PolicyExperience, masked.Stats]:
         """What the updates read of a scored rollout: each algorithm has its own.
 
-        Args:
-          kl_coef: β of this iteration, f32[], reward units per nat; it is applied here
-            where the KL is in the reward (`token_rewards`).
-
         Returns:
           A record with at least the fields of `PolicyExperience`, and stats of it.
         """
@@ -153,11 +149,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Any, LossFunction]:
         """The loss of the parts of a minibatch: here that of the policy alone.
-
-        Args:
-          minibatch: what `experience` made, of the rows of a minibatch.
-          kl_coef: β of this iteration, f32[], reward units per nat; it is applied in
-            `policy_terms` where the KL is in the loss.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->

@@ -63,10 +63,6 @@ def policy_terms(
     Returns:
       The loss with the stats of its terms, `policy/sampler_mismatch`, and the sums of
       the ledger of trust where the experience has its entries.
-
-    Raises:
-      InputError: exact KL without a reference, one of base and `recipe.lora` without
-        the other, or adapters that do not fit.
     """
     mask = experience.response_mask
     params = adapted.params(policy, base=frozen.base, lora=recipe.lora)

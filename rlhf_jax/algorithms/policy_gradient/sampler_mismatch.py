@@ -34,13 +34,7 @@ def recomputed(
     recipe: PolicyGradient,
     packing: SizedPacking | None,
 ) -> Rollout:
-    """The rollout with the trainer's log-probs as `old_logprobs`, if the recipe asks.
-
-    Args:
-      rollout: Rollout[B, S], with the sampler's log-probs, which stay in
-        `sampler_logprobs`.
-      recipe: without `recomputes_logprobs` nothing changes.
-    """
+    """The trainer's log-probs as `old_logprobs`, if the recipe recomputes them."""
     if not recipe.recomputes_logprobs:
         return rollout
     return flow.rollout.recompute_logprobs(
@@ -56,10 +50,7 @@ def recomputed(
 def corrected(
     experience: Experience, *, rollout: Rollout, step: Array, recipe: PolicyGradient
 ) -> tuple[Experience, masked.Stats]:
-    """The experience, weighted for who drew its tokens where the recipe says so.
-
-    Args:
-      recipe: static; without `recomputes_logprobs` nothing changes.
+    """The experience, weighted for who drew its tokens where they are recomputed.
 
     Returns:
       The experience, and stats {name: (sum, weight)}: where log-probs are recomputed
@@ -111,10 +102,6 @@ def weighted(
       cap: C, the largest weight, dimensionless.
       correction: how weights beyond the bounds are cut (`importance.Correction`).
       floor: the smallest weight of the masks and of rejection; None is none.
-
-    Returns:
-      The experience, and {name: (sum, weight)} of `mismatch.weight_stats` and
-      `mismatch.sampler_kl`.
     """
     mask = experience.response_mask
     pair = {

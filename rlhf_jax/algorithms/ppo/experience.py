@@ -32,7 +32,6 @@ def gae_experience(
     """Score and KL become token rewards; with the values, GAE makes them advantages.
 
     Args:
-      scored: Scored[B, S], with values.
       whiten_rewards, whiten_advantages: "rollout" here, over all response tokens;
         "minibatch" leaves it to the update; None is off. Rewards keep their mean.
       whiten_ddof: of the variance, 0 (OAI, N+) or 1 (TRL).
@@ -40,9 +39,6 @@ def gae_experience(
 
     Returns:
       Experience[B, S]; `token_rewards` are those before whitening.
-
-    Raises:
-      InputError: there are no values to take advantages over.
     """
     if scored.values is None:
         raise InputError(

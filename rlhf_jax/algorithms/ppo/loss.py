@@ -78,9 +78,6 @@ def ppo_loss(
       num_valued: f32[], responses that hold a valued state, those that a correction
         rejects among them; None is num_responses.
 
-    Returns:
-      f32[] and the stats of the losses and `policy/sampler_mismatch`.
-
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
     loss, stats, hidden, texts = policy_terms(
@@ -131,9 +128,6 @@ def critic_loss(
     Args:
       num_values, num_valued: f32[], valued states and responses that hold one, of the
         whole minibatch.
-
-    Returns:
-      f32[] loss and {name: (sum, weight)}, whose parts add up over a minibatch.
     """
     predicted = values(
         adapted.params(critic, base=frozen.base, lora=recipe.lora),

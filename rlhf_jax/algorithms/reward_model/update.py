@@ -29,12 +29,6 @@ def loss(
       batch: Preferences[b, S], both sides padded to one width.
       num_pairs: f32[], pairs in the whole batch.
 
-    Returns:
-      f32[] and the stats of `losses.pairwise_loss`.
-
-    Raises:
-      ValueError: the two sides differ in shape.
-
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """
     checks.same_shape(chosen=batch.chosen.tokens, rejected=batch.rejected.tokens)

@@ -27,9 +27,6 @@ def loss(
 
     Args:
       num_tokens: f32[], tokens trained on (`predicted`) in the whole batch.
-
-    Returns:
-      f32[] and {"loss/language_model": (sum, weight)}.
     """
     logprobs = policy.logprobs(
         params,

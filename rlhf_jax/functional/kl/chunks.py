@@ -333,9 +333,6 @@ def of_buckets(logprobs: Array, ref_logprobs: Array) -> Array:
 
     Args:
       logprobs, ref_logprobs: f32[..., K], nats, of K outcomes that exclude each other.
-
-    Returns:
-      f32[...], nats.
     """
     possible = logprobs > -jnp.inf
     log_ratio = jnp.where(possible, logprobs, 0.0) - jnp.where(

@@ -295,9 +295,6 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
         compare it by identity, so build it once.
       num_steps: iterations of the run. The schedule is evaluated at each of them here.
 
-    Returns:
-      The controller, at iteration 0.
-
     Raises:
       ValueError: the schedule does not return a scalar. InputError: it returns a number
       that is negative, NaN or infinite; the message names the step.

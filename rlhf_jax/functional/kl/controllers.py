@@ -248,9 +248,6 @@ KLController = (
 def scalar(number: float | Shaped[Array, ""]) -> Float32[Array, ""]:
     """A copy of a number as f32[]: a donated state must not share its buffers.
 
-    Returns:
-      f32[] in a buffer of its own.
-
     >>> print(scalar(0.05).dtype, scalar(0.05).shape)
     float32 ()
     >>> kl_coef = scalar(0.05)

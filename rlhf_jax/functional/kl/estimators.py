@@ -47,9 +47,6 @@ def k1(
     Args:
       logprobs, ref_logprobs: f32[...], nats, of tokens that the policy sampled.
 
-    Returns:
-      f32[...], nats per token.
-
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.
 
     >>> logprobs, ref_logprobs = jnp.log(jnp.array([[0.5, 0.2], [0.25, 0.4]]))

@@ -67,9 +67,6 @@ def per_pair(
 ) -> Float32[Array, ""]:
     """Σ m·loss / N, the mean over pairs or texts, or a micro-batch's part of it.
 
-    Returns:
-      f32[]. The gradient reaches `losses` where mask is True.
-
     >>> losses, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
     >>> print(per_pair(losses, mask=mask))
     2.0

@@ -146,11 +146,7 @@ def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
 
 
 def verify(frozen: Frozen) -> None:
-    """Computes the digests again and compares them with those taken at freezing.
-
-    Raises:
-      ReferenceMovedError: names every leaf that moved.
-    """
+    """Computes the digests again and compares them with those taken at freezing."""
     digests = np.asarray(fingerprint.digests(frozen.stored))
     expected = np.asarray(frozen.stored_digests)
     if digests.shape != expected.shape:
@@ -169,11 +165,7 @@ def verify(frozen: Frozen) -> None:
 
 
 def verify_all(models: Mapping[str, Frozen]) -> None:
-    """`verify` of several models, whose name the message begins with.
-
-    Raises:
-      ReferenceMovedError: names the model and every leaf that moved.
-    """
+    """`verify` of several models, whose name the message begins with."""
     for name, model in models.items():
         try:
             verify(model)

@@ -28,9 +28,6 @@ def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
 
     Args:
       trunk: the decoder's parameters, usually after SFT; a head is not read.
-
-    Returns:
-      {"trunk": ..., "score": {"kernel": [D], "bias": []}}, as in `critic.py`.
     """
     trained = {name: trunk[name] for name in ("embed", "layers", "final_norm")}
     return {
@@ -63,13 +60,9 @@ def sequence_scores(
     """score(x, y) = head(hidden state of the last token that is not padding).
 
     Args:
-      tokens: i32[B, S], prompt and response, padded on either side.
       packing: how the model reads these rows packed, made of them with a column more,
         so that the state after the last token has one (`Form.ends`); None reads them
         padded.
-
-    Returns:
-      f32[B], reward units.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """

@@ -92,14 +92,7 @@ def transcript(
     decode: Decode,
     prompt: Prompt | None = None,
 ) -> tuple[Prompt, str]:
-    """(prompt, response) of one row.
-
-    Args:
-      prompt: the prompt as it was written; None decodes its tokens.
-
-    Returns:
-      A prompt and a text; of several turns the response has observations in brackets.
-    """
+    """(prompt, response) of one row."""
     observed = observed_of(mask, response_mask)
     followed = response_mask | observed
     if prompt is None:
