@@ -179,7 +179,7 @@ def _dtype(name: str, dtype: Any, *, among: tuple[str, ...]) -> Any:
         kind = jnp.dtype(dtype).name
     except TypeError:
         kind = dtype
-    checks.one_of(**{name: kind}, among=among)
+    checks.one_of(**{name: kind}, among=(None, *among))
     return jnp.dtype(kind)
 
 

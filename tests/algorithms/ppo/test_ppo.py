@@ -686,7 +686,7 @@ def test_no_other_field_of_the_config_is_inert(name, reference):
         ({"num_minibatches": 8}, "num_minibatches to divide the 4 rows of a batch, go"),
         (
             {"num_minibatches": 2, "micro_batch_size": 4},
-            "micro_batch_size to divide the 2 rows of a minibatch .4 rows / 2 minib",
+            "micro_batch_size to divide the 2 rows of a minib",
         ),
         ({"micro_batch_size": 0}, "micro_batch_size to divide the 4 rows"),
     ],

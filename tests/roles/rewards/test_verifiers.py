@@ -231,7 +231,7 @@ LAST, GSM8K, EXACT = verifiers.LastInteger(), verifiers.Gsm8k(), verifiers.Exact
         (GSM8K, {"answer": "12"}, "expected #### and a number at the end of 'answer'"),
         (GSM8K, {"answer": "#### "}, "expected #### and a number .* got '#### '"),
         (GSM8K, {"answer": "#### 1/2"}, "expected #### and a number .* '#### 1/2'"),
-        (GSM8K, {"answer": 12}, "a number at the end of 'answer', got 12"),
+        (GSM8K, {"answer": 12}, "expected #### and a number .* got 12"),
         (EXACT, {"answer": ""}, "expected a text in 'answer', got ''"),
         (
             verifiers.Matches("(a)", field="gold"),
