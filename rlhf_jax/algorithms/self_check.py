@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.flow.rollout import response_logprobs
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, changes_nothing
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.policy import logprobs
 from rlhf_jax.roles.reference import fingerprint, frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -71,13 +71,12 @@ def measure(
     """
 
     def recomputed(params: Params, model: ModelConfig) -> Array:
-        return logprobs(
+        return response_logprobs(
             params,
+            rollout=rollout,
             model=model,
-            tokens=rollout.tokens,
-            mask=rollout.mask,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
-            first_column=rollout.tokens.shape[1] - max_new_tokens,
         )
 
     params = adapted.params(policy, base=base, lora=lora)

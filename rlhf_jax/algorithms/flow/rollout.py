@@ -134,6 +134,31 @@ def _only(rollout: Rollout, remaining: Array) -> Rollout:
     )
 
 
+def response_logprobs(
+    params: Params,
+    *,
+    rollout: Rollout,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+    packing: SizedPacking | None = None,
+) -> Array:
+    """log π of the tokens of the responses, f32[B, S], nats; 0 elsewhere."""
+
+    def compute(packing: Packing | None) -> Array:
+        return logprobs(
+            params,
+            model=model,
+            tokens=rollout.tokens,
+            mask=rollout.mask,
+            temperature=temperature,
+            first_column=rollout.tokens.shape[1] - max_new_tokens,
+            packing=packing,
+        )
+
+    return jnp.where(rollout.response_mask, at_size(packing, compute), 0.0)
+
+
 def recompute_logprobs(
     rollout: Rollout,
     policy: Params,
@@ -152,20 +177,14 @@ def recompute_logprobs(
       policy: the trainer's parameters before the update; an older policy, or one in
         fewer bits, may have sampled.
     """
-
-    def compute(packing: Packing | None) -> Array:
-        return logprobs(
-            policy,
-            model=model,
-            tokens=rollout.tokens,
-            mask=rollout.mask,
-            temperature=temperature,
-            first_column=rollout.tokens.shape[1] - max_new_tokens,
-            packing=packing,
-        )
-
-    recomputed = at_size(packing, compute)
-    old_logprobs = jnp.where(rollout.response_mask, recomputed, 0.0)
+    old_logprobs = response_logprobs(
+        policy,
+        rollout=rollout,
+        model=model,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        packing=packing,
+    )
     return dataclasses.replace(
         rollout, old_logprobs=old_logprobs, sampler_logprobs=rollout.behaviour_logprobs
     )

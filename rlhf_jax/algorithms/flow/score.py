@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Rollout, Scored
+from rlhf_jax.algorithms.flow.rollout import response_logprobs
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty, reward_kl
@@ -15,7 +16,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
 from rlhf_jax.roles import adapted, critic
-from rlhf_jax.roles.policy import exact_kl, logprobs, logprobs_from_hidden
+from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -284,21 +285,14 @@ def reference_logprobs(
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
     """
-    params = adapted.params(frozen.read(reference), base=base, lora=lora)
-
-    def compute(packing: Packing | None) -> Array:
-        return logprobs(
-            params,
-            model=frozen.shape_of(reference, policy=model),
-            tokens=rollout.tokens,
-            mask=rollout.mask,
-            temperature=temperature,
-            first_column=rollout.tokens.shape[1] - max_new_tokens,
-            packing=packing,
-        )
-
-    ref_logprobs = at_size(packing, compute)
-    return jnp.where(rollout.response_mask, ref_logprobs, 0.0)
+    return response_logprobs(
+        adapted.params(frozen.read(reference), base=base, lora=lora),
+        rollout=rollout,
+        model=frozen.shape_of(reference, policy=model),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        packing=packing,
+    )
 
 
 def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:

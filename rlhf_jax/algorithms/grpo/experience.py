@@ -42,15 +42,10 @@ def group_experience(
         leave_one_out    R_i - mean of the others
 
     Args:
-      scored: Scored[B, S], the groups in neighbouring rows.
-      group_size: number of responses to each prompt, in neighbouring rows.
-      normalise: the standard deviation that divides advantages: "group", "rollout" (of
-        all tokens, whose mean is subtracted first) or None.
-      overlong_mask: what a response without a stop token is left out of: "loss" is the
-        loss, "group" its group's mean and deviation as well. None trains on it.
       equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
         divided by what the others have.
       prompt_mean: also compute `prompt_scale`, of what is trained on.
+      the others: options of `GroupRecipe`.
 
     Returns:
       PolicyExperience[B, S], whose `response_mask` is False where a response is left

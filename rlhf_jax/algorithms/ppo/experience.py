@@ -31,11 +31,8 @@ def gae_experience(
 ) -> Experience:
     """Score and KL become token rewards; with the values, GAE makes them advantages.
 
-    Args:
-      whiten_rewards, whiten_advantages: "rollout" here, over all response tokens;
-        "minibatch" leaves it to the update; None is off. Rewards keep their mean.
-      whiten_ddof: of the variance, 0 (OAI, N+) or 1 (TRL).
-      value_after_stop: the finished response has a value, and the score lands there.
+    The options are those of `Recipe`: "rollout" whitens here, over all response tokens,
+    and "minibatch" leaves it to the update. Rewards keep their mean.
 
     Returns:
       Experience[B, S]; `token_rewards` are those before whitening.

@@ -52,10 +52,7 @@ def freeze(
 
     Args:
       params: pytree of arrays; may be donated or overwritten afterwards.
-      dtype, embeddings: dtype of the copy, float or int8, and of its embeddings and
-        output head beside int8; None keeps each leaf's.
-      memory: "pinned_host" or "device"; None keeps each leaf's.
-      sharding: a Sharding, or a tree of them; None keeps each leaf's.
+      dtype, embeddings, memory, sharding: of the copy, as `storage.store` takes them.
       model: the shape of a model that reads the policy's tokens and has another shape;
         None is the policy's.
 
