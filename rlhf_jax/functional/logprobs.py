@@ -48,7 +48,8 @@ def token_logprobs(
     checks.int32(tokens=tokens)
     checks.positive(temperature=temperature)
     logprobs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32) / temperature)
-    return jnp.pad(_pick(logprobs, tokens[:, 1:]), ((0, 0), (1, 0)))
+    drawn = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(drawn, ((0, 0), (1, 0)))
 
 
 def entropy(
@@ -68,7 +69,9 @@ def entropy(
     """
     checks.floating(logits=logits)
     checks.positive(temperature=temperature)
-    return _entropy(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature))
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+    possible = jnp.where(logprobs > -jnp.inf, logprobs, 0.0)
+    return -jnp.sum(jnp.exp(logprobs) * possible, axis=-1)
 
 
 def token_logprobs_from_hidden(
@@ -125,11 +128,7 @@ def token_logprobs_from_hidden(
     checks.floating(hidden=hidden, head=head)
     checks.int32(tokens=tokens)
     checks.at_least_one(max_logits=max_logits)
-    checks.positive(
-        temperature=temperature,
-        first_column=first_column,
-        softcap=1.0 if softcap is None else softcap,
-    )
+    checks.positive(temperature=temperature, first_column=first_column, softcap=softcap)
     batch, columns = tokens.shape
     padded = head.shape[0]
     vocab_size = padded if vocab_size is None else vocab_size
@@ -165,12 +164,3 @@ def token_logprobs_from_hidden(
         jnp.pad(array.reshape(predicted.shape), before) for array in flat
     )
     return logprobs, entropies
-
-
-def _pick(logprobs: Array, tokens: Array) -> Array:
-    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
-
-
-def _entropy(logprobs: Array) -> Array:
-    possible = jnp.where(logprobs > -jnp.inf, logprobs, 0.0)
-    return -jnp.sum(jnp.exp(logprobs) * possible, axis=-1)

@@ -22,7 +22,6 @@ from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
-from rlhf_jax.functional.kl.mixtures import check_beta
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
@@ -57,7 +56,12 @@ class DistillRecipe(ReinforceRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(divergence=self.divergence, among=(None, *get_args(Divergence)))
-        check_beta(self.jsd_beta)
+        checks.within(
+            above=0,
+            below=1,
+            advice="at 0 and 1 the divergence is 0: take forward or reverse",
+            jsd_beta=self.jsd_beta,
+        )
         mixed = self.divergence == "jensen_shannon"
         for name, unread in {
             "jsd_beta": self.jsd_beta != HALF and not mixed,

@@ -86,15 +86,18 @@ def policy_terms(
     scale: losses.LossScale = recipe.loss_scale
     if recipe.aggregation == "prompt_mean":
         scale = experience.prompt_scale
+    counts: dict[str, Any] = {
+        "aggregation": recipe.aggregation,
+        "loss_scale_factor": scale,
+        "num_tokens": num_tokens,
+        "num_responses": num_responses,
+    }
     loss, stats = recipe.surrogate.loss(
         logprobs=logprobs,
         old_logprobs=experience.old_logprobs,
         advantages=experience.advantages,
         mask=mask,
-        aggregation=recipe.aggregation,
-        loss_scale_factor=scale,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **counts,
     )
     stats["policy/sampler_mismatch"] = mean_distance(
         jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
@@ -110,12 +113,7 @@ def policy_terms(
         )
     if recipe.entropy_coef:
         bonus, bonus_stats = losses.entropy_bonus(
-            entropy=texts.padded(entropy),
-            mask=mask,
-            aggregation=recipe.aggregation,
-            loss_scale_factor=scale,
-            num_tokens=num_tokens,
-            num_responses=num_responses,
+            entropy=texts.padded(entropy), mask=mask, **counts
         )
         loss, stats = loss + recipe.entropy_coef * bonus, stats | bonus_stats
     if recipe.penalty.in_loss and experience.ref_logprobs is not None:
@@ -125,26 +123,14 @@ def policy_terms(
         ) -> tuple[Array, masked.Stats]:
             exact = None
             if recipe.penalty.loss_needs_logits:
-                exact = _exact_kl(
-                    params,
-                    hidden,
-                    texts=texts,
-                    reference=reference,
-                    recipe=recipe,
-                )
+                exact = _exact_kl(params, hidden, texts, reference, recipe)
             return penalty.kl_loss(
                 penalty=recipe.penalty,
                 logprobs=logprobs,
                 old_logprobs=experience.behaviour_logprobs,
                 ref_logprobs=ref_logprobs,
                 mask=mask,
-                weights=losses.token_weights(
-                    mask,
-                    aggregation=recipe.aggregation,
-                    loss_scale_factor=scale,
-                    num_tokens=num_tokens,
-                    num_responses=num_responses,
-                ),
+                weights=losses.token_weights(mask, **counts),
                 exact=exact,
             )
 
@@ -165,7 +151,6 @@ def policy_terms(
 def _exact_kl(
     params: Params,
     hidden: Array,
-    *,
     texts: Texts,
     reference: Frozen | None,
     recipe: PolicyGradient,

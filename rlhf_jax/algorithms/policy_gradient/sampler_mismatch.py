@@ -118,7 +118,7 @@ def weighted(
         "advantages": output.weights * experience.advantages,
         "sampler_logprobs": sampler_logprobs,
     }
-    if importance.rejects(correction):
+    if correction.endswith("_reject"):
         changed["response_mask"] = output.mask
         if experience.prompt_scale is not None:
             changed["prompt_scale"] = aggregation.prompt_scale(

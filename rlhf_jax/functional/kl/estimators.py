@@ -159,7 +159,12 @@ def top_k(
     0.173
     """
     _check_logits(logits, ref_logits, temperature)
-    check_k(k, logits.shape[-1])
+    checks.within(
+        least=1,
+        most=logits.shape[-1],
+        advice="choose fewer tokens of the vocabulary, or the exact KL",
+        k=k,
+    )
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
     ref_logprobs = jax.nn.log_softmax(ref_logits.astype(jnp.float32) / temperature)
     if k < logits.shape[-1]:
@@ -187,23 +192,3 @@ def _check_logits(logits: Array, ref_logits: Array, temperature: float | Array) 
     checks.same_shape(logits=logits, ref_logits=ref_logits)
     checks.floating(logits=logits, ref_logits=ref_logits)
     checks.positive(temperature=temperature)
-
-
-def check_k(k: int, vocab_size: int) -> None:
-    """Checks that the k of a top-k KL is from 1 to the size of the vocabulary.
-
-    >>> print(check_k(20, 50257))
-    None
-    >>> check_k(0, 50257)
-    Traceback (most recent call last):
-        ...
-    rlhf_jax.functional.errors.InputError: k: expected a number of at least 1
-        and of at most 50257, got 0; choose fewer tokens of the vocabulary, or the exact
-        KL
-    """
-    checks.within(
-        least=1,
-        most=vocab_size,
-        advice="choose fewer tokens of the vocabulary, or the exact KL",
-        k=k,
-    )

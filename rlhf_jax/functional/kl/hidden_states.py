@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32
 
 from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.kl import chunks, mixtures
-from rlhf_jax.functional.kl.estimators import Direction, check_k
+from rlhf_jax.functional.kl.estimators import Direction
 
 Array = jax.Array
 
@@ -233,8 +233,12 @@ def _from_hidden(
         vocab_size=vocab_size,
     )
     unused_ids.check(unused, vocab_size=vocab_size)
-    if k is not None:
-        check_k(k, vocab_size)
+    checks.within(
+        least=1,
+        most=vocab_size,
+        advice="choose fewer tokens of the vocabulary, or the exact KL",
+        k=k,
+    )
     before = ((0, 0), (min(first_column, columns), 0))
     if first_column >= columns:
         return jnp.zeros((batch, columns), jnp.float32)

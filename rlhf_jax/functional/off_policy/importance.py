@@ -43,17 +43,6 @@ class Weights(NamedTuple):
     cut: Bool[Array, "B S"]  # tokens whose ratio is at or beyond a bound that acts
 
 
-def rejects(correction: Correction) -> bool:
-    """Whether a correction leaves whole responses out.
-
-    >>> rejects("geometric_reject")
-    True
-    >>> rejects("sequence_mask")
-    False
-    """
-    return correction in ("sequence_reject", "geometric_reject")
-
-
 def check_bounds(
     correction: Correction, *, cap: float, floor: float | None = None
 ) -> None:
@@ -145,7 +134,7 @@ def importance_weights(
     if floor is not None:
         within &= log_ratio >= jnp.log(jnp.float32(floor))
     cut = mask & ~within
-    if rejects(correction):
+    if correction.endswith("_reject"):
         return Weights(jnp.where(cut, 0.0, 1.0), mask & ~cut, cut)
     weights = jnp.exp(jnp.where(within, log_ratio, 0.0))
     return Weights(jnp.where(cut, 0.0, weights), mask, cut)
