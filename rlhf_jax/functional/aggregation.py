@@ -36,16 +36,8 @@ LossScale = float | Float32[Array, " B"] | None
 """What a response's sum is divided by: c with constant, c_b with prompt_mean, tokens.
 The other means divide by what they count, and have None."""
 Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
-"""What a loss is.
-
-token_mean: the mean over tokens, (1/N) Σ m·x; long responses have more weight.
-prompt_mean: the mean over prompts of the mean over all tokens of their responses,
-(1/P) Σ_p (1/N_p) Σ_{b of p} Σ_t m·x; all prompts have equal weight.
-sequence_mean: the mean over responses of their means, (1/B) Σ_b (1/len_b) Σ_t m·x; all
-responses have equal weight.
-constant: the mean over responses of their sums, divided by a constant,
-(1/B) Σ_b (1/c) Σ_t m·x; it has no length bias.
-"""
+"""What a loss is: the mean over tokens, over responses of their means, over prompts of
+the mean over all tokens of their responses, or over responses of their sums over c."""
 
 
 def bias(aggregation: Aggregation) -> str | None:

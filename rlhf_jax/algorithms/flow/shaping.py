@@ -119,12 +119,8 @@ def shape(
         missing = ~ended(rollout, stop_ids=stop_ids)
         scores = jnp.where(missing, scores - shaping.missing_stop_penalty, scores)
     if shaping.missing_stop_score is not None:
-        scores = penalise_missing_stop(
-            scores,
-            rollout=rollout,
-            stop_ids=stop_ids,
-            score=shaping.missing_stop_score,
-        )
+        stopped = ended(rollout, stop_ids=stop_ids)
+        scores = jnp.where(stopped, scores, shaping.missing_stop_score)
     return scores
 
 
@@ -137,13 +133,3 @@ def next_moments(
         update_moments(moments, scores, row_mask=row_mask),
         moments,
     )
-
-
-def penalise_missing_stop(
-    scores: Array, *, rollout: Rollout, stop_ids: tuple[int, ...], score: float
-) -> Array:
-    """The score of a response that never stopped is replaced (the "EOS trick").
-
-    Source: Huang et al. 2024, arXiv:2403.17031, detail 7.
-    """
-    return jnp.where(ended(rollout, stop_ids=stop_ids), scores, score)

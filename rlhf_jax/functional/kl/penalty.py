@@ -8,9 +8,7 @@ With x_t = logprobs_t - ref_logprobs_t (reverse) or ref_logprobs_t - logprobs_t
     in the loss    the loss is β Σ_t weights_t·k(x_t), which is differentiated.
 
 The place and the estimator determine the expected gradient of the penalty.
-`Penalty.gradient` names it, as `gradients` defines it, and `Penalty.warning` is a
-sentence where it is not that of a KL. Where responses differ in length the names hold
-for aggregation "constant": the means divide by lengths that the policy chooses.
+`Penalty.gradient` names it, as `gradients` defines it.
 """
 
 from __future__ import annotations
