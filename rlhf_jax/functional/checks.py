@@ -10,7 +10,6 @@ number comes from a user. Of numbers, None (off) and arrays pass and are not rea
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,23 +124,18 @@ def within(
     rlhf_jax.functional.errors.InputError: b1: expected a number of at least 0 and
         below 1, got 1.0; choose 0.9
     """
-    bounds = (
-        ("above", above, operator.gt),
-        ("of at least", least, operator.ge),
-        ("below", below, operator.lt),
-        ("of at most", most, operator.le),
-    )
-    stated = [
-        (word, bound, is_so) for word, bound, is_so in bounds if bound is not None
-    ]
+    bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
+    stated = " and ".join(f"{w} {x}" for w, x in bounds.items() if x is not None)
     for name, number in numbers.items():
         if isinstance(number, int | float) and not (
             -math.inf < number < math.inf
-            and all(is_so(number, bound) for _, bound, is_so in stated)
+            and (above is None or above < number)
+            and (least is None or least <= number)
+            and (below is None or number < below)
+            and (most is None or number <= most)
         ):
-            expected = " and ".join(f"{word} {bound}" for word, bound, _ in stated)
             raise InputError(
-                f"{name}: expected a number {expected}, got {_shown(number)}; {advice}"
+                f"{name}: expected a number {stated}, got {_shown(number)}; {advice}"
             )
 
 
