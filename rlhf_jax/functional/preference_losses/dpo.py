@@ -193,7 +193,7 @@ def check_dpo(
     checks.within(
         least=0,
         below=0.5,
-        advice="from there on the rejected response would be the better one",
+        advice="choose another: from 0.5 on the rejected response would be better",
         label_smoothing=label_smoothing,
     )
     got = label_smoothing if number else "an array"
