@@ -35,10 +35,8 @@ def text_stats(
     The mean is over tokens, however texts are cut into batches; at temperature 1.
 
     Args:
-      params: the decoder's.
       texts: {name: Sequences[M, b, S]}, M batches that are held one at a time; the
         tokens of `response_mask` are read.
-      model: static.
 
     Returns:
       {"eval/NAME_nll": (sum, weight)}, nats per token.
@@ -71,10 +69,6 @@ def judge_stats(scores: Array, *, judged: Array | None = None) -> masked.Stats:
 
     Returns:
       With `judged` also "judge/failed", the share of responses without a score.
-
-    Raises:
-      ValueError: scores is not one axis, or judged not of its shape. TypeError: not f32
-        or bool.
     """
     checks.shape((None,), scores=scores)
     checks.float32(scores=scores)
@@ -113,13 +107,6 @@ def divergence(
     Both estimate KL(π ‖ π_ref) of whole responses where π drew them: `exact` takes the
     expectation over each token by itself, at the prefixes that were drawn, and so
     varies less; `k1` reads the drawn tokens alone.
-
-    Args:
-      policy, reference: parameters of the two decoders.
-      rollout: Rollout[B, S], of the policy.
-      model, ref_model: static.
-      max_new_tokens: R, response columns.
-      temperature: divides the logits of both; the rollout's.
     """
     tokens, mask = rollout.tokens, rollout.mask
     first_column = tokens.shape[1] - max_new_tokens

@@ -51,18 +51,11 @@ def adam(
 
     Args:
       learning_rate: lr, or update (from 0) -> lr, as `optax` schedules are.
-      b1, b2: decay an update, 0 to below 1.
-      eps: unit of the gradient.
-      style: where eps stands. OAI: tf.
-      mu_dtype: of m, as it is held.
       weight_decay: λ of AdamW, -lr · λ · parameter beside Adam's step; None is Adam.
       decayed: parameters -> tree of bool, which decay; None is all.
 
     Returns:
       To be chained after clipping by norm. The state of both styles has one structure.
-
-    Raises:
-      InputError: no such style or dtype, or a number out of its range.
 
     Source: Kingma & Ba 2015, arXiv:1412.6980, algorithm 1, and the end of section 2 for
     tf; what it does to RLHF is in Huang et al. 2023, "The N Implementation Details of
@@ -71,30 +64,16 @@ def adam(
     if not callable(learning_rate):
         checks.non_negative(learning_rate=learning_rate)
     checks.positive(eps=eps)
-    for name, decay in {"b1": b1, "b2": b2}.items():
-        if not 0 <= decay < 1:
-            raise checks.InputError(
-                f"{name}: expected a number from 0 to below 1, got {decay}; choose "
-                f"0 <= {name} < 1"
-            )
-    match style:
-        case "standard":
-            scale = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
-        case "tf":
-            scale = _scale_by_tf_adam(b1=b1, b2=b2, eps=eps)
-        case _:
-            raise checks.InputError(
-                f"style: expected 'standard' or 'tf', got {style!r}; choose one"
-            )
-    if mu_dtype not in get_args(MomentDtype):
-        raise checks.InputError(
-            f"mu_dtype: expected 'float32' or 'bfloat16', got {mu_dtype!r}; choose one"
-        )
+    checks.within(least=0, below=1, advice="choose another decay", b1=b1, b2=b2)
+    checks.one_of(style=style, among=get_args(Style))
+    checks.one_of(mu_dtype=mu_dtype, among=get_args(MomentDtype))
+    scale_by = optax.scale_by_adam if style == "standard" else _scale_by_tf_adam
+    scale = scale_by(b1=b1, b2=b2, eps=eps)
     if mu_dtype == "bfloat16":
         scale = _holding_m_in_bfloat16(scale)
+    checks.non_negative(weight_decay=weight_decay)
     decay = []
     if weight_decay is not None:
-        checks.non_negative(weight_decay=weight_decay)
         decay = [optax.add_decayed_weights(weight_decay, decayed)]
     return optax.chain(scale, *decay, optax.scale_by_learning_rate(learning_rate))
 
@@ -120,12 +99,6 @@ def muon(
 
     `optax.contrib.muon`, told that the first axis of stacked layers is no part of a
     matrix: each layer's is orthogonalised by itself.
-
-    Args:
-      learning_rate: lr, or update (from 0) -> lr, of both.
-      beta: decay of the momentum, 0 to below 1.
-      ns_steps: Newton-Schulz iterations.
-      weight_decay: of both.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """

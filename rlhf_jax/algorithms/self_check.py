@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.flow.rollout import response_logprobs
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, changes_nothing
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.policy import logprobs
 from rlhf_jax.roles.reference import fingerprint, frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -64,26 +64,19 @@ def measure(
 
     Args:
       policy: the parameters that sampled the rollout, not updated since.
-      rollout: Rollout[B, S].
       reference: None has no KL to check.
-      model, max_new_tokens, temperature: the rollout's.
-      base, lora: with adapters as the policy, else None (`adapted.params`).
       ref_logprobs: f32[B, S], nats, of the reference, from the very program
         that will score every rollout; `reference` is not run then, and whether the
         policy starts as it is the caller's to say (`require`).
-
-    Raises:
-      InputError: base and lora are not given together, or adapters do not fit.
     """
 
     def recomputed(params: Params, model: ModelConfig) -> Array:
-        return logprobs(
+        return response_logprobs(
             params,
+            rollout=rollout,
             model=model,
-            tokens=rollout.tokens,
-            mask=rollout.mask,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
-            first_column=rollout.tokens.shape[1] - max_new_tokens,
         )
 
     params = adapted.params(policy, base=base, lora=lora)
@@ -118,7 +111,6 @@ def require(
     """Stops unless the two facts hold.
 
     Args:
-      measured: of the first rollout, before any update.
       tolerance: of the mean |trainer - sampler| of any response, nats per token
         (`TOLERANCE`).
       sampler_tolerance: of that mean beyond `tolerance`, for responses that were
@@ -168,18 +160,7 @@ def compare(
     names: tuple[str, str],
     advice: str,
 ) -> float:
-    """The largest mean |left - right| of a row, which must be within the tolerance.
-
-    Args:
-      left, right: f32[B, S], nats, on the host.
-      mask: bool[B, S], the tokens that are compared.
-      tolerance: nats per token.
-      names: of the two, for the error.
-      advice: its last sentence.
-
-    Raises:
-      SelfCheckError: a row is beyond the tolerance, or NaN.
-    """
+    """The largest mean |left - right| of a row, which must be within the tolerance."""
     distance = np.where(mask, abs(left - right), 0.0)
     # By response, since a fault in how padding is treated may touch only a few.
     means = distance.sum(axis=1) / np.maximum(mask.sum(axis=1), 1)

@@ -1,4 +1,9 @@
-"""Trained parameters with their optimizers, and the one way they are updated."""
+"""Trained parameters with their optimizers, and the one way they are updated.
+
+What is trained is float32: a state of other parameters is a TypeError that names the
+leaf. `micro_batch_size` is the number of rows per forward and backward pass; None takes
+all at once.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,10 @@ from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import KLController
 from rlhf_jax.models import layout
-from rlhf_jax.roles import rewards
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted, rewards
 from rlhf_jax.roles.reference import fingerprint
+from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.normalisation import RunningMoments
 
 Array = jax.Array
@@ -63,11 +70,6 @@ def ppo_state(
     Args:
       policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
         copies), as both are donated.
-      policy_optimizer, critic_optimizer: those of the `PPO` that will update it.
-      kl: from `kl.control`.
-
-    Raises:
-      TypeError: a parameter is not f32; names the leaf.
     """
     _check_float32({"critic": critic})
     state = grpo_state(policy=policy, policy_optimizer=policy_optimizer, kl=kl)
@@ -79,16 +81,7 @@ def ppo_state(
 def grpo_state(
     *, policy: Params, policy_optimizer: Optimizer, kl: KLController
 ) -> TrainState:
-    """The state before the first iteration without a critic, or beside one apart.
-
-    Args:
-      policy: its parameters, f32; they become part of the state.
-      policy_optimizer: makes the optimizer state.
-      kl: the controller of β.
-
-    Raises:
-      TypeError: a trained parameter is not f32; names the leaf.
-    """
+    """The state before the first iteration without a critic, or beside one apart."""
     _check_float32({"policy": policy})
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -103,11 +96,7 @@ def grpo_state(
 
 
 def supervised_state(params: Params, *, optimizer: Optimizer) -> SupervisedState:
-    """The state before the first update, by the optimizer that will make it.
-
-    Raises:
-      TypeError: a parameter is not f32; names the leaf.
-    """
+    """The state before the first update, by the optimizer that will make it."""
     _check_float32(params)
     return SupervisedState(
         step=jnp.zeros((), jnp.int32),
@@ -129,44 +118,42 @@ def _check_float32(params: Params) -> None:
             )
 
 
-@jax.named_scope("loss")
-def accumulate(
-    loss: LossFunction, params: Params, batch: Any, *, micro_batch_size: int | None
-) -> tuple[Params, masked.Stats]:
-    """Gradient of a loss that is a sum over rows, a micro-batch at a time.
+def micro_batches(batch: Any, *, micro_batch_size: int | None) -> Any:
+    """A batch whose leaves have B rows as its micro-batches, [B / size, size, ...].
 
         rows           0  1  2  3  4  5     B = 6, micro_batch_size = 3
         micro-batch    0  1  0  1  0  1
 
     Neighbouring rows go to different micro-batches, so that rows which are sharded in
     blocks leave every device with its share of each.
+    """
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    size = rows if micro_batch_size is None else micro_batch_size
+    if size < 1 or rows % size:
+        raise InputError(
+            f"expected micro_batch_size to divide the {rows} rows of an update, got "
+            f"{size}; change either, or leave it out to hold all at once"
+        )
+    shape = (size, rows // size)
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(shape + leaf.shape[1:]).swapaxes(0, 1), batch
+    )
+
+
+@jax.named_scope("loss")
+def accumulate(
+    loss: LossFunction, params: Params, batch: Any, *, micro_batch_size: int | None
+) -> tuple[Params, masked.Stats]:
+    """Gradient of a loss that is a sum over rows, a micro-batch at a time.
 
     Args:
       loss: (params, rows) -> (loss f32[], stats), already divided by the count of the
         whole batch, so that the losses of its parts add up.
-      params: f32 pytree.
-      batch: pytree whose leaves have B rows.
-      micro_batch_size: rows held at a time; None takes all at once.
-
-    Returns:
-      The gradient, as if taken at once, and the stats of all parts together.
-
-    Raises:
-      InputError: micro_batch_size does not divide B.
     """
     gradient = jax.grad(loss, has_aux=True)
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    if micro_batch_size is None or micro_batch_size == rows:
+    if micro_batch_size in (None, jax.tree.leaves(batch)[0].shape[0]):
         return gradient(params, batch)
-    if micro_batch_size < 1 or rows % micro_batch_size:
-        raise InputError(
-            f"expected micro_batch_size to divide the {rows} rows of an update, got "
-            f"{micro_batch_size}; change either, or leave it out to hold all at once"
-        )
-    shape = (micro_batch_size, rows // micro_batch_size)
-    parts = jax.tree.map(
-        lambda leaf: leaf.reshape(shape + leaf.shape[1:]).swapaxes(0, 1), batch
-    )
+    parts = micro_batches(batch, micro_batch_size=micro_batch_size)
 
     def add(total: Params, part: Any) -> tuple[Params, masked.Stats]:
         grads, stats = gradient(params, part)
@@ -188,8 +175,6 @@ def apply_gradients(
     """One optimizer step, or none at all.
 
     Args:
-      params, opt: as the optimizer left them.
-      grads: of the structure of `params`.
       finite: bool[]; where False, `params` and `opt` come back to the bit.
     """
 
@@ -207,10 +192,8 @@ def count_skips(
     """The skips in a row after an update, and the stats to log of it.
 
     Args:
-      skipped: i32[], skips in a row before it.
       stats: of the update. Those of one that was skipped weigh nothing, so that what
         is logged over several stays readable; a maximum counts as 0.
-      finite: bool[], the update was made.
 
     Returns:
       i32[] and the stats with `update/skipped`, the share of updates skipped, and
@@ -223,6 +206,29 @@ def count_skips(
         "update/skipped": (missed, jnp.ones_like(missed)),
         "update/skipped_in_a_row": (skipped.astype(jnp.float32), None),
     }
+
+
+def supervised_update(
+    state: SupervisedState,
+    *,
+    batch: Any,
+    loss: LossFunction,
+    optimizer: Optimizer,
+    micro_batch_size: int | None,
+    base: Frozen | None,
+    lora: LoRA | None,
+) -> tuple[SupervisedState, masked.Stats]:
+    """One optimizer step on a batch; `loss` is that of `accumulate`.
+
+    Its parameters are those to run with: the state's, or its adapters over `base`.
+    """
+    grads, stats = accumulate(
+        lambda trained, part: loss(adapted.params(trained, base=base, lora=lora), part),
+        state.params,
+        batch,
+        micro_batch_size=micro_batch_size,
+    )
+    return supervised_step(state, grads, stats, optimizer=optimizer)
 
 
 def supervised_step(

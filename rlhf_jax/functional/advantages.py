@@ -47,9 +47,6 @@ def gae(
       f32[B, S] advantages and f32[B, S] returns (advantages + values), reward units,
       both 0 outside the mask.
 
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
 
     >>> rewards = jnp.array([[0.0, 0.0, 1.0, 0.0]])
@@ -63,9 +60,7 @@ def gae(
     [[0.   0.25 0.25 0.  ]]
     """
     checks.shape((None, None), rewards=rewards)
-    checks.same_shape(rewards=rewards, values=values, mask=mask)
-    checks.float32(rewards=rewards, values=values)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, rewards=rewards, values=values)
 
     values = jnp.where(mask, values, 0.0)
     deltas = jnp.where(mask, rewards, 0.0) + gamma * _next(values, mask) - values
@@ -126,8 +121,6 @@ def group_relative(
     smaller weights than early ones.
 
     Args:
-      scores: f32[B], reward units, each group in G neighbouring rows.
-      group_size: G, 2 or more; divides B.
       normalise: divide by the standard deviation of the group (ddof 1), as published.
       eps: added to the deviation, reward units.
       row_mask: bool[B], responses that count; the others are in neither mean nor
@@ -136,11 +129,6 @@ def group_relative(
     Returns:
       f32[B], in standard deviations, or in reward units where not normalised; 0 for a
       response that alone is kept of its group.
-
-    Raises:
-      InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
-      is not f32 or kept is not bool.
 
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the std: Liu et
     al. 2025, arXiv:2503.20783, section 3.2.
@@ -182,18 +170,11 @@ def leave_one_out(
     The advantage is G/(G - 1) times the advantage over the mean of the whole group.
 
     Args:
-      scores: f32[B], reward units, each group in G neighbouring rows.
-      group_size: G, 2 or more; divides B.
       row_mask: bool[B], responses that count: the mean is that of the others which are
         kept, and the rest has no advantage. None keeps all.
 
     Returns:
       f32[B], reward units; 0 for a response that alone is kept of its group.
-
-    Raises:
-      InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
-      is not f32 or kept is not bool.
 
     Source: Kool, van Hoof and Welling 2019; Ahmadian et al. 2024, arXiv:2402.14740,
     eq. 8.
@@ -228,18 +209,8 @@ def equal_groups(
     """Groups whose scores are all equal: their advantages are 0.
 
     Args:
-      scores: f32[B], reward units, each group in G neighbouring rows.
-      group_size: G, 2 or more; divides B.
       row_mask: bool[B], responses that count; a group that keeps none or one is equal.
         None keeps all.
-
-    Returns:
-      bool[B / G].
-
-    Raises:
-      InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
-      is not f32 or kept is not bool.
 
     >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
     >>> print(equal_groups(scores, group_size=3))

@@ -36,16 +36,8 @@ LossScale = float | Float32[Array, " B"] | None
 """What a response's sum is divided by: c with constant, c_b with prompt_mean, tokens.
 The other means divide by what they count, and have None."""
 Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
-"""What a loss is.
-
-token_mean: the mean over tokens, (1/N) Σ m·x; long responses have more weight.
-prompt_mean: the mean over prompts of the mean over all tokens of their responses,
-(1/P) Σ_p (1/N_p) Σ_{b of p} Σ_t m·x; all prompts have equal weight.
-sequence_mean: the mean over responses of their means, (1/B) Σ_b (1/len_b) Σ_t m·x; all
-responses have equal weight.
-constant: the mean over responses of their sums, divided by a constant,
-(1/B) Σ_b (1/c) Σ_t m·x; it has no length bias.
-"""
+"""What a loss is: the mean over tokens, over responses of their means, over prompts of
+the mean over all tokens of their responses, or over responses of their sums over c."""
 
 
 def bias(aggregation: Aggregation) -> str | None:
@@ -53,12 +45,6 @@ def bias(aggregation: Aggregation) -> str | None:
 
     The gradients that `kl.gradients` names, and those of the advantages, are of sums
     over responses: `constant` has them, times 1/loss_scale_factor.
-
-    Args:
-      aggregation: what the loss is divided by.
-
-    Returns:
-      The sentence, for a warning; None for `constant`, which has no bias.
 
     >>> bias("sequence_mean")[:51]
     "aggregation 'sequence_mean' divides what a response"
@@ -160,24 +146,12 @@ def aggregate(
     """Σ w·x with the weights w of `token_weights`, and its statistic.
 
     Args:
-      name: of the statistic.
       x: f32[B, S], one number per token; entries outside the mask are not read.
-      mask: bool[B, S], response tokens, EOS included.
-      aggregation: what the sum is divided by.
-      loss_scale_factor: c, tokens, as `token_weights` reads it.
-      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
-        counts mask. Read by token_mean.
-      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        all aggregations but token_mean.
+      the others: those of `token_weights`.
 
     Returns:
       f32[] and {name: (sum, weight)} of this part alone, without gradient. Its mean is
       the loss where the part is the whole minibatch.
-
-    Raises:
-      ValueError: shapes differ, a count is not a scalar, or only the count that is not
-      read is given. TypeError: x is not f32 or mask is not bool. InputError: no such
-      aggregation, or a loss_scale_factor that does not fit it.
 
     >>> x = jnp.array([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
     >>> mask = jnp.array([[True, True, True, False], [True, False, False, False]])
@@ -213,9 +187,6 @@ def prompt_scale(mask: Bool[Array, "B S"], *, group_size: int) -> Float32[Array,
     Returns:
       f32[B], tokens; 1 for prompts without a token.
 
-    Raises:
-      InputError: the groups do not divide the rows. TypeError: mask is not bool.
-
     >>> rows = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
     >>> mask = jnp.array(rows, bool)
     >>> print(prompt_scale(mask, group_size=2))
@@ -237,7 +208,6 @@ def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) ->
     """Checks that constant has a positive loss_scale_factor, and a mean has none.
 
     Args:
-      aggregation: what the loss is divided by.
       loss_scale_factor: c, tokens, or None.
 
     Raises:
@@ -273,30 +243,23 @@ def _weights(
     mask: Array, aggregation: Aggregation, loss_scale_factor: LossScale
 ) -> tuple[Array, Array]:
     """(f32[B, S], f32[]): weights of this part, and what they are to be divided by."""
-    if aggregation not in get_args(Aggregation):
-        raise checks.InputError(
-            f"aggregation: expected {' or '.join(map(repr, get_args(Aggregation)))}, "
-            f"got {aggregation!r}; choose one"
-        )
+    checks.one_of(aggregation=aggregation, among=get_args(Aggregation))
     weights = mask.astype(jnp.float32)
-    if aggregation == "prompt_mean":
-        if not isinstance(loss_scale_factor, jax.Array):
-            raise checks.InputError(
-                f"loss_scale_factor: expected the f32[B] of `prompt_scale` with "
-                f"aggregation 'prompt_mean', got {loss_scale_factor}; make it of the "
-                f"whole rollout"
-            )
+    is_array = isinstance(loss_scale_factor, jax.Array)
+    if is_array != (aggregation == "prompt_mean"):
+        raise checks.InputError(
+            f"loss_scale_factor: expected the f32[B] of `prompt_scale`, of the whole "
+            f"rollout, with aggregation 'prompt_mean' alone, got "
+            f"{'an array' if is_array else loss_scale_factor} with {aggregation!r}; "
+            f"change either"
+        )
+    if isinstance(loss_scale_factor, jax.Array):
         checks.shape((None, None), mask=mask)
         checks.shape((mask.shape[0],), loss_scale_factor=loss_scale_factor)
         # Rows of another part may be all 0.
         scale = jnp.where(loss_scale_factor > 0, loss_scale_factor, 1.0)
         responses = jnp.sum(mask.any(axis=1), dtype=jnp.float32)
         return weights / scale[:, None], responses
-    if isinstance(loss_scale_factor, jax.Array):
-        raise checks.InputError(
-            f"loss_scale_factor: expected a number or None with aggregation "
-            f"{aggregation!r}, got an array; choose aggregation 'prompt_mean'"
-        )
     check_scale(aggregation, loss_scale_factor=loss_scale_factor)
     if aggregation == "token_mean":
         return weights, jnp.sum(weights)

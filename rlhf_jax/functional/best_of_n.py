@@ -11,7 +11,8 @@ broken evenly,
     bound    0.193  0.636  1.835  3.175           nats
     exact                  1.330                  of four equally likely scores
 
-Only the order of the scores matters. A score that is not finite is below all others.
+n is the number of responses that are drawn for a prompt, 1 or more. Only the order
+of the scores matters. A score that is not finite is below all others.
 """
 
 from __future__ import annotations
@@ -31,15 +32,6 @@ Array = jax.Array
 def kl_bound(n: int) -> float:
     """log n - (n - 1)/n: the KL of best-of-n, an upper bound where scores tie.
 
-    Args:
-      n: number of responses drawn for a prompt, 1 or more.
-
-    Returns:
-      A number, nats.
-
-    Raises:
-      InputError: n is less than 1.
-
     Source: Hilton & Gao 2022, "Measuring Goodhart's law"; a bound: Beirami et al. 2024,
     arXiv:2401.01879.
 
@@ -48,7 +40,7 @@ def kl_bound(n: int) -> float:
     >>> print(kl_bound(1))  # best-of-1 is the reference
     0.0
     """
-    _check_n(n)
+    checks.at_least_one(n=n)
     return math.log(n) - (n - 1) / n
 
 
@@ -62,13 +54,9 @@ def log_ratio(
     Args:
       below: f32[...], F⁻: probability of a lower score under the reference.
       equal: f32[...], F - F⁻: probability of an equal score; 0 for continuous scores.
-      n: number of responses drawn for a prompt, 1 or more.
 
     Returns:
       f32[...], nats; at most log n, and -inf where F is 0.
-
-    Raises:
-      ValueError: shapes differ. TypeError: not f32. InputError: n is less than 1.
 
     Source: Beirami et al. 2024, arXiv:2401.01879, for distinct scores.
 
@@ -78,7 +66,7 @@ def log_ratio(
     >>> print(log_ratio(below=jnp.array([0.5, 1.0]), equal=jnp.zeros(2), n=4))
     [-0.693  1.386]
     """
-    _check_n(n)
+    checks.at_least_one(n=n)
     checks.same_shape(below=below, equal=equal)
     checks.float32(below=below, equal=equal)
     return _log_ratio(jnp.log(below + equal), below=below, equal=equal, n=n)
@@ -98,14 +86,6 @@ def exact_kl(
       probabilities: f32[Y], π_ref of every response to one prompt. They are divided by
         their sum, as n would amplify its rounding error.
       scores: f32[Y], in any unit; equal numbers are ties.
-      n: number of responses drawn for a prompt, 1 or more.
-
-    Returns:
-      f32[], nats.
-
-    Raises:
-      ValueError: shapes differ or are not one axis. TypeError: not f32.
-      InputError: n is less than 1.
 
     Source: Beirami et al. 2024, arXiv:2401.01879, for distinct scores.
 
@@ -147,10 +127,6 @@ def estimated_log_ratio(
       scores: f32[..., B], of responses that best-of-n chose for a prompt.
       among: f32[..., M], of other responses of the reference to the same prompt: none
         of them was a candidate for `scores`.
-      n: number of responses drawn for each choice, 1 or more.
-
-    Returns:
-      f32[..., B], nats.
 
     Raises:
       ValueError: the leading axes (prompts) differ, or `among` is empty. TypeError: not
@@ -165,7 +141,7 @@ def estimated_log_ratio(
     >>> print(estimated_log_ratio(jnp.array([1.0, 4.0]), among=among, n=1))
     [0. 0.]
     """
-    _check_n(n)
+    checks.at_least_one(n=n)
     checks.float32(scores=scores, among=among)
     checks.shape((*scores.shape[:-1], None), among=among)
     size = among.shape[-1]
@@ -200,13 +176,9 @@ def selection_weights(
 
     Args:
       scores: f32[..., N], of independent samples of one prompt.
-      n: number of responses drawn for a prompt, 1 to N.
 
     Returns:
       f32[..., N], dimensionless; the last axis sums to 1.
-
-    Raises:
-      TypeError: not f32. InputError: n is not 1 to N.
 
     Source: Nakano et al. 2021, arXiv:2112.09332, appendix I; compare pass@k of Chen et
     al. 2021, arXiv:2107.03374, eq. 1.
@@ -218,12 +190,8 @@ def selection_weights(
     """
     checks.float32(scores=scores)
     size = scores.shape[-1]
-    _check_n(n)
-    if n > size:
-        raise checks.InputError(
-            f"n: expected at most the {size} samples of a prompt, got {n}; sample "
-            f"more, or choose a smaller n"
-        )
+    checks.at_least_one(n=n)
+    checks.within(most=size, advice="sample more, or choose a smaller n", n=n)
     # C(k, n) / C(N, n) for k = 0 to N, in float64: C(N, n) exceeds float32.
     share = np.ones(size + 1)
     for k in range(size, 0, -1):
@@ -240,13 +208,9 @@ def expected_best(
 
     Args:
       scores: f32[..., N], of independent samples of one prompt.
-      n: number of responses drawn for a prompt, 1 to N.
 
     Returns:
       f32[...], in the scores' unit; NaN where a score that is not finite can win.
-
-    Raises:
-      TypeError: not f32. InputError: n is not 1 to N.
 
     >>> scores = jnp.array([3.0, 1.0, 2.0, 0.0])
     >>> print(expected_best(scores, n=1))  # the mean
@@ -261,12 +225,6 @@ def expected_best(
 
 def finite_or_lowest(scores: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Scores with -inf in place of those that are not finite, so that they never win.
-
-    Args:
-      scores: f32[...], in any unit.
-
-    Returns:
-      f32[...], in the same unit.
 
     >>> print(finite_or_lowest(jnp.array([1.0, jnp.inf, jnp.nan, -2.0])))
     [  1. -inf -inf  -2.]
@@ -305,11 +263,3 @@ def _log_ratio(log_up_to: Array, *, below: Array, equal: Array, n: int) -> Array
     # The lowest score has ρ = 0, where log Σ ρᵏ is 0 and its slope is 1.
     powers = jnp.where(tie < 1, powers, 1.0 - tie)
     return (n - 1) * log_up_to + jnp.where(tie > 0, powers, math.log(n))
-
-
-def _check_n(n: int) -> None:
-    if n < 1:
-        raise checks.InputError(
-            f"n: expected at least 1 response to a prompt, got {n}; n = 1 is the "
-            f"reference itself"
-        )

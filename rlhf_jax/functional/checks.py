@@ -1,63 +1,259 @@
-"""Errors that say what was expected, what arrived and what to do next.
+"""Checks that say what was expected, what arrived and what to do next.
 
-The checks of arrays read shapes and dtypes only, so under `jax.jit` they run once, at
-trace time. They raise plain ValueError and TypeError: a wrong array comes from code,
-and the author of that code needs the traceback. The checks of numbers raise InputError:
-a wrong number comes from an option.
+They take what they check by the name that the error shows. The checks of arrays read
+shapes and dtypes only, so under `jax.jit` they run once, at trace time. They raise
+plain ValueError (shapes) and TypeError (dtypes): a wrong array comes from code, and the
+author of that code needs the traceback. The checks of options raise InputError: a wrong
+number comes from a user. Of numbers, None (off) and arrays pass and are not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional.errors import InputError, StopError
-from rlhf_jax.functional.number_checks import (
-    LARGEST_FLOAT,
-    at_least_one,
-    finite,
-    fraction,
-    groups,
-    non_negative,
-    positive,
-    rows,
-)
-
-__all__ = [
-    "LARGEST_FLOAT",
-    "InputError",
-    "StopError",
-    "at_least_one",
-    "boolean",
-    "finite",
-    "float32",
-    "floating",
-    "fraction",
-    "groups",
-    "int32",
-    "listed",
-    "non_negative",
-    "one_of",
-    "positive",
-    "rows",
-    "same_shape",
-    "shape",
-]
+from rlhf_jax.functional.errors import InputError as InputError
+from rlhf_jax.functional.errors import StopError as StopError
 
 Array = jax.Array
+Number = float | Array | None
+
+LARGEST_FLOAT = 2.0**128 - 2.0**104  # of float32
+_SMALLEST_FLOAT = 2.0**-126  # the smallest normal float32
+_LARGEST_COUNT = 2**31 - 1  # of int32
+_MOST_ROWS = 2**20  # of a batch: the host builds batches from Python lists
+
+
+def positive(**numbers: Number) -> None:
+    """Checks that numbers are above 0, finite, and fit float32 or int32.
+
+    >>> print(positive(clip_range=0.2))
+    None
+    >>> positive(clip_range=0.0)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: clip_range: expected a finite number
+        above 0, got 0.0; choose clip_range > 0
+    """
+    _require(
+        numbers,
+        lambda number: 0 < number < math.inf,
+        "a finite number above 0",
+        "choose {name} > 0",
+    )
+
+
+def non_negative(**numbers: Number) -> None:
+    """Checks that numbers are 0 or more, finite, and fit float32 or int32.
+
+    >>> print(non_negative(kl_coef=0.0))
+    None
+    >>> non_negative(kl_coef=-0.1)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: kl_coef: expected a finite number, 0
+        or more, got -0.1; choose kl_coef >= 0
+    """
+    _require(
+        numbers,
+        lambda number: 0 <= number < math.inf,
+        "a finite number, 0 or more",
+        "choose {name} >= 0",
+    )
+
+
+def finite(**numbers: Number) -> None:
+    """Checks that numbers are finite, and fit float32 or int32.
+
+    >>> print(finite(weight=-1.0))
+    None
+    >>> finite(weight=float("nan"))
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: weight: expected a finite number, got
+        nan; choose another
+    """
+    # Compared, since `math.isfinite` fails for an int beyond float64.
+    _require(
+        numbers,
+        lambda number: -math.inf < number < math.inf,
+        "a finite number",
+        "choose another",
+    )
+
+
+def fraction(**numbers: Number) -> None:
+    """Checks that numbers are from 0 to 1, and fit float32.
+
+    >>> print(fraction(lam=0.95))
+    None
+    >>> fraction(lam=1.5)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: lam: expected a number from 0 to 1,
+        got 1.5; choose 0 <= lam <= 1
+    """
+    _require(
+        numbers,
+        lambda number: 0 <= number <= 1,
+        "a number from 0 to 1",
+        "choose 0 <= {name} <= 1",
+    )
+
+
+def within(
+    *,
+    advice: str,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    **numbers: Number,
+) -> None:
+    """Checks that numbers are within bounds, and finite; `advice` ends the message.
+
+    >>> print(within(above=1, advice="choose 3", dual_clip=3.0))
+    None
+    >>> within(least=0, below=1, advice="choose 0.9", b1=1.0)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: b1: expected a number of at least 0 and
+        below 1, got 1.0; choose 0.9
+    """
+    bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
+    stated = " and ".join(f"{w} {x}" for w, x in bounds.items() if x is not None)
+    for name, number in numbers.items():
+        if isinstance(number, int | float) and not (
+            -math.inf < number < math.inf
+            and (above is None or above < number)
+            and (least is None or least <= number)
+            and (below is None or number < below)
+            and (most is None or number <= most)
+        ):
+            raise InputError(
+                f"{name}: expected a number {stated}, got {_shown(number)}; {advice}"
+            )
+
+
+def at_least_one(**numbers: int) -> None:
+    """Checks integers that never become an array: 1 or more, of any size.
+
+    >>> print(at_least_one(max_logits=2**33))
+    None
+    >>> at_least_one(max_logits=0)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: max_logits: expected a whole number,
+        1 or more, got 0; choose max_logits >= 1
+    """
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise InputError(
+                f"{name}: expected a whole number, 1 or more, got {number!r}; choose "
+                f"{name} >= 1"
+            )
+
+
+def rows(**numbers: int) -> None:
+    """Checks that numbers of rows are positive and small enough for the host.
+
+    >>> print(rows(batch_size=512))
+    None
+    >>> rows(batch_size=2**21)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: batch_size: expected at most 1048576
+        rows, got 2097152; choose a smaller batch_size, and more steps
+    """
+    positive(**numbers)
+    _require(
+        numbers,
+        lambda number: number <= _MOST_ROWS,
+        f"at most {_MOST_ROWS} rows",
+        "choose a smaller {name}, and more steps",
+    )
+
+
+def _require(
+    numbers: dict[str, Any],
+    fits: Callable[[float], bool],
+    expected: str,
+    advice: str,
+) -> None:
+    """InputError for a Python number that does not fit, or that no array can hold."""
+    for name, number in numbers.items():
+        if not isinstance(number, int | float):
+            continue
+        wanted, advised = expected, advice.format(name=name)
+        if fits(number):
+            if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
+                wanted = f"a whole number of at most {_LARGEST_COUNT}"
+                advised = "choose a smaller one"
+            elif isinstance(number, float) and not (
+                number == 0 or _SMALLEST_FLOAT <= abs(number) <= LARGEST_FLOAT
+            ):
+                wanted = "a number that float32 holds, of a size from 1.2e-38 to 3.4e38"
+                advised = "choose another"
+            else:
+                continue
+        raise InputError(f"{name}: expected {wanted}, got {_shown(number)}; {advised}")
+
+
+def _shown(number: float) -> str:
+    """A number for a message; an integer beyond int32 by its size alone."""
+    if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
+        sign = "a negative one" if number < 0 else "one"
+        return f"{sign} of {number.bit_length()} bits"
+    return f"{number}"
+
+
+def groups(rows: int, *, group_size: int, least: int = 1) -> None:
+    """Checks that the rows of a batch are whole groups, of `least` rows or more.
+
+    >>> print(groups(6, group_size=3))
+    None
+    >>> groups(6, group_size=4)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: group_size: expected to divide the 6
+        rows of a batch, got 4; change either
+    """
+    small = group_size < least
+    if small or rows < 1 or rows % group_size:
+        expected = (
+            f"at least {least}" if small else f"to divide the {rows} rows of a batch"
+        )
+        advice = "sample more responses to each prompt" if small else "change either"
+        raise InputError(
+            f"group_size: expected {expected}, got {_shown(group_size)}; {advice}"
+        )
+
+
+def one_of(*, among: tuple[Any, ...], **choices: Any) -> None:
+    """Checks that a choice is one of some.
+
+    >>> print(one_of(kind="ipo", among=("sigmoid", "ipo")))
+    None
+    >>> one_of(kind="kto", among=("sigmoid", "ipo"))
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: kind: expected one of 'sigmoid', 'ipo', got
+        'kto'; choose one
+    """
+    for name, choice in choices.items():
+        if choice not in among:
+            raise InputError(
+                f"{name}: expected one of {', '.join(map(repr, among))}, got "
+                f"{choice!r}; choose one"
+            )
 
 
 def same_shape(**arrays: Array) -> None:
     """Checks that all arrays have one shape; nothing is broadcast.
-
-    Args:
-      arrays: arrays by the names that the error shows.
-
-    Raises:
-      ValueError: shapes differ.
 
     >>> print(same_shape(logprobs=jnp.zeros((2, 3)), mask=jnp.zeros((2, 3))))
     None
@@ -77,14 +273,7 @@ def same_shape(**arrays: Array) -> None:
 
 
 def shape(expected: tuple[int | None, ...], **arrays: Array) -> None:
-    """Checks that every array has a shape.
-
-    Args:
-      expected: the sizes of the axes; None stands for any size.
-      arrays: arrays by the names that the error shows.
-
-    Raises:
-      ValueError: an array has another shape.
+    """Checks that arrays have a shape; None stands for any size of an axis.
 
     >>> print(shape((None, 3), tokens=jnp.zeros((2, 3))))
     None
@@ -107,13 +296,7 @@ def shape(expected: tuple[int | None, ...], **arrays: Array) -> None:
 
 
 def float32(**arrays: Array) -> None:
-    """Checks that every array is float32.
-
-    Args:
-      arrays: arrays by the names that the error shows.
-
-    Raises:
-      TypeError: an array has another dtype.
+    """Checks that arrays are float32.
 
     >>> print(float32(logprobs=jnp.zeros(2, jnp.float32)))
     None
@@ -124,23 +307,17 @@ def float32(**arrays: Array) -> None:
         stay float32 whatever the compute dtype, so cast where it is made:
         .astype(jnp.float32)
     """
-    for name, array in arrays.items():
-        if array.dtype != jnp.float32:
-            raise TypeError(
-                f"{name}: expected float32, got {array.dtype}; log-probs, values and "
-                "rewards stay float32 whatever the compute dtype, so cast where it "
-                "is made: .astype(jnp.float32)"
-            )
+    _require_dtype(
+        arrays,
+        jnp.float32,
+        "float32",
+        "log-probs, values and rewards stay float32 whatever the compute dtype, so "
+        "cast where it is made: .astype(jnp.float32)",
+    )
 
 
 def floating(**arrays: Array) -> None:
-    """Checks that every array has a floating dtype.
-
-    Args:
-      arrays: arrays by the names that the error shows.
-
-    Raises:
-      TypeError: an array has another dtype.
+    """Checks that arrays have a floating dtype.
 
     >>> print(floating(logits=jnp.zeros(2, jnp.bfloat16)))
     None
@@ -150,22 +327,13 @@ def floating(**arrays: Array) -> None:
     TypeError: logits: expected a floating dtype, got int32; pass float32, bfloat16 or
         float16
     """
-    for name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(
-                f"{name}: expected a floating dtype, got {array.dtype}; pass float32, "
-                "bfloat16 or float16"
-            )
+    _require_dtype(
+        arrays, jnp.floating, "a floating dtype", "pass float32, bfloat16 or float16"
+    )
 
 
 def int32(**arrays: Array) -> None:
-    """Checks that every array is int32.
-
-    Args:
-      arrays: arrays by the names that the error shows.
-
-    Raises:
-      TypeError: an array has another dtype.
+    """Checks that arrays are int32.
 
     >>> print(int32(tokens=jnp.zeros(2, jnp.int32)))
     None
@@ -175,22 +343,13 @@ def int32(**arrays: Array) -> None:
     TypeError: tokens: expected int32, got float32; cast ids and lengths with
         .astype(jnp.int32)
     """
-    for name, array in arrays.items():
-        if array.dtype != jnp.int32:
-            raise TypeError(
-                f"{name}: expected int32, got {array.dtype}; cast ids and lengths "
-                "with .astype(jnp.int32)"
-            )
+    _require_dtype(
+        arrays, jnp.int32, "int32", "cast ids and lengths with .astype(jnp.int32)"
+    )
 
 
 def boolean(**arrays: Array) -> None:
-    """Checks that every array is bool.
-
-    Args:
-      arrays: arrays by the names that the error shows.
-
-    Raises:
-      TypeError: an array has another dtype.
+    """Checks that arrays are bool.
 
     >>> print(boolean(mask=jnp.zeros(2, jnp.bool_)))
     None
@@ -200,49 +359,40 @@ def boolean(**arrays: Array) -> None:
     TypeError: mask: expected bool, got int32; make masks from lengths
         (masked.lengths_to_mask), never from tokens != pad
     """
+    _require_dtype(
+        arrays,
+        jnp.bool_,
+        "bool",
+        "make masks from lengths (masked.lengths_to_mask), never from tokens != pad",
+    )
+
+
+def _require_dtype(
+    arrays: dict[str, Array], kind: Any, expected: str, advice: str
+) -> None:
     for name, array in arrays.items():
-        if array.dtype != jnp.bool_:
-            raise TypeError(
-                f"{name}: expected bool, got {array.dtype}; make masks from lengths "
-                "(masked.lengths_to_mask), never from tokens != pad"
-            )
+        if not jnp.issubdtype(array.dtype, kind):
+            raise TypeError(f"{name}: expected {expected}, got {array.dtype}; {advice}")
 
 
-def one_of(*, among: tuple[Any, ...], **choices: Any) -> None:
-    """Checks that a choice is one of some.
+def masked_floats(mask: Array, **floats: Array) -> None:
+    """Checks that arrays are float32 and of the shape of a mask, which is bool.
 
-    Args:
-      among: what there is to choose from.
-      choices: by the names that the error shows.
-
-    Raises:
-      InputError: one is none of them.
-
-    >>> print(one_of(kind="ipo", among=("sigmoid", "ipo")))
+    >>> mask = jnp.zeros((2, 3), jnp.bool_)
+    >>> print(masked_floats(mask, values=jnp.zeros((2, 3))))
     None
-    >>> one_of(kind="kto", among=("sigmoid", "ipo"))
+    >>> masked_floats(mask, values=jnp.zeros((2, 1)))
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.errors.InputError: kind: expected one of 'sigmoid', 'ipo', got
-        'kto'; choose one
+    ValueError: expected arrays of one shape, got values (2, 1), mask (2, 3); ...
     """
-    for name, choice in choices.items():
-        if choice not in among:
-            raise InputError(
-                f"{name}: expected one of {', '.join(map(repr, among))}, got "
-                f"{choice!r}; choose one"
-            )
+    same_shape(**floats, mask=mask)
+    float32(**floats)
+    boolean(mask=mask)
 
 
 def listed(problems: Sequence[str], *, most: int = 20) -> str:
-    """The first `most` problems, one per line, and the number of the others.
-
-    Args:
-      problems: what is wrong, one sentence each.
-      most: the largest number of problems that are shown.
-
-    Returns:
-      Lines, indented by two spaces.
+    """The first `most` problems, one per indented line, and the number of the others.
 
     >>> print(listed(["line 3: no prompt", "line 5: no prompt"]).replace("  ", "- "))
     - line 3: no prompt

@@ -99,8 +99,6 @@ def logprobs_and_entropy(
     Args:
       hidden: floats[N, D]. head: floats[V', D].
       tokens: i32[N]; others than the tokens of the head have log-prob NaN.
-      temperature: f32[], dimensionless.
-      plan: vocabulary and chunks.
 
     Returns:
       f32[N] each, nats. The gradient reaches `hidden`, `head` and `temperature`; a

@@ -31,15 +31,9 @@ def token_logprobs(
 
     Args:
       logits: floats[B, S, V] of any precision; the log-softmax is taken in float32.
-      tokens: i32[B, S].
-      temperature: divides the logits, dimensionless; the same in every role.
 
     Returns:
       f32[B, S], nats; column t is about tokens[:, t].
-
-    Raises:
-      ValueError: shapes do not belong together or temperature is not positive.
-      TypeError: logits are not floats or tokens not int32.
 
     >>> logits = jnp.log(jnp.array([[[0.25, 0.75], [0.5, 0.5], [0.9, 0.1]]]))
     >>> tokens = jnp.array([[0, 1, 0]])
@@ -54,7 +48,8 @@ def token_logprobs(
     checks.int32(tokens=tokens)
     checks.positive(temperature=temperature)
     logprobs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32) / temperature)
-    return jnp.pad(_pick(logprobs, tokens[:, 1:]), ((0, 0), (1, 0)))
+    drawn = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(drawn, ((0, 0), (1, 0)))
 
 
 def entropy(
@@ -66,13 +61,6 @@ def entropy(
 
     Args:
       logits: floats[..., V] of any precision; taken to float32.
-      temperature: divides the logits, dimensionless.
-
-    Returns:
-      f32[...], nats per logit position.
-
-    Raises:
-      ValueError: temperature is not positive. TypeError: logits are not floats.
 
     >>> print(entropy(jnp.array([[0.0, 0.0], [5.0, 5.0], [0.0, -jnp.inf]])))  # log 2, 0
     [ 0.693  0.693 -0.   ]
@@ -81,7 +69,9 @@ def entropy(
     """
     checks.floating(logits=logits)
     checks.positive(temperature=temperature)
-    return _entropy(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature))
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+    possible = jnp.where(logprobs > -jnp.inf, logprobs, 0.0)
+    return -jnp.sum(jnp.exp(logprobs) * possible, axis=-1)
 
 
 def token_logprobs_from_hidden(
@@ -107,8 +97,6 @@ def token_logprobs_from_hidden(
     Args:
       hidden: floats[B, S, D], the last layer's output after its norm.
       head: floats[V', D]; rows from `vocab_size` on are padding and have no effect.
-      tokens: i32[B, S].
-      temperature: divides the logits, dimensionless; the same in every role.
       vocab_size: V, the true vocabulary; None when no row is padding.
       softcap: c of logits c·tanh(x / c), before the temperature (Gemma 2,
         arXiv:2408.00118); None disables it.
@@ -125,11 +113,6 @@ def token_logprobs_from_hidden(
       reaches `hidden`, `head` and `temperature`. Columns whose cotangents are 0 (masked
       out) do not contribute to it, whatever their hidden states.
 
-    Raises:
-      ValueError: shapes do not belong together, temperature is not positive, or
-      vocab_size, first_column, max_logits or unused is out of range. TypeError: hidden
-      or head are not floats or tokens not int32.
-
     >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
     >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
     >>> tokens = jnp.array([[0, 1, 2]])
@@ -145,19 +128,16 @@ def token_logprobs_from_hidden(
     checks.floating(hidden=hidden, head=head)
     checks.int32(tokens=tokens)
     checks.at_least_one(max_logits=max_logits)
-    checks.positive(
-        temperature=temperature,
-        first_column=first_column,
-        softcap=1.0 if softcap is None else softcap,
-    )
+    checks.positive(temperature=temperature, first_column=first_column, softcap=softcap)
     batch, columns = tokens.shape
     padded = head.shape[0]
     vocab_size = padded if vocab_size is None else vocab_size
-    if not 0 < vocab_size <= padded:
-        raise checks.InputError(
-            f"vocab_size: expected 1 to {padded} (the rows of head), got {vocab_size}; "
-            "pass the size of the true vocabulary"
-        )
+    checks.within(
+        least=1,
+        most=padded,
+        advice="pass the size of the true vocabulary, of rows of head",
+        vocab_size=vocab_size,
+    )
     unused_ids.check(unused, vocab_size=vocab_size)
 
     before = ((0, 0), (min(first_column, columns), 0))
@@ -184,12 +164,3 @@ def token_logprobs_from_hidden(
         jnp.pad(array.reshape(predicted.shape), before) for array in flat
     )
     return logprobs, entropies
-
-
-def _pick(logprobs: Array, tokens: Array) -> Array:
-    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
-
-
-def _entropy(logprobs: Array) -> Array:
-    possible = jnp.where(logprobs > -jnp.inf, logprobs, 0.0)
-    return -jnp.sum(jnp.exp(logprobs) * possible, axis=-1)

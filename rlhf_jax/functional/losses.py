@@ -83,17 +83,11 @@ def policy_loss(
     Args:
       logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
       advantages: f32[B, S], reward units.
-      mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, dimensionless.
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
       dual_clip: dual-clip bound c > 1; None disables it. The source uses 3.
       ratio_level: what ρ is (`ratios.at_level`).
-      aggregation: what the sum over tokens is divided by (`token_weights`).
-      loss_scale_factor: c, tokens, as `token_weights` reads it.
-      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
-        counts mask. Read by token_mean.
-      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        the other aggregations.
+      aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only.
@@ -104,12 +98,6 @@ def policy_loss(
       `policy/dual_clipfrac`, with a dual clip: share of tokens at its bound.
       `policy/overflowfrac`: share of tokens whose -ρA is capped. `policy/ratio_mean`,
       `policy/ratio_max`: of ρ.
-
-    Raises:
-      ValueError: shapes differ, a range is not positive, dual_clip is not above 1,
-      there is no such ratio_level or it is of sequences that have no axis, a count is
-      not a scalar, or the aggregation does not fit its other arguments. TypeError:
-      floats are not f32 or mask is not bool.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip-higher is Yu et al.
     2025, arXiv:2503.14476, section 3.1; the dual clip is Ye et al. 2019,
@@ -128,11 +116,15 @@ def policy_loss(
     >>> print(policy_loss(**arrays, clip_range=0.2, dual_clip=3.0)[0])
     0.267
     """
-    _check(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    checks.positive(clip_range=clip_range)
+    checks.masked_floats(
+        mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
+    checks.within(
+        above=1, advice="choose 3 or 10, or leave it out", dual_clip=dual_clip
+    )
     if clip_range_high is None:
         clip_range_high = clip_range
-    checks.positive(clip_range_high=clip_range_high)
     advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
     token_log_ratio = jax.lax.stop_gradient(log_ratio)
@@ -140,7 +132,6 @@ def policy_loss(
     true_ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     shares = {}
     if dual_clip is not None:
-        _check_dual_clip(dual_clip)
         bound = math.log(dual_clip)
         at_bound = (advantages < 0) & (log_ratio > bound)
         # Before exp: the gradient of an infinite ratio would be NaN.
@@ -188,21 +179,11 @@ def entropy_bonus(
     Args:
       entropy: f32[B, S], nats; column t is about the distribution that tokens[:, t] was
         drawn from.
-      mask: bool[B, S], response tokens, EOS included.
-      aggregation: what the sum over tokens is divided by (`token_weights`).
-      loss_scale_factor: c, tokens, as `token_weights` reads it.
-      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
-        counts mask. Read by token_mean.
-      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        the other aggregations.
+      aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
 
     Returns:
       f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches
       `entropy`. `loss/entropy`: the loss, by `aggregation`, before any coefficient.
-
-    Raises:
-      ValueError: shapes differ, a count is not a scalar, or the aggregation does not
-      fit its other arguments. TypeError: entropy is not f32 or mask is not bool.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
@@ -213,7 +194,7 @@ def entropy_bonus(
     >>> print(entropy_bonus(entropy=entropy, mask=mask, aggregation="sequence_mean")[0])
     -2.25
     """
-    _check(mask, entropy=entropy)
+    checks.masked_floats(mask, entropy=entropy)
     return aggregate(
         "loss/entropy",
         -entropy,
@@ -243,9 +224,6 @@ def language_model_loss(
       f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches
       `logprobs`. `loss/language_model`: the loss.
 
-    Raises:
-      ValueError: shapes differ. TypeError: logprobs is not f32 or mask is not bool.
-
     >>> logprobs = jnp.log(jnp.array([[1.0, 0.5, 0.25]]))
     >>> mask = jnp.array([[False, True, True]])
     >>> print(language_model_loss(logprobs=logprobs, mask=mask)[0])  # 1.5 log 2
@@ -254,24 +232,10 @@ def language_model_loss(
     >>> print(language_model_loss(logprobs=logprobs, mask=mask, num_tokens=whole)[0])
     0.347
     """
-    _check(mask, logprobs=logprobs)
+    checks.masked_floats(mask, logprobs=logprobs)
     losses = -logprobs
     stats = masked.sum_stats({"loss/language_model": losses}, mask=mask)
     return _per_token(losses, mask, num_tokens), stats
-
-
-def _check(mask: Array, **floats: Array) -> None:
-    checks.same_shape(**floats, mask=mask)
-    checks.float32(**floats)
-    checks.boolean(mask=mask)
-
-
-def _check_dual_clip(dual_clip: float) -> None:
-    if not 1 < dual_clip < math.inf:
-        raise checks.InputError(
-            f"dual_clip: expected a finite ratio above 1, got {dual_clip}; choose 3 or "
-            f"10, or leave it out"
-        )
 
 
 def _per_token(x: Array, mask: Array, count: Array | None) -> Array:

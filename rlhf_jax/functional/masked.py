@@ -51,13 +51,9 @@ def lengths_to_mask(lengths: Int32[Array, " B"], *, size: int) -> Bool[Array, "B
 
     Args:
       lengths: i32[B], tokens. A length above `size` fills its row.
-      size: number of columns S.
 
     Returns:
       bool[B, S]. Left-padded rows are its mirror, `mask[:, ::-1]`.
-
-    Raises:
-      ValueError: lengths is not one axis. TypeError: lengths is not int32.
 
     >>> print(lengths_to_mask(jnp.array([2, 4]), size=5).astype(int))
     [[1 1 0 0 0]
@@ -76,16 +72,8 @@ def masked_sum(
 ) -> Float32[Array, "*kept"]:
     """Σ m·x over `axis`, or over everything.
 
-    Args:
-      x: f32[...].
-      mask: bool, shape of x.
-      axis: the axis to reduce; None reduces all.
-
     Returns:
       f32, x without `axis`. An empty mask sums to 0.
-
-    Raises:
-      ValueError: shapes differ. TypeError: x is not f32 or mask is not bool.
 
     >>> x = jnp.array([[1.0, 2.0, jnp.nan], [4.0, 5.0, 6.0]])
     >>> mask = jnp.array([[True, True, False], [True, False, False]])
@@ -94,7 +82,7 @@ def masked_sum(
     >>> print(masked_sum(x, mask=mask, axis=1))
     [3. 4.]
     """
-    _check(x, mask)
+    checks.masked_floats(mask, x=x)
     return jnp.sum(x, axis=axis, where=mask)
 
 
@@ -105,16 +93,8 @@ def masked_mean(
 
     The mean of equal numbers is that number, at any magnitude and any count.
 
-    Args:
-      x: f32[...].
-      mask: bool, shape of x.
-      axis: the axis to reduce; None reduces all.
-
     Returns:
       f32, x without `axis`. An empty mask has mean 0.
-
-    Raises:
-      ValueError: shapes differ. TypeError: x is not f32 or mask is not bool.
 
     >>> x = jnp.array([[1.0, 2.0, jnp.nan], [4.0, 5.0, 6.0]])
     >>> mask = jnp.array([[True, True, False], [False, False, False]])
@@ -123,7 +103,7 @@ def masked_mean(
     >>> print(masked_mean(x, mask=mask, axis=1))
     [1.5 0. ]
     """
-    _check(x, mask)
+    checks.masked_floats(mask, x=x)
     return jnp.add(*_mean_in_two(x, mask, axis=axis))
 
 
@@ -135,15 +115,8 @@ def centred(
     The mean of large float32 numbers is in general not a float32. Its rounding error
     can be as large as the deviations from it, so it is kept as two numbers.
 
-    Args:
-      x: f32[...].
-      mask: bool, shape of x.
-
     Returns:
       f32[] centre, without gradient, f32[] rest, and f32[...], 0 outside the mask.
-
-    Raises:
-      ValueError: shapes differ. TypeError: x is not f32 or mask is not bool.
 
     >>> x = jnp.array([1.0, 3.0, 9.0])
     >>> centre, rest, deviation = centred(x, mask=jnp.array([True, True, False]))
@@ -154,7 +127,7 @@ def centred(
     >>> print(deviation)
     [-1.333  0.667  0.667]
     """
-    _check(x, mask)
+    checks.masked_floats(mask, x=x)
     centre, rest = _mean_in_two(x, mask, axis=None)
     return centre, rest, jnp.where(mask, (x - centre) - rest, 0.0)
 
@@ -180,16 +153,10 @@ def masked_var(
     """Σ m·(x - mean)² / (Σ m - ddof), over everything and in two passes.
 
     Args:
-      x: f32[...].
-      mask: bool, shape of x.
       ddof: 0 is the biased variance (OAI, N+), 1 the unbiased one (TRL).
 
     Returns:
       f32[]; 0 with `ddof` entries or fewer.
-
-    Raises:
-      ValueError: shapes differ or ddof is neither 0 nor 1. TypeError: x is not f32
-      or mask is not bool.
 
     >>> x, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
     >>> print(masked_var(x, mask=mask))
@@ -197,10 +164,7 @@ def masked_var(
     >>> print(masked_var(x, mask=mask, ddof=1))
     2.0
     """
-    if ddof not in (0, 1):
-        raise checks.InputError(
-            f"ddof: expected 0 (biased) or 1 (unbiased), got {ddof}; choose one"
-        )
+    checks.one_of(ddof=ddof, among=(0, 1))
     _, _, deviation = centred(x, mask=mask)
     freedom = jnp.sum(mask, dtype=jnp.float32) - ddof
     return jnp.sum(deviation**2) / jnp.maximum(freedom, 1.0)
@@ -219,16 +183,11 @@ def masked_whiten(
 
     Args:
       x: f32[...], the whole rollout or the whole minibatch, never a micro-batch.
-      mask: bool, shape of x.
       shift_mean: True gives mean 0 (advantages), False keeps the mean (OAI's rewards).
       ddof: of the variance; 0 is the biased one (OAI, N+), 1 the unbiased one (TRL).
 
     Returns:
       f32[...], dimensionless (plus the mean in x's unit), 0 outside the mask.
-
-    Raises:
-      ValueError: shapes differ or ddof is neither 0 nor 1. TypeError: x is not f32
-      or mask is not bool.
 
     Source: `whiten` of openai/lm-human-preferences.
 
@@ -244,9 +203,3 @@ def masked_whiten(
     if shift_mean:
         return whitened
     return jnp.where(mask, whitened + (centre + rest), 0.0)
-
-
-def _check(x: Array, mask: Array) -> None:
-    checks.same_shape(x=x, mask=mask)
-    checks.float32(x=x)
-    checks.boolean(mask=mask)

@@ -31,9 +31,6 @@ def capped_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
     The slope at infinity is 0.
 
-    Args:
-      x: f32[...], nats.
-
     Returns:
       f32[...], dimensionless, finite unless x is NaN.
 
@@ -64,14 +61,9 @@ def at_level(
 
     Args:
       log_ratio: f32[B, S], nats, x = log π - log π_old; the gradient reaches it.
-      mask: bool[B, S], response tokens, EOS included.
-      ratio_level: which of the three.
 
     Returns:
       f32[B, S], nats, 0 outside the mask (as it is, for token).
-
-    Raises:
-      InputError: no such level. ValueError: not two axes, for the levels of a sequence.
 
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 7 and 14.
 
@@ -84,11 +76,7 @@ def at_level(
     [[0.05 0.05 0.  ]
      [0.3  0.   0.  ]]
     """
-    if ratio_level not in get_args(RatioLevel):
-        raise checks.InputError(
-            f"ratio_level: expected {' or '.join(map(repr, get_args(RatioLevel)))}, "
-            f"got {ratio_level!r}; choose one"
-        )
+    checks.one_of(ratio_level=ratio_level, among=get_args(RatioLevel))
     if ratio_level == "token":
         return log_ratio
     checks.shape((None, None), mask=mask)

@@ -23,15 +23,8 @@ def sum_stats(
 ) -> Stats:
     """{name: (Σ m·x, Σ m)} of each column, without gradient.
 
-    Args:
-      columns: f32[...] by name.
-      mask: bool, of their shape.
-
     Returns:
       {name: (f32[], f32[])}, the sum and the number of True entries.
-
-    Raises:
-      ValueError: shapes differ. TypeError: a column is not f32 or mask is not bool.
 
     >>> kl, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
     >>> total, weight = sum_stats({"policy/approxkl": kl}, mask=mask)["policy/approxkl"]
@@ -40,9 +33,7 @@ def sum_stats(
     >>> print(mean_stats(sum_stats({"kl": kl}, mask=mask))["kl"])
     2.0
     """
-    checks.same_shape(**columns, mask=mask)
-    checks.float32(**columns)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, **columns)
     weight = jnp.sum(mask, dtype=jnp.float32)
     return {
         name: (jax.lax.stop_gradient(jnp.sum(x, where=mask)), weight)
@@ -83,12 +74,6 @@ def add_stats(left: Stats, right: Stats) -> Stats:
 def merge_stats(*parts: Stats) -> Stats:
     """The statistics of several sources, under different names, in any order.
 
-    Args:
-      parts: {name: (sum, weight)} of each source.
-
-    Returns:
-      {name: (sum, weight)} of all sources.
-
     Raises:
       ValueError: two sources have the same name, of which one would be lost.
 
@@ -121,9 +106,6 @@ def total_stats(stats: Stats) -> Stats:
       stats: {name: (f32[N, ...], f32[N, ...])} of N parts; a weight of None marks a
         maximum.
 
-    Returns:
-      {name: (sum, weight)} without the leading axis.
-
     >>> stats = {"loss": (jnp.array([1.0, 9.0]), jnp.array([1.0, 4.0]))}
     >>> total, weight = total_stats(stats)["loss"]
     >>> print(total, weight)
@@ -141,9 +123,6 @@ def total_stats(stats: Stats) -> Stats:
 
 def mean_stats(stats: Stats) -> dict[str, Array]:
     """{name: sum / weight}: the division, once all parts are added.
-
-    Args:
-      stats: {name: (sum, weight)}; a weight of None is a maximum.
 
     Returns:
       {name: mean}; 0 where the weight is 0. Maxima are returned as they are.

@@ -41,31 +41,17 @@ def cispo_loss(
     The weight has no gradient, so every token keeps one, however far its ratio is.
 
     Args:
-      logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
-      advantages: f32[B, S], reward units.
-      mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, dimensionless; 1 or more is no lower bound, as published.
       clip_range_high: ε_high, dimensionless: the weight is at most 1 + ε_high.
       ratio_level: what ρ is (`ratios.at_level`); the two levels of a sequence are one
         here, as the weight has no gradient.
-      aggregation: what the sum over tokens is divided by (`token_weights`).
-      loss_scale_factor: c, as `token_weights` reads it.
-      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
-        counts mask. Read by token_mean.
-      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        the other aggregations.
+      the others: those of `losses.policy_loss`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` except the
       dual clip and the overflow: `policy/clipfrac` is the share of tokens whose weight
       is bounded. The gradient reaches `logprobs` only. The loss itself is no distance
       from anything; its gradient is what matters.
-
-    Raises:
-      ValueError: shapes differ, a range is not positive, there is no such ratio_level
-      or it is of sequences that have no axis, a count is not a scalar, or the
-      aggregation does not fit its other arguments. TypeError: floats are not f32 or
-      mask is not bool.
 
     Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5.
 
@@ -119,29 +105,14 @@ def sapo_loss(
     τ is `temperature` where A > 0, `negative_temperature` elsewhere.
 
     Args:
-      logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
-      advantages: f32[B, S], reward units.
-      mask: bool[B, S], response tokens, EOS included.
       temperature, negative_temperature: τ, dimensionless, above 0; published are 1 and
         1.05, since pushing tokens down spreads over the whole vocabulary.
-      ratio_level: what ρ is (`ratios.at_level`).
-      aggregation: what the sum over tokens is divided by (`token_weights`).
-      loss_scale_factor: c, as `token_weights` reads it.
-      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
-        counts mask. Read by token_mean.
-      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        the other aggregations.
+      the others: those of `losses.policy_loss`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` about ratios,
       and `policy/gate`: the mean slope of f, 1 where the policy has not moved. The
       gradient reaches `logprobs` only.
-
-    Raises:
-      ValueError: shapes differ, a temperature is not positive, there is no such
-      ratio_level or it is of sequences that have no axis, a count is not a scalar, or
-      the aggregation does not fit its other arguments. TypeError: floats are not f32 or
-      mask is not bool.
 
     Source: Gao et al. 2025, arXiv:2511.20347, eq. 5 to 7.
 
@@ -190,14 +161,10 @@ def ratio_stats(
     Args:
       log_ratio: f32[B, S], nats, of single tokens.
       ratio: f32[B, S], ρ as the loss reads it.
-      mask: bool[B, S], response tokens.
 
     Returns:
       {name: (sum, weight)}, without gradient: `policy/approxkl`, ½(log ratio)² of
       tokens, nats per token; `policy/ratio_mean` and `policy/ratio_max`, of ρ.
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
 
     >>> x, mask = jnp.array([0.0, 1.0, 9.0]), jnp.array([True, True, False])
     >>> stats = ratio_stats(x, jnp.exp(x), mask=mask)
@@ -226,8 +193,6 @@ def _inputs(
         "old_logprobs": old_logprobs,
         "advantages": advantages,
     }
-    checks.same_shape(**floats, mask=mask)
-    checks.float32(**floats)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, **floats)
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
     return log_ratio, jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))

@@ -38,7 +38,6 @@ def token_rewards(
     Args:
       scores: f32[B], reward units, one per response; of an episode, of all its turns.
       kl: f32[B, S], nats per token by any estimator; None is no penalty.
-      mask: bool[B, S], response tokens, EOS included.
       kl_coef: β, f32[] or float, reward units per nat.
       score_mask: bool[B, S], the score is added at the last True of a row; None is
         `mask`. PPO in the variant N+ passes one that is a column longer.
@@ -48,10 +47,6 @@ def token_rewards(
     Returns:
       f32[B, S], reward units, 0 outside the mask. A row whose mask is empty has reward
       0 everywhere: its score is not counted.
-
-    Raises:
-      ValueError: shapes do not belong together or kl_coef is a negative number.
-      TypeError: floats are not f32 or mask is not bool.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
 
@@ -77,15 +72,13 @@ def token_rewards(
     if turn_rewards is None:
         score_rewards = jnp.where(columns == last, scores[:, None], 0.0)
     else:
-        checks.same_shape(turn_rewards=turn_rewards, mask=mask)
-        checks.float32(turn_rewards=turn_rewards)
+        checks.masked_floats(mask, turn_rewards=turn_rewards)
         earlier = jnp.where(mask, turn_rewards, 0.0)
         rest = scores[:, None] - earlier.sum(axis=1, keepdims=True)
         score_rewards = earlier + jnp.where(columns == last, rest, 0.0)
     if kl is None:
         return score_rewards
-    checks.same_shape(kl=kl, mask=mask)
-    checks.float32(kl=kl)
+    checks.masked_floats(mask, kl=kl)
     return score_rewards - kl_coef * jnp.where(mask, kl, 0.0)
 
 
@@ -99,14 +92,7 @@ def kl_reward(
 
     Args:
       kl: f32[B, S], nats per token.
-      mask: bool[B, S], response tokens, EOS included.
       kl_coef: β, f32[] or float, reward units per nat.
-
-    Returns:
-      f32[B], reward units.
-
-    Raises:
-      ValueError: the shapes differ. TypeError: kl is not f32 or mask is not bool.
 
     >>> kl = jnp.array([[0.0, 0.0, 2.0, 1.0, 3.0, 9.0]])
     >>> mask = jnp.array([[False, False, True, True, True, False]])

@@ -89,13 +89,6 @@ def count(ranges: Ranges) -> int:
 def contain(ranges: Ranges, ids: Int32[Array, "*shape"]) -> Bool[Array, "*shape"]:
     """Whether each id is in one of the ranges.
 
-    Args:
-      ranges: in order and apart; static.
-      ids: i32[...].
-
-    Returns:
-      bool[...].
-
     >>> print(contain(((2, 3), (4, 6)), jnp.arange(7)))
     [False False  True False  True  True False]
     >>> print(contain((), jnp.arange(2)))
@@ -115,7 +108,6 @@ def masked(logits: Array, ranges: Ranges) -> Array:
 
     Args:
       logits: f32[..., V], one of every id of the vocabulary.
-      ranges: in order and apart; static.
 
     Returns:
       f32[..., V]. No gradient reaches an id in the ranges.

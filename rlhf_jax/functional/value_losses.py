@@ -32,24 +32,13 @@ def value_loss(
     Args:
       values, old_values, returns: f32[B, S], reward units; column t is the state
         just before tokens[:, t].
-      mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, reward units; None does not clip.
-      aggregation: what the sum over tokens is divided by (`token_weights`).
-      loss_scale_factor: c, tokens; required by aggregation constant, else None.
-      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
-        counts mask. Read by token_mean.
-      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        sequence_mean and constant.
+      aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `values` only.
       `loss/value`: the loss, by `aggregation`. `value/clipfrac`: share of tokens where
       the clipped square is the larger one; their gradient is 0.
-
-    Raises:
-      ValueError: shapes differ, clip_range is not positive, a count is not a scalar, or
-      the aggregation does not fit its other arguments. TypeError: floats are not f32 or
-      mask is not bool.
 
     Source: `PPOTrainer.loss` of openai/lm-human-preferences.
 
@@ -63,13 +52,13 @@ def value_loss(
     >>> print(loss, masked.mean_stats(stats)["value/clipfrac"])  # V_clip is 0.5
     1.812 0.5
     """
-    _check(mask, values=values, old_values=old_values, returns=returns)
+    checks.masked_floats(mask, values=values, old_values=old_values, returns=returns)
     values = jnp.where(mask, values, 0.0)
     old_values = jax.lax.stop_gradient(jnp.where(mask, old_values, 0.0))
     returns = jax.lax.stop_gradient(jnp.where(mask, returns, 0.0))
     clipped_values = values
+    checks.positive(clip_range=clip_range)
     if clip_range is not None:
-        checks.positive(clip_range=clip_range)
         # Not old_values + clip(move): inside the range this returns values to the bit.
         clipped_values = jnp.clip(
             values, old_values - clip_range, old_values + clip_range
@@ -102,14 +91,10 @@ def explained_variance(
 
     Args:
       values, returns: f32[B, S], reward units.
-      mask: bool[B, S], response tokens, EOS included.
 
     Returns:
       `value/explained_variance`: 1 is a perfect critic, 0 is one no better than a
       constant, and below 0 it is worse. No gradient.
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
 
     >>> arrays = {"returns": jnp.array([[1.0, 2.0, 3.0]])}
     >>> arrays |= {"mask": jnp.array([[True, True, True]])}
@@ -120,7 +105,7 @@ def explained_variance(
     >>> print(masked.mean_stats(stats)["value/explained_variance"])
     0.0
     """
-    _check(mask, values=values, returns=returns)
+    checks.masked_floats(mask, values=values, returns=returns)
     returns = jnp.where(mask, returns, 0.0)
     errors = returns - jnp.where(mask, values, 0.0)
     count = jnp.sum(mask, dtype=jnp.float32)
@@ -128,9 +113,3 @@ def explained_variance(
     unexplained = count * masked.masked_var(errors, mask=mask)
     pair = jax.lax.stop_gradient((spread - unexplained, spread))
     return {"value/explained_variance": pair}
-
-
-def _check(mask: Array, **floats: Array) -> None:
-    checks.same_shape(**floats, mask=mask)
-    checks.float32(**floats)
-    checks.boolean(mask=mask)

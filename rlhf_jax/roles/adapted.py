@@ -23,16 +23,7 @@ Params = Any
 
 
 def params(trained: Params, *, base: Frozen | None, lora: LoRA | None) -> Params:
-    """The parameters for a forward pass; no gradient flows into the base.
-
-    Args:
-      trained: parameters, or adapters with a base.
-      base: what the adapters adapt, stored in any way; never donated.
-      lora: that the adapters were made by.
-
-    Raises:
-      InputError: one of base and lora without the other, or adapters that do not fit.
-    """
+    """The parameters for a forward pass; no gradient flows into the base."""
     if base is None and lora is None:
         return trained
     if base is None or lora is None:

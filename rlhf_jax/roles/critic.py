@@ -46,18 +46,7 @@ def from_reward_model(params: Params) -> Params:
 
 
 def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
-    """A critic of adapters over the policy's base, whose values start at 0.
-
-    Args:
-      key: key[], draws the adapters.
-
-    Returns:
-      {"trunk": adapters, "score": ...}, to be run with its base (`adapted.params`).
-
-    Raises:
-      InputError: no layer matches `lora.modules`, or the rank is above the smaller
-        width of an adapted layer.
-    """
+    """A critic of adapters over the policy's base, whose values start at 0."""
     trunk = init(key, model=model, lora=lora)
     return {"trunk": trunk, "score": heads.zero_score(model=model)}
 
@@ -78,9 +67,6 @@ def values(
         values    0    0  V(The) V(The cat) V(The cat sat)
 
     Args:
-      params: as above.
-      tokens: i32[B, S], padded on either side.
-      mask: bool[B, S], True at tokens.
       first_column: values of earlier columns are not wanted and are the bias alone; the
         prompt's width gives those of the response.
       packing: of these rows: the trunk runs on packed rows, and only states that the
@@ -95,16 +81,10 @@ def values(
 
 
 def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
-    """Values from hidden states that are at hand, for instance of a shared trunk.
+    """`values` from hidden states that are at hand, for instance of a shared trunk.
 
     Args:
-      score: {"kernel": [D], "bias": []}.
       hidden: floats[B, S, D], the trunk's.
-      mask: bool[B, S], True at tokens.
-
-    Returns:
-      f32[B, S], reward units, of the state just before each token; 0 where no token
-      stands just before.
     """
     after = context.per_token(functools.partial(heads.scores, score), hidden)
     # Column t has seen tokens[:, t]

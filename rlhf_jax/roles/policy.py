@@ -26,11 +26,6 @@ def logits(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) ->
 
     Training never holds them: see `logprobs`.
 
-    Args:
-      params: the decoder's.
-      tokens: i32[B, S], padded on either side.
-      mask: bool[B, S], True at tokens.
-
     Returns:
       f32[B, S, V]; entry t is about the token after tokens[:, t].
     """
@@ -89,10 +84,6 @@ def logprobs_and_entropy(
     """Log-probability of each token and entropy of the distribution it came from.
 
     Args:
-      params: the decoder's.
-      tokens: i32[B, S], padded on either side.
-      mask: bool[B, S], True at tokens.
-      temperature: divides the logits; the same in every role.
       first_column: columns before it are not computed and are 0; the prompt's
         width gives the response alone.
       segments: i32[B, S], texts packed into one row (`decoder.hidden_states`); None is
@@ -133,22 +124,11 @@ def logprobs_from_hidden(
     first_column: int = 1,
     segments: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Log-probability of each token and entropy, from hidden states that are at hand.
+    """`logprobs_and_entropy` from hidden states that are at hand.
 
     Args:
-      params: the decoder's, whose output head is read.
       hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask
         and segments, from column `first_column - 1` on at least.
-      model: static shape.
-      tokens: i32[B, S], padded on either side.
-      mask: bool[B, S], True at tokens.
-      temperature: divides the logits; the same in every role.
-      first_column: columns before it are not computed and are 0.
-      segments: i32[B, S], texts packed into one row; None is one text per row.
-
-    Returns:
-      f32[B, S] each, nats; column t is about tokens[:, t]. 0 at padding and at the
-      first token of a text, which nothing predicts.
     """
     head = heads.vocabulary_head(params, model=model)
     # Its chunks hold tokens of every device that shares the vocabulary.
@@ -200,10 +180,6 @@ def exact_kl(
       ref_params, ref_hidden: the reference's, floats[B, S, D']; no gradient reaches
         them.
       model, ref_model: the shapes of both; None is the policy's.
-      mask: bool[B, S], True at tokens.
-      temperature: divides the logits of both.
-      first_column: columns before it are 0.
-      direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
       top_k: tokens of the policy to take one by one, the rest being one bucket, so that
         the KL is a lower bound; None takes every token.
       jsd_beta: share of the reference in the mixture of the generalised Jensen-Shannon

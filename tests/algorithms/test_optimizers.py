@@ -215,15 +215,15 @@ def norm(tree) -> float:
     [
         (
             {"style": "torch"},
-            r"style: expected 'standard' or 'tf', got 'torch'; choose",
+            r"style: expected one of 'standard', 'tf', got 'torch'; choose",
         ),
         (
             {"mu_dtype": "float16"},
-            r"mu_dtype: expected 'float32' or 'bfloat16', got 'float16'; choose",
+            r"mu_dtype: expected one of 'float32', 'bfloat16', got 'float16'",
         ),
         ({"eps": 0.0}, r"eps: expected .* above 0, got 0"),
-        ({"b1": 1.0}, r"b1: expected a number from 0 to below 1, got 1.0; choose"),
-        ({"b2": -0.1}, r"b2: expected a number from 0 to below 1, got -0.1; choose"),
+        ({"b1": 1.0}, r"b1: expected a number of at least 0 and below 1, got 1.0"),
+        ({"b2": -0.1}, r"b2: expected a number of at least 0 and below 1, got -0.1"),
         ({"b2": float("nan")}, r"b2: expected .* got nan"),
         ({"learning_rate": -1.0}, r"learning_rate: expected .* 0 or more, got -1"),
         ({"learning_rate": float("nan")}, r"learning_rate: expected .* got nan"),

@@ -8,7 +8,7 @@ import pytest
 import toys
 
 from rlhf_jax import decoder
-from rlhf_jax.algorithms import self_check
+from rlhf_jax.algorithms import flow, self_check
 
 TOLERANCE = self_check.TOLERANCE["float32"]
 SAMPLER = "the trainer's log-probs to equal those kept while sampling"
@@ -70,7 +70,7 @@ def test_without_a_reference_only_the_sampler_is_checked(measure, params, rollou
 def test_who_drew_the_tokens_is_checked_where_log_probs_were_recomputed(
     rollout, model, monkeypatch
 ):
-    monkeypatch.setattr(self_check, "logprobs", lambda *_, **__: rollout.old_logprobs)
+    monkeypatch.setattr(flow.rollout, "logprobs", lambda *_, **__: rollout.old_logprobs)
     drawn = rollout.old_logprobs - 1.0
     both = dataclasses.replace(rollout, sampler_logprobs=drawn)
     measured = self_check.measure(
@@ -223,7 +223,7 @@ def test_one_leaf_that_differs_is_not_an_equal_start(
         first_columns.append(first_column)
         return zeros
 
-    monkeypatch.setattr(self_check, "logprobs", logprobs)
+    monkeypatch.setattr(flow.rollout, "logprobs", logprobs)
     leaves, tree = jax.tree.flatten(params)
     moved = jax.tree.unflatten(tree, [leaves[0] + 1, *leaves[1:]])
     for reference, equal in ((params, True), (moved, False)):

@@ -47,7 +47,7 @@ def test_a_reference_of_each_form(text, expected):
         ("b=x,weight=1,weight=2", "--references: expected NAME=CHECKPOINT[,weight=W]"),
         ("b=x,wait=1", "weight, dtype, embeddings, place after the checkpoint, got wa"),
         ("b=x,weight=much", "--references b: expected a number as its weight, got 'mu"),
-        ("b=x,weight=-1", "--references b: expected a weight of 0 or more for referen"),
+        ("b=x,weight=-1", "--references b: weight of reference b: expected a number o"),
         ("k3=x", "--references k3: expected a name of letters"),
         ("b=x,dtype=int4", "b: expected dtype to be one of float32, bfloat16, float16"),
         ("b=x,embeddings=int8", "expected embeddings to be one of float32, bfloat16"),

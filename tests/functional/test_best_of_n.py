@@ -282,8 +282,12 @@ def test_uncompiled_it_is_the_same():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: best_of_n.kl_bound(0), InputError, "n: expected at least 1 response"),
-        (lambda: exact_kl([1.0], [1.0], 0), InputError, "n: expected at least 1"),
+        (
+            lambda: best_of_n.kl_bound(0),
+            InputError,
+            "n: expected a whole number",
+        ),
+        (lambda: exact_kl([1.0], [1.0], 0), InputError, "n: expected a whole number"),
         (lambda: exact_kl([1.0], [1.0, 2.0], 2), ValueError, "arrays of one shape"),
         (lambda: exact_kl([[1.0]], [[1.0]], 2), ValueError, "probabilities: expected"),
         (
@@ -293,11 +297,11 @@ def test_uncompiled_it_is_the_same():
         ),
         (lambda: estimate([1.0], [], 2), InputError, "among: expected at least 1"),
         (lambda: estimate([[1.0]], [1.0], 2), ValueError, "among: expected shape"),
-        (lambda: estimate([1.0], [1.0], 0), InputError, "n: expected at least 1"),
+        (lambda: estimate([1.0], [1.0], 0), InputError, "n: expected a whole number"),
         (
             lambda: best_of_n.expected_best(f32([1, 2, 3]), n=4),
             InputError,
-            "n: expected at most the 3 samples of a prompt, got 4",
+            "n: expected a number of at most 3, got 4; sample more",
         ),
         (
             lambda: best_of_n.selection_weights(jnp.ones(3, int), n=2),

@@ -313,7 +313,6 @@ WITHOUT_A_SLOPE = {
     "masked.centred": "a number that has no gradient, and what is left",
     "masked.lengths_to_mask": "bool",
     "unused_ids.contain": "bool",
-    "off_policy.importance.check_arrays": "checks",
     "off_policy.importance.importance_weights": "stops the gradient",
     "off_policy.mismatch.sampler_kl": "statistics",
     "off_policy.mismatch.weight_stats": "statistics",

@@ -224,11 +224,11 @@ def test_nothing_overflows():
         (
             PAIRS,
             {"kind": "slic"},
-            r"one of sigmoid, robust, ipo, hinge, got 's",
+            r"one of 'sigmoid', .* 'hinge', got 's",
         ),
-        (PAIRS, {"label_smoothing": 0.5}, r"from 0 to below 0.5, .* got 0.5"),
-        (PAIRS, {"label_smoothing": -0.1}, r"from 0 to below 0.5, .* got -0.1"),
-        (PAIRS, {"label_smoothing": float("nan")}, r"below 0.5, .* got nan"),
+        (PAIRS, {"label_smoothing": 0.5}, r"least 0 and below 0.5, got 0.5"),
+        (PAIRS, {"label_smoothing": -0.1}, r"least 0 and below 0.5, got -0.1"),
+        (PAIRS, {"label_smoothing": float("nan")}, r"below 0.5, got nan"),
         (
             PAIRS,
             {"kind": "ipo", "label_smoothing": 0.1},

@@ -75,7 +75,6 @@ PROMPT_FIELDS = {
     ),
     "too long": ("the " * 40, "expected (at most|a row of at most) .* tokens, got"),
 }
-TEXT = "bad.jsonl:1: expected a text in 'answer', got"
 MARK = "bad.jsonl:1: expected #### and a number at the end of 'answer', got"
 ANSWER = {
     "sft": ("response", [(None, WRITTEN), (7, WRITTEN), ({}, WRITTEN)]),
@@ -103,7 +102,7 @@ ANSWER = {
     "grpo": (
         "answer",
         [
-            *((value, TEXT) for value in (None, 2, [], {}, "", " ", ["#### 2"])),
+            *((value, MARK) for value in (None, 2, [], {}, "", " ", ["#### 2"])),
             *((value, MARK) for value in ("2", "####", "#### two", "2 ####", "\0")),
         ],
     ),

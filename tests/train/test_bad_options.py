@@ -322,8 +322,8 @@ OWN = {
         ("--beta=-1", "beta: expected a finite number above 0, got -1"),
         ("--beta=nan", "beta: expected a finite number above 0, got nan"),
         ("--beta=inf", "beta: expected a finite number above 0, got inf"),
-        ("--label-smoothing=-0.1", "label_smoothing: expected a chance from 0"),
-        ("--label-smoothing=nan", "label_smoothing: expected a chance from 0"),
+        ("--label-smoothing=-0.1", "label_smoothing: expected a number of at"),
+        ("--label-smoothing=nan", "label_smoothing: expected a number of at"),
         ("--kind=bco", CHOICE.format("bco", "--kind")),
         (
             "--kind=kto --data={}/one_prompt.jsonl",

@@ -249,7 +249,7 @@ def test_real_pairs(real, shared_data, tmp_path):
             (("--beta=0",), "beta: expected a finite number above 0, got 0.0"),
             (
                 ("--label-smoothing=0.5",),
-                "label_smoothing: expected a chance from 0 to be",
+                "label_smoothing: expected a number of at least",
             ),
             (("--kind=ipo", "--label-smoothing=0.1"), "expected 0 with kind 'ipo'"),
             (

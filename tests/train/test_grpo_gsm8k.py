@@ -245,7 +245,7 @@ def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
     [
         ("--reference=none", "--reference none: expected none with rlhf-jax nash-md"),
         ("--batch-size=7", "--batch-size: expected an even number, for a response of"),
-        ("--mixture=1", "mixture: expected a share between 0 and 1, got 1.0"),
+        ("--mixture=1", "mixture: expected a number above 0 and below 1, got"),
         ("--placement.reference=last", "as its mixture draws beside the policy, and"),
         ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
         ("--fixed-length=3", "Unrecognized options: --fixed-length"),
@@ -270,7 +270,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
         ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
         ("--packing=auto", "with rlhf-jax online-dpo, as its loss reads rows padded"),
         ("--group-size=3", "3"),
-        ("--micro-batch-size=8", "micro_batch_size: expected to divide the 4 pairs"),
+        ("--micro-batch-size=8", "expected micro_batch_size to divide the 4 pairs"),
         (
             "--references=other=x,weight=1",
             "with rlhf-jax online-dpo, as its loss reads one",

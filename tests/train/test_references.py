@@ -26,7 +26,11 @@ def parse(method, *argv):
             ["--references", "b=x,place=cpu", "--penalty.value-estimator=exact"],
             "exact --penalty: expected none with place= of --references",
         ),
-        (ppo, ["--references", "b=x,weight=-0.5"], "weight of 0 or more"),
+        (
+            ppo,
+            ["--references", "b=x,weight=-0.5"],
+            "reference b: expected a number of",
+        ),
         (
             grpo,
             ["--references", "b=x", "--reference=none"],

@@ -44,14 +44,8 @@ def distillation_loss(
     not differentiated. The policy loss is there where something reads its advantages.
 
     Args:
-      policy: the student's parameters, or adapters; the gradient reaches them alone.
-      experience: PolicyExperience[b, S].
-      kl_coef: β, f32[], reward units per nat.
-      num_tokens, num_responses: f32[], of the whole minibatch.
-      recipe: static.
       frozen: whose reference is the teacher, or its head where the experience has its
         hidden states.
-      packing: how the models read these rows packed; None reads them padded.
 
     Returns:
       f32[] and {name: (sum, weight)}; `loss/divergence` is D, nats per token.

@@ -10,11 +10,9 @@ reference (`objective/kl`) is of the teacher.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.distill.loss import distillation_loss
@@ -22,9 +20,8 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
 from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
-from rlhf_jax.functional import masked
+from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
-from rlhf_jax.functional.kl.mixtures import check_beta
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 
@@ -59,7 +56,12 @@ class DistillRecipe(ReinforceRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(divergence=self.divergence, among=(None, *get_args(Divergence)))
-        check_beta(self.jsd_beta)
+        checks.within(
+            above=0,
+            below=1,
+            advice="at 0 and 1 the divergence is 0: take forward or reverse",
+            jsd_beta=self.jsd_beta,
+        )
         mixed = self.divergence == "jensen_shannon"
         for name, unread in {
             "jsd_beta": self.jsd_beta != HALF and not mixed,
@@ -71,8 +73,7 @@ class DistillRecipe(ReinforceRecipe):
                     f"does not read it, got {getattr(self, name)}; leave it out, or "
                     f"choose another divergence"
                 )
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k: expected 1 token or more, got {self.top_k}")
+        checks.positive(top_k=self.top_k)
         if self.penalty.in_loss or self.penalty.needs_logits:
             raise InputError(
                 f"penalty: expected k1, k2 or k3 in the reward or nowhere, got "
@@ -91,24 +92,13 @@ class DistillRecipe(ReinforceRecipe):
         return False
 
     def has_policy_loss(self, *, rewarded: bool) -> bool:
-        """Whether the policy loss is a term: else its head is not differentiated.
-
-        Args:
-          rewarded: there is a reward beside the teacher.
-        """
+        """Whether the policy loss is a term: else its head is not differentiated."""
         guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
         learns = rewarded or self.penalty.in_reward
         return learns or guards or self.entropy_coef != 0
 
     def check_read(self, *, rewarded: bool) -> None:
-        """Checks that the options of the policy loss are left alone without one.
-
-        Args:
-          rewarded: there is a reward beside the teacher.
-
-        Raises:
-          InputError: one of them is set, and nothing would read it.
-        """
+        """Checks that the options of the policy loss are left alone without one."""
         if self.has_policy_loss(rewarded=rewarded):
             return
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -157,39 +147,19 @@ class Distill(DistillRecipe, PolicyGradient):
 
     def minibatch_loss(
         self,
-        minibatch: Any,
+        minibatch: PolicyExperience,
         *,
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
-    ) -> tuple[Any, LossFunction]:
-        """`distillation_loss` of the parts of a minibatch.
-
-        Args:
-          minibatch: PolicyExperience[b, S].
-          frozen: whose reference is the teacher, of which the head alone is read where
-            the minibatch has its hidden states; a student has no further one.
-
-        Raises:
-          InputError: there are further references.
-        """
+    ) -> tuple[PolicyExperience, LossFunction]:
+        """`distillation_loss` of the parts; a student has one teacher alone."""
         if frozen.further:
             raise InputError(
                 f"further: expected no references beside the teacher, got "
                 f"{', '.join(frozen.further)}; leave them out"
             )
-        mask = minibatch.response_mask
-        terms = functools.partial(
-            distillation_loss,
-            kl_coef=kl_coef,
-            num_tokens=mask.sum(dtype=jnp.float32),
-            num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
-            recipe=self,
-            frozen=frozen,
-        )
+        return super().minibatch_loss(minibatch, kl_coef=kl_coef, frozen=frozen)
 
-        def loss(
-            trained: tuple[Any, Any], part: PolicyExperience, packing: Any = None
-        ) -> tuple[Array, masked.Stats]:
-            return terms(trained[0], experience=part, packing=packing)
-
-        return minibatch, loss
+    def terms(self, policy: Any, **part: Any) -> tuple[Array, masked.Stats]:
+        """`distillation_loss`."""
+        return distillation_loss(policy, recipe=self, **part)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PackedPreferences
 from rlhf_jax.algorithms.dpo.recipe import DPO
+from rlhf_jax.algorithms.state import micro_batches
 from rlhf_jax.functional import checks, masked, preference_losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted, policy
@@ -28,17 +29,7 @@ Params = Any
 def reference_logprobs(
     reference: Frozen, *, batch: PackedPreferences, dpo: DPO
 ) -> Array:
-    """log π_ref of every token of every pair.
-
-    Args:
-      reference: the frozen policy, or the base of adapters; stored in any way.
-      batch: PackedPreferences[B, S].
-      dpo: static.
-
-    Returns:
-      f32[B, S], nats; 0 at padding and at the first token of each text. No gradient
-      reaches the reference.
-    """
+    """log π_ref of every token of every pair."""
     model = frozen.shape_of(reference, policy=dpo.model)
     own = dataclasses.replace(dpo, model=model)
     return token_logprobs(frozen.read(reference), batch=batch, dpo=own)
@@ -46,11 +37,6 @@ def reference_logprobs(
 
 def token_logprobs(params: Params, *, batch: PackedPreferences, dpo: DPO) -> Array:
     """log π of every token of every pair.
-
-    Args:
-      params: of the policy; the gradient reaches them.
-      batch: PackedPreferences[B, S].
-      dpo: static.
 
     Returns:
       f32[B, S], nats; 0 at padding and at the first token of each text.
@@ -72,14 +58,10 @@ def pair_logprobs(
 
     Args:
       logprobs: f32[B, S], nats per token; those outside `response_mask` are not read.
-      batch: PackedPreferences[B, S].
       token_mean: divide each sum by the response's tokens, EOS included.
 
     Returns:
       f32[B, K] each, nats, or nats per token with token_mean; 0 where there is no pair.
-
-    Raises:
-      ValueError: shapes do not belong together. TypeError: logprobs is not f32.
     """
     checks.same_shape(logprobs=logprobs, tokens=batch.tokens)
     checks.float32(logprobs=logprobs)
@@ -106,11 +88,9 @@ def loss(
     """The loss of the pairs, all their responses in one forward pass.
 
     Args:
-      params: the decoder's, adapters applied.
       batch: PackedPreferences[b, S]; with labels for KTO.
       ref_logprobs: f32[b, S], nats, `reference_logprobs` of the same rows; None without
         a reference (`DPO.has_reference`).
-      dpo: static.
       num_pairs: f32[], pairs in the whole batch; None counts these.
       kl: f32[], nats per response, `kto_baseline` of the whole batch; None takes KTO's
         z0 of this one.
@@ -122,7 +102,6 @@ def loss(
     Raises:
       InputError: ref_logprobs is missing, or given without being read; or there are
         labels where the kind is not kto, or none where it is.
-      ValueError: shapes differ. TypeError: floats are not f32.
     """
     if dpo.has_reference == (ref_logprobs is None):
         free = "reference_free" if dpo.reference_free else f"kind {dpo.kind!r}"
@@ -207,28 +186,13 @@ def kto_baseline(
     """KTO's z0 of a whole batch, a micro-batch at a time: a forward pass more.
 
     Args:
-      trained: the policy's parameters, or its adapters over `base`.
       batch: PackedPreferences[B, S], whose rejected texts are of other prompts.
-      ref_logprobs: f32[B, S], nats, the reference's.
-      dpo: static.
-      base: the parameters that adapters adapt; None without adapters.
 
     Returns:
       f32[], nats per response. No gradient reaches any argument.
-
-    Raises:
-      InputError: micro_batch_size does not divide B.
     """
-    rows = len(batch.tokens) if dpo.micro_batch_size is None else dpo.micro_batch_size
-    if len(batch.tokens) % rows:
-        raise InputError(
-            f"expected micro_batch_size to divide the {len(batch.tokens)} rows of an "
-            f"update, got {rows}; change either, or leave it out to hold all at once"
-        )
     params = adapted.params(trained, base=base, lora=dpo.lora)
-    parts = jax.tree.map(
-        lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), batch
-    )
+    parts = micro_batches(batch, micro_batch_size=dpo.micro_batch_size)
     logprobs = jax.lax.map(
         lambda part: pair_logprobs(
             token_logprobs(params, batch=part, dpo=dpo), batch=part

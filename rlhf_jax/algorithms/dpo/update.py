@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import PackedPreferences
 from rlhf_jax.algorithms.dpo.pair_loss import kto_baseline, loss, reference_logprobs
 from rlhf_jax.algorithms.dpo.recipe import DPO
-from rlhf_jax.algorithms.state import SupervisedState, accumulate, supervised_step
+from rlhf_jax.algorithms.state import SupervisedState, supervised_update
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted
@@ -40,17 +40,7 @@ def measure(
     """The stats of `loss` for pairs that are not trained on.
 
     Args:
-      trained: the policy's parameters, or its adapters over `base`.
-      batch: PackedPreferences[B, S].
-      dpo: the loss and its coefficients.
       ref_logprobs: f32[B, S], nats, of the reference; None computes them by `base`.
-      base: the parameters that adapters adapt; None without adapters.
-
-    Returns:
-      {name: (sum, weight)}.
-
-    Raises:
-      InputError: base and lora are not given together, or adapters do not fit.
     """
     if ref_logprobs is None and base is not None and dpo.has_reference:
         ref_logprobs = reference_logprobs(base, batch=batch, dpo=dpo)
@@ -70,17 +60,11 @@ def update(
     """One optimizer step.
 
     Args:
-      state: of `state.supervised_state`; donated by the caller's `jit`.
-      batch: PackedPreferences[B, S].
-      dpo: static.
       ref_logprobs: f32[B, S], nats, `reference_logprobs` of this batch, live or
         precomputed; `reference` is not run then.
       reference: the frozen policy, run here; else None.
       base: with adapters as the state's parameters, else None. It is the reference
         where neither ref_logprobs nor reference is given.
-
-    Returns:
-      The next state and the stats of `loss` and `state.supervised_step`.
 
     Raises:
       InputError: there is no reference to be had, or one that would not be read;
@@ -103,17 +87,14 @@ def update(
         kl = kto_baseline(
             state.params, batch=batch, ref_logprobs=ref_logprobs, dpo=dpo, base=base
         )
-    grads, stats = accumulate(
-        lambda trained, part: loss(
-            adapted.params(trained, base=base, lora=dpo.lora),
-            part[0],
-            ref_logprobs=part[1],
-            dpo=dpo,
-            num_pairs=num_pairs,
-            kl=kl,
+    return supervised_update(
+        state,
+        batch=(batch, ref_logprobs),
+        loss=lambda params, part: loss(
+            params, part[0], ref_logprobs=part[1], dpo=dpo, num_pairs=num_pairs, kl=kl
         ),
-        state.params,
-        (batch, ref_logprobs),
+        optimizer=dpo.optimizer,
         micro_batch_size=dpo.micro_batch_size,
+        base=base,
+        lora=dpo.lora,
     )
-    return supervised_step(state, grads, stats, optimizer=dpo.optimizer)

@@ -40,14 +40,7 @@ def add(
     """Adds the KL to further references to a rollout that has that to the first.
 
     Args:
-      scored: Scored[B, S], of `score` with the first reference.
       further: by name; log-probs are computed where there are none.
-      model: shape of the policy, and of references that have none of their own.
-      max_new_tokens: R, the response columns.
-      temperature: the rollout's.
-      penalty: which KL, and where it is applied.
-      policy: the policy's parameters, which exact KL reads.
-      packing: how the models read these rows packed; None reads them padded.
 
     Returns:
       Scored[B, S], whose `kl` is KL_ref + Σ_i w_i·KL_i and whose `kl_stats` have

@@ -35,13 +35,7 @@ PARTS = 4  # of the response's columns, and of the prompts' lengths
 
 
 def entries(rollout: Rollout, *, step: Array, rows: Array) -> Sampled:
-    """What the ledger keeps of a rollout until the trainer's log-probs are known.
-
-    Args:
-      rollout: Rollout[B, S]; its `behaviour_logprobs` are the sampler's.
-      step: i32[], iterations that the trainer has done.
-      rows: i32[N], rows that the policy itself drew (`PolicyGradient.reported`).
-    """
+    """What the ledger keeps of a rollout until the trainer's log-probs are known."""
     ours = jnp.zeros(rollout.tokens.shape[0], bool).at[rows].set(True)
     mask = rollout.response_mask & ours[:, None]
     age = jnp.zeros(mask.shape, jnp.int32)
@@ -62,10 +56,6 @@ def sums(
     """Sums over the rows of a (micro-)batch, which add up; `settle` makes stats of all.
 
     Args:
-      sampled: Sampled[b, S].
-      logprobs, entropy: f32[b, S], nats, of the trainer.
-      mask: bool[b, S], not padding.
-      max_new_tokens: R, response columns.
       vocab_size: V, of ids that have a token: padding would widen the variance.
 
     Returns:
@@ -135,10 +125,6 @@ def duplicates(rollout: Rollout, *, rows: Array) -> masked.Stats:
 
     Of neighbouring rows with the same prompt, the second equals the first with the
     probability μ of the first, so that a policy without entropy may repeat itself.
-
-    Args:
-      rollout: Rollout[B, S].
-      rows: i32[N], rows that the policy itself drew, in turn.
 
     Returns:
       `trust/duplicates` and `trust/duplicates_expected`, shares of the neighbours, and

@@ -17,7 +17,6 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
 
     Args:
       scored: Scored[B, S], with the scores to report.
-      kl_coef: f32[], reward units per nat.
       ended: bool[B], the response holds a stop token.
 
     Returns:
@@ -78,17 +77,10 @@ def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
         column        0  1  2  3  4  5  6      P = 3 prompt columns
         position      ·  ·  ·  0  1  2  3      R = 4
 
-    Args:
-      scored: Scored[B, S], with a reference.
-      max_new_tokens: R.
-
     Returns:
       {name: (f32[R] sums, f32[R] weights)}, which add up over batches. "k1" and "k3":
       nats per token, means over the responses that reach the position. "responses":
       how many do.
-
-    Raises:
-      InputError: the rollout has no log-probs of a reference.
     """
     if scored.ref_logprobs is None:
         raise InputError(

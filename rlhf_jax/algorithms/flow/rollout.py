@@ -36,12 +36,7 @@ def rollout(
     """Samples one response to every row of prompts.
 
     Args:
-      policy: the decoder's parameters.
-      prompts: Prompts[B, P].
       key: of this step; each row's is folded from its index and sample number.
-      max_new_tokens: R response columns.
-      stop_ids: tokens that end a response; empty for responses of R tokens.
-      temperature: divides the logits, here and wherever log-probs are computed.
       shaping: for evaluation samples only.
       group_size: neighbouring rows that hold the same prompt, which is run once.
       continuous_batching: rows sampled at a time; None samples all at once.
@@ -99,9 +94,6 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
       stop_ids: tokens that end a response, themselves kept.
       after: response tokens among which none ends it; 16 in OAI.
 
-    Returns:
-      Rollout[B, S]; `tokens` keep what is masked now.
-
     Source: `truncate_after` of openai/lm-human-preferences.
     """
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
@@ -114,17 +106,10 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
 def leave_out(rollout: Rollout, *, rows: Array) -> Rollout:
     """Rows of which nothing is left but the prompt, so that nothing is learned of them.
 
-        column          0    1    2    3    4    5
-        response_mask   0    1    1    0    1    0      column 3 was observed
-        mask            1    1    1    1    1    0
-        left out        1    0    0    0    0    0      mask; no response_mask
-
-    Args:
-      rollout: Rollout[B, S].
-      rows: bool[B], those that are left out.
-
-    Returns:
-      Rollout[B, S]; `tokens` keep what is masked now.
+    column          0    1    2    3    4    5
+    response_mask   0    1    1    0    1    0      column 3 was observed
+    mask            1    1    1    1    1    0
+    left out        1    0    0    0    0    0      mask; no response_mask
     """
     began = jnp.cumsum(rollout.response_mask, axis=1, dtype=jnp.int32) > 0
     return _only(rollout, ~(began & rows[:, None]))
@@ -149,6 +134,31 @@ def _only(rollout: Rollout, remaining: Array) -> Rollout:
     )
 
 
+def response_logprobs(
+    params: Params,
+    *,
+    rollout: Rollout,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+    packing: SizedPacking | None = None,
+) -> Array:
+    """log π of the tokens of the responses, f32[B, S], nats; 0 elsewhere."""
+
+    def compute(packing: Packing | None) -> Array:
+        return logprobs(
+            params,
+            model=model,
+            tokens=rollout.tokens,
+            mask=rollout.mask,
+            temperature=temperature,
+            first_column=rollout.tokens.shape[1] - max_new_tokens,
+            packing=packing,
+        )
+
+    return jnp.where(rollout.response_mask, at_size(packing, compute), 0.0)
+
+
 def recompute_logprobs(
     rollout: Rollout,
     policy: Params,
@@ -164,29 +174,17 @@ def recompute_logprobs(
     Those of whoever drew the tokens stay beside them, in `sampler_logprobs`.
 
     Args:
-      rollout: Rollout[B, S].
       policy: the trainer's parameters before the update; an older policy, or one in
         fewer bits, may have sampled.
-      model, max_new_tokens, temperature: the rollout's.
-      packing: how the model reads these rows packed; None reads them padded.
-
-    Returns:
-      Rollout[B, S] with other `old_logprobs`, and with `sampler_logprobs`.
     """
-
-    def compute(packing: Packing | None) -> Array:
-        return logprobs(
-            policy,
-            model=model,
-            tokens=rollout.tokens,
-            mask=rollout.mask,
-            temperature=temperature,
-            first_column=rollout.tokens.shape[1] - max_new_tokens,
-            packing=packing,
-        )
-
-    recomputed = at_size(packing, compute)
-    old_logprobs = jnp.where(rollout.response_mask, recomputed, 0.0)
+    old_logprobs = response_logprobs(
+        policy,
+        rollout=rollout,
+        model=model,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        packing=packing,
+    )
     return dataclasses.replace(
         rollout, old_logprobs=old_logprobs, sampler_logprobs=rollout.behaviour_logprobs
     )

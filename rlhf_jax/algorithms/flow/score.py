@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Rollout, Scored
+from rlhf_jax.algorithms.flow.rollout import response_logprobs
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty, reward_kl
@@ -15,7 +16,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
 from rlhf_jax.roles import adapted, critic
-from rlhf_jax.roles.policy import exact_kl, logprobs, logprobs_from_hidden
+from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -45,13 +46,9 @@ def score(
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
     Args:
-      rollout: Rollout[B, S].
       scores: f32[B], reward units, one a response.
       reference: None is never run, and leaves `ref_logprobs` and `kl` None.
-      model: shape of the policy, and of a reference that has none of its own.
       critic, critic_model: None leaves `values` None.
-      max_new_tokens: R, the response columns; the others get no log-probs.
-      temperature: the rollout's.
       penalty: how the KL acts; the KL that goes into the reward is computed here, and
         measured alone (`kl_stats`) where it acts nowhere.
       policy: its parameters, where that is exact KL, which needs the hidden states of
@@ -61,8 +58,6 @@ def score(
       values: f32[B, S], reward units, where `response_values` ran before, as while the
         host computed the scores.
       value_after_stop: value the state after the last token too (N+).
-      packing: how the models read these rows packed; None reads them padded.
-      turn_rewards: f32[B, S], reward units, of `rewards.Scores.turns`; None is none.
       row_mask: bool[B], responses that have a score; None is all.
 
     Returns:
@@ -71,7 +66,6 @@ def score(
     Raises:
       ValueError: scores is not one number a row. InputError: the critic has no shape,
         or exact KL is to be taken without `policy` or `reference`.
-      TypeError: scores is not f32.
     """
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
@@ -225,12 +219,7 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
 
 
 def num_responses(mask: Array, *, row_mask: Array | None) -> Array:
-    """f32[]: responses of a batch that count.
-
-    Args:
-      mask: bool[B, S], response tokens.
-      row_mask: bool[B], of `Scored`; None is all.
-    """
+    """f32[]: responses of a batch that count."""
     if row_mask is None:
         return jnp.asarray(mask.shape[0], jnp.float32)
     return row_mask.sum(dtype=jnp.float32)
@@ -255,15 +244,7 @@ def response_values(
     """V of the states of a response, within `score` or in a program of its own.
 
     Args:
-      params: the critic's, {"trunk": ..., "score": ...}.
-      rollout: Rollout[B, S].
-      model: the critic's shape.
-      max_new_tokens: R, the response columns; the others have no value.
       after_stop: whether the state after the last token has a value.
-      packing: how the critic reads these rows packed; None reads them padded.
-
-    Returns:
-      f32[B, S], reward units; 0 where a state has no value.
     """
 
     def compute(packing: Packing | None) -> Array:
@@ -299,31 +280,19 @@ def reference_logprobs(
 
     Args:
       reference: however it is stored, of any shape (`Frozen.model`).
-      rollout: Rollout[B, S].
-      model: shape of the policy, and of a reference that has none of its own.
-      max_new_tokens: R, the response columns; the others get no log-probs.
-      temperature: the rollout's.
       base, lora: where the reference is adapters, else None (`adapted.params`).
-      packing: how the model reads these rows packed; None reads them padded.
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
     """
-    params = adapted.params(frozen.read(reference), base=base, lora=lora)
-
-    def compute(packing: Packing | None) -> Array:
-        return logprobs(
-            params,
-            model=frozen.shape_of(reference, policy=model),
-            tokens=rollout.tokens,
-            mask=rollout.mask,
-            temperature=temperature,
-            first_column=rollout.tokens.shape[1] - max_new_tokens,
-            packing=packing,
-        )
-
-    ref_logprobs = at_size(packing, compute)
-    return jnp.where(rollout.response_mask, ref_logprobs, 0.0)
+    return response_logprobs(
+        adapted.params(frozen.read(reference), base=base, lora=lora),
+        rollout=rollout,
+        model=frozen.shape_of(reference, policy=model),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        packing=packing,
+    )
 
 
 def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:

@@ -46,10 +46,6 @@ def best_of_n(
       Rollout[B / n, S], and its scores f32[B / n], in the order of the prompts.
       `old_logprobs` stay those of the policy that was sampled, not of best-of-n.
 
-    Raises:
-      InputError: the groups do not divide the rows. ValueError: not one score a row.
-      TypeError: scores is not f32.
-
     Source: Stiennon et al. 2020, arXiv:2009.01325, appendix; Nakano et al. 2021,
     arXiv:2112.09332, section 3.2.
     """
@@ -82,12 +78,6 @@ def refilled(
         both as wide.
       group_size: G, 2 or more; divides B.
 
-    Returns:
-      Rollout[B, S] and Scores[B].
-
-    Raises:
-      InputError: group_size is less than 2 or does not divide the rows.
-
     Source: Yu et al. 2025, arXiv:2503.14476, section 3.2 and eq. 11.
     """
     equal, mixed = (
@@ -118,15 +108,10 @@ def kl_stats(scores: Array, *, among: Array, n: int) -> masked.Stats:
     Args:
       scores: f32[G, C], of C chosen responses to each of G prompts.
       among: f32[G, M], of other samples of the same prompts.
-      n: samples that each was chosen from.
 
     Returns:
       {name: (sum, weight)}: `best_of_n/kl` measured, nats per response, and its
       `best_of_n/kl_bound`.
-
-    Raises:
-      ValueError: the numbers of prompts differ, or `among` is empty. TypeError: not
-      f32. InputError: n is less than 1.
     """
     log_ratio = estimated_log_ratio(scores, among=among, n=n)
     count = jnp.asarray(log_ratio.size, jnp.float32)

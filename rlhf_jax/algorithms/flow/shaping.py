@@ -62,10 +62,8 @@ class ScoreShaping:
                 f"overlong_after: expected an overlong_penalty with it, got "
                 f"{self.overlong_after} without; give it, or leave this out"
             )
-        if self.clip is not None:
-            checks.positive(clip=self.clip)
-        if self.missing_stop_score is not None:
-            checks.finite(missing_stop_score=self.missing_stop_score)
+        checks.positive(clip=self.clip)
+        checks.finite(missing_stop_score=self.missing_stop_score)
         if self.missing_stop_score is not None and self.missing_stop_penalty:
             raise InputError(
                 f"expected one of missing_stop_score and missing_stop_penalty, got "
@@ -98,9 +96,6 @@ def shape(
     Args:
       scores: f32[B], reward units, one a response.
       moments: of every score so far, these included; read by `shaping.normalise`.
-      rollout: Rollout[B, S].
-      stop_ids: tokens that end a response.
-      shaping: which of these steps to take; by default none.
 
     Returns:
       f32[B], reward units (standard deviations where normalised).
@@ -124,46 +119,17 @@ def shape(
         missing = ~ended(rollout, stop_ids=stop_ids)
         scores = jnp.where(missing, scores - shaping.missing_stop_penalty, scores)
     if shaping.missing_stop_score is not None:
-        scores = penalise_missing_stop(
-            scores,
-            rollout=rollout,
-            stop_ids=stop_ids,
-            score=shaping.missing_stop_score,
-        )
+        stopped = ended(rollout, stop_ids=stop_ids)
+        scores = jnp.where(stopped, scores, shaping.missing_stop_score)
     return scores
 
 
 def next_moments(
     moments: RunningMoments, scores: Array, *, row_mask: Array | None = None
 ) -> RunningMoments:
-    """Moments with those of a batch, which does not count if a score is not finite.
-
-    Args:
-      moments: of the scores before.
-      scores: f32[B], reward units, as the reward returned them.
-      row_mask: bool[B], scores that count; None keeps all.
-    """
+    """Moments with those of a batch, which does not count if a score is not finite."""
     return jax.tree.map(
         lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
         update_moments(moments, scores, row_mask=row_mask),
         moments,
     )
-
-
-def penalise_missing_stop(
-    scores: Array, *, rollout: Rollout, stop_ids: tuple[int, ...], score: float
-) -> Array:
-    """The score of a response that never stopped is replaced (the "EOS trick").
-
-    Args:
-      scores: f32[B], reward units.
-      rollout: Rollout[B, S].
-      stop_ids: tokens that end a response.
-      score: reward units; -1 in N+.
-
-    Returns:
-      f32[B].
-
-    Source: Huang et al. 2024, arXiv:2403.17031, detail 7.
-    """
-    return jnp.where(ended(rollout, stop_ids=stop_ids), scores, score)

@@ -27,15 +27,7 @@ def teacher_states(
     max_new_tokens: int,
     temperature: float,
 ) -> ReferenceOutput:
-    """One forward pass of the teacher over the student's samples.
-
-    Args:
-      teacher: however it is stored, of any shape (`Frozen.model`).
-      rollout: Rollout[B, S].
-      model: shape of the student, and of a teacher that has none of its own.
-      max_new_tokens: R, the response columns.
-      temperature: the rollout's.
-    """
+    """One forward pass of the teacher over the student's samples."""
     params = frozen.read(teacher)
     model = frozen.shape_of(teacher, policy=model)
     first_column = rollout.tokens.shape[1] - max_new_tokens
@@ -61,12 +53,7 @@ def head_of(
     """A copy of the teacher's head, as it is stored, for the devices of the student.
 
     Args:
-      teacher: wherever it is.
-      model: shape of the student, and of a teacher that has none of its own.
       place: stored parameters -> the same on the student's devices.
-
-    Returns:
-      A frozen model of the head alone, for `learn` with hidden states.
     """
     shape = frozen.shape_of(teacher, policy=model)
     table = ("embed", "tokens") if shape.tied_head else ("head", "kernel")

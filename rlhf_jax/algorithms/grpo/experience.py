@@ -42,18 +42,10 @@ def group_experience(
         leave_one_out    R_i - mean of the others
 
     Args:
-      scored: Scored[B, S], the groups in neighbouring rows.
-      kl_coef: β, f32[], reward units per nat.
-      group_size: number of responses to each prompt, in neighbouring rows.
-      baseline: "group" or "leave_one_out", what is subtracted from R_i.
-      normalise: the standard deviation that divides advantages: "group", "rollout" (of
-        all tokens, whose mean is subtracted first) or None.
-      overlong_mask: what a response without a stop token is left out of: "loss" is the
-        loss, "group" its group's mean and deviation as well. None trains on it.
       equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
         divided by what the others have.
-      stop_ids: tokens that end a response; read by overlong_mask.
       prompt_mean: also compute `prompt_scale`, of what is trained on.
+      the others: options of `GroupRecipe`.
 
     Returns:
       PolicyExperience[B, S], whose `response_mask` is False where a response is left
@@ -62,9 +54,6 @@ def group_experience(
       deviation (ddof 1) within a group of two or more, reward units, of responses
       that have a score; `response/masked`, where `overlong_mask` or `equal` may leave
       responses out: share of those that they do.
-
-    Raises:
-      InputError: the groups do not divide the rows.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
     arXiv:2402.14740 (RLOO); Yu et al. 2025, arXiv:2503.14476, sections 3.2 and 3.4

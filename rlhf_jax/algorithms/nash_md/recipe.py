@@ -56,11 +56,7 @@ class NashMDRecipe(PolicyRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(labels=self.labels, among=("ranked", "bradley_terry"))
-        if not 0 < self.mixture < 1:
-            raise InputError(
-                f"mixture: expected a share between 0 and 1, got {self.mixture}; "
-                f"choose another"
-            )
+        checks.within(above=0, below=1, advice="choose another", mixture=self.mixture)
         if self.aggregation == "prompt_mean":
             raise InputError(
                 "aggregation: expected another than 'prompt_mean' for Nash-MD, which "
@@ -79,14 +75,10 @@ class NashMD(NashMDRecipe, PolicyGradient):
 
         Args:
           scored: Scored[B, S] of `sample`, pairs of one prompt in neighbouring rows.
-          kl_coef: τ, f32[], reward units per nat.
 
         Returns:
           PolicyExperience[B, S] and {name: (sum, weight)}; `pair/win`: P(y beats y').
           A pair of which `scored.row_mask` leaves one out is not trained on.
-
-        Raises:
-          InputError: the number of rows is odd.
 
         Source: Munos et al. 2023, arXiv:2312.00886, section 7.
         """
@@ -128,16 +120,8 @@ class NashMD(NashMDRecipe, PolicyGradient):
     ) -> Rollout:
         """The policy's responses and the mixture's, in turn.
 
-        Args:
-          prompts: Prompts[B, P], each prompt in two neighbouring rows.
-          frozen: whose reference is in the mixture.
-
         Returns:
           Rollout[B, P + R]; `old_logprobs` are of what each response was drawn from.
-
-        Raises:
-          InputError: the number of rows is odd, there is no reference, or it has
-            another vocabulary.
         """
         checks.groups(len(prompts.index), group_size=2)
         if frozen.reference is None:

@@ -53,10 +53,6 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
     ) -> tuple[PairExperience, masked.Stats]:
         """Pairs of each group, the response with the higher score first.
 
-        Args:
-          scored: Scored[B, S], each prompt in `group_size` neighbouring rows.
-          kl_coef: read by the statistics of the objective alone; β is a number here.
-
         Returns:
           PairExperience of N pairs and {name: (sum, weight)}. `pair/score_gap`: the
           difference of the scores, reward units; `pair/tied_fraction`: share of pairs
@@ -121,15 +117,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         kl_coef: Array,
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PairExperience, LossFunction]:
-        """`losses.dpo_loss` of the pairs, by its own β.
-
-        Args:
-          frozen: of which the base is read; the reference's log-probs are in the pairs,
-            and there is no further one.
-
-        Raises:
-          InputError: there are further references.
-        """
+        """`losses.dpo_loss` of the pairs, by its own β."""
         del kl_coef
         if frozen.further:
             raise InputError(

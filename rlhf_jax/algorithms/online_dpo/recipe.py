@@ -78,25 +78,6 @@ class OnlineDPORecipe(PolicyRecipe):
         return False
 
     def check_batch(self, responses: int) -> None:
-        """Checks that the pairs of a batch divide into minibatches and micro-batches.
-
-        Args:
-          responses: in a batch, whole groups.
-
-        Raises:
-          InputError: they do not.
-        """
+        """Checks that the pairs of a batch divide into mini- and micro-batches."""
         pairs = responses // self.responses_per_pair
-        size, rest = divmod(pairs, self.num_minibatches)
-        if rest or not size:
-            raise InputError(
-                f"num_minibatches: expected to divide the {pairs} pairs of a batch of "
-                f"{responses} responses, got {self.num_minibatches}; change either"
-            )
-        micro_size = size if self.micro_batch_size is None else self.micro_batch_size
-        if micro_size < 1 or size % micro_size:
-            raise InputError(
-                f"micro_batch_size: expected to divide the {size} pairs of a minibatch "
-                f"({responses} responses, {self.responses_per_pair} for a pair), got "
-                f"{micro_size}; change either, or leave it out"
-            )
+        self.minibatch_size(pairs, unit=f"pairs, of {responses} responses,")

@@ -93,32 +93,25 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                     f"{name}: expected stop_ids to look for, got none, so that no "
                     f"response would ever have stopped; name stop_ids or leave it out"
                 )
-        after = 0 if self.fixed_length is None else self.fixed_length.truncate_after
-        if after >= self.max_new_tokens:
-            raise InputError(
-                f"truncate_after: expected less than the {self.max_new_tokens} tokens "
-                f"of max_new_tokens, got {after}, after which no token is left that "
-                f"could end a response; lower it, or sample longer"
+        if self.fixed_length is not None:
+            checks.within(
+                below=self.max_new_tokens,
+                advice="after which no token is left that could end a response; lower "
+                "it, or sample longer by max_new_tokens",
+                truncate_after=self.fixed_length.truncate_after,
             )
-        if self.scores.overlong_penalty and (
-            self.scores.overlong_after >= self.max_new_tokens
-        ):
-            raise InputError(
-                f"scores.overlong_after: expected less than the {self.max_new_tokens} "
-                f"tokens of max_new_tokens, got {self.scores.overlong_after}, which no "
-                f"response exceeds; lower it, or sample longer"
-            )
+        checks.within(
+            below=self.max_new_tokens,
+            advice="which no response exceeds; lower it, or sample longer by "
+            "max_new_tokens",
+            **{"scores.overlong_after": self.scores.overlong_after},
+        )
 
     @abc.abstractmethod
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
         """What the updates read of a scored rollout: each algorithm has its own.
-
-        Args:
-          scored: Scored[B, S].
-          kl_coef: β of this iteration, f32[], reward units per nat; it is applied here
-            where the KL is in the reward (`token_rewards`).
 
         Returns:
           A record with at least the fields of `PolicyExperience`, and stats of it.
@@ -133,15 +126,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         frozen: FrozenModels = NO_MODELS,
         version: Array | None = None,
     ) -> Rollout:
-        """The responses to prompts: here the policy's own.
-
-        Args:
-          policy: parameters to run with, not adapters.
-          prompts: Prompts[B, P]; a prompt in `rows_per_prompt` rows is run once.
-          key: of the sampler.
-          frozen: not read here.
-          version: i32[], of the policy; None stamps no token.
-        """
+        """The responses to prompts: here the policy's own."""
         del frozen
         return flow.rollout.rollout(
             policy,
@@ -165,12 +150,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     ) -> tuple[Any, LossFunction]:
         """The loss of the parts of a minibatch: here that of the policy alone.
 
-        Args:
-          minibatch: what `experience` made, of the rows of a minibatch.
-          kl_coef: β of this iteration, f32[], reward units per nat; it is applied in
-            `policy_terms` where the KL is in the loss.
-          frozen: of which the references are read for exact KL in the loss alone.
-
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
           (loss, stats), whose losses add up over the parts. `packing` is that of the
@@ -178,11 +157,10 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """
         mask = minibatch.response_mask
         terms = functools.partial(
-            policy_terms,
+            self.terms,
             kl_coef=kl_coef,
             num_tokens=mask.sum(dtype=jnp.float32),
             num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
-            recipe=self,
             frozen=frozen,
         )
 
@@ -191,10 +169,14 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             part: PolicyExperience,
             packing: Packing | None = None,
         ) -> tuple[Array, masked.Stats]:
-            output = terms(trained[0], experience=part, packing=packing)
-            return output.loss, output.stats
+            return terms(trained[0], experience=part, packing=packing)
 
         return minibatch, loss
+
+    def terms(self, policy: Params, **part: Any) -> tuple[Array, masked.Stats]:
+        """The loss of a part of a minibatch, `policy_terms`, and its stats."""
+        output = policy_terms(policy, recipe=self, **part)
+        return output.loss, output.stats
 
     @property
     def rows_per_prompt(self) -> int:
@@ -248,15 +230,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 )
 
     def refuse_turns(self, turns: Array | None) -> None:
-        """Raises InputError for rewards of turns where a response has one turn alone.
-
-        Args:
-          turns: of `rewards.Scores`, f32[B, S], reward units; None is none.
-
-        Raises:
-          InputError: responses are sampled to a fixed length and end afterwards at
-            their first stop token, where the first turn of an episode ends.
-        """
+        """Raises InputError for rewards of turns where a response is cut at a stop."""
         if self.fixed_length is not None and turns is not None:
             raise InputError(
                 f"fixed_length: expected None for episodes of several turns, each of "
@@ -292,25 +266,3 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         if not self.stop_ids or self.truncates_reward_only:
             return None
         return aggregation.bias(self.aggregation)
-
-    def minibatch_size(self, rows: int) -> int:
-        """Rows of a minibatch when a batch has `rows`.
-
-        Raises:
-          InputError: the sizes do not divide.
-        """
-        size, rest = divmod(rows, self.num_minibatches)
-        if rest or not size:
-            raise InputError(
-                f"expected num_minibatches to divide the {rows} rows of a batch, got "
-                f"{self.num_minibatches}; change either"
-            )
-        micro_size = size if self.micro_batch_size is None else self.micro_batch_size
-        if micro_size < 1 or size % micro_size:
-            raise InputError(
-                f"expected micro_batch_size to divide the {size} rows of a minibatch "
-                f"({rows} rows / {self.num_minibatches} minibatches), got "
-                f"{micro_size}; change either, or leave it out to hold a minibatch at "
-                "once"
-            )
-        return size

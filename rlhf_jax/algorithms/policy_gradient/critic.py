@@ -30,14 +30,7 @@ class Critic(NamedTuple):
 def critic_of(
     state: TrainState, *, recipe: PolicyGradient, frozen: FrozenModels
 ) -> Critic | None:
-    """The critic of a state: a model, adapters of the base, or a head on the policy.
-
-    Returns:
-      None for an algorithm that has none.
-
-    Raises:
-      InputError: the algorithm has a critic and the state has none.
-    """
+    """The critic of a state: a model, adapters of the base, or a head on the policy."""
     if recipe.critic is None:
         return None
     if state.critic is None:
@@ -66,19 +59,9 @@ def values(
 
     As a program by itself it runs while the host computes the scores.
 
-    Args:
-      state: with a critic.
-      rollout: Rollout[B, S].
-      recipe: static.
-      frozen: of which the base is read.
-      packing: how the critic reads the rollout packed; None reads it padded.
-
     Returns:
       f32[B, S], reward units, 0 where a state has no value; None for an algorithm
       without a critic.
-
-    Raises:
-      InputError: the state has no critic.
     """
     critic = critic_of(state, recipe=recipe, frozen=frozen)
     if critic is None:

@@ -48,9 +48,7 @@ def iteration(
     further references.
 
     Args:
-      state: of `state.ppo_state` or `state.grpo_state`; donated by the caller's `jit`.
       prompts: Prompts[B, P]; `recipe.rows_per_prompt` neighbouring rows of each prompt.
-      frozen: reference, base and further references; never donated.
       reward: rollout -> f32[B] or `rewards.Scores`, reward units, in JAX; None scores
         every response 0.
       key: of this step, `fold_in(root, step)`.
@@ -100,18 +98,9 @@ def sample(
     """The rollout of an iteration, as `recipe.rollout` draws it.
 
     Args:
-      policy: the policy's parameters, or its adapters.
       prompts: Prompts[B, P]; a prompt in `recipe.rows_per_prompt` rows is run once.
       key: of this step; the sampler takes the first of the two keys split from it.
-      recipe: static.
-      frozen: of which the base is read, and the reference by a recipe of mixtures.
       version: i32[], of the policy, `TrainState.step`; None stamps no token.
-
-    Returns:
-      Rollout[B, P + R], R = `recipe.max_new_tokens`.
-
-    Raises:
-      InputError: batch sizes or groups do not divide.
     """
     recipe.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
     sample_key, _ = jax.random.split(key)
@@ -159,14 +148,10 @@ def learn(
     """The part of an iteration that follows the reward.
 
     Args:
-      state: donated by the caller's `jit`.
-      rollout: Rollout[B, S], of `sample`.
       scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
         or `rewards.Scores`, whose parts are logged as `reward/NAME`; None scores every
         response 0.
       frozen: without a reference and `ref_output` no KL is taken, and none logged.
-      key: of this step, the one that `sample` took.
-      recipe: static.
       ref_output: of the reference; None runs it here, if there is one.
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
       ptx: Sequences[M, S'], texts for `recipe.ptx_coef`; None mixes none in.
@@ -175,9 +160,6 @@ def learn(
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout, in which what
       `Scores.left_out` names has no response.
-
-    Raises:
-      InputError: sizes do not divide, or scores, frozen, ptx or critic do not fit.
     """
     if recipe.critic is not None and values is not None and state.critic is None:
         raise InputError(
@@ -221,7 +203,6 @@ def make_experience(
 
     Args:
       state: donated by the caller's `jit`; without a critic if there are `values`.
-      rollout, scores, frozen, recipe, ref_output, values, packing: those of `learn`.
 
     Returns:
       The state with these scores in its moments, the experience [B, S] of the

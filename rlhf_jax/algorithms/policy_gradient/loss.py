@@ -55,23 +55,14 @@ def policy_terms(
 
     Args:
       policy: parameters, or adapters; the gradient reaches them alone.
-      experience: PolicyExperience[b, S].
-      kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_responses: f32[], response tokens, and responses that hold one,
         of the whole minibatch.
-      recipe: static.
       frozen: of which the references are read for exact KL in the loss alone; the
         log-probs and weights of further ones are the experience's.
-      packing: how the models read these rows packed; None reads them padded.
 
     Returns:
       The loss with the stats of its terms, `policy/sampler_mismatch`, and the sums of
       the ledger of trust where the experience has its entries.
-
-    Raises:
-      ValueError: there are no columns before the `max_new_tokens` of the response.
-      InputError: exact KL without a reference, one of base and `recipe.lora` without
-        the other, or adapters that do not fit.
     """
     mask = experience.response_mask
     params = adapted.params(policy, base=frozen.base, lora=recipe.lora)
@@ -95,15 +86,18 @@ def policy_terms(
     scale: losses.LossScale = recipe.loss_scale
     if recipe.aggregation == "prompt_mean":
         scale = experience.prompt_scale
+    counts: dict[str, Any] = {
+        "aggregation": recipe.aggregation,
+        "loss_scale_factor": scale,
+        "num_tokens": num_tokens,
+        "num_responses": num_responses,
+    }
     loss, stats = recipe.surrogate.loss(
         logprobs=logprobs,
         old_logprobs=experience.old_logprobs,
         advantages=experience.advantages,
         mask=mask,
-        aggregation=recipe.aggregation,
-        loss_scale_factor=scale,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **counts,
     )
     stats["policy/sampler_mismatch"] = mean_distance(
         jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
@@ -119,12 +113,7 @@ def policy_terms(
         )
     if recipe.entropy_coef:
         bonus, bonus_stats = losses.entropy_bonus(
-            entropy=texts.padded(entropy),
-            mask=mask,
-            aggregation=recipe.aggregation,
-            loss_scale_factor=scale,
-            num_tokens=num_tokens,
-            num_responses=num_responses,
+            entropy=texts.padded(entropy), mask=mask, **counts
         )
         loss, stats = loss + recipe.entropy_coef * bonus, stats | bonus_stats
     if recipe.penalty.in_loss and experience.ref_logprobs is not None:
@@ -134,26 +123,14 @@ def policy_terms(
         ) -> tuple[Array, masked.Stats]:
             exact = None
             if recipe.penalty.loss_needs_logits:
-                exact = _exact_kl(
-                    params,
-                    hidden,
-                    texts=texts,
-                    reference=reference,
-                    recipe=recipe,
-                )
+                exact = _exact_kl(params, hidden, texts, reference, recipe)
             return penalty.kl_loss(
                 penalty=recipe.penalty,
                 logprobs=logprobs,
                 old_logprobs=experience.behaviour_logprobs,
                 ref_logprobs=ref_logprobs,
                 mask=mask,
-                weights=losses.token_weights(
-                    mask,
-                    aggregation=recipe.aggregation,
-                    loss_scale_factor=scale,
-                    num_tokens=num_tokens,
-                    num_responses=num_responses,
-                ),
+                weights=losses.token_weights(mask, **counts),
                 exact=exact,
             )
 
@@ -174,7 +151,6 @@ def policy_terms(
 def _exact_kl(
     params: Params,
     hidden: Array,
-    *,
     texts: Texts,
     reference: Frozen | None,
     recipe: PolicyGradient,
@@ -205,11 +181,6 @@ def _exact_kl(
 
 
 def mean_distance(left: Array, right: Array, *, mask: Array) -> tuple[Array, Array]:
-    """(Σ m·|left - right|, Σ m), nats per token for log-probs.
-
-    Args:
-      left, right: f32[B, S].
-      mask: bool[B, S].
-    """
+    """(Σ m·|left - right|, Σ m), nats per token for log-probs."""
     distance = masked.masked_sum(jnp.abs(left - right), mask=mask)
     return distance, mask.sum(dtype=jnp.float32)

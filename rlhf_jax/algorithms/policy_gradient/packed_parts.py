@@ -27,11 +27,7 @@ class PackedParts:
 
 
 def packed_parts(packing: RolloutPacking | None, *, steps: int) -> PackedParts | None:
-    """The parts of all minibatches of an update, every leaf [steps, C, ...].
-
-    Raises:
-      InputError: the packing is of another number of optimizer steps.
-    """
+    """The parts of all minibatches of an update, every leaf [steps, C, ...]."""
     if packing is None:
         return None
     if packing.members.shape[0] != steps:
@@ -51,16 +47,6 @@ def accumulate_packed(
     The rows of a minibatch that a part does not hold are all 0 and False in it: they
     weigh nothing. Padded arrays of numbers per token are small beside the model's. A
     part without responses is not computed.
-
-    Args:
-      loss: (params, rows, packing=) -> (loss f32[], stats), already divided by the
-        counts of the whole minibatch, so that the losses of its parts add up.
-      params: f32 pytree.
-      minibatch: pytree whose leaves have b rows.
-      parts: of its rows.
-
-    Returns:
-      The gradient, as if taken at once, and the stats of all parts together.
     """
     gradient = jax.grad(loss, has_aux=True)
 

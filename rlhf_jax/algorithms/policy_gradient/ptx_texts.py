@@ -25,7 +25,6 @@ def shared_out(ptx: Sequences | None, recipe: PolicyGradient) -> Sequences | Non
 
     Args:
       ptx: Sequences[M, S'].
-      recipe: with `ptx_coef` and `num_minibatches`.
 
     Returns:
       Sequences[num_minibatches, M / num_minibatches, S'].
@@ -57,15 +56,6 @@ def gradient(
     policy: Params, texts: Sequences, *, recipe: PolicyGradient, frozen: FrozenModels
 ) -> tuple[Params, masked.Stats]:
     """ptx_coef · gradient of the language-model loss at temperature 1.
-
-    Args:
-      policy: its trained parameters, or its adapters.
-      texts: Sequences[M, S'], of one minibatch.
-      recipe: with `ptx_coef`, `lora` and `micro_batch_size`.
-      frozen: of which the base is read.
-
-    Returns:
-      A tree like `policy`, and {name: (sum, weight)}.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
     """

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import get_args
 
 from rlhf_jax.algorithms.flow import shaping
@@ -17,7 +16,6 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
 )
 from rlhf_jax.algorithms.policy_gradient.surrogates import CLIP, Surrogate
 from rlhf_jax.functional import aggregation, checks, losses
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 
@@ -105,23 +103,35 @@ class PolicyRecipe:
             temperature=self.temperature,
             num_epochs=self.num_epochs,
             num_minibatches=self.num_minibatches,
+            stop_approxkl=self.stop_approxkl,
+            continuous_batching=self.continuous_batching,
         )
         checks.non_negative(entropy_coef=self.entropy_coef, ptx_coef=self.ptx_coef)
-        if self.stop_approxkl is not None:
-            checks.positive(stop_approxkl=self.stop_approxkl)
-        if self.max_ratio_mean is not None and not 1 < self.max_ratio_mean < math.inf:
-            raise InputError(
-                f"max_ratio_mean: expected a finite number above 1, as it bounds a "
-                f"ratio that starts at 1, got {self.max_ratio_mean}; choose another, "
-                f"or leave it out"
-            )
-        if self.continuous_batching is not None:
-            checks.positive(continuous_batching=self.continuous_batching)
+        checks.within(
+            above=1,
+            advice="a ratio starts at 1: choose another, or leave it out",
+            max_ratio_mean=self.max_ratio_mean,
+        )
         checks.one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
         if self.loss_scale_factor is not None:
             aggregation.check_scale(
                 self.aggregation, loss_scale_factor=self.loss_scale_factor
             )
+
+    def minibatch_size(self, rows: int, *, unit: str = "rows") -> int:
+        """Rows of a minibatch of a batch; InputError if they do not divide."""
+        size = rows // self.num_minibatches
+        micro_size = size if self.micro_batch_size is None else self.micro_batch_size
+        for name, count, whole, divisor in (
+            ("num_minibatches", rows, "batch", self.num_minibatches),
+            ("micro_batch_size", size, "minibatch", micro_size),
+        ):
+            if count < 1 or divisor < 1 or count % divisor:
+                raise checks.InputError(
+                    f"expected {name} to divide the {count} {unit} of a {whole}, got "
+                    f"{divisor}; change either, or leave {name} out"
+                )
+        return size
 
     @property
     def has_ratio(self) -> bool:

@@ -34,15 +34,7 @@ def recomputed(
     recipe: PolicyGradient,
     packing: SizedPacking | None,
 ) -> Rollout:
-    """The rollout with the trainer's log-probs as `old_logprobs`, if the recipe asks.
-
-    Args:
-      rollout: Rollout[B, S], with the sampler's log-probs, which stay in
-        `sampler_logprobs`.
-      params: of the policy, before any update.
-      recipe: without `recomputes_logprobs` nothing changes.
-      packing: how the model reads these rows packed; None reads them padded.
-    """
+    """The trainer's log-probs as `old_logprobs`, if the recipe recomputes them."""
     if not recipe.recomputes_logprobs:
         return rollout
     return flow.rollout.recompute_logprobs(
@@ -58,13 +50,7 @@ def recomputed(
 def corrected(
     experience: Experience, *, rollout: Rollout, step: Array, recipe: PolicyGradient
 ) -> tuple[Experience, masked.Stats]:
-    """The experience, weighted for who drew its tokens where the recipe says so.
-
-    Args:
-      experience: PolicyExperience[B, S] of the rollout.
-      rollout: Rollout[B, S], of `recomputed`.
-      step: i32[], iterations that the trainer has done.
-      recipe: static; without `recomputes_logprobs` nothing changes.
+    """The experience, weighted for who drew its tokens where they are recomputed.
 
     Returns:
       The experience, and stats {name: (sum, weight)}: where log-probs are recomputed
@@ -116,11 +102,6 @@ def weighted(
       cap: C, the largest weight, dimensionless.
       correction: how weights beyond the bounds are cut (`importance.Correction`).
       floor: the smallest weight of the masks and of rejection; None is none.
-      group_size: responses to each prompt, in neighbouring rows.
-
-    Returns:
-      The experience, and {name: (sum, weight)} of `mismatch.weight_stats` and
-      `mismatch.sampler_kl`.
     """
     mask = experience.response_mask
     pair = {
@@ -137,7 +118,7 @@ def weighted(
         "advantages": output.weights * experience.advantages,
         "sampler_logprobs": sampler_logprobs,
     }
-    if importance.rejects(correction):
+    if correction.endswith("_reject"):
         changed["response_mask"] = output.mask
         if experience.prompt_scale is not None:
             changed["prompt_scale"] = aggregation.prompt_scale(
@@ -148,10 +129,6 @@ def weighted(
 
 def staleness(rollout: Rollout, *, step: Array) -> masked.Stats:
     """How old the parameters that drew the tokens are.
-
-    Args:
-      rollout: Rollout[B, S], the versions of its tokens known or None.
-      step: i32[], iterations that the trainer has done.
 
     Returns:
       {name: (sum, weight)}: `policy/staleness`, step - version, mean over the response

@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
 
 from rlhf_jax.functional import checks, losses, masked
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.losses import RatioLevel
 
 WeightLevel = Literal["token", "sequence"]
 # Of log-probs, advantages and a mask, by keyword: the loss, and its stats.
 Loss = Callable[..., tuple[jax.Array, masked.Stats]]
-
-
-def _check_range(clip_range: float, clip_range_high: float | None) -> None:
-    checks.positive(clip_range=clip_range)
-    if clip_range_high is not None:
-        checks.positive(clip_range_high=clip_range_high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +36,14 @@ class Clip:
     """Whose ratio a token has (`ratios.at_level`)."""
 
     def __post_init__(self) -> None:
-        _check_range(self.clip_range, self.clip_range_high)
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise InputError(
-                f"dual_clip: expected a finite number above 1, as it bounds a ratio "
-                f"that starts at 1, got {self.dual_clip}; choose another, or leave it "
-                f"out"
-            )
+        checks.positive(
+            clip_range=self.clip_range, clip_range_high=self.clip_range_high
+        )
+        checks.within(
+            above=1,
+            advice="a ratio starts at 1: choose another, or leave it out",
+            dual_clip=self.dual_clip,
+        )
         checks.one_of(ratio_level=self.ratio_level, among=get_args(RatioLevel))
 
     @property
@@ -78,7 +71,9 @@ class CISPO:
     gradient."""
 
     def __post_init__(self) -> None:
-        _check_range(self.clip_range, self.clip_range_high)
+        checks.positive(
+            clip_range=self.clip_range, clip_range_high=self.clip_range_high
+        )
         checks.one_of(ratio_level=self.ratio_level, among=get_args(WeightLevel))
 
     @property

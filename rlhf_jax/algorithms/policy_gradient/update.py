@@ -56,10 +56,7 @@ def update(
     Args:
       state: donated by the caller's `jit`. Without the critic of the algorithm it is
         one whose critic is updated by a program of its own (`ppo.critic_apart`).
-      experience: PolicyExperience[B, S].
       key: shuffles; epoch e uses fold_in(key, e).
-      recipe: static; it brings the loss.
-      frozen: of which the references are read for exact KL in the loss alone.
       ptx: Sequences[M, S'], for `recipe.ptx_coef`.
       packing: how the models read the rows packed, of the lengths of this experience
         and of `minibatches(key)`: the host computes these again, one small transfer
@@ -166,18 +163,10 @@ def shuffle_key(key: Array) -> Array:
 
 
 def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
-    """The rows of every minibatch of an update, in turn.
-
-    Args:
-      key: shuffles; epoch e uses fold_in(key, e).
-      rows: B, of the batch.
-      recipe: static.
+    """The rows of every minibatch of an update; epoch e uses fold_in(key, e).
 
     Returns:
       i32[num_epochs · num_minibatches, B / num_minibatches].
-
-    Raises:
-      InputError: batch sizes do not divide.
     """
     size = recipe.minibatch_size(rows)
 

@@ -52,15 +52,7 @@ def values(
     frozen: FrozenModels = NO_MODELS,
     packing: RolloutPacking | None = None,
 ) -> Array:
-    """The critic's values of a rollout, f32[B, S], reward units.
-
-    Args:
-      critic: its parameters, or its adapters.
-      rollout: Rollout[B, S].
-      recipe: static.
-      frozen: of which the base is read.
-      packing: how the critic reads the rollout packed; None reads it padded.
-    """
+    """The critic's values of a rollout, f32[B, S], reward units."""
     return score.response_values(
         adapted.params(critic, base=frozen.base, lora=recipe.lora),
         rollout=rollout,
@@ -83,12 +75,7 @@ def update(
     """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
 
     Args:
-      critic: donated by the caller's `jit`.
-      experience: Experience[B, S], that of `ppo.update`.
       key: that of `ppo.update`, `ppo.shuffle_key`.
-      recipe: static.
-      frozen: of which the base is read.
-      packing: that of `ppo.update`; None reads rows padded.
 
     Returns:
       The next state, whose `step` counts minibatches, and stats of the value loss with

@@ -31,20 +31,11 @@ def gae_experience(
 ) -> Experience:
     """Score and KL become token rewards; with the values, GAE makes them advantages.
 
-    Args:
-      scored: Scored[B, S], with values.
-      kl_coef: f32[], reward units per nat.
-      gamma, lam: of GAE, dimensionless.
-      whiten_rewards, whiten_advantages: "rollout" here, over all response tokens;
-        "minibatch" leaves it to the update; None is off. Rewards keep their mean.
-      whiten_ddof: of the variance, 0 (OAI, N+) or 1 (TRL).
-      value_after_stop: the finished response has a value, and the score lands there.
+    The options are those of `Recipe`: "rollout" whitens here, over all response tokens,
+    and "minibatch" leaves it to the update. Rewards keep their mean.
 
     Returns:
       Experience[B, S]; `token_rewards` are those before whitening.
-
-    Raises:
-      InputError: there are no values to take advantages over.
     """
     if scored.values is None:
         raise InputError(
@@ -97,10 +88,6 @@ def estimate(
     Args:
       experience: Experience[b, S], the whole rollout or a whole minibatch; its
         advantages and returns are not read.
-      gamma, lam: of GAE, dimensionless.
-      whiten_ddof: of the variance, 0 or 1.
-      whiten_rewards: over these rows, without shifting their mean.
-      whiten_advantages: over these rows, to mean 0.
 
     Returns:
       Experience[b, S]. Advantages are 0 outside the response, returns outside

@@ -73,23 +73,10 @@ def ppo_loss(
       policy, critic: parameters, or adapters; the gradient reaches both, and nothing
         else. With `recipe.shared_trunk` the critic is a head alone; None is
         a critic that is trained apart, and no value loss.
-      experience: Experience[b, S].
-      kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_values, num_responses: f32[], response tokens, valued states and
         responses that hold a token, all of the whole minibatch.
-      recipe: static.
       num_valued: f32[], responses that hold a valued state, those that a correction
         rejects among them; None is num_responses.
-      frozen: of which the references are read for exact KL in the loss alone.
-      packing: how the models read these rows packed; None reads them padded.
-
-    Returns:
-      f32[] and the stats of the losses and `policy/sampler_mismatch`.
-
-    Raises:
-      ValueError: there are no columns before the `max_new_tokens` of the response.
-      InputError: exact KL without a reference, one of base and `recipe.lora` without
-        the other, or adapters that do not fit.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -139,20 +126,8 @@ def critic_loss(
     """c_v·value_loss of a (micro-)batch, by a critic with a trunk of its own.
 
     Args:
-      critic: its parameters, or its adapters.
-      experience: Experience[b, S], rows of a minibatch.
       num_values, num_valued: f32[], valued states and responses that hold one, of the
         whole minibatch.
-      recipe: the coefficients.
-      frozen: of which the base is read.
-      packing: how the critic reads these rows packed; None reads them padded.
-
-    Returns:
-      f32[] loss and {name: (sum, weight)}, whose parts add up over a minibatch.
-
-    Raises:
-      InputError: one of base and `recipe.lora` without the other, or adapters that do
-        not fit.
     """
     predicted = values(
         adapted.params(critic, base=frozen.base, lora=recipe.lora),

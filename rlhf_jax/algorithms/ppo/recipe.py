@@ -64,8 +64,7 @@ class Recipe(PolicyRecipe):
         super().__post_init__()
         checks.non_negative(vf_coef=self.vf_coef, critic_warmup=self.critic_warmup)
         checks.fraction(gamma=self.gamma, lam=self.lam)
-        if self.value_clip_range is not None:
-            checks.positive(value_clip_range=self.value_clip_range)
+        checks.positive(value_clip_range=self.value_clip_range)
         one_of(whiten_rewards=self.whiten_rewards, among=("rollout", "minibatch", None))
         one_of(
             whiten_advantages=self.whiten_advantages,

@@ -19,15 +19,6 @@ def reward_to_go_experience(
     Of an episode of several turns, the rewards of turns that end before t are not in
     A_t.
 
-    Args:
-      scored: Scored[B, S].
-      kl_coef: β, f32[] or float, reward units per nat.
-      whiten_advantages: over all response tokens of the rollout, to mean 0 and
-        variance 1.
-
-    Returns:
-      PolicyExperience[B, S]; advantages are 0 outside the response.
-
     Source: Hu 2025, arXiv:2501.03262 (REINFORCE++).
     """
     mask = scored.rollout.response_mask

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Preferences
-from rlhf_jax.algorithms.state import (
-    Optimizer,
-    SupervisedState,
-    accumulate,
-    supervised_step,
-)
+from rlhf_jax.algorithms.state import Optimizer, SupervisedState, supervised_update
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import adapted, rewards
+from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
@@ -30,16 +26,8 @@ def loss(
     """Bradley-Terry loss of the pairs, both responses in one forward pass.
 
     Args:
-      params: reward-model parameters.
       batch: Preferences[b, S], both sides padded to one width.
-      model: static.
       num_pairs: f32[], pairs in the whole batch.
-
-    Returns:
-      f32[] and the stats of `losses.pairwise_loss`.
-
-    Raises:
-      ValueError: the two sides differ in shape.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """
@@ -68,33 +56,14 @@ def update(
     base: Frozen | None = None,
     lora: LoRA | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
-    """One optimizer step.
-
-    Args:
-      state: donated by the caller's `jit`.
-      batch: Preferences[B, S].
-      model, optimizer, lora: static.
-      micro_batch_size: pairs held at a time; None takes all at once.
-      base, lora: with adapters and score as the state's parameters, else None.
-
-    Returns:
-      The next state and the stats of `loss` and `state.supervised_step`.
-
-    Raises:
-      InputError: micro_batch_size does not divide B, base and lora are not given
-        together, or adapters do not fit.
-      ValueError: the two sides of the pairs differ in shape.
-    """
+    """One optimizer step (`state.supervised_update`)."""
     num_pairs = jnp.asarray(batch.chosen.tokens.shape[0], jnp.float32)
-    grads, stats = accumulate(
-        lambda trained, part: loss(
-            adapted.params(trained, base=base, lora=lora),
-            part,
-            model=model,
-            num_pairs=num_pairs,
-        ),
-        state.params,
-        batch,
+    return supervised_update(
+        state,
+        batch=batch,
+        loss=functools.partial(loss, model=model, num_pairs=num_pairs),
+        optimizer=optimizer,
         micro_batch_size=micro_batch_size,
+        base=base,
+        lora=lora,
     )
-    return supervised_step(state, grads, stats, optimizer=optimizer)

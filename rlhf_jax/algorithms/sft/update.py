@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.algorithms.state import (
-    Optimizer,
-    SupervisedState,
-    accumulate,
-    supervised_step,
-)
+from rlhf_jax.algorithms.state import Optimizer, SupervisedState, supervised_update
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import adapted, policy
+from rlhf_jax.roles import policy
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
@@ -30,13 +26,7 @@ def loss(
     """Cross-entropy of the tokens trained on, nats per token, at temperature 1.
 
     Args:
-      params: the decoder's.
-      batch: Sequences[b, S].
-      model: static.
       num_tokens: f32[], tokens trained on (`predicted`) in the whole batch.
-
-    Returns:
-      f32[] and {"loss/language_model": (sum, weight)}.
     """
     logprobs = policy.logprobs(
         params,
@@ -67,32 +57,14 @@ def update(
     base: Frozen | None = None,
     lora: LoRA | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
-    """One optimizer step.
-
-    Args:
-      state: donated by the caller's `jit`.
-      batch: Sequences[B, S].
-      model, optimizer, lora: static.
-      micro_batch_size: rows held at a time; None takes all at once.
-      base, lora: with adapters as the state's parameters, else None.
-
-    Returns:
-      The next state and the stats of `loss` and `state.supervised_step`.
-
-    Raises:
-      InputError: micro_batch_size does not divide B, base and lora are not given
-        together, or adapters do not fit.
-    """
+    """One optimizer step (`state.supervised_update`)."""
     num_tokens = predicted(batch).sum(dtype=jnp.float32)
-    grads, stats = accumulate(
-        lambda trained, part: loss(
-            adapted.params(trained, base=base, lora=lora),
-            part,
-            model=model,
-            num_tokens=num_tokens,
-        ),
-        state.params,
-        batch,
+    return supervised_update(
+        state,
+        batch=batch,
+        loss=functools.partial(loss, model=model, num_tokens=num_tokens),
+        optimizer=optimizer,
         micro_batch_size=micro_batch_size,
+        base=base,
+        lora=lora,
     )
-    return supervised_step(state, grads, stats, optimizer=optimizer)

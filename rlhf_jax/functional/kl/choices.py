@@ -52,8 +52,7 @@ class Penalty:
                 f"(placement {self.placement}), got {self.grad_estimator}; choose "
                 f"placement loss or both, or leave it out"
             )
-        if self.clip is not None:
-            checks.positive(clip=self.clip)
+        checks.positive(clip=self.clip)
         if self.top_k is not None and (self.top_k < 1 or not self.needs_logits):
             raise InputError(
                 f"top_k: expected 1 token or more, and an exact estimator, got "
@@ -63,19 +62,15 @@ class Penalty:
         self._check_weights()
 
     def _check_names(self) -> None:
-        for name, value, known in (
-            ("value_estimator", self.value_estimator, get_args(Estimator)),
-            ("grad_estimator", self.grad_estimator, (None, *get_args(Estimator))),
-            ("placement", self.placement, (None, "reward", "loss", "both")),
-            ("direction", self.direction, get_args(estimators.Direction)),
-            ("per", self.per, ("token", "response", "length")),
-            ("importance_weights", self.importance_weights, (None, "token", "prefix")),
-        ):
-            if value not in known:
-                raise InputError(
-                    f"{name}: expected one of {', '.join(map(str, known))}, got "
-                    f"{value!r}; choose one of them"
-                )
+        known = get_args(Estimator)
+        checks.one_of(value_estimator=self.value_estimator, among=known)
+        checks.one_of(grad_estimator=self.grad_estimator, among=(None, *known))
+        checks.one_of(placement=self.placement, among=(None, "reward", "loss", "both"))
+        checks.one_of(direction=self.direction, among=get_args(estimators.Direction))
+        checks.one_of(per=self.per, among=("token", "response", "length"))
+        checks.one_of(
+            importance_weights=self.importance_weights, among=(None, "token", "prefix")
+        )
 
     def _check_weights(self) -> None:
         sampled = [name for name in self.estimators_used if name != "exact"]

@@ -96,7 +96,6 @@ def divergence(
       hidden: floats[B, T, D]. head: floats[V', D].
       ref_hidden: floats[B, T, D']. ref_head: floats[V'', D'].
       temperature: T, dimensionless; not differentiated.
-      plan: direction, buckets, chunks.
 
     Returns:
       f32[B, T], nats. The gradient reaches `hidden` and `head` only; a position whose
@@ -334,9 +333,6 @@ def of_buckets(logprobs: Array, ref_logprobs: Array) -> Array:
 
     Args:
       logprobs, ref_logprobs: f32[..., K], nats, of K outcomes that exclude each other.
-
-    Returns:
-      f32[...], nats.
     """
     possible = logprobs > -jnp.inf
     log_ratio = jnp.where(possible, logprobs, 0.0) - jnp.where(

@@ -1,8 +1,11 @@
 """Control of the KL coefficient β: constant, scheduled, or with a target for the KL.
 
 `Control` is a choice of `Fixed`, `Linear`, `Adaptive`, `PI` and `Lagrangian`, each with
-its own options and a method that makes the controller of a run. `fixed` and `scheduled`
-make one from a number and from a function. `controllers` has the update rules.
+its own options and a method `controller`, which makes the controller of a run before
+its first iteration. It takes β at the start, `kl_coef`, in reward units per nat (above
+0 where the rule multiplies it, and within the bounds), and the iterations of the run,
+`num_steps`, which only `Linear` reads. `fixed` and `scheduled` make a controller from a
+number and from a function. `controllers` has the update rules.
 
 The usual range of β is 0.02-0.1 reward units per nat.
 """
@@ -10,7 +13,7 @@ The usual range of β is 0.02-0.1 reward units per nat.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +70,6 @@ class Fixed:
     ) -> FixedKL:
         """`fixed(kl_coef)`.
 
-        Args:
-          kl_coef: β, reward units per nat.
-          num_steps: not read.
-
         >>> constant = Fixed().controller(0.05)
         >>> print(constant.kl_coef)
         0.05
@@ -92,13 +91,6 @@ class Linear:
 
     def controller(self, kl_coef: float, *, num_steps: int) -> ScheduledKL:
         """The controller, before the first iteration.
-
-        Args:
-          kl_coef: β at the start, reward units per nat.
-          num_steps: iterations of the run.
-
-        Raises:
-          InputError: kl_coef or end is negative, NaN or infinite.
 
         >>> linear = Linear(end=0.0).controller(0.1, num_steps=3)
         >>> print(linear.kl_coef)
@@ -133,15 +125,11 @@ class _Target:
         """Fields that the records of these options share, checked.
 
         Arrays are not read: runs may be mapped over their coefficient.
-
-        Args:
-          kl_coef: β at the start, reward units per nat.
-          multiplied: whether the rule multiplies β, which then never leaves 0.
         """
         check = checks.positive if multiplied else checks.non_negative
         check(kl_coef=kl_coef)
         checks.positive(target=self.target)
-        if self.unit not in ("response", "token"):
+        if self.unit not in get_args(Unit):
             raise checks.InputError(
                 f"target: expected a unit with the target of {self.target:g} nats, got "
                 f"unit={self.unit!r}; say unit='response' (nats per response) or "
@@ -160,14 +148,13 @@ class _Target:
                     f"max_kl_coef"
                 )
         checks.positive(max_kl_coef=upper)
-        numbers = (lower, kl_coef, upper)
-        if all(isinstance(number, int | float) for number in numbers) and not (
-            lower <= kl_coef <= upper
-        ):
-            raise checks.InputError(
-                f"kl_coef: expected from min_kl_coef {lower:g} to max_kl_coef "
-                f"{upper:g}, got {kl_coef:g}; start within the bounds, or move them"
-            )
+        bounds = [x if isinstance(x, int | float) else None for x in (lower, upper)]
+        checks.within(
+            least=bounds[0],
+            most=bounds[1],
+            advice="start within min_kl_coef and max_kl_coef, or move them",
+            kl_coef=kl_coef,
+        )
         return {
             "kl_coef": scalar(kl_coef),
             "min_kl_coef": scalar(lower),
@@ -192,14 +179,6 @@ class Adaptive(_Target):
 
     def controller(self, kl_coef: float, *, num_steps: int | None = None) -> AdaptiveKL:
         """The controller, before the first iteration.
-
-        Args:
-          kl_coef: β at the start, reward units per nat, above 0 as it is multiplied.
-          num_steps: not read.
-
-        Raises:
-          InputError: a number is not positive and finite, or kl_coef is outside the
-            bounds.
 
         >>> six = Adaptive(target=6.0, unit="response", horizon=1000)
         >>> controller = six.controller(0.1)
@@ -240,14 +219,6 @@ class PI(_Target):
     ) -> ProportionalIntegralKL:
         """The controller, before the first iteration.
 
-        Args:
-          kl_coef: β at the start, reward units per nat, above 0 as it is multiplied.
-          num_steps: not read.
-
-        Raises:
-          InputError: proportional is negative, another number is not positive and
-            finite, or kl_coef is outside the bounds.
-
         >>> controller = PI(target=0.05, unit="token").controller(0.1)
         >>> print(controller.kl_coef, controller.target, controller.unit)
         0.1 0.05 token
@@ -279,16 +250,7 @@ class Lagrangian(_Target):
     def controller(
         self, kl_coef: float, *, num_steps: int | None = None
     ) -> LagrangianKL:
-        """The controller, before the first iteration.
-
-        Args:
-          kl_coef: β at the start, reward units per nat, 0 or more as it is added to. At
-            0 the upper bound has no default.
-          num_steps: not read.
-
-        Raises:
-          InputError: kl_coef is negative, another number is not positive and finite, or
-            kl_coef is outside the bounds.
+        """The controller; kl_coef may be 0, where the upper bound has no default.
 
         >>> controller = Lagrangian(target=6.0, unit="response").controller(0.1)
         >>> print(controller.min_kl_coef, controller.max_kl_coef)
@@ -313,12 +275,6 @@ def fixed(kl_coef: float | Shaped[Array, ""]) -> FixedKL:
     Args:
       kl_coef: β, reward units per nat; 0.0 is no penalty. An array is not read.
 
-    Returns:
-      The controller.
-
-    Raises:
-      InputError: kl_coef is negative, NaN or infinite.
-
     >>> print(fixed(0.05).kl_coef)
     0.05
     >>> fixed(-0.05)
@@ -338,9 +294,6 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
       schedule: i32[] -> f32[], iteration to reward units per nat. Cached programs
         compare it by identity, so build it once.
       num_steps: iterations of the run. The schedule is evaluated at each of them here.
-
-    Returns:
-      The controller, at iteration 0.
 
     Raises:
       ValueError: the schedule does not return a scalar. InputError: it returns a number

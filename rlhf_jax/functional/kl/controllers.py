@@ -12,6 +12,7 @@ or infinity. At a bound β stays until the error changes its sign, at the latest
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Literal, Self
@@ -48,9 +49,6 @@ class FixedKL:
     ) -> FixedKL:
         """The same record, whatever the KL.
 
-        Args:
-          kl, num_episodes, mean_length: not read.
-
         >>> controller = FixedKL(kl_coef=scalar(0.1))
         >>> print(controller.update(kl=scalar(9.0), num_episodes=64).kl_coef)
         0.1
@@ -79,9 +77,6 @@ class ScheduledKL:
     ) -> ScheduledKL:
         """The coefficient of the next iteration; after the last one it is constant.
 
-        Args:
-          kl, num_episodes, mean_length: not read.
-
         >>> halve = lambda step: 0.4 * 0.5**step
         >>> start = ScheduledKL(scalar(0.4), jnp.array(0), schedule=halve, num_steps=2)
         >>> second = start.update(kl=None, num_episodes=64)
@@ -97,7 +92,7 @@ class ScheduledKL:
 
 
 @flax.struct.dataclass
-class _TargetKL:
+class _TargetKL(abc.ABC):
     """KL coefficient that moves to keep the KL at a target."""
 
     kl_coef: Float32[Array, ""]  # reward units per nat
@@ -142,9 +137,9 @@ class _TargetKL:
             kl = kl / mean_length
         return self._next(kl, num_episodes=num_episodes)
 
+    @abc.abstractmethod
     def _next(self, kl: Array, *, num_episodes: int) -> Self:
         """The next record, by a KL in nats per unit that may be NaN or infinite."""
-        raise NotImplementedError
 
     def _with(self, kl_coef: Array) -> Self:
         """The same record with another coefficient, clipped to its bounds."""
@@ -252,12 +247,6 @@ KLController = (
 
 def scalar(number: float | Shaped[Array, ""]) -> Float32[Array, ""]:
     """A copy of a number as f32[]: a donated state must not share its buffers.
-
-    Args:
-      number: a number or a scalar array, in any unit.
-
-    Returns:
-      f32[] in a buffer of its own.
 
     >>> print(scalar(0.05).dtype, scalar(0.05).shape)
     float32 ()

@@ -83,14 +83,10 @@ def terms(
 
     Args:
       in_reward, in_loss: the estimators in reward and loss; None is no estimator.
-      direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
       per_response: True where one estimate is made of a whole response.
       importance_weights: "token" weights an estimate by its own token, "prefix" by all
         tokens up to it; None is no weights.
       top_k: True where exact is over a top k and one bucket.
-
-    Returns:
-      The factors of the named gradients.
 
     >>> choice = {"direction": "reverse", "per_response": False}
     >>> choice |= {"importance_weights": None, "top_k": False}
@@ -139,12 +135,6 @@ def terms(
 def name(terms: Mapping[str, int]) -> str:
     """The sum in words.
 
-    Args:
-      terms: {name: factor}, as `terms` returns it.
-
-    Returns:
-      The name of the gradient; "zero" where the sum is empty.
-
     >>> name({"full reverse": 1, "fixed-state forward": -1})
     'full reverse - fixed-state forward'
     >>> name({})
@@ -159,12 +149,6 @@ def name(terms: Mapping[str, int]) -> str:
 
 def is_kl(terms: Mapping[str, int]) -> bool:
     """Whether the sum is the gradient of one KL, or a positive multiple of it.
-
-    Args:
-      terms: {name: factor}, as `terms` returns it.
-
-    Returns:
-      True or False.
 
     >>> is_kl({"full reverse": 1})
     True

@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32
 
 from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.kl import chunks, mixtures
-from rlhf_jax.functional.kl.estimators import Direction, check_k
+from rlhf_jax.functional.kl.estimators import Direction
 
 Array = jax.Array
 
@@ -43,7 +43,6 @@ def exact_from_hidden(
       head: floats[V', D]; rows from `vocab_size` on are padding and are not read.
       ref_hidden, ref_head: floats[B, S, D'] and floats[V'', D'], the reference's; its
         width and its padding may differ.
-      temperature: divides the logits of both, dimensionless.
       vocab_size: V, the true vocabulary; None when no row is padding.
       softcap, ref_softcap: c of logits c·tanh(x / c) of the policy and of the
         reference, before the temperature; None disables it.
@@ -60,11 +59,6 @@ def exact_from_hidden(
       from, given the columns before it. Column 0 is 0. The gradient reaches `hidden`
       and `head` only. Columns whose cotangent is 0 (masked out) do not contribute to
       it, whatever their hidden states.
-
-    Raises:
-      ValueError: shapes do not belong together, temperature is not positive, or
-      vocab_size, first_column, max_logits or unused is out of range. TypeError: not
-      floats.
 
     Source: Cover and Thomas, Elements of Information Theory, eq. 2.26; the running sums
     are those of Milakov and Gimelshein 2018, arXiv:1805.02867.
@@ -114,33 +108,8 @@ def top_k_from_hidden(
     pass. The same pass finds the k tokens. No gradient flows through their choice.
 
     Args:
-      hidden: floats[B, S, D], the policy's last layer after its norm.
-      head: floats[V', D]; rows from `vocab_size` on are padding and are not read.
-      ref_hidden, ref_head: floats[B, S, D'] and floats[V'', D'], the reference's; its
-        width and its padding may differ.
       k: tokens outside the bucket, 1 to V.
-      temperature: divides the logits of both, dimensionless.
-      vocab_size: V, the true vocabulary; None when no row is padding.
-      softcap, ref_softcap: c of logits c·tanh(x / c) of the policy and of the
-        reference, before the temperature; None disables it.
-      first_column: the first column to compute; earlier ones are 0. The prompt's width
-        P gives the response alone.
-      direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
-      max_logits: logits of both models in memory at a time. The least is one token of
-        the vocabulary for every position (2·B·S).
-      unused: ranges of ids below `vocab_size` that no token has; they are no part of
-        either distribution.
-
-    Returns:
-      f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
-      from, given the columns before it. Column 0 is 0. The gradient reaches `hidden`
-      and `head` only. Columns whose cotangent is 0 (masked out) do not contribute to
-      it, whatever their hidden states.
-
-    Raises:
-      ValueError: shapes do not belong together, temperature is not positive, or k,
-      vocab_size, first_column, max_logits or unused is out of range. TypeError: not
-      floats.
+      the others: as `exact_from_hidden`, whose results these are too.
 
     Source: the log-sum inequality, Cover and Thomas, theorem 2.7.1.
 
@@ -189,33 +158,10 @@ def jensen_shannon_from_hidden(
     mixture needs both normalisers, and once more in the backward pass.
 
     Args:
-      hidden: floats[B, S, D], the policy's last layer after its norm.
-      head: floats[V', D]; rows from `vocab_size` on are padding and are not read.
-      ref_hidden, ref_head: floats[B, S, D'] and floats[V'', D'], the reference's; its
-        width and its padding may differ.
       beta: β, share of the reference in the mixture, between 0 and 1.
       k: take the policy's k most likely tokens one by one and all others as one bucket,
         as `kl.top_k_from_hidden` does; None takes every token.
-      temperature: divides the logits of both, dimensionless.
-      vocab_size: V, the true vocabulary; None when no row is padding.
-      softcap, ref_softcap: c of logits c·tanh(x / c) of the policy and of the
-        reference, before the temperature; None disables it.
-      first_column: the first column to compute; earlier ones are 0. The prompt's width
-        P gives the response alone.
-      max_logits: logits of both models in memory at a time. The least is one token of
-        the vocabulary for every position (2·B·S).
-      unused: ranges of ids below `vocab_size` that no token has; they are no part of
-        either distribution.
-
-    Returns:
-      f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
-      from, given the columns before it. Column 0 is 0. The gradient reaches `hidden`
-      and `head` only. Columns whose cotangent is 0 (masked out) do not contribute to
-      it, whatever their hidden states.
-
-    Raises:
-      ValueError: shapes do not belong together, or beta, k, temperature, vocab_size,
-      first_column, max_logits or unused is out of range. TypeError: not floats.
+      the others: as `exact_from_hidden`, whose results these are too.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.
 
@@ -270,8 +216,8 @@ def _from_hidden(
     checks.positive(
         temperature=temperature,
         first_column=first_column,
-        softcap=1.0 if softcap is None else softcap,
-        ref_softcap=1.0 if ref_softcap is None else ref_softcap,
+        softcap=softcap,
+        ref_softcap=ref_softcap,
     )
     padded, ref_padded = head.shape[0], ref_head.shape[0]
     if vocab_size is None and padded != ref_padded:
@@ -280,14 +226,19 @@ def _from_hidden(
             f"{padded} and {ref_padded} rows, got None; pass it"
         )
     vocab_size = padded if vocab_size is None else vocab_size
-    if not 0 < vocab_size <= min(padded, ref_padded):
-        raise checks.InputError(
-            f"vocab_size: expected 1 to {min(padded, ref_padded)} (the rows of head "
-            f"and of ref_head), got {vocab_size}; pass the size of the true vocabulary"
-        )
+    checks.within(
+        least=1,
+        most=min(padded, ref_padded),
+        advice="pass the size of the true vocabulary, of rows of head and of ref_head",
+        vocab_size=vocab_size,
+    )
     unused_ids.check(unused, vocab_size=vocab_size)
-    if k is not None:
-        check_k(k, vocab_size)
+    checks.within(
+        least=1,
+        most=vocab_size,
+        advice="choose fewer tokens of the vocabulary, or the exact KL",
+        k=k,
+    )
     before = ((0, 0), (min(first_column, columns), 0))
     if first_column >= columns:
         return jnp.zeros((batch, columns), jnp.float32)

@@ -23,28 +23,24 @@ LARGE = 200.0  # nats between a token that is possible and one that is not
 
 
 def check_beta(beta: float) -> None:
-    """Checks the β of a divergence.
-
-    Args:
-      beta: share of the reference in the mixture.
-
-    Raises:
-      InputError: beta is not between 0 and 1.
+    """Checks that the share of the reference in the mixture is between 0 and 1.
 
     >>> print(check_beta(0.5))
     None
     >>> check_beta(1.0)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.errors.InputError: beta: expected more than 0 and less
-        than 1, got 1.0; at 0 and 1 the divergence is 0 for all models: take the forward
-        or the reverse KL
+    rlhf_jax.functional.errors.InputError: beta: expected a number above 0 and
+        below 1, got 1.0; at 0 and 1 the divergence is 0 for all models: take the
+        forward or the reverse KL
     """
-    if not 0 < beta < 1:
-        raise checks.InputError(
-            f"beta: expected more than 0 and less than 1, got {beta}; at 0 and 1 the "
-            f"divergence is 0 for all models: take the forward or the reverse KL"
-        )
+    checks.within(
+        above=0,
+        below=1,
+        advice="at 0 and 1 the divergence is 0 for all models: take the forward or the "
+        "reverse KL",
+        beta=beta,
+    )
 
 
 def mixture_log_ratios(
@@ -95,14 +91,9 @@ def jensen_shannon(
     Args:
       logits, ref_logits: floats[..., V] of any precision; cast to float32.
       beta: β, share of the reference in the mixture, between 0 and 1.
-      temperature: divides both, dimensionless.
 
     Returns:
       f32[...], nats per logit position, up to rounding never negative.
-
-    Raises:
-      ValueError: shapes differ, or beta or temperature is out of range.
-      TypeError: not floats.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.
 

@@ -8,9 +8,7 @@ With x_t = logprobs_t - ref_logprobs_t (reverse) or ref_logprobs_t - logprobs_t
     in the loss    the loss is β Σ_t weights_t·k(x_t), which is differentiated.
 
 The place and the estimator determine the expected gradient of the penalty.
-`Penalty.gradient` names it, as `gradients` defines it, and `Penalty.warning` is a
-sentence where it is not that of a KL. Where responses differ in length the names hold
-for aggregation "constant": the means divide by lengths that the policy chooses.
+`Penalty.gradient` names it, as `gradients` defines it.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ def reward_kl(
       logprobs: f32[B, S], nats, of the policy that sampled; column t is about
         tokens[:, t].
       ref_logprobs: f32[B, S], nats, of the reference.
-      mask: bool[B, S], response tokens, EOS included.
       exact: f32[B, S], nats, of `kl.exact_from_hidden` in the penalty's direction;
         required where value_estimator is exact.
 
@@ -62,8 +59,7 @@ def reward_kl(
       or weights: `penalty/overflowfrac`, the share capped to stay within float32.
 
     Raises:
-      InputError: the exact KL is required and None. ValueError: shapes differ.
-      TypeError: floats are not f32 or mask is not bool.
+      InputError: the exact KL is required and None.
 
     >>> logprobs = jnp.array([[0.0, -1.0, -2.0]])
     >>> ref_logprobs = jnp.array([[0.0, -3.0, -1.5]])
@@ -117,7 +113,6 @@ def kl_loss(
       logprobs: f32[B, S], nats, of the policy now; column t is about tokens[:, t].
       old_logprobs: f32[B, S], nats, of the policy that sampled.
       ref_logprobs: f32[B, S], nats, of the reference.
-      mask: bool[B, S], response tokens, EOS included.
       weights: f32[B, S], dimensionless, of `losses.token_weights`. Those of a whole
         minibatch sum to 1, so the losses of its micro-batches add up. An estimate of a
         whole response has the weight of the last token.
@@ -133,8 +128,7 @@ def kl_loss(
       k3 at e^88.72, others at the largest weight for which the product is finite.
 
     Raises:
-      InputError: the exact KL is required and None. ValueError: shapes differ.
-      TypeError: floats are not f32 or mask is not bool.
+      InputError: the exact KL is required and None.
 
     Source: Schulman 2020, joschu.net/blog/kl-approx; on the gradients, Tang and Munos
     2025, arXiv:2506.09477.
@@ -198,6 +192,4 @@ def _check(mask: Array, exact: Array | None, **floats: Array) -> None:
     checks.shape((None, None), mask=mask)
     if exact is not None:
         floats["exact"] = exact
-    checks.same_shape(**floats, mask=mask)
-    checks.float32(**floats)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, **floats)

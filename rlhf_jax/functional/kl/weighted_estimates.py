@@ -42,9 +42,7 @@ def estimates(
       penalty: its value_estimator gives v; per, importance_weights and clip are read.
       log_ratio: f32[B, S], nats, x of the estimators at each token.
       log_weights: f32[B, S], nats, log w of each token; None is w = 1.
-      mask: bool[B, S], response tokens, EOS included.
       exact: f32[B, S], nats; required where an estimator is exact.
-      estimator: gives g.
 
     Returns:
       Estimates and shares. The gradient reaches `log_ratio` and `exact`. It is 0 where

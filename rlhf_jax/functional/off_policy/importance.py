@@ -15,7 +15,6 @@ What is masked still counts in what a loss is divided by. What is rejected does 
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -44,27 +43,12 @@ class Weights(NamedTuple):
     cut: Bool[Array, "B S"]  # tokens whose ratio is at or beyond a bound that acts
 
 
-def rejects(correction: Correction) -> bool:
-    """Whether a correction leaves whole responses out.
-
-    Args:
-      correction: one of `Correction`.
-
-    >>> rejects("geometric_reject")
-    True
-    >>> rejects("sequence_mask")
-    False
-    """
-    return correction in ("sequence_reject", "geometric_reject")
-
-
 def check_bounds(
     correction: Correction, *, cap: float, floor: float | None = None
 ) -> None:
     """Checks that a ratio of 1 is within the bounds of a correction.
 
     Args:
-      correction: one of `Correction`.
       cap: upper bound of a ratio, dimensionless, 1 or more.
       floor: lower bound, above 0 and at most 1; None is no bound. Not for a truncation,
         which bounds a weight from above alone.
@@ -77,27 +61,14 @@ def check_bounds(
     >>> check_bounds("token_truncate", cap=0.5)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.errors.InputError: cap: expected a finite number ...
+    rlhf_jax.functional.errors.InputError: cap: expected a number of at
+        least 1, got 0.5; ...
     """
-    if correction not in get_args(Correction):
-        raise InputError(
-            f"correction: expected one of "
-            f"{', '.join(map(repr, get_args(Correction)))}, got {correction!r}; choose "
-            f"one"
-        )
-    if not 1 <= cap < math.inf:
-        raise InputError(
-            f"cap: expected a finite number of at least 1, got {cap}; "
-            f"choose another, or leave it out"
-        )
-    if floor is None:
-        return
-    if not 0 < floor <= 1:
-        raise InputError(
-            f"floor: expected a number above 0 and of at most 1, got "
-            f"{floor}; choose another, or leave it out"
-        )
-    if correction.endswith("_truncate"):
+    checks.one_of(correction=correction, among=get_args(Correction))
+    advice = "choose another, or leave it out"
+    checks.within(least=1, advice=advice, cap=cap)
+    checks.within(above=0, most=1, advice=advice, floor=floor)
+    if floor is not None and correction.endswith("_truncate"):
         raise InputError(
             f"floor: expected none with {correction!r}, which bounds "
             f"weights from above alone, got {floor}; leave it out, or choose a "
@@ -123,17 +94,11 @@ def importance_weights(
       logprobs: f32[B, S], nats, log π_old of the trainer; column t is about
         tokens[:, t].
       sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
-      mask: bool[B, S], response tokens, EOS included.
-      correction: which formula.
       cap, floor: bounds of the ratio, as `check_bounds` has them.
 
     Returns:
       Weights[B, S]. `cut` has the tokens at the cap of a truncation, and those of
       masked or rejected ratios.
-
-    Raises:
-      InputError: of `check_bounds`. ValueError: shapes differ. TypeError: floats are
-      not f32 or mask is not bool.
 
     Source: truncation is Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training" (of tokens), and Espeholt et al. 2018, arXiv:1802.01561;
@@ -153,7 +118,8 @@ def importance_weights(
     [[1.5 1.5 1.5]]
     """
     check_bounds(correction, cap=cap, floor=floor)
-    check_arrays(logprobs, sampler_logprobs, mask)
+    checks.shape((None, None), mask=mask)
+    checks.masked_floats(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
     log_ratio = jax.lax.stop_gradient(jnp.where(mask, logprobs - sampler_logprobs, 0.0))
     if correction == "geometric_reject":
         log_ratio = ratios.at_level(log_ratio, mask=mask, ratio_level="sequence")
@@ -168,36 +134,7 @@ def importance_weights(
     if floor is not None:
         within &= log_ratio >= jnp.log(jnp.float32(floor))
     cut = mask & ~within
-    if rejects(correction):
+    if correction.endswith("_reject"):
         return Weights(jnp.where(cut, 0.0, 1.0), mask & ~cut, cut)
     weights = jnp.exp(jnp.where(within, log_ratio, 0.0))
     return Weights(jnp.where(cut, 0.0, weights), mask, cut)
-
-
-def check_arrays(
-    logprobs: Float32[Array, "B S"],
-    sampler_logprobs: Float32[Array, "B S"],
-    mask: Bool[Array, "B S"],
-) -> None:
-    """Checks what the functions of this folder read.
-
-    Args:
-      logprobs, sampler_logprobs: f32[B, S], nats.
-      mask: bool[B, S].
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-
-    >>> x, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
-    >>> print(check_arrays(x, x, mask))
-    None
-    >>> check_arrays(x, x, mask[:, :1])
-    Traceback (most recent call last):
-        ...
-    ValueError: ...
-    """
-    floats = {"logprobs": logprobs, "sampler_logprobs": sampler_logprobs}
-    checks.shape((None, None), mask=mask)
-    checks.same_shape(**floats, mask=mask)
-    checks.float32(**floats)
-    checks.boolean(mask=mask)

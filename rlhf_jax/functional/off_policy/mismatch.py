@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, kl, masked
-from rlhf_jax.functional.off_policy.importance import Correction, Weights, check_arrays
+from rlhf_jax.functional.off_policy.importance import Correction, Weights
 
 Array = jax.Array
 Stats = masked.Stats
@@ -26,17 +26,12 @@ def weight_stats(
     are equal.
 
     Args:
-      output: of `importance_weights`.
       mask: bool[B, S], response tokens, those of rejected responses included.
-      correction: of the weights.
 
     Returns:
       {name: (sum, weight)}: `policy/sampler_weight`, the mean of w over tokens;
       `policy/sampler_weight_capped`, the share of tokens in `output.cut`;
       `policy/sampler_ess`, of the whole batch: shares of its parts do not add up.
-
-    Raises:
-      ValueError: shapes differ. TypeError: mask is not bool.
 
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
@@ -83,14 +78,10 @@ def sampler_kl(
     Args:
       logprobs: f32[B, S], nats, log π_old of the trainer.
       sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
-      mask: bool[B, S], response tokens, EOS included.
 
     Returns:
       {name: (sum, weight)}, nats per token: `policy/sampler_kl` by k1 and
       `policy/sampler_kl_k3` by k3. Both are unbiased; k3 is never negative.
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
 
     >>> logprobs = jnp.log(jnp.array([[0.5, 0.2]]))
     >>> sampler_logprobs = jnp.log(jnp.array([[0.5, 0.4]]))
@@ -102,7 +93,8 @@ def sampler_kl(
     >>> print(means["policy/sampler_kl_k3"])
     0.097
     """
-    check_arrays(logprobs, sampler_logprobs, mask)
+    checks.shape((None, None), mask=mask)
+    checks.masked_floats(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
     pair = [jnp.where(mask, x, 0.0) for x in (sampler_logprobs, logprobs)]
     return masked.sum_stats(
         {

@@ -24,17 +24,12 @@ def pairwise_loss(
     Args:
       chosen, rejected: f32[B], reward units, scores of the two responses of a pair.
       margin: f32[B], reward units by which chosen should lead; None is 0.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        is B.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen` and
       `rejected`. `loss/pairwise`: the loss. `pairwise/accuracy`: share of pairs with
       chosen > rejected, whatever the margin; a tie counts as wrong. `pairwise/lead`:
       chosen - rejected, reward units.
-
-    Raises:
-      ValueError: shapes differ. TypeError: not f32.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; the margin is
     Touvron et al. 2023, arXiv:2307.09288, eq. 2.
@@ -71,17 +66,6 @@ def per_pair(
     num_pairs: Shaped[Array, ""] | None = None,
 ) -> Float32[Array, ""]:
     """Σ m·loss / N, the mean over pairs or texts, or a micro-batch's part of it.
-
-    Args:
-      losses: f32[B], one per pair.
-      mask: bool[B], True at pairs and False at padding.
-      num_pairs: f32[], N of the whole minibatch; None counts mask. At least 1 divides.
-
-    Returns:
-      f32[]. The gradient reaches `losses` where mask is True.
-
-    Raises:
-      ValueError: shapes differ.
 
     >>> losses, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
     >>> print(per_pair(losses, mask=mask))

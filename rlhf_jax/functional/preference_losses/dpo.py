@@ -67,13 +67,9 @@ def dpo_loss(
       beta: β, reward units per nat: the KL coefficient of the objective that is solved
         (sigmoid, robust, ipo), or the inverse of the lead in nats that is enough
         (hinge).
-      kind: which loss.
       label_smoothing: ε, the probability that the preference is reversed: a number in
         [0, 0.5), or f32[B], a probability in [0, 1] for each pair (soft labels), which
         only sigmoid takes. robust needs a number above 0; ipo and hinge read none.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
-      mask: bool[B], True at pairs and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen_logprobs` and
@@ -84,7 +80,6 @@ def dpo_loss(
       token where means were passed.
 
     Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
       InputError: an option is refused by `check_dpo`, or only one of the reference's
       two arrays is None.
 
@@ -133,9 +128,7 @@ def dpo_loss(
         floats["label_smoothing"] = label_smoothing
     if mask is None:
         mask = jnp.ones(chosen_logprobs.shape, jnp.bool_)
-    checks.same_shape(**floats, mask=mask)
-    checks.float32(**floats)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, **floats)
     floats = {name: jnp.where(mask, array, 0.0) for name, array in floats.items()}
     chosen, rejected = floats["chosen_logprobs"], floats["rejected_logprobs"]
     smoothing = floats.get("label_smoothing", label_smoothing)
@@ -182,12 +175,6 @@ def check_dpo(
 ) -> None:
     """Checks the options of `dpo_loss`; arrays are not read.
 
-    Args:
-      beta: β, reward units per nat.
-      kind: which loss.
-      label_smoothing: ε, a number, or f32[B] for each pair.
-      reference_free: True where the loss has no reference.
-
     Raises:
       InputError: beta is not positive, there is no such kind, label_smoothing is not in
         [0, 0.5), would not be read, or is missing for robust, or IPO has no reference.
@@ -201,18 +188,14 @@ def check_dpo(
         0, got -1.0; choose beta > 0
     """
     checks.positive(beta=beta)
-    if kind not in get_args(DPOKind):
-        raise InputError(
-            f"kind: expected one of {', '.join(get_args(DPOKind))}, got {kind!r}; "
-            f"choose one"
-        )
+    checks.one_of(kind=kind, among=get_args(DPOKind))
     number = isinstance(label_smoothing, int | float)
-    if number and not 0 <= label_smoothing < 0.5:
-        raise InputError(
-            f"label_smoothing: expected a chance from 0 to below 0.5, as from there on "
-            f"the rejected response would be the better one, got {label_smoothing}; "
-            f"choose another"
-        )
+    checks.within(
+        least=0,
+        below=0.5,
+        advice="choose another: from 0.5 on the rejected response would be better",
+        label_smoothing=label_smoothing,
+    )
     got = label_smoothing if number else "an array"
     if kind == "robust" and not (number and label_smoothing > 0):
         raise InputError(

@@ -1,8 +1,7 @@
 """KTO: a loss of single responses, each labelled desirable or undesirable.
 
-A loss is a sum over texts divided by the number of texts. With that of the whole
-minibatch (`num_texts`) and its z0 (`kto_kl`), the losses of micro-batches add up.
-`losses` offers these functions too.
+The losses of micro-batches add up with the number of texts (`num_texts`) and the z0
+(`kto_kl`) of the whole minibatch.
 """
 
 from __future__ import annotations
@@ -33,13 +32,9 @@ def kto_kl(
     Args:
       logprobs, ref_logprobs: f32[B], nats, sums over the tokens of y', of the policy
         and the reference, over the whole minibatch.
-      mask: bool[B], True at texts and False at padding; None is all True.
 
     Returns:
       f32[], nats per response; 0 without texts. No gradient reaches any argument.
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, its L_KTO and z_0.
 
@@ -52,8 +47,7 @@ def kto_kl(
     checks.shape((None,), logprobs=logprobs)
     if mask is None:
         mask = jnp.ones(logprobs.shape, jnp.bool_)
-    checks.same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
-    checks.float32(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    checks.masked_floats(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     mean = masked.masked_mean(jnp.where(mask, logprobs - ref_logprobs, 0.0), mask=mask)
     return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
 
@@ -84,11 +78,7 @@ def kto_loss(
       ref_logprobs: f32[B], nats, the reference's.
       desirable: bool[B], the label.
       kl: f32[], nats per response, `kto_kl` of the whole minibatch.
-      beta: β, reward units per nat.
       desirable_weight, undesirable_weight: λ_D and λ_U, dimensionless.
-      num_texts: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
-      mask: bool[B], True at texts and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only: z0 is
@@ -96,10 +86,6 @@ def kto_loss(
       Means over the texts of a label: `kto/desirable_reward`,
       `kto/undesirable_reward`, βu, reward units; `kto/desirable_logprob`,
       `kto/undesirable_logprob`, nats per response.
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32, or mask or desirable is
-        not bool. InputError: beta or a weight is not positive.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, its L_KTO and z_0.
 
@@ -121,11 +107,10 @@ def kto_loss(
     checks.shape((), kl=kl)
     if mask is None:
         mask = jnp.ones(logprobs.shape, jnp.bool_)
-    checks.same_shape(
-        logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, mask=mask
-    )
-    checks.float32(logprobs=logprobs, ref_logprobs=ref_logprobs, kl=kl)
-    checks.boolean(desirable=desirable, mask=mask)
+    checks.masked_floats(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    checks.same_shape(desirable=desirable, mask=mask)
+    checks.float32(kl=kl)
+    checks.boolean(desirable=desirable)
     logprobs = jnp.where(mask, logprobs, 0.0)
     ref_logprobs = jax.lax.stop_gradient(jnp.where(mask, ref_logprobs, 0.0))
     kl = jax.lax.stop_gradient(kl)

@@ -39,17 +39,10 @@ def simpo_loss(
       beta: β, reward units per nat per token: the scale of the reward. It is not a KL
         coefficient.
       target_margin: γ, reward units by which the chosen response should lead.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
-      mask: bool[B], True at pairs and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, the names of `dpo_loss` with β·c and β·r as
       rewards. The gradient reaches both arrays of log-probs.
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-      InputError: beta is not positive, or target_margin is negative.
 
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
 
@@ -91,18 +84,11 @@ def orpo_loss(
         of a response, EOS included. Above -1e-6 they count as that in the odds, and
         have no gradient there.
       odds_weight: λ, weight of the term of the odds, dimensionless.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
-      mask: bool[B], True at pairs and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, the names of `dpo_loss`, with the log-odds
       as rewards, nats. `dpo/nll`: the first term, nats per token. The gradient reaches
       both arrays of log-probs.
-
-    Raises:
-      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-      InputError: odds_weight is not positive.
 
     Source: Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6 and 7.
 
@@ -137,9 +123,7 @@ def _checked(
     checks.shape((None,), chosen_logprobs=chosen)
     if mask is None:
         mask = jnp.ones(chosen.shape, jnp.bool_)
-    checks.same_shape(chosen_logprobs=chosen, rejected_logprobs=rejected, mask=mask)
-    checks.float32(chosen_logprobs=chosen, rejected_logprobs=rejected)
-    checks.boolean(mask=mask)
+    checks.masked_floats(mask, chosen_logprobs=chosen, rejected_logprobs=rejected)
     return jnp.where(mask, chosen, -1.0), jnp.where(mask, rejected, -1.0), mask
 
 

@@ -20,10 +20,6 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
 
     A stacked leaf (one under "layers") is L tensors, one a layer, as in a checkpoint.
 
-    Args:
-      params: pytree of arrays of any float dtype.
-      reference: of the same structure, stored in any way (`storage.store`).
-
     Returns:
       "absolute" f32[]: the sum; "relative" f32[]: the sum / Σ_p ‖ref_p‖₂;
       "global_norm" f32[]: ‖θ - ref‖₂ / ‖ref‖₂ of all tensors as one vector. "modules"
@@ -31,9 +27,6 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
       ‖θ_p - ref_p‖₂, "size" ‖ref_p‖₂, and "relative", their ratio, which is inf where
       a tensor of zeros has moved. Absolute is in the parameters' own unit, the others
       are shares.
-
-    Raises:
-      ValueError: the trees differ in structure.
     """
     anchors, structure = jax.tree.flatten(reference, is_leaf=leaves.is_stored)
     if jax.tree.structure(params) != structure:

@@ -42,12 +42,7 @@ def fingerprint(params: Params) -> Fingerprint:
 
 
 def named(params: Params, pairs: Array) -> Fingerprint:
-    """The fingerprint of digests taken before.
-
-    Args:
-      params: the tree they were taken of; only its paths are read.
-      pairs: u32[N, 2], from `digests`.
-    """
+    """The fingerprint of digests taken before."""
     return of_leaves(
         {
             path: in_hex(pair)

@@ -52,10 +52,7 @@ def freeze(
 
     Args:
       params: pytree of arrays; may be donated or overwritten afterwards.
-      dtype, embeddings: dtype of the copy, float or int8, and of its embeddings and
-        output head beside int8; None keeps each leaf's.
-      memory: "pinned_host" or "device"; None keeps each leaf's.
-      sharding: a Sharding, or a tree of them; None keeps each leaf's.
+      dtype, embeddings, memory, sharding: of the copy, as `storage.store` takes them.
       model: the shape of a model that reads the policy's tokens and has another shape;
         None is the policy's.
 
@@ -97,9 +94,6 @@ def beside(frozen: Frozen, batch: Any) -> Any:
         copy = frozen.beside(reference, rollout)
         ref_logprobs = score(reference, rollout=copy)       runs beside
         ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
-
-    Args:
-      batch: pytree of arrays.
 
     Returns:
       The batch there, its rows over the row axes of a mesh; itself where it is on
@@ -149,11 +143,7 @@ def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
 
 
 def verify(frozen: Frozen) -> None:
-    """Computes the digests again and compares them with those taken at freezing.
-
-    Raises:
-      ReferenceMovedError: names every leaf that moved.
-    """
+    """Computes the digests again and compares them with those taken at freezing."""
     digests = np.asarray(fingerprint.digests(frozen.stored))
     expected = np.asarray(frozen.stored_digests)
     if digests.shape != expected.shape:
@@ -172,11 +162,7 @@ def verify(frozen: Frozen) -> None:
 
 
 def verify_all(models: Mapping[str, Frozen]) -> None:
-    """`verify` of several models, whose name the message begins with.
-
-    Raises:
-      ReferenceMovedError: names the model and every leaf that moved.
-    """
+    """`verify` of several models, whose name the message begins with."""
     for name, model in models.items():
         try:
             verify(model)

@@ -11,13 +11,13 @@ Source: Aminian et al. 2025, arXiv:2502.01203, section 5.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
 import flax.struct
 import jax
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -39,21 +39,16 @@ References = Mapping[str, Further]
 
 
 def check(name: str, *, weight: float) -> None:
-    """Raises InputError for a name or a weight that a reference cannot have.
-
-    Args:
-      name: of the reference, in `objective/kl_NAME`.
-      weight: w of its KL, dimensionless.
-    """
+    """Raises InputError for a name or a weight that a reference cannot have."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in TAKEN:
         raise InputError(
             f"expected a name of letters, digits, _, - and ., and none of "
             f"{', '.join(TAKEN)}, which name other metrics objective/kl_NAME, got "
             f"{name!r}; choose another"
         )
-    if not 0.0 <= weight < math.inf:
-        raise InputError(
-            f"expected a weight of 0 or more for reference {name}, got {weight:g}; a "
-            f"negative one would push the policy away from it without bound, and 0 "
-            f"measures its KL alone"
-        )
+    checks.within(
+        least=0,
+        advice="a negative one would push the policy away from the reference without "
+        "bound, and 0 measures its KL alone",
+        **{f"weight of reference {name}": weight},
+    )

@@ -110,7 +110,6 @@ def after_step(
     """The reference after step `step`, from 0; itself where nothing is due.
 
     Args:
-      frozen: the reference during the step.
       params: the policy after the step; copied, so it may be donated to the next.
     """
     done = step + 1
@@ -125,9 +124,6 @@ def after_step(
 
 def reset(frozen: Frozen, params: Params) -> Frozen:
     """ref <- policy, stored as the reference was: a copy with digests of its own.
-
-    Raises:
-      InputError: `params` are not of the structure and shapes of the reference.
 
     Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (hard update).
     """
@@ -148,13 +144,6 @@ def mix(frozen: Frozen, params: Params, *, rate: float) -> Frozen:
     What is stored is what the next mixture reads. In bfloat16 a step below 1/256 of a
     parameter rounds to none, in int8 one below half a step of its scale: with a small
     rate such a reference stands still, where one in float32 follows.
-
-    Args:
-      params: the policy's, of the structure and shapes of the reference.
-      rate: 0 to 1, dimensionless.
-
-    Raises:
-      InputError: rate is outside [0, 1], or `params` are of another model.
 
     Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (soft update).
     """

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import leaves
 from rlhf_jax.models.leaves import Int8, OnHost
@@ -80,10 +81,7 @@ def store(
         names the leaf.
     """
     dtype = None if dtype is None else _dtype("dtype", dtype, among=(*FLOATS, "int8"))
-    if memory not in (None, *get_args(Memory)):
-        raise InputError(
-            f"memory: expected {' or '.join(get_args(Memory))}, got {memory!r}"
-        )
+    checks.one_of(memory=memory, among=(None, *get_args(Memory)))
     if embeddings is not None:
         embeddings = _dtype("embeddings", embeddings, among=FLOATS)
         if dtype != jnp.int8:
@@ -122,12 +120,7 @@ def store(
 
 
 def copy_as(leaf: Array, *, like: Any) -> Any:
-    """A copy of a leaf in the dtype, the memory and the place of another.
-
-    Args:
-      leaf: an array.
-      like: a leaf that `store` made of one of the same shape.
-    """
+    """A copy of a leaf in the dtype, the memory and the place of another."""
     if isinstance(like, OnHost):
         return OnHost(copy_as(leaf, like=like.held))
     if isinstance(like, Int8):
@@ -183,14 +176,11 @@ def check_memory(device: Any) -> None:
 
 def _dtype(name: str, dtype: Any, *, among: tuple[str, ...]) -> Any:
     try:
-        checked = jnp.dtype(dtype)
+        kind = jnp.dtype(dtype).name
     except TypeError:
-        checked = None
-    if checked is None or checked.name not in among:
-        raise InputError(
-            f"{name}: expected None or one of {', '.join(among)}, got {dtype!r}"
-        )
-    return checked
+        kind = dtype
+    checks.one_of(**{name: kind}, among=(None, *among))
+    return jnp.dtype(kind)
 
 
 def _matrix_axis(path: Any, leaf: Any) -> int | None:

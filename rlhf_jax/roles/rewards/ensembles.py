@@ -32,17 +32,12 @@ def combine(scores: Sequence[Array], *, how: Combine, std_coef: float = 1.0) -> 
 
     Args:
       scores: f32[B] each, reward units, of at least two members.
-      how: mean, minimum or mean_minus_std.
       std_coef: c of mean_minus_std, dimensionless; the standard deviation is over the
         members, of ddof 0.
 
     Returns:
       Scores, whose parts are "member_0", ..., reward units, and "disagreement", the
       standard deviation over the members of each response, reward units.
-
-    Raises:
-      ValueError: shapes differ. InputError: there are fewer than two members, there is
-        no such way, or std_coef is negative.
 
     Source: Coste et al. 2024, arXiv:2310.02743, section 3: mean and minimum (worst
     case); where their third subtracts a variance, this subtracts a standard deviation.
@@ -75,15 +70,6 @@ def ensemble(
 
     Args:
       members: rewards, at least two; of a member that returns `Scores` the total.
-      how: mean, minimum, or mean_minus_std.
-      std_coef: c of mean - c·std, dimensionless; read by mean_minus_std alone.
-
-    Returns:
-      rollout -> Scores.
-
-    Raises:
-      InputError: there are fewer than two members, there is no such way, or c is
-        negative or not finite.
     """
     _check(len(members), how=how, std_coef=std_coef)
     return jax.tree_util.Partial(_Ensemble(how, float(std_coef)), *members)
@@ -94,11 +80,7 @@ def _check(members: int, *, how: Combine, std_coef: float) -> None:
         raise checks.InputError(
             f"expected at least 2 rewards to combine, got {members}; add another"
         )
-    if how not in get_args(Combine):
-        raise checks.InputError(
-            f"how: expected one of {', '.join(get_args(Combine))}, got {how!r}; choose "
-            f"one"
-        )
+    checks.one_of(how=how, among=get_args(Combine))
     checks.non_negative(std_coef=std_coef)
 
 

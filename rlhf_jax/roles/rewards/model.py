@@ -27,11 +27,7 @@ def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
     """Reward-model parameters: a copy of a decoder's trunk under a fresh head.
 
     Args:
-      key: key[], draws the head.
       trunk: the decoder's parameters, usually after SFT; a head is not read.
-
-    Returns:
-      {"trunk": ..., "score": {"kernel": [D], "bias": []}}, as in `critic.py`.
     """
     trained = {name: trunk[name] for name in ("embed", "layers", "final_norm")}
     return {
@@ -43,15 +39,8 @@ def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
 def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     """Reward-model parameters over a base: adapters that change nothing, a fresh head.
 
-    Args:
-      key: key[], draws the adapters and the head.
-
     Returns:
       {"trunk": adapters, "score": ...}, to be run with its base (`adapted.params`).
-
-    Raises:
-      InputError: no layer matches `lora.modules`, or the rank is above the smaller
-        width of an adapted layer.
     """
     trunk_key, score_key = jax.random.split(key)
     return {
@@ -71,15 +60,9 @@ def sequence_scores(
     """score(x, y) = head(hidden state of the last token that is not padding).
 
     Args:
-      params: {"trunk": ..., "score": {"kernel": [D], "bias": []}}.
-      tokens: i32[B, S], prompt and response, padded on either side.
-      mask: bool[B, S], True at tokens.
       packing: how the model reads these rows packed, made of them with a column more,
         so that the state after the last token has one (`Form.ends`); None reads them
         padded.
-
-    Returns:
-      f32[B], reward units.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """
@@ -116,7 +99,6 @@ def from_model(
 
     Args:
       reference: of its parameters, or of adapters and score over `base`.
-      base, lora: with adapters, else None (`adapted.params`).
     """
     return jax.tree_util.Partial(_Scores(model, lora), reference, base)
 

@@ -22,7 +22,6 @@ def normalise(
     """Folds gain and bias into the head so that `scores` get the mean and std given.
 
     Args:
-      params: reward-model parameters.
       scores: f32[N], what this model says of samples of the reference (OAI), or of
         demonstrations, whose mean alone is moved (N+).
       mean: wanted, reward units.
@@ -83,13 +82,7 @@ class RunningMoments:
 
 def no_moments() -> RunningMoments:
     """Nothing seen yet; a function, since a shared array would die by donation."""
-    return RunningMoments(
-        count=jnp.zeros((), jnp.float32),
-        mean=jnp.zeros((), jnp.float32),
-        mean_rest=jnp.zeros((), jnp.float32),
-        variance=jnp.zeros((), jnp.float32),
-        variance_rest=jnp.zeros((), jnp.float32),
-    )
+    return RunningMoments(*(jnp.zeros((), jnp.float32) for _ in range(5)))
 
 
 def update_moments(

@@ -54,34 +54,35 @@ Reward = Callable[[Any], Array | Scores]  # of `Responses`
 def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
     """What any reward returned, as a record: bare numbers have no parts.
 
-    Args:
-      returned: f32[B], or Scores.
-      rows: B, where it is known.
-
     Raises:
       InputError: they are not one number a row, turns are not [B, S], or `left_out` is
         not one bool a row.
     """
     scores = returned if isinstance(returned, Scores) else Scores(total=returned)
-    if rows is not None and scores.total.shape != (rows,):
-        raise InputError(
-            f"expected the reward to return {rows} numbers, one a response, got shape "
-            f"{scores.total.shape}"
-        )
-    turns = scores.turns
-    if turns is not None and (turns.ndim != 2 or turns.shape[:1] != scores.total.shape):
-        raise InputError(
-            f"expected the rewards of turns as f32[B, S] beside {scores.total.shape} "
-            f"totals, one at each turn's last sampled token, got shape {turns.shape}"
-        )
-    left_out = scores.left_out
-    if left_out is not None and (
-        left_out.shape != scores.total.shape or left_out.dtype != bool
+    total, turns, left_out = scores.total, scores.turns, scores.left_out
+    for array, fits, expected in (
+        (
+            total,
+            rows is None or total.shape == (rows,),
+            f"the reward to return {rows} numbers, one a response",
+        ),
+        (
+            turns,
+            turns is None or (turns.ndim == 2 and turns.shape[:1] == total.shape),
+            f"the rewards of turns as f32[B, S] beside {total.shape} totals, one at "
+            f"each turn's last sampled token",
+        ),
+        (
+            left_out,
+            left_out is None
+            or (left_out.shape == total.shape and left_out.dtype == bool),
+            f"left_out as bool{list(total.shape)}, one a response",
+        ),
     ):
-        raise InputError(
-            f"expected left_out as bool{list(scores.total.shape)}, one a response, got "
-            f"{left_out.dtype} of shape {left_out.shape}"
-        )
+        if array is not None and not fits:
+            raise InputError(
+                f"expected {expected}, got {array.dtype} of shape {array.shape}"
+            )
     return scores
 
 

@@ -74,8 +74,6 @@ def read(
     as such.
 
     Args:
-      decode: token ids -> text, as `transcripts.texts` takes it.
-      rows: the data set that `rollout.index` points into.
       prompts: the prompts of these rows as they were written: texts, or
         messages; None decodes their tokens.
     """
@@ -91,24 +89,15 @@ def read(
 
 @dataclasses.dataclass(frozen=True)
 class TextReward:
-    """A Python function of decoded texts and data rows, run on the host.
+    """A Python function of decoded texts and data rows, run on the host."""
 
-    Args:
-      function: (prompts, responses, rows) -> one number per response; the three lists
-        have one entry per response, rows hold every field of the user's data, and all
-        of them are copies, made for this call.
-      decode: token ids -> text, as `transcripts.texts` takes it.
-      rows: the data set that `rollout.index` points into.
-      called: what messages call the function, as "--judge my_judges:score".
-      prompts: the prompts of these rows as they were written; None decodes
-        their tokens.
-    """
-
+    # (prompts, responses, rows) -> one number per response; the three lists have one
+    # entry per response, rows hold every field of the user's data, and all are copies.
     function: TextFunction
-    decode: Decode
-    rows: Sequence[Row]
-    called: str = "the reward function"
-    prompts: Sequence[Prompt] | None = None
+    decode: Decode  # token ids -> text, as `transcripts.texts` takes it
+    rows: Sequence[Row]  # the data set that `rollout.index` points into
+    called: str = "the reward function"  # in messages, as "--judge my_judges:score"
+    prompts: Sequence[Prompt] | None = None  # as written; None decodes their tokens
 
     def __call__(self, rollout: Responses) -> HostArray:
         """f32[B].

@@ -79,10 +79,6 @@ def observed_of(mask: HostArray, response_mask: HostArray) -> HostArray:
     """bool[..., S]: tokens that the policy read after it had begun to respond.
 
     It is `batch.Rollout.observed`, on the host.
-
-    Args:
-      mask: bool[..., S], not padding.
-      response_mask: bool[..., S], sampled tokens.
     """
     began = np.cumsum(response_mask, axis=-1) > 0
     return mask & ~response_mask & began
@@ -96,18 +92,7 @@ def transcript(
     decode: Decode,
     prompt: Prompt | None = None,
 ) -> tuple[Prompt, str]:
-    """(prompt, response) of one row.
-
-    Args:
-      tokens: i32[S].
-      mask: bool[S], not padding.
-      response_mask: bool[S], sampled tokens.
-      decode: token ids -> text.
-      prompt: the prompt as it was written; None decodes its tokens.
-
-    Returns:
-      A prompt and a text; of several turns the response has observations in brackets.
-    """
+    """(prompt, response) of one row."""
     observed = observed_of(mask, response_mask)
     followed = response_mask | observed
     if prompt is None:

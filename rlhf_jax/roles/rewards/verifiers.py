@@ -80,16 +80,7 @@ class _PerResponse:
 
 
 def check_answers(located: Iterable[tuple[str, Row]], *, verifier: Readable) -> None:
-    """Reads the right answer of every row, before a run.
-
-    Args:
-      located: (file and line, row) of every row.
-      verifier: which will read these rows.
-
-    Raises:
-      InputError: an answer is missing or is not what the verifier compares with; names
-        file and line.
-    """
+    """Reads the right answer of every row, before a run."""
     for where, row in located:
         try:
             verifier.gold(row)
@@ -117,13 +108,7 @@ class LastInteger:
 
     def gold(self, row: Row) -> Decimal:
         """The integer; ValueError if there is none."""
-        gold = _number_in(row, self.field)
-        if gold != gold.to_integral_value():
-            raise ValueError(
-                f"expected an integer in {self.field!r}, got {gold}; correct it, or "
-                f"remove the row"
-            )
-        return gold
+        return _gold_in(row, self.field, expected="an integer in", read=_integer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,15 +209,8 @@ class Gsm8k:
 
     def gold(self, row: Row) -> Decimal:
         """The number after the last ####; ValueError if there is none."""
-        _, marker, answer = _text_in(row, self.field).rpartition(MARKER)
-        value = number(answer) if marker else None
-        if value is None:
-            got = f"{MARKER}{answer}" if marker else row[self.field]
-            raise ValueError(
-                f"expected {MARKER} and a number at the end of {self.field!r}, got "
-                f"{got!r:.60}; correct it, or remove the row"
-            )
-        return value
+        expected = f"{MARKER} and a number at the end of"
+        return _gold_in(row, self.field, expected=expected, read=_marked_number)
 
     def _number(self, response: str) -> Decimal | None:
         _, marker, answer = response.rpartition(MARKER)
@@ -275,36 +253,43 @@ def _value(match: re.Match[str]) -> Decimal | None:
     return size.copy_negate() if negative else size  # -size would round
 
 
-def _number_in(row: Row, field: str) -> Decimal:
-    gold = _field(row, field)
-    # True is an int to Python.
-    plain = isinstance(gold, int | float | str) and not isinstance(gold, bool)
-    value = number(str(gold)) if plain else None
-    if value is None:
-        raise ValueError(
-            f"expected a number in {field!r}, got {gold!r:.60}; correct it, or remove "
-            f"the row"
-        )
-    return value
-
-
 def _text_in(row: Row, field: str) -> str:
-    gold = _field(row, field)
-    if not isinstance(gold, str) or not gold.strip():
-        raise ValueError(
-            f"expected a text in {field!r}, got {gold!r:.60}; correct it, or remove "
-            f"the row"
-        )
-    return gold
+    return _gold_in(
+        row,
+        field,
+        expected="a text in",
+        read=lambda gold: gold if isinstance(gold, str) and gold.strip() else None,
+    )
 
 
-def _field(row: Row, field: str) -> Any:
+def _gold_in(row: Row, field: str, *, expected: str, read: Callable[[Any], Any]) -> Any:
+    """What `read` makes of a field of the row; ValueError where that is None."""
     if field not in row:
         raise ValueError(
             f"expected a field {field!r}, got {', '.join(map(repr, row))}; add it, or "
             f"name the field that holds the answer"
         )
-    return row[field]
+    value = read(row[field])
+    if value is None:
+        raise ValueError(
+            f"expected {expected} {field!r}, got {row[field]!r:.60}; correct it, or "
+            f"remove the row"
+        )
+    return value
+
+
+def _integer(gold: Any) -> Decimal | None:
+    # True is an int to Python.
+    plain = isinstance(gold, int | float | str) and not isinstance(gold, bool)
+    value = number(str(gold)) if plain else None
+    whole = value is not None and value == value.to_integral_value()
+    return value if whole else None
+
+
+def _marked_number(gold: Any) -> Decimal | None:
+    if not isinstance(gold, str) or MARKER not in gold:
+        return None
+    return number(gold.rpartition(MARKER)[2])
 
 
 def _input_error(message: str) -> ValueError:

@@ -380,7 +380,7 @@ def test_references_that_are_missing_or_would_not_be_read(packed, reference):
         ({"beta": 0.0}, "beta: expected a finite number above 0"),
         ({"kind": "slic"}, "kind: expected one of"),
         ({"kind": "hinge", "label_smoothing": 0.1}, "0 with kind 'hinge'"),
-        ({"label_smoothing": 0.6}, "from 0 to below 0.5"),
+        ({"label_smoothing": 0.6}, "at least 0 and below 0.5"),
         ({"temperature": 0.0}, "temperature: expected"),
         ({"token_mean": True}, "token_mean: expected False with kind 'sigmoid'"),
         (

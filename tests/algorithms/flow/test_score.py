@@ -12,6 +12,7 @@ from rlhf_jax import critic, frozen
 from rlhf_jax.algorithms.flow import score, shaping
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.roles.rewards import no_moments
 
 SCORES = jnp.asarray([1.0, -0.5, 0.25, 2.0], jnp.float32)
 POLICY = toys.params()
@@ -174,8 +175,12 @@ def test_a_missing_stop_is_penalised(rollout):
     assert False in stopped
     ended = score.ended(rollout, stop_ids=toys.STOP)
     np.testing.assert_array_equal(ended, stopped)
-    penalised = shaping.penalise_missing_stop(
-        SCORES, rollout=rollout, stop_ids=toys.STOP, score=-1.0
+    penalised = shaping.shape(
+        SCORES,
+        moments=no_moments(),
+        rollout=rollout,
+        stop_ids=toys.STOP,
+        shaping=shaping.ScoreShaping(missing_stop_score=-1.0),
     )
     np.testing.assert_array_equal(penalised, np.where(stopped, SCORES, -1.0))
     assert not score.ended(rollout, stop_ids=()).any()

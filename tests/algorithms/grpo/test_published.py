@@ -195,7 +195,7 @@ def test_a_penalty_of_overlong_responses_fits_the_longest_response():
     recipe = dataclasses.replace(make(grpo.RLOO), scores=charged)
     assert recipe.scores == charged
     longer = dataclasses.replace(charged, overlong_after=toys.SIZE)
-    with pytest.raises(InputError, match=r"scores.overlong_after: expected less than"):
+    with pytest.raises(InputError, match=r"overlong_after: expected a number below"):
         dataclasses.replace(recipe, scores=longer)
 
 
@@ -341,11 +341,11 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
         ),
         (
             lambda: surrogates.Clip(dual_clip=1.0),
-            "dual_clip: expected a finite number above 1",
+            "dual_clip: expected a number above 1",
         ),
         (
             lambda: surrogates.Clip(dual_clip=math.inf),
-            "dual_clip: expected a finite number above 1",
+            "dual_clip: expected a number above 1",
         ),
         (
             lambda: surrogates.SAPO(temperature_pos=0.0),
@@ -384,7 +384,7 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
         ),
         (
             lambda: grpo.GRPO(**vars(grpo.DAPO), **MADE),
-            "scores.overlong_after: expected less than the",
+            "scores.overlong_after: expected a number below",
         ),
     ],
 )

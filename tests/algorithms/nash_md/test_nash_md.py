@@ -84,7 +84,7 @@ def test_statistics_of_the_objective_are_of_the_policy_s_rows():
 
 
 def test_recipes_that_are_refused():
-    with pytest.raises(InputError, match="mixture: expected a share between 0 and 1"):
+    with pytest.raises(InputError, match="mixture: expected a number above 0 and"):
         dataclasses.replace(BASE, mixture=1.0)
     with pytest.raises(InputError, match="labels: expected one of"):
         dataclasses.replace(BASE, labels="soft")

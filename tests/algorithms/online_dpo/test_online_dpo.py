@@ -225,10 +225,18 @@ def test_the_defaults_are_two_samples_ranked():
     [
         ("best_worst", {}, None),  # 2 pairs of 8 responses
         ("best_worst", {"num_minibatches": 2, "micro_batch_size": 1}, None),
-        ("best_worst", {"num_minibatches": 4}, "to divide the 2 pairs of a batch"),
-        ("best_worst", {"micro_batch_size": 4}, "the 2 pairs of a minibatch"),
+        (
+            "best_worst",
+            {"num_minibatches": 4},
+            "the 2 pairs, of 8 responses, of a batch",
+        ),
+        ("best_worst", {"micro_batch_size": 4}, "the 2 pairs, of 8 .* of a minibatch"),
         ("neighbours", {"micro_batch_size": 4}, None),  # 4 pairs
-        ("neighbours", {"micro_batch_size": 3}, "to divide the 4 pairs of a minibatch"),
+        (
+            "neighbours",
+            {"micro_batch_size": 3},
+            "the 4 pairs, .* of a minibatch",
+        ),
     ],
 )
 def test_sizes_are_of_pairs(pairing, options, message):

@@ -284,7 +284,7 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Truncate(0.5), "cap: expected a finite number of at least 1, got 0.5"),
+        (lambda: Truncate(0.5), "cap: expected a number of at least 1, got 0.5"),
         (lambda: Mask(5.0, floor=2.0), "floor: expected a number above 0 and of at"),
         (lambda: Mask(5.0, level="geometric"), "level: expected one of 'token', 'seq"),
         (lambda: Reject(5.0, level="token"), "level: expected one of 'sequence', 'geo"),

@@ -503,6 +503,6 @@ def test_a_constant_is_the_longest_response_unless_it_is_given():
 
 def test_a_truncation_that_no_token_could_make():
     ppo.PPO(**FIXED, fixed_length=FixedLength(7))
-    message = "truncate_after: expected less than the 8 tokens of max_new_tokens, got 8"
+    message = "truncate_after: expected a number below 8, got 8"
     with pytest.raises(checks.InputError, match=message):
         ppo.PPO(**FIXED, fixed_length=FixedLength(8))

@@ -244,8 +244,11 @@ def test_bounds_that_are_asked_for(name):
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"min_kl_coef": 0.2}, r"kl_coef: expected from min_kl_coef 0.2 to .* got 0.1"),
-        ({"max_kl_coef": 0.05}, r"kl_coef: .* to max_kl_coef 0.05, got 0.1; start"),
+        (
+            {"min_kl_coef": 0.2},
+            r"kl_coef: expected a number of at least 0.2 .* got 0.1",
+        ),
+        ({"max_kl_coef": 0.05}, r"kl_coef: .* of at most 0.05, got 0.1; start"),
         ({"min_kl_coef": -0.1}, r"min_kl_coef: expected .* got -0.1; choose"),
         ({"min_kl_coef": np.nan}, r"min_kl_coef: expected .* got nan; choose"),
         ({"max_kl_coef": 0.0}, r"max_kl_coef: expected .* above 0, got 0.0; choose"),

@@ -772,7 +772,7 @@ def test_dividing_by_a_length_that_the_policy_chooses_moves_the_length():
     [
         (
             {"value_estimator": "k4"},
-            r"value_estimator: expected one of k1, .* got 'k4'",
+            r"value_estimator: expected one of 'k1', .* got 'k4'",
         ),
         ({"grad_estimator": "k2"}, r"grad_estimator: expected None where .* got k2;"),
         ({"placement": None, "grad_estimator": "k2"}, r"\(placement None\), got k2;"),

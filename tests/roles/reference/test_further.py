@@ -13,7 +13,9 @@ def test_a_weight_of_0_or_more_is_taken(weight):
 
 @pytest.mark.parametrize("weight", [-0.5, -1e-9, float("nan"), float("inf")])
 def test_a_negative_weight_is_refused_with_its_name(weight):
-    with pytest.raises(InputError, match="of 0 or more for reference code, got"):
+    with pytest.raises(
+        InputError, match="of reference code: expected a number of at least 0, got"
+    ):
         further.check("code", weight=weight)
 
 

@@ -595,7 +595,7 @@ def test_ensembles_that_are_refused():
         rewards.ensemble([lengths], how="mean")
     with pytest.raises(InputError, match="at least 2 rewards to combine, got 1"):
         rewards.combine(MEMBERS[:1], how="mean")
-    with pytest.raises(InputError, match=r"how: expected one of mean, min.*'max'"):
+    with pytest.raises(InputError, match=r"how: expected one of 'mean', 'min.*'max'"):
         rewards.combine(MEMBERS, how="max")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="std_coef: expected a finite number, 0 or mo"):
         rewards.combine(MEMBERS, how="mean_minus_std", std_coef=-1.0)

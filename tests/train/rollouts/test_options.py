@@ -56,7 +56,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
         (
             ppo,
             "--max-staleness=1 --sampler-correction=truncate,cap=0.5",
-            "cap: expected a finite number of at least 1, got 0.5",
+            "cap: expected a number of at least 1, got 0.5",
         ),
         (
             grpo,
