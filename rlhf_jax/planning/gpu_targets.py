@@ -52,11 +52,7 @@ def is_gpu(topology: str) -> bool:
 
 
 def per_node(topology: str) -> int:
-    """GPUs of a node: the second number of h100:8x8.
-
-    Raises:
-      InputError: the topology is of another form.
-    """
+    """GPUs of a node: the second number of h100:8x8."""
     return _shape(topology)[1]
 
 
@@ -71,10 +67,7 @@ def compiler() -> str | None:
 
 
 def devices(topology: str) -> list[Any]:
-    """The GPUs, node after node.
-
-    Args:
-      topology: chip:NODESxGPUS, for instance h100:8x8.
+    """The GPUs, node after node, of chip:NODESxGPUS.
 
     Raises:
       InputError: the topology is of another form, or the plug-in that compiles for GPUs

@@ -33,28 +33,21 @@ def read(path: Path) -> tuple[int, ...]:
         raise InputError(
             f"--lengths: expected a file of lengths, got {path} ({error}); name one"
         ) from None
-    lengths = tuple(
-        sorted(
-            _length(line, where=f"{path}:{number}")
-            for number, line in enumerate(lines, 1)
-            if line.strip()
-        )
-    )
+    lengths = [
+        _length(line, where=f"{path}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not lengths:
         raise InputError(
             f"--lengths: expected a length a line, got the empty file {path}; write "
             f"one integer a line, or JSON objects with a field {FIELD!r}"
         )
-    return lengths
+    return tuple(sorted(lengths))
 
 
 def spread(lengths: Sequence[int], *, rows: int) -> tuple[int, ...]:
-    """The lengths of a batch: at the shares (i + 1/2)/rows of them, i = 0 to rows - 1.
-
-    Args:
-      lengths: in rising order, tokens.
-      rows: of the batch.
-    """
+    """The lengths of a batch: at the shares (i + 1/2)/rows of rising lengths."""
     count = len(lengths)
     return tuple(lengths[(2 * i + 1) * count // (2 * rows)] for i in range(rows))
 
