@@ -26,6 +26,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_logprobs
 from rlhf_jax.inspection.token_logprobs import Divergence, Token
 from rlhf_jax.runs import folder, report
+from rlhf_jax.runs.receipt import printed
 
 LARGEST = 10  # tokens in the table of those with the largest KL
 
@@ -85,10 +86,8 @@ def summary(tokens: Sequence[Token]) -> str:
 def coloured(tokens: Sequence[Token], *, limit: float) -> Text:
     """The text for a terminal: blue where the policy is more likely, orange where less.
 
-    Spaces show as dots and line breaks as ⏎; the legend stands above.
-
-    Args:
-      limit: nats at which a colour is full.
+    Spaces show as dots and line breaks as ⏎; the legend stands above. A colour is full
+    at `limit`, nats.
     """
     shown = Text("k1 [nats]  ")
     for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
@@ -113,12 +112,7 @@ def _terminal_style(share: float) -> str:
 
 
 def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
-    """The text as one HTML page without other files, in light or dark.
-
-    Args:
-      limit: nats at which a colour is full.
-      title: of the page.
-    """
+    """The text as one HTML page without other files; a colour is full at `limit`."""
     spans = "".join(
         _span(token, place, limit=limit) for place, token in enumerate(tokens)
     )
@@ -150,7 +144,8 @@ def largest(tokens: Sequence[Token]) -> list[tuple[int, Token, Divergence]]:
 
 
 def _span(token: Token, place: int, *, limit: float) -> str:
-    text = _escape(token.text)
+    # The marks for spaces are faint, and lines may break at them.
+    text = escape(_visible(token.text)).replace("·", "<wbr><i>·</i>")
     if token.divergence is None:
         return f'<span class="first" title="{place}: not predicted">{text}</span>'
     kl = token.divergence
@@ -173,18 +168,9 @@ def _span(token: Token, place: int, *, limit: float) -> str:
     )
 
 
-def _escape(text: str) -> str:
-    """HTML of a token; the marks for spaces are faint, and lines may break at them."""
-    shown = escape(_visible(text))
-    return shown.replace("·", "<wbr><i>·</i>")
-
-
 def _visible(text: str) -> str:
     """Spaces as ·, tabs as ⇥, line breaks as ⏎ and a break, controls by number."""
-    marks = {" ": "·", "\t": "⇥", "\n": "⏎\n"}
-    return "".join(
-        marks.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text
-    )
+    return printed.visible(text).replace(" ", "·")
 
 
 def _on_one_line(text: str) -> str:
