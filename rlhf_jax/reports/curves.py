@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.reports.grouping import Group
-from rlhf_jax.reports.reading import Run, finite
+from rlhf_jax.reports.reading import Run
 from rlhf_jax.reports.verdicts import JUDGE, KL, SCORE
+from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps import statistics
 
 FINER = 4

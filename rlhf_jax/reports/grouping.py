@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rlhf_jax.reports.reading import Run
 from rlhf_jax.runs import run_config
 from rlhf_jax.runs.snapshots import resume
+from rlhf_jax.sweeps.declaration import short
 
 SEED = "seed"
 # What a run writes, where and how often: no difference of its results.
@@ -58,7 +59,7 @@ def settings(run: Run) -> dict[str, Any]:
     """{option: value} of all that may change a result; versions too."""
     chosen = {
         name: value
-        for name, value in flatten(run.config).items()
+        for name, value in resume.flat(run.config).items()
         if RECORDING.isdisjoint(_with_groups(name))
     }
     return chosen | {
@@ -70,17 +71,6 @@ def _with_groups(name: str) -> list[str]:
     """An option, the groups that it is in, and its last part."""
     parts = name.split(".")
     return [".".join(parts[: k + 1]) for k in range(len(parts))] + parts[-1:]
-
-
-def flatten(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """{"ppo.lam": 0.95} of {"ppo": {"lam": 0.95}}."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, prefix=f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -99,9 +89,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def shown(value: Any) -> str:
     """A value as a command line has it."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _other(value: Any, first: Any) -> bool:
@@ -110,16 +98,10 @@ def _other(value: Any, first: Any) -> bool:
 
 def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
     """As in "kl_coef=0.2, lam=0.95"; of an option its last part where that will do."""
-    last = [option.rpartition(".")[2] for option in options]
-    names = [
-        short if last.count(short) == 1 else option
-        for option, short in zip(options, last, strict=True)
-    ]
-    settings_shown = [
-        f"{name}={shown(config.get(option))}"
-        for option, name in zip(options, names, strict=True)
-    ]
-    name = ", ".join(settings_shown)
+    name = ", ".join(
+        f"{short(option, among=options)}={shown(config.get(option))}"
+        for option in options
+    )
     return name if len(name) <= LONGEST else ""
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics
+from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps.planned import BEGUN
 
 Row = Mapping[str, Any]
@@ -57,17 +57,6 @@ class Run:
         return [(step, value) for step, value in pairs if value is not None]
 
 
-def finite(value: Any) -> float | None:
-    """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond all floats
-        return None
-    return number if math.isfinite(number) else None
-
-
 def folders(paths: Sequence[Path]) -> list[Path]:
     """The run folders that are meant: a sweep's folder means all of its runs.
 
@@ -88,10 +77,9 @@ def folders(paths: Sequence[Path]) -> list[Path]:
                 )
             run_folders |= dict.fromkeys(run.parent for run in runs)
         else:
-            names = (
-                sorted(child.name for child in path.iterdir()) if path.is_dir() else []
-            )
-            got = ", ".join(names[:4]) or ("nothing" if path.is_dir() else "no folder")
+            is_folder = path.is_dir()
+            names = sorted(one.name for one in path.iterdir()) if is_folder else []
+            got = ", ".join(names[:4]) or ("nothing" if is_folder else "no folder")
             raise InputError(
                 f"{path}: expected the folder of a run, with {folder.CONFIG}, or of a "
                 f"sweep, with {BEGUN}, got {got}; give the --out of a run"
@@ -100,10 +88,7 @@ def folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Every run that has a row of metrics.
-
-    Args:
-      paths: of run folders, and of sweeps.
+    """Every run that has a row of metrics, of run folders and sweeps.
 
     Returns:
       The runs, and the names of those that have no row yet.
@@ -136,18 +121,19 @@ def read(place: Path, *, name: str) -> Run | None:
     Raises:
       InputError: a file is not what a run writes.
     """
-    rows = _rows(place / "metrics.jsonl")
+    rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:
         return None
+    done = (place / "summary.json").exists()
     recorded = json.loads((place / folder.CONFIG).read_text(encoding="utf-8"))
     return Run(
         folder=place,
         config=folder.read_config(place / folder.CONFIG),
         versions=recorded["versions"],
         metrics=rows,
-        samples=_rows(place / "samples.jsonl"),
-        timings=_rows(place / "timings.jsonl"),
-        summary=_summary(place / "summary.json"),
+        samples=[*metrics.read(place / "samples.jsonl")],
+        timings=[*metrics.read(place / "timings.jsonl")],
+        summary=folder.read_summary(place) if done else None,
         name=name,
     )
 
@@ -174,23 +160,6 @@ def short_names(places: Sequence[Path]) -> list[str]:
     ):
         shared += 1
     return ["/".join(path_parts[shared:]) for path_parts in parts]
-
-
-def _rows(path: Path) -> list[Row]:
-    return list(metrics.read(path)) if path.exists() else []
-
-
-def _summary(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: expected the summary of a run, got: {error}; remove it to show "
-            f"the run without"
-        ) from error
-    return summary if isinstance(summary, dict) else None
 
 
 def _check_alike(runs: Sequence[Run]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from rlhf_jax.reports import document
 from rlhf_jax.reports.curves import thinned
-from rlhf_jax.reports.reading import Run, finite
+from rlhf_jax.reports.reading import Run
+from rlhf_jax.runs.metrics import finite
 
 LONGEST = 1000  # tokens of a response that are shown
 COMMON = 8  # tokens told of a run

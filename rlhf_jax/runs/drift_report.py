@@ -64,9 +64,7 @@ def plots(folder: Path, drift: Drift) -> list[Path]:
     with write_errors.writing(folder / "plots"):
         (folder / "plots").mkdir(exist_ok=True)
         _by_layer(drift).savefig(drawn[0], dpi=150)
-        path = folder / "positions.jsonl"
-        rows = metrics.read(path) if path.exists() else []
-        if rows:
+        if rows := metrics.read(folder / "positions.jsonl"):
             drawn.append(folder / "plots" / "kl_by_position.png")
             _by_position(rows).savefig(drawn[1], dpi=150)
     return drawn

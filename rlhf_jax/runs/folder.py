@@ -161,6 +161,26 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     write_json(folder / "summary.json", summary)
 
 
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What summary.json holds.
+
+    Raises:
+      InputError: it is missing, or is not what a run writes.
+    """
+    path = folder / "summary.json"
+    try:
+        match json.loads(path.read_text(encoding="utf-8")):
+            case dict() as summary:
+                return summary
+        got = "another JSON value than an object"
+    except (OSError, ValueError) as error:
+        got = str(error)
+    raise InputError(
+        f"{path}: expected the summary of a run, got: {got}; remove it, and the folder "
+        f"too where a sweep is to run it again"
+    )
+
+
 def versions() -> dict[str, str]:
     """What a result may depend on besides its config."""
     device = jax.devices()[0]

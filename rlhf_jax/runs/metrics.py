@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -307,12 +308,23 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file, without a last line that was cut off.
+    """The rows of a JSONL file, without a last line that was cut off; none of no file.
 
     Raises:
       InputError: a line is not a row with a stage and a step; names file and line.
     """
-    return [row for _, row in jsonl.lines(path)]
+    return [row for _, row in jsonl.lines(path)] if path.exists() else []
+
+
+def finite(value: Any) -> float | None:
+    """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _mean(value: Any, weight: Any) -> float | None:

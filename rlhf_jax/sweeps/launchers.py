@@ -110,10 +110,8 @@ class _Worker:
     ) -> None:
         """Starts it.
 
-        Args:
-          idle: where it puts itself when its run has ended.
-          leaving: where it does, if that was its last.
-          log: for what is printed before its first run.
+        It puts itself in `idle` when its run has ended, in `leaving` if that was its
+        last. The log is for what is printed before its first run.
         """
         self._idle, self._leaving = idle, leaving
         self._status: int | None = None
@@ -166,11 +164,7 @@ class _Worker:
         (self._leaving if worker.LAST in last else self._idle).append(self)
 
     def end(self, *, within: float | None = None) -> int:
-        """Lets it end; its exit status.
-
-        Args:
-          within: seconds after which it is killed; None waits.
-        """
+        """Lets it end, or kills it after so many seconds; its exit status."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # of what it has not taken
             self._process.stdin.close()

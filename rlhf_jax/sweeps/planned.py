@@ -12,7 +12,6 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,7 @@ class Planned:
 
 
 def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
-    """Every run of a sweep: all cells of the first seed, then of the next.
-
-    Args:
-      out: the sweep's folder.
-    """
+    """Every run of a sweep: all cells of the first seed, then of the next."""
     planned = []
     for seed in sweep.seeds:
         for cell in sweep.cells:
@@ -80,11 +75,7 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
                 shown = ("rlhf-jax", trainer)
             place = Path(cell.name) / f"seed_{seed}"
             own = [*sweep.options.items(), *cell.options]
-            options = [
-                word.replace(SEED, str(seed))
-                for option in own
-                for word in words(*option)
-            ]
+            options = [one for option in own for one in words(*option)]
             planned.append(
                 Planned(
                     cell=cell,
@@ -92,7 +83,7 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
                     folder=out / "runs" / place,
                     log=out / "logs" / place.with_suffix(".log"),
                     options=(
-                        *options,
+                        *(word.replace(SEED, str(seed)) for word in options),
                         f"--seed={seed}",
                         f"--out={out / 'runs' / place}",
                     ),
@@ -145,7 +136,7 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         folder.write_json(path, plan | {"cells": cells | plan["cells"]})
         return
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if out.exists() and (names or not out.is_dir()):
+    if names or (out.exists() and not out.is_dir()):
         raise InputError(
             f"--out {out}: expected a folder of a sweep, or none, got "
             f"{', '.join(names[:4]) or 'a file'}; give another"
@@ -173,9 +164,7 @@ def _difference(name: str, begun: Any, now: Any) -> str:
     """As in "options.num_steps was 10, got 20"."""
     if not isinstance(begun, dict) or not isinstance(now, dict):
         return f"{name} was {begun}, got {now}"
-    fields: Sequence[str] = sorted(begun.keys() | now.keys())
-    field = next(name for name in fields if begun.get(name) != now.get(name))
-    return (
-        f"{name}.{field} was {begun.get(field, 'not given')}, got "
-        f"{now.get(field, 'none')}"
-    )
+    fields = sorted(begun.keys() | now.keys())
+    field = next(field for field in fields if begun.get(field) != now.get(field))
+    was, is_now = begun.get(field, "not given"), now.get(field, "none")
+    return f"{name}.{field} was {was}, got {is_now}"

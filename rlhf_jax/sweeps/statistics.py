@@ -90,13 +90,9 @@ def of_iqm(values: Floats) -> Interval:
 
 
 def half_widths(values: Floats) -> Floats:
-    """Half of the t interval of each mean, t(0.975, n - 1)·s/√n; NaN with one value.
+    """f[K], half of the t interval of each mean, t(0.975, n - 1)·s/√n.
 
-    Args:
-      values: f[n, K], n values of K numbers; NaN is no value.
-
-    Returns:
-      f[K].
+    Of f[n, K], n values of K numbers, NaN is no value. With one value it is NaN.
     """
     count = np.sum(~np.isnan(values), axis=0)
     several = count > 1

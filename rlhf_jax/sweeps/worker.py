@@ -67,14 +67,10 @@ def full() -> bool:
 
 
 def run(argv: Sequence[str], *, module: str | None) -> int:
-    """One run, as a process of its own would do it.
+    """One run, as a process of its own would do it; its exit status.
 
-    Args:
-      argv: its arguments, after the path of a file or folder where there is no module.
-      module: whose `__main__` part it is, or None.
-
-    Returns:
-      Its exit status; 1 where it ends with an exception, whose traceback is printed.
+    Without a module, whose `__main__` part it is, the first argument is a file or
+    folder. An exception ends it with status 1, and its traceback is printed.
     """
     here, path, environment = Path.cwd(), list(sys.path), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
