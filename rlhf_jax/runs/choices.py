@@ -75,6 +75,24 @@ def spec(annotation: Any) -> PrimitiveConstructorSpec[Any] | None:
     return None
 
 
+def spec_of(hint: Any) -> Any:
+    """What reads a field as one option; None of a plain type, or of a group."""
+    extras = getattr(hint, "__metadata__", ())
+    own = (one for one in extras if hasattr(one, "str_from_instance"))
+    return next(own, spec(bare(hint)))
+
+
+def bare(hint: Any) -> Any:
+    """A field's annotation without its extras."""
+    return hint.__origin__ if hasattr(hint, "__metadata__") else hint
+
+
+def is_unnamed(hint: Any) -> bool:
+    """Whether a group's name is left out of the names of its options."""
+    extras = getattr(hint, "__metadata__", ())
+    return any(getattr(one, "name", None) == "" for one in extras)
+
+
 def metavar(choice: Any) -> str:
     """As "adam|adamw[,KEY=VALUE...]"; of one kind its first field."""
     kinds = kinds_of(choice)
@@ -114,21 +132,16 @@ def parse(written: str, choice: Any) -> Any:
         return None
     named = kinds.get(written.partition(",")[0].strip().replace("-", "_"))
     keys = {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
-    first, *rest = split(
-        written.strip(),
-        keys,
-        own=None
-        if named is None
-        else [field.name for field in dataclasses.fields(named)],
-    )
+    own = None if named is None else [one.name for one in dataclasses.fields(named)]
+    first, *rest = split(written.strip(), keys, own=own)
     word = first.replace("-", "_")
     opens = [kind for kind in kinds.values() if getattr(kind, "OPEN", False)]
     if word in kinds:
         kind, values = kinds[word], rest
     elif _begins_with_a_value(kinds) or (opens and ":" in first):
         (kind,) = opens or kinds.values()
-        own = "=" in first and first.partition("=")[0].replace("-", "_") in keys
-        values = [first if own else f"{_first(kind)}={first}", *rest]
+        keyed = "=" in first and first.partition("=")[0].replace("-", "_") in keys
+        values = [first if keyed else f"{_first(kind)}={first}", *rest]
     else:
         known = [*kinds, *(["None"] if optional else [])]
         raise InputError(
@@ -148,18 +161,15 @@ def fields(words: Iterable[str], kind: Any, *, written: str) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         key = key.strip().replace("-", "_")
-        if not names:
+        if not equals or key not in names or key in values:
+            expected = f"{', '.join(names)}, each with = and a value"
+            if not names:
+                expected = f"{name_of(kind)} alone, which has no options"
+            got = f"{key} twice" if key in values else repr(word)
             raise InputError(
-                f"{written!r}: expected {name_of(kind)} alone, which has no options, "
-                f"got {word!r}; leave it out"
+                f"{written!r}: expected {expected}, got {got}; "
+                f"{'give each once' if names else 'leave it out'}"
             )
-        if not equals or key not in names:
-            raise InputError(
-                f"{written!r}: expected {_either(names)}, each with = and a value, got "
-                f"{word!r}; choose one"
-            )
-        if key in values:
-            raise InputError(f"{written!r}: expected {key} once, got it twice")
         values[key] = value
     return values
 
@@ -169,11 +179,8 @@ def split(
 ) -> list[str]:
     """The words of a text between commas: a comma before a key begins a new one.
 
-    A value may hold commas of its own, as a mesh does: place=last:data=2,tensor=4.
-
-    Args:
-      keys: of all kinds.
-      own: of the kind that is named, for the message; None is all.
+    A value may hold commas of its own, as a mesh does: place=last:data=2,tensor=4. A
+    message names the `own` keys of the kind that is named, or else all.
 
     Raises:
       InputError: what looks like a key is none.

@@ -69,29 +69,19 @@ class Run:
             used (`folder.open_run`).
         """
         for stage, steps in num_steps.items():
-            if steps < 1:
-                raise InputError(f"{stage}: expected at least 1 step, got {steps}")
             done = resume.newest(config.out / "snapshots" / stage)
-            if steps < done:
+            if steps < max(done, 1):
+                least = f"the {done} steps that its newest snapshot has"
                 raise InputError(
-                    f"{stage}: expected at least the {done} steps that its newest "
-                    f"snapshot has, got {steps}; give as many, or more"
+                    f"{stage}: expected at least {least if done else '1 step'}, got "
+                    f"{steps}; give as many, or more"
                 )
         profiled = None
         if config.profile is not None:
-            if not num_steps:
-                raise InputError(
-                    f"--profile {config.profile}: expected a program that trains step "
-                    f"by step, got one without steps; leave --profile out"
-                )
             profiled = window.parse(config.profile)
-            profiled.check(list(num_steps.values())[-1])
+            profiled.check([0, *num_steps.values()][-1])
         if processes.is_first():
-            loggers.check(
-                tensorboard=config.tensorboard,
-                wandb=config.wandb,
-                trackio=config.trackio,
-            )
+            loggers.check(config)
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
             self.deadline = deadline.Deadline(stop_timeout)

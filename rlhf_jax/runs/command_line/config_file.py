@@ -26,18 +26,13 @@ def read(path: Path) -> dict[str, Any]:
       InputError: the file cannot be read, is of another form, or holds no fields.
     """
     if path.name == folder.CONFIG:
-        fields = folder.read_config(path)
-        fields = {
-            name: one for name, one in fields.items() if name not in OF_ONE_RESUME
-        }
-        return fields | {"out": os.fspath(path.parent)}
+        fields = folder.read_config(path) | {"out": os.fspath(path.parent)}
+        return {name: x for name, x in fields.items() if name not in OF_ONE_RESUME}
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        why = error.strerror
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"--config {path} cannot be read: {why}") from error
-    except UnicodeError as error:
-        raise InputError(f"--config {path} cannot be read: {error}") from error
     try:
         match path.suffix:
             case ".toml":

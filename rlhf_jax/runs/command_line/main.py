@@ -48,12 +48,11 @@ def main(
     that the run finished: `sys.exit(0)` somewhere in it gives 1.
     """
     try:
-        argv = _join(sys.argv[1:] if argv is None else argv)
+        cache, argv = _join(sys.argv[1:] if argv is None else argv)
         processes.check_platform()
     except InputError as error:  # before JAX could tell of other processes
         _exit(2, f"error: {error}")
     try:
-        cache, argv = _compilation_cache(argv)
         config = parse(
             config_class,
             description=description,
@@ -111,8 +110,11 @@ def main(
         _leave(1, f"stopped: {why}; {go_on(config)}")
 
 
-def _join(argv: Sequence[str]) -> Sequence[str]:
-    """Joins the processes that the options name; the other options.
+def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Joins the processes that the options name.
+
+    Returns:
+      --compilation-cache, None where it is not given, and the other options.
 
     Raises:
       InputError: as `processes.Group`, or there are options of it without a group.
@@ -121,7 +123,9 @@ def _join(argv: Sequence[str]) -> Sequence[str]:
     before.add_argument("--coordinator")
     before.add_argument("--num-processes", type=int)
     before.add_argument("--process-id", type=int)
+    before.add_argument("--compilation-cache")
     arguments, options = before.parse_known_args(argv)
+    cache = vars(arguments).pop("compilation_cache")
     if arguments.coordinator is not None:
         processes.Group(**vars(arguments)).join()
     elif (arguments.num_processes, arguments.process_id) != (None, None):
@@ -129,15 +133,7 @@ def _join(argv: Sequence[str]) -> Sequence[str]:
             "--num-processes, --process-id: expected --coordinator HOST:PORT with "
             "them, got none; give it, or leave them out"
         )
-    return options
-
-
-def _compilation_cache(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """What --compilation-cache is given, if it is; the other options."""
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--compilation-cache")
-    arguments, options = before.parse_known_args(argv)
-    return arguments.compilation_cache, options
+    return cache, options
 
 
 def _check_shared(config: RunConfig) -> None:
