@@ -12,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import string
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from pathlib import Path
 
 from rich.console import Console
@@ -122,7 +124,8 @@ def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
         f"<td>{divergence.logprob:.3f}</td><td>{divergence.ref_logprob:.3f}</td></tr>"
         for place, token, divergence in largest(tokens)
     )
-    return _PAGE.format(
+    page = resources.files("rlhf_jax.inspection").joinpath("token_kl.html")
+    return string.Template(page.read_text(encoding="utf-8")).substitute(
         title=escape(title),
         summary=escape(summary(tokens)),
         low=f"{-limit:+.3g}",
@@ -175,55 +178,6 @@ def _visible(text: str) -> str:
 
 def _on_one_line(text: str) -> str:
     return _visible(text).replace("\n", "")
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem; }}
-h1 {{ font-size: 1.3rem; overflow-wrap: anywhere; }}
-.bar {{ display: inline-block; width: 12rem; height: 0.9rem; margin: 0 0.4rem;
-  vertical-align: middle; background: linear-gradient(to right, rgba(234,88,12,0.55),
-  rgba(128,128,128,0), rgba(37,99,235,0.55));
-  border: 1px solid rgba(128,128,128,0.5); }}
-.line {{ background: linear-gradient(to right, rgba(147,51,234,0), rgb(147,51,234));
-  height: 3px; border: 0; }}
-.text {{ font: 15px/2.1 ui-monospace, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }}
-.text span {{ border-bottom: 3px solid transparent; padding: 1px 0; }}
-.text .first {{ border-bottom: 3px dotted rgba(128,128,128,0.7); }}
-.text i {{ opacity: 0.35; font-style: normal; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: right; padding: 0.15rem 0.8rem;
-  border-bottom: 1px solid rgba(128,128,128,0.3); }}
-th:nth-child(2), td:nth-child(2) {{ text-align: left; white-space: pre-wrap; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{summary}.</p>
-<p>Background, k1 = log π − log π_ref of the token: {low}
-<span class="bar"></span> {high} nats; blue where it is more likely under the policy
-than under the reference, orange where less.<br>
-Line below, exact KL of the two distributions at that token: 0
-<span class="bar line"></span> {full} nats. Dotted: not predicted.<br>
-· is a space, ⏎ a line break. Point at a token for its numbers.</p>
-<div class="text">{spans}</div>
-<h2>Largest exact KL</h2>
-<table>
-<tr><th>place</th><th>token</th><th>k1 [nats]</th><th>exact KL [nats]</th>
-<th>log π [nats]</th><th>log π_ref [nats]</th></tr>
-{rows}
-</table>
-</body>
-</html>
-"""
 
 
 def run(options: Options) -> None:

@@ -13,6 +13,7 @@ kind whose `OPEN` is True. In a file it is {"kind": "adaptive", "target": 6.0, "
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -244,23 +245,22 @@ def _value(written: str, annotation: Any) -> Any:
             return None
         for one in inner:
             if one is not type(None):
-                try:
+                with contextlib.suppress(ValueError, TypeError):
                     return _value(written, one)
-                except (ValueError, TypeError):
-                    continue
-        raise ValueError
-    if origin is Literal:
+    elif origin is Literal:
         for one in inner:
             if str(one) == written:
                 return one
-        raise ValueError
-    if origin is tuple:
+    elif origin is tuple:
         return tuple(_value(one, inner[0]) for one in written.split("+"))
-    if annotation is bool:
-        return TRUTH[written.lower()] if written.lower() in TRUTH else int("x")
-    if hasattr(annotation, "parse"):
+    elif annotation is bool:
+        if written.lower() in TRUTH:
+            return TRUTH[written.lower()]
+    elif hasattr(annotation, "parse"):
         return annotation.parse(written)
-    return annotation(written)
+    else:
+        return annotation(written)
+    raise ValueError
 
 
 def text(value: Any, choice: Any) -> str:

@@ -44,12 +44,9 @@ class DivergedError(StopError):
 def check_divergence(
     row: Mapping[str, float | None], *, step: int, newest: int | None
 ) -> None:
-    """Stops a run whose last updates were all skipped.
+    """Stops a run whose last updates were all skipped, by a row of metrics.jsonl.
 
-    Args:
-      row: a row of metrics.jsonl.
-      step: of the run, for the message.
-      newest: the number of the newest snapshot, None without one.
+    The message names the step of the run and its newest snapshot.
 
     Raises:
       DivergedError: at least `MAX_SKIPPED` updates in a row had no finite gradient.
@@ -80,20 +77,16 @@ class Stage:
         self._run = run
         self._frozen = frozen
         self._num_steps = run.num_steps[name]
-        self._meta = {
-            **meta,
-            "config": to_json(run.config),
-            "versions": run.versions,
-        }
+        config = to_json(run.config)
+        self._meta = {**meta, "config": config, "versions": run.versions}
         self._name = name
-        self._snapshots = snapshots.Snapshots(
-            run.folder / "snapshots" / name, keep=run.config.keep_snapshots
-        )
+        folder = run.folder / "snapshots" / name
+        self._snapshots = snapshots.Snapshots(folder, keep=run.config.keep_snapshots)
         begun = beginning.begin(
             name,
             state,
             snapshots=self._snapshots,
-            folder=run.folder / "snapshots" / name,
+            folder=folder,
             meta=meta,
             frozen=frozen,
             resume_from=run.resume_from,
@@ -107,7 +100,7 @@ class Stage:
 
     def __enter__(self) -> Self:
         self._run.profiler.begin_stage(self._name, self.start)
-        self._begin_step(self.start)
+        self._run.profiler.begin_step(self._name, self.start)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -177,10 +170,7 @@ class Stage:
             self._save(done, state)
         if stop:
             self._run.interrupt.stop()
-        self._begin_step(done)
-
-    def _begin_step(self, step: int) -> None:
-        self._run.profiler.begin_step(self._name, step)
+        self._run.profiler.begin_step(self._name, done)
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}

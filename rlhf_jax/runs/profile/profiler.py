@@ -73,13 +73,9 @@ class Profiler:
         window: Window | None,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Takes the run's folder and the stage whose steps are meant.
+        """Takes the steps of a stage, None of which traces nothing.
 
-        Args:
-          run_folder: of the run.
-          stage: whose steps these are.
-          window: the steps; None traces none.
-          paused: around what is no step's time, `metrics.Recorder.paused`.
+        `paused` is around what is no step's time, as `metrics.Recorder.paused`.
         """
         self._folder, self._stage, self._window = run_folder, stage, window
         self._paused = paused
@@ -194,10 +190,7 @@ class Profiler:
 def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
     """The newest profile of a run; None where it has none of these steps.
 
-    Args:
-      run_folder: of the run.
-      window: that it is within, as of a resume that traced what was left; None is of
-        no step.
+    It may be within the window, as of a resume that traced what was left.
     """
     path = run_folder / FOLDER / WINDOW
     if window is None or not path.exists():

@@ -13,11 +13,7 @@ PyTree = Any
 def settled(state: PyTree) -> PyTree:
     """The state with the result of each `Future` in its place, waiting for it.
 
-    Args:
-      state: pytree of arrays and of futures of pytrees.
-
-    Raises:
-      Whatever the work behind a future raised.
+    Raises whatever the work behind a future raised.
     """
     return jax.tree.map(
         lambda leaf: leaf.result() if isinstance(leaf, Future) else leaf, state
@@ -25,10 +21,6 @@ def settled(state: PyTree) -> PyTree:
 
 
 def is_settled(state: PyTree) -> bool:
-    """Whether `settled` would not wait, and would not raise.
-
-    Args:
-      state: pytree of arrays and of futures of pytrees.
-    """
+    """Whether `settled` would not wait, and would not raise."""
     futures = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, Future)]
     return all(future.done() and future.exception() is None for future in futures)
