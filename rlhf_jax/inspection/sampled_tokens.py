@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -121,25 +122,18 @@ def alternatives(
     for row, (tokens, read) in enumerate(zip(rollout.tokens, every_read, strict=True)):
         places = np.flatnonzero(sampled[row] | read)
         response = np.asarray(tokens)[places].tolist()
-        records.append(
-            [
+        record = []
+        for at, place in enumerate(places):
+            before = response[max(0, at - tokenization.CONTEXT) : at]
+            piece = functools.partial(tokenization.piece, before=before, decode=decode)
+            others = zip(*(array[row, place] for array in likely), strict=True)
+            record.append(
                 [
-                    [
-                        tokenization.piece(
-                            int(token),
-                            before=response[max(0, at - tokenization.CONTEXT) : at],
-                            decode=decode,
-                        ),
-                        *rounded(numbers),
-                    ]
-                    for token, *numbers in zip(
-                        *(array[row, place] for array in likely), strict=True
-                    )
-                    if not read[place]
+                    [piece(int(token)), *rounded(numbers)]
+                    for token, *numbers in ([] if read[place] else others)
                 ]
-                for at, place in enumerate(places)
-            ]
-        )
+            )
+        records.append(record)
     return records
 
 

@@ -27,8 +27,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_logprobs
 from rlhf_jax.inspection.token_logprobs import Divergence, Token
-from rlhf_jax.runs import folder, report
-from rlhf_jax.runs.receipt import printed
+from rlhf_jax.runs import folder, receipt, report
 
 LARGEST = 10  # tokens in the table of those with the largest KL
 
@@ -173,7 +172,7 @@ def _span(token: Token, place: int, *, limit: float) -> str:
 
 def _visible(text: str) -> str:
     """Spaces as ·, tabs as ⇥, line breaks as ⏎ and a break, controls by number."""
-    return printed.visible(text).replace(" ", "·")
+    return receipt.visible(text).replace(" ", "·")
 
 
 def _on_one_line(text: str) -> str:

@@ -1,7 +1,7 @@
 """A run folder: what a run was asked for, with which versions, and what came out.
 
 config.json     the config and the versions it ran with
-data.json       what was read of its data, see `receipt.kept`
+data.json       what was read of its data, see `receipt`
 metrics.jsonl, timings.jsonl, samples.jsonl, positions.jsonl    see `metrics`
 summary.json    the figures at the end
 snapshots/      see `snapshots.snapshots`

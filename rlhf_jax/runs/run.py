@@ -23,11 +23,19 @@ import jax
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import alarms, command_line, deadline, lock, loggers, metrics, report
+from rlhf_jax.runs import (
+    alarms,
+    command_line,
+    deadline,
+    lock,
+    loggers,
+    metrics,
+    receipt,
+    report,
+)
 from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.profile.profiler import Profiler
-from rlhf_jax.runs.receipt import kept, printed
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import files, proof, resume
 from rlhf_jax.runs.stage import Stage
@@ -93,8 +101,8 @@ class Run:
             undone.push(self._lock)
             self.folder = open_run(config)
             if data is not None:
-                kept.write(self.folder, data)
-                printed.tell(data)
+                receipt.write(self.folder, data)
+                receipt.tell(data)
             self.record = metrics.Recorder(
                 self.folder,
                 sinks=report.sinks(config, num_steps=num_steps),

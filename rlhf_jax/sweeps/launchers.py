@@ -28,11 +28,9 @@ class Process(Protocol):
 
     def poll(self) -> int | None:
         """Its exit status once it has ended, -N of signal N."""
-        ...
 
     def terminate(self) -> None:
         """Asks it to save and stop."""
-        ...
 
     def wait(self) -> int:
         """Waits for its end."""
@@ -47,11 +45,10 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what it keeps, after all runs have ended."""
-        ...
+        """Ends what it keeps after all runs have ended, where it keeps anything."""
 
 
-class Local:
+class Local(Launcher):
     """A process of this machine for each run, which is killed when the sweep is.
 
     It is in a session of its own: Ctrl-C comes to the sweep, which lets it save.
@@ -61,11 +58,8 @@ class Local:
         """Starts a run, whose output goes to its log."""
         return _process(run, tie=_tie(), own_session=True)
 
-    def close(self) -> None:
-        """Does nothing: each process ends with its run."""
 
-
-class Workers:
+class Workers(Launcher):
     """Processes of this machine that stay from run to run (`worker`).
 
     Runs of one process share its compiled programs. As with `Local`, they are killed
@@ -176,7 +170,7 @@ class _Worker:
             return self._process.wait()
 
 
-class Submitit:
+class Submitit(Launcher):
     """A job of Slurm for each run, through `submitit`.
 
     Jobs outlive a sweep that is killed; start it again when they have ended. One that
@@ -227,9 +221,6 @@ class Submitit:
                 f"--launcher slurm: expected a job of {run.name} to be taken, got: "
                 f"{error}; see to [slurm] of the file, and start the sweep again"
             ) from error
-
-    def close(self) -> None:
-        """Does nothing: each job ends with its run."""
 
 
 class _Job:
