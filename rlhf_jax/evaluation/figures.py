@@ -178,7 +178,10 @@ def of_model(
             [len({r.response for r in p}) / len(p) for p in prompts], share=True
         )
     if prompts[0][0].ref_logprob is not None:
-        figures["log_perplexity"] = over_prompts(_means(prompts, _log_perplexity))
+        # -(1/T) Σ log π_ref(token), nats per token.
+        figures["log_perplexity"] = over_prompts(
+            _means(prompts, lambda r: -_required(r.ref_logprob) / r.length)
+        )
     if prompts[0][0].kl is not None:
         figures["kl"] = over_prompts(_means(prompts, lambda r: _required(r.kl)))
         figures["kl_k1"] = over_prompts(_means(prompts, lambda r: _required(r.k1)))
@@ -244,11 +247,6 @@ def _means(prompts: PerPrompt, number: Callable[[Response], float]) -> list[floa
 
 def _score(response: Response) -> float:
     return _required(response.score)
-
-
-def _log_perplexity(response: Response) -> float:
-    """-(1/T) Σ log π_ref(token), nats per token."""
-    return -_required(response.ref_logprob) / response.length
 
 
 def _verdict(response: Response) -> Verdict:

@@ -9,6 +9,7 @@ again, and of Nash-MD the reference in the sampler, which runs every prompt twic
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,7 +105,11 @@ def summary(
     profiled = profiler.read(run_folder, window=steps)
     if profiled is None:
         return {}
-    times = _times(run_folder / profiled.trace)
+    times = None
+    with contextlib.suppress(OSError, ValueError):  # it is gone, or not whole
+        times = trace.times(run_folder / profiled.trace)
+    if times is not None and not times.scopes:
+        times = None
     devices = profiled.processes * times.devices if times else profiled.devices
     work: dict[str, float] = defaultdict(float)
     if flops is not None:
@@ -198,15 +203,6 @@ def _tell(
     if figures["reference_share"] is not None:
         print(f"the reference costs {figures['reference_share']:.1%} of a step")
     print(f"trace: {figures['trace']}; xprof and Perfetto read it")
-
-
-def _times(path: Path) -> trace.Times | None:
-    """None where the trace is gone, is not whole, or names no scope."""
-    try:
-        times = trace.times(path)
-    except (OSError, ValueError):
-        return None
-    return times if times.scopes else None
 
 
 def _seconds(

@@ -21,7 +21,12 @@ def show(result: dict[str, Any]) -> None:
             "Meshes to sample on, the best first (resharding included)",
             ("", "GiB a chip", "seconds, at the least", "ms a token"),
             [
-                (one["mesh"], *_of_mesh(one))
+                (
+                    one["mesh"],
+                    one["total"] / GIB,
+                    one["seconds"],
+                    _times(one["seconds_of_token"], 1e3),
+                )
                 if one["refused"] is None
                 else (f"{one['mesh']}: {one['refused']:.60}", None, None, None)
                 for one in result["sampler_meshes"]
@@ -76,9 +81,9 @@ def show(result: dict[str, Any]) -> None:
             (
                 one["name"],
                 one["stage"],
-                _percent(one["seconds"]["bound"] / result["seconds"]),
+                100 * (one["seconds"]["bound"] / result["seconds"]),
                 one["model_flops"] / result["chips"] / 1e12,
-                _percent(one["mfu"]),
+                _times(one["mfu"], 100),
             )
             for one in programs
             if result["seconds"]
@@ -159,10 +164,5 @@ def _speed(result: dict[str, Any]) -> None:
         )
 
 
-def _of_mesh(one: dict[str, Any]) -> tuple[float | None, ...]:
-    token = one["seconds_of_token"]
-    return one["total"] / GIB, one["seconds"], None if token is None else 1e3 * token
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+def _times(number: float | None, factor: float) -> float | None:
+    return None if number is None else factor * number

@@ -52,7 +52,14 @@ def grouped(runs: Sequence[Run]) -> Groups:
         )
         for first, numbers in zip(firsts, members.values(), strict=True)
     ]
-    return Groups(options, _distinct(groups, runs))
+    names = [group.name for group in groups]
+    of_its_own = (
+        group
+        if names.count(group.name) == 1
+        else group._replace(name=runs[group.runs[0]].name)
+        for group in groups
+    )
+    return Groups(options, tuple(of_its_own))
 
 
 def settings(run: Run) -> dict[str, Any]:
@@ -75,25 +82,23 @@ def _with_groups(name: str) -> list[str]:
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The options that have not the same value everywhere, in order of appearance."""
-    names = list(dict.fromkeys(name for config in configs for name in config))
     missing = object()
+
+    def of(config: Mapping[str, Any], name: str) -> tuple[type, Any]:
+        value = config.get(name, missing)
+        return type(value), value
+
+    names = dict.fromkeys(name for config in configs for name in config)
     return [
         name
         for name in names
-        if any(
-            _other(config.get(name, missing), configs[0].get(name, missing))
-            for config in configs
-        )
+        if any(of(config, name) != of(configs[0], name) for config in configs)
     ]
 
 
 def shown(value: Any) -> str:
     """A value as a command line has it."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _other(value: Any, first: Any) -> bool:
-    return type(value) is not type(first) or value != first
 
 
 def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
@@ -110,14 +115,3 @@ def _folder(run: Run) -> str:
     *above, last = run.name.split("/")
     of_seed = last.lower().removeprefix("seed").strip("_-=").isdigit()
     return above[-1] if of_seed and above else last
-
-
-def _distinct(groups: Sequence[Group], runs: Sequence[Run]) -> tuple[Group, ...]:
-    """The groups with names of their own."""
-    names = [group.name for group in groups]
-    return tuple(
-        group
-        if names.count(group.name) == 1
-        else group._replace(name=runs[group.runs[0]].name)
-        for group in groups
-    )

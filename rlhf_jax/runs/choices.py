@@ -187,15 +187,15 @@ def split(
       InputError: what looks like a key is none.
     """
     known = sorted(keys)
-    either = "|".join(re.escape(key).replace("_", "[_-]") for key in known)
-    words = re.split(rf",(?=(?:{either})=)", written)
+    pattern = "|".join(re.escape(key).replace("_", "[_-]") for key in known)
+    words = re.split(rf",(?=(?:{pattern})=)", written)
     for word in words:
         for other in re.findall(r",([\w-]+)=", word):
             if other not in MESH_AXES:
-                own = known if own is None else own
+                either = ", ".join(known if own is None else own) or "no key"
                 raise InputError(
-                    f"{written!r}: expected {_either(own)} before an equals sign, "
-                    f"got {other}; {'choose one' if own else 'leave it out'}"
+                    f"{written!r}: expected {either} before an equals sign, got "
+                    f"{other}; choose one, or leave it out"
                 )
     return words
 
@@ -285,10 +285,6 @@ def _written(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "+".join(map(_written, value))
     return str(value)
-
-
-def _either(names: Sequence[str]) -> str:
-    return ", ".join(names) or "no key"
 
 
 def _begins_with_a_value(kinds: Mapping[str, Any]) -> bool:

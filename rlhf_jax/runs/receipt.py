@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,11 +33,14 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
     if not path.exists():
         folder.write_json(path, dict(data))
         return
-    began = _read(path)
+    began: Any = {}
+    with contextlib.suppress(OSError, ValueError):  # not what a run writes
+        began = json.loads(path.read_text(encoding="utf-8"))
     now = json.loads(json.dumps(data))
     if began == now:
         return
-    before = {source["name"]: source for source in began.get("sources", [])}
+    sources = began.get("sources", []) if isinstance(began, dict) else []
+    before = {source["name"]: source for source in sources}
     names = [
         source["name"]
         for source in now["sources"]
@@ -47,15 +51,6 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
         f" is read otherwise now",
         file=sys.stderr,
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What data.json holds; nothing where it is not what a run writes."""
-    try:
-        began = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return began if isinstance(began, dict) else {}
 
 
 def tell(data: Mapping[str, Any]) -> None:

@@ -60,10 +60,8 @@ class Run:
 
         Args:
           num_steps: of each stage, in order; none of a program without steps.
-          check: decides on alarms from a stage's rows, as `alarms.check` does with its
-            limits bound; None raises none.
-          stops: whether the run stops where an alarm of a name begins, as
-            `alarms.Limits.stops`; None never does.
+          check, stops: of `metrics.Recorder`, as `alarms.check` with its limits bound,
+            and `alarms.Limits.stops`.
           stop_timeout: seconds after a signal; a step that is in `Stage.user_code`
             then, or comes to it later, is given up. None waits for it, and so do
             several processes, which save together.
@@ -71,10 +69,9 @@ class Run:
             that reads no data.
 
         Raises:
-          InputError: a stage has no steps, or the last one not those of `profile`,
-            which needs a stage; the package of a logger cannot be imported;
-            stop_timeout is no time, another process writes the folder, or it cannot be
-            used (`folder.open_run`).
+          InputError: a stage has no steps, or the last one not those of `profile`; the
+            package of a logger cannot be imported; stop_timeout is no time, another
+            process writes the folder, or it cannot be used (`folder.open_run`).
         """
         for stage, steps in num_steps.items():
             done = resume.newest(config.out / "snapshots" / stage)
@@ -156,10 +153,8 @@ class Run:
     def is_newest(self, name: str) -> bool:
         """Whether no stage after this one has a snapshot."""
         order = list(self.num_steps)
-        folders = [
-            self.folder / "snapshots" / later
-            for later in order[order.index(name) + 1 :]
-        ]
+        later = order[order.index(name) + 1 :]
+        folders = [self.folder / "snapshots" / stage for stage in later]
         return not any(files.numbers(folder) for folder in folders if folder.exists())
 
     def stage(
@@ -193,10 +188,5 @@ class Run:
           DamagedError: the newest snapshot is damaged, and the config has no
             `resume_from`; names the newest one that is whole.
         """
-        return Stage(
-            self,
-            name,
-            state,
-            meta=meta,
-            frozen=proof.Proof(state, beside=beside or {}, moving=moving),
-        )
+        frozen = proof.Proof(state, beside=beside or {}, moving=moving)
+        return Stage(self, name, state, meta=meta, frozen=frozen)

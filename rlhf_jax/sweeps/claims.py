@@ -89,7 +89,7 @@ def lookup_in(
         fit = [
             cell
             for cell in cells
-            if all(_same(_setting(cell, key), one) for key, one in settings.items())
+            if all(_has(cell, key, one) for key, one in settings.items())
         ]
         if not fit:
             shown = ", ".join(f"{key}={one!r}" for key, one in settings.items())
@@ -106,8 +106,8 @@ def lookup_in(
     return lookup
 
 
-def _setting(cell: Cell, key: str) -> Value:
-    """The value that a cell has of the option that a claim names.
+def _has(cell: Cell, key: str, value: Value) -> bool:
+    """Whether a cell has the setting of a claim; a number is not True or False.
 
     The key is the last part of the option's name, or with _ for . and - all of it.
     """
@@ -118,12 +118,8 @@ def _setting(cell: Cell, key: str) -> Value:
         raise InputError(
             f"expected options of the grid, {', '.join(by_name) or '(none)'}, got {key}"
         )
-    return by_name[key]
-
-
-def _same(value: Value, other: Value) -> bool:
-    """Equal, and not a number for True or False."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
+    own = by_name[key]
+    return isinstance(own, bool) == isinstance(value, bool) and own == value
 
 
 def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
@@ -141,7 +137,9 @@ def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
 def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
     """An expression as a number, or as numbers by seed."""
     match node:
-        case ast.Constant(value=int() | float() as number) if _is_number(number):
+        case ast.Constant(value=int() | float() as number) if not isinstance(
+            number, bool
+        ) and math.isfinite(number):
             return float(number)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             value = _value(inner, claim=claim, lookup=lookup)
@@ -195,10 +193,6 @@ def _combined(
         for side in (left, right)
     )
     return {seed: float(operation(ours[seed], theirs[seed])) for seed in seeds}
-
-
-def _is_number(value: float) -> bool:
-    return not isinstance(value, bool) and math.isfinite(value)
 
 
 def _wrong(claim: str, got: str) -> InputError:

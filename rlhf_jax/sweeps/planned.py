@@ -106,18 +106,17 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         what differs.
     """
     path = out / BEGUN
-    plan = _plain(
-        {
-            "trainer": sweep.trainer,
-            "program": sweep.program,
-            "options": dict(sweep.options),
-            "cells": {
-                cell.name: dict(cell.options)
-                | ({} if cell.trainer is None else {TRAINER: cell.trainer})
-                for cell in sweep.cells
-            },
-        }
-    )
+    plan: dict[str, Any] = {
+        "trainer": sweep.trainer,
+        "program": sweep.program,
+        "options": dict(sweep.options),
+        "cells": {
+            cell.name: dict(cell.options)
+            | ({} if cell.trainer is None else {TRAINER: cell.trainer})
+            for cell in sweep.cells
+        },
+    }
+    plan = json.loads(json.dumps(plan, default=str))  # tuples are lists, dates texts
     if path.exists():
         begun = _read(path)
         before = {name: begun.get(name) for name in ("trainer", "program", "options")}
@@ -143,11 +142,6 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         )
     out.mkdir(parents=True, exist_ok=True)
     folder.write_json(path, plan)
-
-
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """As JSON has it: tuples are lists, and dates are text."""
-    return json.loads(json.dumps(value, default=str))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -232,7 +232,8 @@ class Policy(TemplateLM):
                 for number, tokens in self._programs.responses(
                     contexts, numbers=numbers, draw=draw
                 ):
-                    texts[number] = self._text(tokens, until=until)
+                    text = self._start.decode([*tokens])
+                    texts[number] = postprocess_generated_text(text, [*until], None)
                     bar.update()
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -309,7 +310,3 @@ class Policy(TemplateLM):
     def _token_texts(self) -> dict[int, str]:
         ids = sorted(self.tokenizer.get_vocab().values())
         return {token: tokenization.decode(self.tokenizer, [token]) for token in ids}
-
-    def _text(self, tokens: Tokens, *, until: Sequence[str]) -> str:
-        text = self._start.decode([*tokens])
-        return postprocess_generated_text(text, list(until), None)

@@ -118,8 +118,10 @@ class Programs:
             )
         for (width, predicted), numbers in sorted(groups.items(), reverse=True):
             for chosen in self._batches(numbers):
-                rows = [self._whole(*texts[number]) for number in chosen]
-                inputs, mask = self._padded([row[:-1] for row in rows], width=width)
+                rows = [[*texts[at][0], *texts[at][1]][:-1] for at in chosen]
+                inputs, mask = self._padded(
+                    [row[-self._max_length :] for row in rows], width=width
+                )
                 targets, target_mask = self._padded(
                     [texts[number][1] for number in chosen], width=predicted
                 )
@@ -174,9 +176,6 @@ class Programs:
                 )
                 for row, at in enumerate(dict.fromkeys(chosen)):
                     yield numbers[at], drawn[row][response_mask[row]].tolist()
-
-    def _whole(self, context: Tokens, continuation: Tokens) -> Tokens:
-        return [*context, *continuation][-(self._max_length + 1) :]
 
     def _padded(self, rows: Sequence[Tokens], *, width: int) -> Any:
         return batches.pad(rows, width=width, pad_id=self._start.pad_id, left=True)

@@ -22,7 +22,7 @@ from rlhf_jax.runs.command_line import help_screen
 from rlhf_jax.runs.command_line.interruption import Interrupted, go_on
 from rlhf_jax.runs.command_line.options import Config, Presets, parse
 from rlhf_jax.runs.folder import check_run
-from rlhf_jax.runs.run_config import RunConfig, to_json
+from rlhf_jax.runs.run_config import to_json
 
 
 def main(
@@ -62,7 +62,11 @@ def main(
             prog=prog,
             argv=argv,
         )
-        _check_shared(config)
+        if jax.process_count() > 1 and "placement" not in to_json(config):
+            raise InputError(
+                f"--coordinator: expected an experiment with --placement, got one for "
+                f"a single process with {jax.process_count()}; leave it out"
+            )
         processes.agree("the config", json.dumps(to_json(config)))
         processes.on_first(lambda: check_run(config))
         if cache is None:
@@ -98,8 +102,11 @@ def main(
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT, f"stopped without saving; {go_on(config)}")
     except SystemExit as stop:
-        status, message = _exit_of(stop)
-        _leave(status, f"stopped: {message}; {go_on(config)}")
+        # The status is never 0, of which the system keeps the last byte.
+        status = stop.code if isinstance(stop.code, int) and stop.code % 256 else 1
+        what = f"expected the run to finish, got sys.exit({stop.code!r:.80}) inside it"
+        own = "look for it in your own code"
+        _leave(status, f"stopped: {what}; {own}; {go_on(config)}")
     except BaseException as error:
         if jax.process_count() == 1:
             raise
@@ -136,14 +143,6 @@ def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     return cache, options
 
 
-def _check_shared(config: RunConfig) -> None:
-    if jax.process_count() > 1 and "placement" not in to_json(config):
-        raise InputError(
-            f"--coordinator: expected an experiment with --placement, got one for a "
-            f"single process with {jax.process_count()}; leave it out"
-        )
-
-
 @contextlib.contextmanager
 def _write_errors_named(folder: Path) -> Iterator[None]:
     """A failed write of the experiment's own is a WriteError too."""
@@ -163,17 +162,6 @@ def _silent_unless_first() -> Iterator[None]:
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
-
-
-def _exit_of(stop: SystemExit) -> tuple[int, str]:
-    """Status and message of a run that `sys.exit` ended: the status is never 0."""
-    status = stop.code if isinstance(stop.code, int) else 1
-    if status % 256 == 0:  # what the system keeps of it
-        status = 1
-    return status, (
-        f"expected the run to finish, got sys.exit({stop.code!r:.80}) inside it; look "
-        f"for it in your own code"
-    )
 
 
 def _leave(status: int, message: str) -> NoReturn:

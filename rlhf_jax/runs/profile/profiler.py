@@ -117,7 +117,10 @@ class Profiler:
         self._masks.append(list(texts))
         self._leave_step()
         if step + 1 == self._window.end:
-            self._stop()
+            jax.block_until_ready(jax.live_arrays())
+            seconds, self._since = time.perf_counter() - self._since, None
+            with self._paused():
+                self._write(seconds, window=self._window)
 
     def close(self) -> None:
         """Gives up a trace that is under way, as a stop or an error does."""
@@ -146,15 +149,6 @@ class Profiler:
                 jax.profiler.start_trace(folder, profiler_options=options)
         self._compiled_before = compile_counts.so_far()
         self._first, self._since = step, time.perf_counter()
-
-    def _stop(self) -> None:
-        assert self._window is not None
-        assert self._since is not None
-        jax.block_until_ready(jax.live_arrays())
-        seconds = time.perf_counter() - self._since
-        self._since = None
-        with self._paused():
-            self._write(seconds, window=self._window)
 
     def _write(self, seconds: float, *, window: Window) -> None:
         compiled = compile_counts.since(self._compiled_before)

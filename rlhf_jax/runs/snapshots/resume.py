@@ -46,8 +46,7 @@ def recorded_configs(folder: Path) -> list[Recorded]:
     They are read as plain files, because the processes of orbax would wait for each
     other. A damaged snapshot is skipped: an attempt to restore it reports the damage.
     """
-    stages = sorted((folder / "snapshots").glob("*"))
-    newest = (_newest_config(stage) for stage in stages)
+    newest = map(_newest_config, sorted((folder / "snapshots").glob("*")))
     return [recorded for recorded in newest if recorded is not None]
 
 
