@@ -1,10 +1,8 @@
 """From responses and their numbers to figures over prompts, with intervals.
 
 A figure is computed for each prompt, from all its samples, and then averaged over
-prompts. Prompts are the independent draws, so that its interval is Student's t over
-prompts (`sweeps.statistics`); samples of one prompt are not independent draws of it.
-Where each prompt is one trial, right or wrong, the interval is Wilson's, which is near
-95% for small shares too.
+prompts, which are the independent draws. Its interval is Student's t over prompts
+(`sweeps.statistics`), or Wilson's where each prompt is one trial, right or wrong.
 
 Source: Wilson 1927; Brown, Cai and DasGupta 2001.
 """

@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_jax.runs import report
 
 GIB = 2**30
+WORK = (("flops", 1e12), ("memory_bytes", 1e9), ("sent_bytes", 1e9))
 SHOWN = 0.02  # of what a program sends: collectives of less are left to the JSON
 
 
@@ -43,15 +44,7 @@ def show(result: dict[str, Any]) -> None:
     report.table(
         "Work of a step, a chip",
         ("", "TFLOP", "GB read, written", "GB sent"),
-        [
-            (
-                one["name"],
-                one["flops"] / 1e12,
-                one["memory_bytes"] / 1e9,
-                one["sent_bytes"] / 1e9,
-            )
-            for one in programs
-        ],
+        [(one["name"], *(one[name] / unit for name, unit in WORK)) for one in programs],
     )
     report.table(
         f"Collectives of more than {SHOWN:.0%} of a program's",
@@ -59,14 +52,14 @@ def show(result: dict[str, Any]) -> None:
         [
             (
                 one["name"],
-                collective["kind"],
-                collective["size"] / 1e6,
-                collective["times"],
-                collective["sent"] / 1e9,
+                row["kind"],
+                row["size"] / 1e6,
+                row["times"],
+                row["sent"] / 1e9,
             )
             for one in programs
-            for collective in one["collectives"]
-            if collective["sent"] > SHOWN * one["sent_bytes"]
+            for row in one["collectives"]
+            if row["sent"] > SHOWN * one["sent_bytes"]
         ],
     )
     report.table(

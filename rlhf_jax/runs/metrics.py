@@ -101,10 +101,8 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
         Drops the rows that this stage wrote at `step` and later, and a last line that
         was cut off. The rows of other stages stay, so a stage that was already
-        complete may begin at its end again.
-
-        Args:
-          rows: `self.rows` when snapshot `step` was saved; None does not compare.
+        complete may begin at its end again. `rows` are `self.rows` of when the snapshot
+        was saved; None does not compare.
 
         Raises:
           InputError: a line of a file is not a row; names file and line. A file has
@@ -179,10 +177,10 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
         Args:
           stats: {name: (sum, weight)}, scalars; for metrics.jsonl.
-          positions: the same of vectors, one number per position; for
-            positions.jsonl. None writes no row there.
+          positions: the same of vectors, a number for each position in the response;
+            for positions.jsonl.
           waits: seconds that each side of a queue waited for the other; for
-            timings.jsonl. None is no queue.
+            timings.jsonl.
         """
         self._write_pending()
         vectors = {} if positions is None else positions

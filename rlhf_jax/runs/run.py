@@ -37,7 +37,7 @@ from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.profile.profiler import Profiler
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.runs.snapshots import files, proof, resume
+from rlhf_jax.runs.snapshots import proof, resume
 from rlhf_jax.runs.stage import Stage
 
 PyTree = Any
@@ -154,8 +154,7 @@ class Run:
         """Whether no stage after this one has a snapshot."""
         order = list(self.num_steps)
         later = order[order.index(name) + 1 :]
-        folders = [self.folder / "snapshots" / stage for stage in later]
-        return not any(files.numbers(folder) for folder in folders if folder.exists())
+        return not any(resume.newest(self.folder / "snapshots" / one) for one in later)
 
     def stage(
         self,
@@ -175,11 +174,8 @@ class Run:
         Args:
           state: pytree of arrays, all that the stage changes or must not lose. Later
             a leaf may be a `Future` of arrays, which a snapshot waits for.
-          meta: JSON values that must be equal when the stage is resumed, as the
-            reference's fingerprint.
-          beside: frozen models by name that the stage reads and its state does not
-            hold, as the reward model.
-          moving: names of those in the state that a lifecycle replaces.
+          meta: JSON values that must be equal when the stage is resumed.
+          beside, moving: of `proof.Proof`.
 
         Raises:
           InputError: a snapshot is of another model, or its meta or the frozen models

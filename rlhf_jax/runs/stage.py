@@ -136,14 +136,10 @@ class Stage:
         """Records a step, and saves when it is time or a signal asks for it.
 
         Args:
-          stats: {name: (sum, weight)}; read one step late, so the device never waits.
+          stats, positions, waits: of `metrics.Recorder.write`.
           samples: rows for samples.jsonl.
-          positions: {name: (sums, weights)} by position in the response, for
-            positions.jsonl; read as late as stats.
           texts: what the step read, (segments or mask [B, S], response tokens [B, S])
             of each batch; for the tokens and FLOPs of a profile, and read for it alone.
-          waits: seconds that each side of a queue waited for the other, for
-            timings.jsonl; None is no queue.
 
         Raises:
           DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all or of the

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs.snapshots import resume
 
 # What the system says of a place that takes no writes, not of a mistake in a program.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -97,11 +98,11 @@ def of_run(error: OSError, *, folder: Path) -> WriteError | None:
 
 def safe(folder: Path) -> str:
     """What a run folder holds that a failed write left whole, in a few words."""
-    parts = []
-    for stage in sorted((folder / "snapshots").glob("*")):
-        numbers = [int(path.name) for path in stage.glob("*") if path.name.isdigit()]
-        if numbers:
-            parts.append(f"snapshot {max(numbers)} of {stage.name}")
+    parts = [
+        f"snapshot {newest} of {stage.name}"
+        for stage in sorted((folder / "snapshots").glob("*"))
+        if (newest := resume.newest(stage))
+    ]
     if not parts:
         return "no snapshot is complete yet"
     rows = 0

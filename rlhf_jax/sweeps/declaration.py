@@ -1,36 +1,12 @@
-"""The file that declares a sweep, in TOML or Python.
-
-    question = "What does the KL penalty buy?"
-    trainer = "ppo"
-    seeds = [0, 1, 2]
-
-    [options]                          of every run
-    model = "runs/sft/model"
-    prompts = "prompts.jsonl"
-    reward_model = "runs/reward/model"
-
-    [grid]                             every combination is a cell
-    kl_coef = [0.0, 0.05, 0.2]
-    "penalty.value_estimator" = ["k1", "k3"]
-
-    [measures]                         a number of every run
-    score = "objective/scores"
-
-    [claims]                           answered by paired seeds
-    "a penalty costs score" = "score(kl_coef=0.2) < score(kl_coef=0.0)"
+"""The file that declares a sweep, in TOML or Python; README.md shows one.
 
 A Python file has the same names at its top level, so that a grid may be computed. A
-value of the grid may set several options:
+value of the grid may set several options, and name a trainer of its own:
 
     penalty = [
         { label = "none", kl_coef = 0.0 },
         { label = "k1 in the reward", kl_coef = 0.1, "penalty.placement" = "reward" },
     ]
-
-Several trainers are an axis of the grid, each with options of its own where it needs
-some:
-
-    trainer = ["ppo", { label = "grpo", trainer = "grpo", group_size = 8 }]
 """
 
 from __future__ import annotations

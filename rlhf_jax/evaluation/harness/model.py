@@ -69,7 +69,6 @@ class Policy(TemplateLM):
             one in `pretrained`.
           batch_size: rows at a time, which the mesh's row axes divide.
           dtype: of activations; parameters are float32.
-          attention: what computes attention over whole rows.
           mesh: devices, as data=2,tensor=4; 1 is the first device.
           max_length: tokens that the policy reads at most; None is its context.
           max_gen_toks: tokens of a response, where the task does not say.

@@ -88,8 +88,7 @@ class Proof:
         restored; `where` names the snapshot.
 
         Raises:
-          InputError: the stage began with other frozen models, or another lifecycle;
-            names the leaves.
+          InputError: the stage began with other frozen models, or another lifecycle.
           ReferenceMovedError: a model is not what was frozen, or the state holds
             another frozen model than the snapshot says.
         """
@@ -160,9 +159,8 @@ def check_run(
 ) -> list[Checked]:
     """Checks the frozen models of a run from its snapshots, without the experiment.
 
-    Every digest is computed again from the arrays on disk, and compared with those that
-    stand beside the arrays, with the snapshot's meta, with what the stage began with
-    (a model frozen for the run), and with the other snapshots of the stage.
+    Every digest is computed again from the arrays on disk, and compared with those
+    beside the arrays, the snapshot's meta, the stage's beginning and other snapshots.
 
     Returns:
       A row for each model of each snapshot, but for the stages and steps `skipped`.
