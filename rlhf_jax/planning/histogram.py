@@ -27,12 +27,11 @@ def read(path: Path) -> tuple[int, ...]:
       InputError: there is no such file, no length in it, or a line of another form;
         names the line.
     """
+    lines, got = [], "which is empty"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"--lengths: expected a file of lengths, got {path} ({error}); name one"
-        ) from None
+        got = f"which cannot be read: {error}"
     lengths = [
         _length(line, where=f"{path}:{number}")
         for number, line in enumerate(lines, 1)
@@ -40,8 +39,8 @@ def read(path: Path) -> tuple[int, ...]:
     ]
     if not lengths:
         raise InputError(
-            f"--lengths: expected a length a line, got the empty file {path}; write "
-            f"one integer a line, or JSON objects with a field {FIELD!r}"
+            f"--lengths: expected a file of lengths, got {path}, {got}; write one "
+            f"integer a line, or JSON objects with a field {FIELD!r}"
         )
     return tuple(sorted(lengths))
 

@@ -57,10 +57,9 @@ def policy_gradient_flops(
         "reference": sum(_forward(model, texts, head=True) for model in references),
         "reward": sum(_forward(model, texts, head=False) for model in rewards),
         "values": 0.0,
-        "loss": trained
-        * num_epochs
-        * _training(model, texts, head=True, adapters=adapters),
     }
+    update = _training(model, texts, head=True, adapters=adapters)
+    flops["loss"] = trained * num_epochs * update
     if critic is not None:
         flops["values"] = _forward(critic, texts, head=False)
         if not shared_trunk:

@@ -65,26 +65,30 @@ def folders(paths: Sequence[Path]) -> list[Path]:
     """
     run_folders: dict[Path, None] = {}
     for path in paths:
-        _check_reachable(path)
-        if (path / folder.CONFIG).is_file():
-            run_folders[path] = None
-        elif (path / BEGUN).is_file():
-            runs = sorted((path / "runs").rglob(folder.CONFIG))
-            if not runs:
-                raise InputError(
-                    f"{path}: expected a sweep with runs, got none that has begun; "
-                    f"wait for the first"
-                )
-            run_folders |= dict.fromkeys(run.parent for run in runs)
-        else:
-            is_folder = path.is_dir()
-            names = sorted(one.name for one in path.iterdir()) if is_folder else []
-            got = ", ".join(names[:4]) or ("nothing" if is_folder else "no folder")
+        try:
+            runs, got = _runs_in(path)
+        except OSError as error:  # a path that the system does not take
+            runs, got = [], str(error.strerror)
+        if not runs:
             raise InputError(
-                f"{path}: expected the folder of a run, with {folder.CONFIG}, or of a "
-                f"sweep, with {BEGUN}, got {got}; give the --out of a run"
+                f"{path!s:.200}: expected the folder of a run, with {folder.CONFIG}, "
+                f"or of a sweep, with {BEGUN}, got {got}; give the --out of a run"
             )
+        run_folders |= dict.fromkeys(runs)
     return list(run_folders)
+
+
+def _runs_in(path: Path) -> tuple[list[Path], str]:
+    """The run folders that a path means, or what there is in place of them."""
+    if (path / folder.CONFIG).is_file():
+        return [path], ""
+    if (path / BEGUN).is_file():
+        configs = sorted((path / "runs").rglob(folder.CONFIG))
+        return [config.parent for config in configs], "one without a run that has begun"
+    if not path.is_dir():
+        return [], "no folder"
+    names = sorted(child.name for child in path.iterdir())
+    return [], ", ".join(names[:4]) or "nothing"
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -136,19 +140,6 @@ def read(place: Path, *, name: str) -> Run | None:
         summary=folder.read_summary(place) if done else None,
         name=name,
     )
-
-
-def _check_reachable(path: Path) -> None:
-    """InputError where the system does not take the path, as one that is too long."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise InputError(
-            f"{path!s:.80}: expected the folder of a run, got: {error.strerror}; give "
-            f"the --out of a run"
-        ) from error
 
 
 def short_names(places: Sequence[Path]) -> list[str]:

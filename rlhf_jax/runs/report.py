@@ -26,16 +26,9 @@ from rlhf_jax.runs.run_config import RunConfig, to_json
 
 PyTree = Any
 SHOWN = (
-    "loss/language_model",
-    "loss/pairwise",
-    "pairwise/accuracy",
-    "loss/dpo",
-    "dpo/accuracy",
-    "dpo/margin",
-    "objective/scores",
-    "objective/kl",
-    "objective/kl_coef",
-    "response/length",
+    *("loss/language_model", "loss/pairwise", "pairwise/accuracy", "loss/dpo"),
+    *("dpo/accuracy", "dpo/margin", "objective/scores", "objective/kl"),
+    *("objective/kl_coef", "response/length"),
 )
 
 

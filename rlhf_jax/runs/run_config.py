@@ -18,6 +18,9 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import choices
 from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.snapshots import resume
+
+LOGGERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,12 +81,7 @@ class RunConfig:
     @property
     def loggers(self) -> dict[str, str]:
         """{option: package} of what rows go to beside metrics.jsonl."""
-        packages = {
-            "tensorboard": "tensorboardX",
-            "wandb": "wandb",
-            "trackio": "trackio",
-        }
-        return {name: one for name, one in packages.items() if getattr(self, name)}
+        return {name: one for name, one in LOGGERS.items() if vars(self)[name]}
 
 
 # Of RunConfig, and as experiments call what does not change the numbers either.
@@ -124,7 +122,11 @@ def to_json(config: RunConfig) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(fields, default=os.fspath, allow_nan=False))
     except ValueError as error:
-        wrong = ", ".join(f"{name} = {value}" for name, value in _not_finite(fields))
+        wrong = ", ".join(
+            f"{name} = {value}"
+            for name, value in resume.flat(fields).items()
+            if not _is_finite(value)
+        )
         raise InputError(
             f"config fields: expected finite numbers (None is off), got {wrong:.200}; "
             "choose others"
@@ -152,17 +154,10 @@ def _plain_value(value: Any, kind: Any) -> Any:
     return value
 
 
-def _not_finite(fields: dict[str, Any], *, prefix: str = "") -> list[tuple[str, Any]]:
-    """(name, value) of the fields with a number that JSON cannot hold; groups too."""
-    wrong: list[tuple[str, Any]] = []
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            wrong += _not_finite(value, prefix=f"{prefix}{name}.")
-        else:
-            numbers = value if isinstance(value, list | tuple) else [value]
-            if not all(map(math.isfinite, (n for n in numbers if type(n) is float))):
-                wrong.append((prefix + name, value))
-    return wrong
+def _is_finite(value: Any) -> bool:
+    """Whether JSON can hold the numbers of a value, which may be a list."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return all(math.isfinite(n) for n in numbers if type(n) is float)
 
 
 def from_json(

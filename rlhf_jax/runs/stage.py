@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -17,7 +18,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.runs.profile.profiler import Masks
 from rlhf_jax.runs.profile.trace import HOST_SCOPE
 from rlhf_jax.runs.run_config import to_json
-from rlhf_jax.runs.snapshots import beginning, pending, proof, snapshots
+from rlhf_jax.runs.snapshots import beginning, proof, snapshots
 
 if TYPE_CHECKING:
     from rlhf_jax.runs.run import Run
@@ -59,6 +60,22 @@ def check_divergence(
                 f"in a row, {reason} (newest: {newest}); look for "
                 f"NaN in the rewards, or start again with a smaller learning rate"
             )
+
+
+def settled(state: PyTree) -> PyTree:
+    """The state with the result of each `Future` in its place, waiting for it.
+
+    Raises whatever the work behind a future raised.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.result() if isinstance(leaf, Future) else leaf, state
+    )
+
+
+def is_settled(state: PyTree) -> bool:
+    """Whether `settled` would not wait, and would not raise."""
+    futures = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, Future)]
+    return all(future.done() and future.exception() is None for future in futures)
 
 
 class Stage:
@@ -162,7 +179,7 @@ class Stage:
         check_divergence(record.latest, step=step, newest=self._snapshots.latest())
         if due:
             with self.user_code():  # rollouts that are still to come may hang, too
-                state = pending.settled(self.state)
+                state = settled(self.state)
             self._save(done, state)
         if stop:
             self._run.interrupt.stop()
@@ -184,12 +201,12 @@ class Stage:
         """Saves the state from before this step, in another thread; what to tell."""
         done, state = self._whole
         saved = "no step was done yet"
-        if done and not pending.is_settled(state):
+        if done and not is_settled(state):
             saved = "its rollouts are not drawn; the snapshots before stay"
         elif done:
             saved = f"saved as of step {done}"
             self._run.record.flush()
-            self._save(done, pending.settled(state))
+            self._save(done, settled(state))
             self._snapshots.close()
         limit, config = self._run.deadline, self._run.config
         assert limit is not None  # as it calls this

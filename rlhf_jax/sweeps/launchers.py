@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -192,20 +191,16 @@ class Submitit(Launcher):
           InputError: submitit is not installed, knows no such cluster here, or has no
             such parameter.
         """
-        if importlib.util.find_spec("submitit") is None:
-            raise InputError(
-                "--launcher slurm needs the package submitit, which is not installed; "
-                "pip install 'rlhf-jax[slurm]', or leave --launcher out"
-            )
-        import submitit
-
         try:
+            import submitit
+
             self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
             self._executor.update_parameters(**parameters)
         except Exception as error:  # of several kinds, and NameError among them
             raise InputError(
-                f"--launcher slurm: expected a cluster and parameters of submitit, "
-                f"got: {error}; start it where sbatch is, and see [slurm] of the file"
+                f"--launcher slurm: expected the package submitit, a cluster and its "
+                f"parameters, got: {error}; pip install 'rlhf-jax[slurm]', start it "
+                f"where sbatch is, and see [slurm] of the file"
             ) from error
 
     def start(self, run: Planned) -> Process:

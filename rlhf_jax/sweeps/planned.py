@@ -117,8 +117,17 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         },
     }
     plan = json.loads(json.dumps(plan, default=str))  # tuples are lists, dates texts
+    names = ["a file"] if out.exists() else []
+    if out.is_dir():
+        names = sorted(child.name for child in out.iterdir())
+    got = ", ".join(names[:4])
+    begun: dict[str, Any] | None = None
     if path.exists():
-        begun = _read(path)
+        try:
+            begun = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            got = f"a {BEGUN} that cannot be read: {error}"
+    if begun is not None:
         before = {name: begun.get(name) for name in ("trainer", "program", "options")}
         cells = begun.get("cells", {})
         known = {name: now for name, now in plan["cells"].items() if name in cells}
@@ -134,24 +143,13 @@ def begin(sweep: Sweep, *, out: Path) -> None:
                 )
         folder.write_json(path, plan | {"cells": cells | plan["cells"]})
         return
-    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if names or (out.exists() and not out.is_dir()):
+    if got:
         raise InputError(
-            f"--out {out}: expected a folder of a sweep, or none, got "
-            f"{', '.join(names[:4]) or 'a file'}; give another"
+            f"--out {out}: expected a folder of a sweep, or none, got {got}; give "
+            f"another"
         )
     out.mkdir(parents=True, exist_ok=True)
     folder.write_json(path, plan)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: expected the beginning of a sweep, got: {error}; give another "
-            f"--out"
-        ) from error
 
 
 def _difference(name: str, begun: Any, now: Any) -> str:

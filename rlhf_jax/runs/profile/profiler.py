@@ -9,6 +9,7 @@ The run waits for its devices at the two boundaries alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -84,7 +85,7 @@ class Profiler:
         self._masks: list[list[Masks]] = []
         self._earlier: set[Path] = set()
         self._compiled_before = compile_counts.Counts()
-        self._annotation: jax.profiler.StepTraceAnnotation | None = None
+        self._step = contextlib.ExitStack()  # the annotation of a step under way
 
     def begin_stage(self, stage: str, start: int) -> None:
         """Tells where a stage goes on after the window, without a trace of it."""
@@ -107,15 +108,15 @@ class Profiler:
         if self._since is None:
             self._start(step)
         if processes.is_first():
-            self._annotation = jax.profiler.StepTraceAnnotation("step", step_num=step)
-            self._annotation.__enter__()
+            annotation = jax.profiler.StepTraceAnnotation("step", step_num=step)
+            self._step.enter_context(annotation)
 
     def end_step(self, step: int, texts: Iterable[Masks]) -> None:
         """Notes what the step read, and ends the trace after the window's last one."""
         if self._window is None or self._since is None:
             return
         self._masks.append(list(texts))
-        self._leave_step()
+        self._step.close()
         if step + 1 == self._window.end:
             jax.block_until_ready(jax.live_arrays())
             seconds, self._since = time.perf_counter() - self._since, None
@@ -124,7 +125,7 @@ class Profiler:
 
     def close(self) -> None:
         """Gives up a trace that is under way, as a stop or an error does."""
-        self._leave_step()
+        self._step.close()
         if self._since is not None and processes.is_first():
             folder = self._folder / FOLDER
             with write_errors.writing(folder):
@@ -174,11 +175,6 @@ class Profiler:
         )
         with write_errors.writing(folder / WINDOW):
             write_text(folder / WINDOW, json.dumps(profiled._asdict()))
-
-    def _leave_step(self) -> None:
-        if self._annotation is not None:
-            self._annotation.__exit__(None, None, None)
-            self._annotation = None
 
 
 def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
