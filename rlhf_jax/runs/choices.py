@@ -227,13 +227,11 @@ def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
     for name, value in values.items():
         try:
             made[name] = _value(value.strip(), hints[name])
-        except InputError as error:
-            raise InputError(f"{written!r}: {name}: {error}") from None
-        except (ValueError, TypeError):
-            raise InputError(
-                f"{written!r}: expected {name} to be {_described(hints[name])}, got "
-                f"{value!r}"
-            ) from None
+        except (InputError, ValueError, TypeError) as error:
+            why = f"{name}: {error}"
+            if not isinstance(error, InputError):
+                why = f"expected {name} to be {_described(hints[name])}, got {value!r}"
+            raise InputError(f"{written!r}: {why}") from None
     return kind(**made)
 
 

@@ -81,19 +81,24 @@ def writing(path: Path) -> Iterator[None]:
         raise WriteError(path, why) from error
 
 
-def of_run(error: OSError, *, folder: Path) -> WriteError | None:
-    """The failed write that an OSError from a run is; None for any other.
+@contextlib.contextmanager
+def of_run(folder: Path) -> Iterator[None]:
+    """A failed write of the experiment's own inside is a WriteError too.
 
     No room is told wherever it is missing; a permission only inside the run's folder,
     as elsewhere it is about a file to read.
     """
-    inside = isinstance(error.filename, str | Path) and Path(
-        error.filename
-    ).absolute().is_relative_to(folder.absolute())
-    if error.errno not in NO_ROOM and not (inside and error.errno in NAMED):
-        return None
-    name = "a file" if error.filename is None else error.filename
-    return WriteError(name, str(error.strerror))
+    try:
+        yield
+    except OSError as error:
+        name = error.filename
+        inside = isinstance(name, str | Path) and (
+            Path(name).absolute().is_relative_to(folder.absolute())
+        )
+        if error.errno not in NO_ROOM and not (inside and error.errno in NAMED):
+            raise
+        path = "a file" if name is None else name
+        raise WriteError(path, str(error.strerror)) from error
 
 
 def safe(folder: Path) -> str:

@@ -85,7 +85,7 @@ def main(
             _silent_unless_first(),
             progress.hidden(not (config.progress and processes.is_first())),
             contextlib.ExitStack() as folder,
-            _write_errors_named(config.out),
+            write_errors.of_run(config.out),
         ):
             processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
             run(config)
@@ -141,18 +141,6 @@ def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
             "them, got none; give it, or leave them out"
         )
     return cache, options
-
-
-@contextlib.contextmanager
-def _write_errors_named(folder: Path) -> Iterator[None]:
-    """A failed write of the experiment's own is a WriteError too."""
-    try:
-        yield
-    except OSError as error:
-        named = write_errors.of_run(error, folder=folder)
-        if named is None:
-            raise
-        raise named from error
 
 
 @contextlib.contextmanager
