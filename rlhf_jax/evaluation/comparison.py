@@ -7,8 +7,8 @@ judge is asked about pairs, in both orders: many prefer what they read first
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +29,8 @@ def win_rate(scores: Sequence[float], ref_scores: Sequence[float]) -> float:
 
         (1/nm) Σ_ij [s_i > r_j] + ½[s_i = r_j]
 
-    Args:
-      scores: of the policy's n responses to a prompt, in reward units.
-      ref_scores: of the reference's m responses to it.
-
-    Returns:
-      A share; ½ where the two are alike.
+    s are the policy's n responses to a prompt and r the reference's m, in reward units.
+    A share; ½ where the two are alike.
 
     Raises:
       InputError: there are no scores of one of them.
@@ -79,8 +75,6 @@ def judged(
     """Asks a judge about pairs of responses, in both orders.
 
     Args:
-      judge: (prompts, first, second, rows) -> probabilities that the first is better.
-      prompts, responses, ref_responses, rows: of the pairs.
       called: what messages call the judge, as "--judge my_judges:better".
 
     Returns:
@@ -122,21 +116,18 @@ def judged(
 
 
 def _probabilities(returned: Any, *, count: int, called: str) -> list[float]:
-    expected = (
-        f"expected {called} to return {count} probabilities, one for each pair, that "
-        f"the first response is better"
-    )
-    try:
+    numbers: list[float] = []
+    got = f"{returned!r:.80}"
+    with contextlib.suppress(TypeError, ValueError):
         numbers = [float(number) for number in returned]
-    except (TypeError, ValueError):
+        got = str(len(numbers))
+    wrong = [place for place, p in enumerate(numbers) if not 0 <= p <= 1]  # or NaN
+    if len(numbers) == count and wrong:
+        got = f"{numbers[wrong[0]]} at index {wrong[0]}"
+    if len(numbers) != count or wrong:
         raise InputError(
-            f"{expected}, got {returned!r:.80}; return a list of floats"
-        ) from None
-    if len(numbers) != count:
-        raise InputError(f"{expected}, got {len(numbers)}; return one for each pair")
-    for place, number in enumerate(numbers):
-        if not (math.isfinite(number) and 0 <= number <= 1):
-            raise InputError(
-                f"{expected}, got {number} at index {place}; return numbers from 0 to 1"
-            )
+            f"expected {called} to return {count} probabilities, one for each pair, "
+            f"that the first response is better, got {got}; return a list of so many "
+            f"numbers from 0 to 1"
+        )
     return numbers

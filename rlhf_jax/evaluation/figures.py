@@ -1,10 +1,8 @@
 """From responses and their numbers to figures over prompts, with intervals.
 
 A figure is computed for each prompt, from all its samples, and then averaged over
-prompts. Prompts are the independent draws, so that its interval is Student's t over
-prompts (`sweeps.statistics`); samples of one prompt are not independent draws of it.
-Where each prompt is one trial, right or wrong, the interval is Wilson's, which is near
-95% for small shares too.
+prompts, which are the independent draws. Its interval is Student's t over prompts
+(`sweeps.statistics`), or Wilson's where each prompt is one trial, right or wrong.
 
 Source: Wilson 1927; Brown, Cai and DasGupta 2001.
 """
@@ -126,16 +124,12 @@ def over_prompts(
 def of_model(
     prompts: PerPrompt, *, kind: Kind, ks: Sequence[int], answers: bool
 ) -> dict[str, Figure]:
-    """Figures of one model's responses in one way of decoding.
+    """Figures of one model's responses in one way of decoding; README.md defines each.
 
     Args:
       prompts: the responses, n to each prompt.
-      kind: what the scores are.
       ks: k of pass@k, best@k and majority@k; those above n are left out.
       answers: whether the verifier reads answers.
-
-    Returns:
-      By name; README.md defines each.
     """
     count, single = min(map(len, prompts)), _single(prompts)
     chosen = [k for k in ks if k <= count]
@@ -148,16 +142,12 @@ def of_model(
         if kind in CHECKED:
             figures[f"pass@{k}"] = over_prompts(
                 [
-                    success.pass_at_k(
-                        sum(response.right for response in samples),
-                        num_samples=len(samples),
-                        k=k,
-                    )
-                    for samples in prompts
+                    success.pass_at_k(sum(r.right for r in p), num_samples=len(p), k=k)
+                    for p in prompts
                 ],
                 share=True,
                 # Of all the samples of a prompt it is one outcome: some are right.
-                trials=all(len(samples) == k for samples in prompts),
+                trials=all(len(p) == k for p in prompts),
             )
         if kind in GRADED:
             figures[f"best@{k}"] = over_prompts(
@@ -168,32 +158,28 @@ def of_model(
             figures[f"majority@{k}"] = over_prompts(
                 [
                     success.majority_at_k(
-                        [response.answer for response in samples],
-                        [response.right for response in samples],
-                        k=k,
+                        [r.answer for r in p], [r.right for r in p], k=k
                     )
-                    for samples in prompts
+                    for p in prompts
                 ],
                 share=True,
                 trials=single,
             )
     if kind in CHECKED:
-        figures["failed"] = over_prompts(
-            _means(prompts, lambda r: r.failed), share=True, trials=single
-        )
+        figures["failed"] = _share(prompts, lambda r: r.failed)
     if kind == "environment":
         figures |= _of_turns(prompts)
     figures["length"] = over_prompts(_means(prompts, lambda r: r.length))
-    figures["ended"] = over_prompts(
-        _means(prompts, lambda r: r.ended), share=True, trials=single
-    )
+    figures["ended"] = _share(prompts, lambda r: r.ended)
     if count > 1:
         figures["distinct"] = over_prompts(
-            [len({response.response for response in p}) / len(p) for p in prompts],
-            share=True,
+            [len({r.response for r in p}) / len(p) for p in prompts], share=True
         )
     if prompts[0][0].ref_logprob is not None:
-        figures["log_perplexity"] = over_prompts(_means(prompts, _log_perplexity))
+        # -(1/T) Σ log π_ref(token), nats per token.
+        figures["log_perplexity"] = over_prompts(
+            _means(prompts, lambda r: -_required(r.ref_logprob) / r.length)
+        )
     if prompts[0][0].kl is not None:
         figures["kl"] = over_prompts(_means(prompts, lambda r: _required(r.kl)))
         figures["kl_k1"] = over_prompts(_means(prompts, lambda r: _required(r.k1)))
@@ -201,12 +187,7 @@ def of_model(
 
 
 def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str, Any]:
-    """Figures of the policy beside the reference, prompt by prompt.
-
-    Args:
-      policy, reference: responses to the same prompts.
-      kind: what the scores are.
-    """
+    """Figures of the policy beside the reference, by responses to the same prompts."""
     figures: dict[str, Figure] = {}
     single = _single(policy) and _single(reference)
     if kind != "none":
@@ -223,34 +204,22 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
             trials=single,
         )
     if policy[0][0].verdict is not None:
-        figures["win_rate_by_judge"] = over_prompts(
-            _means(policy, lambda r: _verdict(r).win), share=True, trials=single
-        )
-        figures["judge_prefers_first"] = over_prompts(
-            _means(policy, lambda r: _verdict(r).first),
-            share=True,
-            trials=single,
-        )
+        for name, number in (
+            ("win_rate_by_judge", lambda r: _verdict(r).win),
+            ("judge_prefers_first", lambda r: _verdict(r).first),
+        ):
+            values = _means(policy, number)
+            figures[name] = over_prompts(values, share=True, trials=single)
     return figures
 
 
 def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
     """Of episodes: their turns, what was observed, and how they ended."""
-    single = _single(prompts)
-    figures = {
+    return {
         "turns": over_prompts(_means(prompts, lambda r: _required(r.turns))),
         "observed": over_prompts(_means(prompts, lambda r: _required(r.observed))),
+        **{end: _share(prompts, lambda r, end=end: r.end == end) for end in ENDS},
     }
-    for end in ENDS:
-        figures[end] = over_prompts(
-            [
-                float(np.mean([response.end == end for response in samples]))
-                for samples in prompts
-            ],
-            share=True,
-            trials=single,
-        )
-    return figures
 
 
 def distinct_share(prompts: PerPrompt) -> float:
@@ -264,6 +233,11 @@ def _single(prompts: PerPrompt) -> bool:
     return all(len(samples) == 1 for samples in prompts)
 
 
+def _share(prompts: PerPrompt, is_one: Callable[[Response], bool]) -> Figure:
+    """The share of responses that are such; a trial where a prompt has one response."""
+    return over_prompts(_means(prompts, is_one), share=True, trials=_single(prompts))
+
+
 def _means(prompts: PerPrompt, number: Callable[[Response], float]) -> list[float]:
     """The mean over a prompt's samples, for each prompt."""
     return [float(np.mean([number(r) for r in samples])) for samples in prompts]
@@ -271,11 +245,6 @@ def _means(prompts: PerPrompt, number: Callable[[Response], float]) -> list[floa
 
 def _score(response: Response) -> float:
     return _required(response.score)
-
-
-def _log_perplexity(response: Response) -> float:
-    """-(1/T) Σ log π_ref(token), nats per token."""
-    return -_required(response.ref_logprob) / response.length
 
 
 def _verdict(response: Response) -> Verdict:

@@ -20,13 +20,7 @@ def pass_at_k(correct: int, *, num_samples: int, k: int) -> float:
     k of the n samples are drawn without replacement, which is unbiased for k fresh
     samples; 1 - (1 - c/n)^k is not.
 
-    Args:
-      correct: c, right responses among the samples.
-      num_samples: n.
-      k: responses that are tried, at most n.
-
-    Returns:
-      A probability.
+    c = `correct` of the n = `num_samples` are right; k <= n are tried.
 
     Raises:
       InputError: k is not in [1, n], or c not in [0, n].
@@ -53,12 +47,7 @@ def best_at_k(scores: Sequence[float], *, k: int) -> float:
     of C(i - 1, k - 1) of the C(n, k) subsets. Equal to `pass_at_k` for scores of 0 and
     1, and to the mean for k = 1.
 
-    Args:
-      scores: of the n samples, in reward units.
-      k: responses that the best one is chosen of, at most n.
-
-    Returns:
-      Reward units.
+    Scores of the n samples are in reward units, and so is the result.
 
     Raises:
       InputError: k is not in [1, n].
@@ -82,13 +71,7 @@ def majority_at_k(
     read. Of answers that are equally frequent each counts alike. A response without an
     answer does not vote; a group without votes is wrong.
 
-    Args:
-      answers: of the n samples, in a form that is equal where they are; None without.
-      right: whether each is right.
-      k: responses that vote, at most n.
-
-    Returns:
-      A share.
+    Answers are in a form that is equal where they are.
 
     Raises:
       InputError: k is not in [1, n], or the lengths differ.

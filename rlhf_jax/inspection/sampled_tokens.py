@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,17 +39,8 @@ def columns(
         {"tokens": ["It", " was", "?"], "logprobs": [-0.5, null, -1.2],
          "observed": [false, true, false]}
 
-    Nothing is computed on a device:
-    the arrays are those that the step has.
-
-    Args:
-      rollout: Rollout[B, S] on the host.
-      logprobs: f32[B, S] on the host, nats, of the policy.
-      ref_logprobs: f32[B, S] on the host, nats; None leaves them out.
-      decode: ids -> text.
-
-    Returns:
-      One record per row.
+    The arrays, Rollout[B, S] and f32[B, S] in nats, are those that the step has, on the
+    host: nothing is computed on a device. Without ref_logprobs a row has none.
     """
     arrays = {"logprobs": logprobs}
     if ref_logprobs is not None:
@@ -82,14 +74,12 @@ def likeliest(
     temperature: float,
     count: int,
 ) -> tuple[Array, Array, Array]:
-    """The tokens that the policy finds likeliest at each place; a row at a time.
+    """The k tokens that the policy finds likeliest at each place; a row at a time.
 
     Args:
       params, ref_params: decoders of one shape, stored in any way.
       tokens: i32[n, S]. mask: bool[n, S].
-      model: their shape.
       temperature: divides the logits of both.
-      count: k.
 
     Returns:
       ids i32[n, S, k], the likeliest first, and f32[n, S, k] log π and log π_ref, nats;
@@ -123,12 +113,8 @@ def alternatives(
 ) -> list[list[list[list[Any]]]]:
     """Per entry of `columns` of each row [[text, log π, log π_ref], ...].
 
-    An observed token has none: the policy drew nothing there.
-
-    Args:
-      rollout: Rollout[n, S] on the host.
-      likely: of `likeliest`, on the host.
-      decode: ids -> text.
+    An observed token has none: the policy drew nothing there. Rollout[n, S] and
+    `likely`, of `likeliest`, are on the host.
     """
     records = []
     sampled = np.asarray(rollout.response_mask)
@@ -136,25 +122,18 @@ def alternatives(
     for row, (tokens, read) in enumerate(zip(rollout.tokens, every_read, strict=True)):
         places = np.flatnonzero(sampled[row] | read)
         response = np.asarray(tokens)[places].tolist()
-        records.append(
-            [
+        record = []
+        for at, place in enumerate(places):
+            before = response[max(0, at - tokenization.CONTEXT) : at]
+            piece = functools.partial(tokenization.piece, before=before, decode=decode)
+            others = zip(*(array[row, place] for array in likely), strict=True)
+            record.append(
                 [
-                    [
-                        tokenization.piece(
-                            int(token),
-                            before=response[max(0, at - tokenization.CONTEXT) : at],
-                            decode=decode,
-                        ),
-                        *rounded(numbers),
-                    ]
-                    for token, *numbers in zip(
-                        *(array[row, place] for array in likely), strict=True
-                    )
-                    if not read[place]
+                    [piece(int(token)), *rounded(numbers)]
+                    for token, *numbers in ([] if read[place] else others)
                 ]
-                for at, place in enumerate(places)
-            ]
-        )
+            )
+        records.append(record)
     return records
 
 

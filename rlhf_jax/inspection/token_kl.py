@@ -12,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import string
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +27,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_logprobs
 from rlhf_jax.inspection.token_logprobs import Divergence, Token
-from rlhf_jax.runs import folder, report
+from rlhf_jax.runs import folder, receipt, report
 
 LARGEST = 10  # tokens in the table of those with the largest KL
 
@@ -85,10 +87,8 @@ def summary(tokens: Sequence[Token]) -> str:
 def coloured(tokens: Sequence[Token], *, limit: float) -> Text:
     """The text for a terminal: blue where the policy is more likely, orange where less.
 
-    Spaces show as dots and line breaks as ⏎; the legend stands above.
-
-    Args:
-      limit: nats at which a colour is full.
+    Spaces show as dots and line breaks as ⏎; the legend stands above. A colour is full
+    at `limit`, nats.
     """
     shown = Text("k1 [nats]  ")
     for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
@@ -113,12 +113,7 @@ def _terminal_style(share: float) -> str:
 
 
 def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
-    """The text as one HTML page without other files, in light or dark.
-
-    Args:
-      limit: nats at which a colour is full.
-      title: of the page.
-    """
+    """The text as one HTML page without other files; a colour is full at `limit`."""
     spans = "".join(
         _span(token, place, limit=limit) for place, token in enumerate(tokens)
     )
@@ -128,7 +123,8 @@ def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
         f"<td>{divergence.logprob:.3f}</td><td>{divergence.ref_logprob:.3f}</td></tr>"
         for place, token, divergence in largest(tokens)
     )
-    return _PAGE.format(
+    page = resources.files("rlhf_jax.inspection").joinpath("token_kl.html")
+    return string.Template(page.read_text(encoding="utf-8")).substitute(
         title=escape(title),
         summary=escape(summary(tokens)),
         low=f"{-limit:+.3g}",
@@ -150,7 +146,8 @@ def largest(tokens: Sequence[Token]) -> list[tuple[int, Token, Divergence]]:
 
 
 def _span(token: Token, place: int, *, limit: float) -> str:
-    text = _escape(token.text)
+    # The marks for spaces are faint, and lines may break at them.
+    text = escape(_visible(token.text)).replace("·", "<wbr><i>·</i>")
     if token.divergence is None:
         return f'<span class="first" title="{place}: not predicted">{text}</span>'
     kl = token.divergence
@@ -173,71 +170,13 @@ def _span(token: Token, place: int, *, limit: float) -> str:
     )
 
 
-def _escape(text: str) -> str:
-    """HTML of a token; the marks for spaces are faint, and lines may break at them."""
-    shown = escape(_visible(text))
-    return shown.replace("·", "<wbr><i>·</i>")
-
-
 def _visible(text: str) -> str:
     """Spaces as ·, tabs as ⇥, line breaks as ⏎ and a break, controls by number."""
-    marks = {" ": "·", "\t": "⇥", "\n": "⏎\n"}
-    return "".join(
-        marks.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text
-    )
+    return receipt.visible(text).replace(" ", "·")
 
 
 def _on_one_line(text: str) -> str:
     return _visible(text).replace("\n", "")
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem; }}
-h1 {{ font-size: 1.3rem; overflow-wrap: anywhere; }}
-.bar {{ display: inline-block; width: 12rem; height: 0.9rem; margin: 0 0.4rem;
-  vertical-align: middle; background: linear-gradient(to right, rgba(234,88,12,0.55),
-  rgba(128,128,128,0), rgba(37,99,235,0.55));
-  border: 1px solid rgba(128,128,128,0.5); }}
-.line {{ background: linear-gradient(to right, rgba(147,51,234,0), rgb(147,51,234));
-  height: 3px; border: 0; }}
-.text {{ font: 15px/2.1 ui-monospace, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }}
-.text span {{ border-bottom: 3px solid transparent; padding: 1px 0; }}
-.text .first {{ border-bottom: 3px dotted rgba(128,128,128,0.7); }}
-.text i {{ opacity: 0.35; font-style: normal; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: right; padding: 0.15rem 0.8rem;
-  border-bottom: 1px solid rgba(128,128,128,0.3); }}
-th:nth-child(2), td:nth-child(2) {{ text-align: left; white-space: pre-wrap; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{summary}.</p>
-<p>Background, k1 = log π − log π_ref of the token: {low}
-<span class="bar"></span> {high} nats; blue where it is more likely under the policy
-than under the reference, orange where less.<br>
-Line below, exact KL of the two distributions at that token: 0
-<span class="bar line"></span> {full} nats. Dotted: not predicted.<br>
-· is a space, ⏎ a line break. Point at a token for its numbers.</p>
-<div class="text">{spans}</div>
-<h2>Largest exact KL</h2>
-<table>
-<tr><th>place</th><th>token</th><th>k1 [nats]</th><th>exact KL [nats]</th>
-<th>log π [nats]</th><th>log π_ref [nats]</th></tr>
-{rows}
-</table>
-</body>
-</html>
-"""
 
 
 def run(options: Options) -> None:

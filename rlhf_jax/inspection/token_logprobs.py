@@ -67,14 +67,9 @@ def compute(
 
     Args:
       params, ref_params: decoders, stored in any way.
-      model, ref_model: of one vocabulary.
-      tokens: ids, at least two.
       decode: ids -> text, special tokens kept.
       temperature: divides the logits of both.
       alternatives: how many of the policy's most likely tokens to return.
-
-    Returns:
-      Every token with its text and what both models say of it.
 
     Raises:
       InputError: the vocabularies differ in size, or there are fewer than two tokens.

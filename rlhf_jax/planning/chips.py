@@ -34,74 +34,38 @@ class Chip:
 TPU = "what the compiler of libtpu 0.0.52 names as available HBM when it refuses"
 GPU = "0.75 of the memory, which JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
 CLOUD = "https://cloud.google.com/tpu/docs/"
+
+
+def _tpu(
+    kind: str, gib: float, tflops: int, memory: int, links: int, page: str
+) -> Chip:
+    """A TPU by its available GiB, TFLOP/s, and GB/s of its memory and its links."""
+    rates = (tflops * 1e12, memory * GB, links * GB)
+    return Chip(kind, int(gib * GIB), TPU, *rates, source=CLOUD + page)
+
+
+def _gpu(
+    kind: str, size: int, tflops: int, memory: int, links: int, net: int, source: str
+) -> Chip:
+    """A GPU by its bytes, TFLOP/s, and GB/s of its memory, NVLink and network."""
+    rates = (tflops * 1e12, memory * GB, links * GB)
+    return Chip(kind, int(0.75 * size), GPU, *rates, source=source, network=net * GB)
+
+
+# Links of a TPU are 1600, 4800 and 3200 Gbit/s. NVLink is 3, 4, 4 and 5, half of what
+# it does both ways; the network is 200 Gbit/s of an A100, and 400 of the others.
+A100 = "NVIDIA A100 80 GB SXM and DGX A100 data sheets"
+H100 = "NVIDIA H100 SXM and DGX H100 data sheets"
+H200 = "NVIDIA H200 and DGX H200 data sheets"
+B200 = "NVIDIA DGX B200 data sheet, an eighth of it"
 CHIPS: dict[str, Chip] = {
-    "v5e": Chip(
-        kind="TPU v5 lite",
-        memory=int(15.75 * GIB),
-        reserved=TPU,
-        flops=197e12,
-        bandwidth=819 * GB,
-        links=200 * GB,  # 1600 Gbit/s
-        source=CLOUD + "v5e",
-    ),
-    "v5p": Chip(
-        kind="TPU v5",
-        memory=int(95.73 * GIB),
-        reserved=TPU,
-        flops=459e12,
-        bandwidth=2765 * GB,
-        links=600 * GB,  # 4800 Gbit/s
-        source=CLOUD + "v5p",
-    ),
-    "v6e": Chip(
-        kind="TPU v6 lite",
-        memory=int(31.24 * GIB),
-        reserved=TPU,
-        flops=918e12,
-        bandwidth=1600 * GB,
-        links=400 * GB,  # 3200 Gbit/s
-        source=CLOUD + "v6e",
-    ),
-    "a100": Chip(
-        kind="NVIDIA A100-SXM4-80GB",
-        memory=int(0.75 * 80 * GIB),
-        reserved=GPU,
-        flops=312e12,
-        bandwidth=2039 * GB,
-        links=300 * GB,  # NVLink 3, half of 600 GB/s both ways
-        source="NVIDIA A100 80 GB SXM and DGX A100 data sheets",
-        network=25 * GB,  # 200 Gbit/s
-    ),
-    "h100": Chip(
-        kind="NVIDIA H100",
-        memory=int(0.75 * 80 * GIB),
-        reserved=GPU,
-        flops=989e12,
-        bandwidth=3350 * GB,
-        links=450 * GB,  # NVLink 4, half of 900 GB/s both ways
-        source="NVIDIA H100 SXM and DGX H100 data sheets",
-        network=50 * GB,  # 400 Gbit/s
-    ),
-    "h200": Chip(
-        kind="NVIDIA H200",
-        memory=int(0.75 * 141 * GB),
-        reserved=GPU,
-        flops=989e12,
-        bandwidth=4800 * GB,
-        links=450 * GB,
-        source="NVIDIA H200 and DGX H200 data sheets",
-        network=50 * GB,
-    ),
-    "b200": Chip(
-        kind="NVIDIA B200",
-        memory=int(0.75 * 180 * GB),
-        reserved=GPU,
-        flops=2250e12,
-        bandwidth=8000 * GB,
-        links=900 * GB,  # NVLink 5, half of 1800 GB/s both ways
-        source="NVIDIA DGX B200 data sheet, an eighth of it",
-        network=50 * GB,
-    ),
+    "v5e": _tpu("TPU v5 lite", 15.75, 197, 819, 200, "v5e"),
+    "v5p": _tpu("TPU v5", 95.73, 459, 2765, 600, "v5p"),
+    "v6e": _tpu("TPU v6 lite", 31.24, 918, 1600, 400, "v6e"),
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80 * GIB, 312, 2039, 300, 25, A100),
+    "h100": _gpu("NVIDIA H100", 80 * GIB, 989, 3350, 450, 50, H100),
+    "h200": _gpu("NVIDIA H200", 141 * GB, 989, 4800, 450, 50, H200),
+    "b200": _gpu("NVIDIA B200", 180 * GB, 2250, 8000, 900, 50, B200),
 }
 """By the name that a topology begins with, or that --chip takes."""
 

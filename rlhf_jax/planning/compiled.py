@@ -91,18 +91,11 @@ def memory(
 ) -> Any:
     """The compiler's account of a program on one device, in bytes; it never runs.
 
-    Args:
-      function: of pytrees of arrays, un-jitted.
-      args: its arguments, arrays or shapes, stored in any way.
-      device: to compile for, from `target`.
-      donate: which of the arguments are donated.
+    Args are those of `program`, stored in any way and not `placed` yet.
 
     Returns:
       jax's CompiledMemoryStats: `argument_size_in_bytes`, `temp_size_in_bytes`,
       `host_argument_size_in_bytes` and others.
-
-    Raises:
-      RefusedError: the compiler knows already that the device has too little memory.
     """
     where = SingleDeviceSharding(device)
     args = placed(args, jax.tree.map(lambda leaf: where, args))
@@ -120,8 +113,7 @@ def program(
 
     Args:
       function: of pytrees of arrays, un-jitted.
-      args: its arguments, `placed` shapes.
-      device: any of the devices to compile for.
+      device: any of the devices to compile for, from `target`.
       donate: which of the arguments are donated.
       keep_unused: arguments that the program does not read count all the same.
 
@@ -142,11 +134,7 @@ def program(
 
 
 def placed(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Shapes of the tree with their shardings, `OnHost` leaves in the host's memory.
-
-    Args:
-      shardings: one for every array of the tree, as `sharding.shardings` makes them.
-    """
+    """Shapes of the tree with their shardings, `OnHost` leaves in the host's memory."""
 
     def of(leaf: Any, where: Any) -> Any:
         def put(x: Any, place: Any) -> Any:

@@ -109,13 +109,16 @@ class _Walker:
             self._known[name] = self._sum(self._computations[name])
         return self._known[name]
 
+    def _called(self, line: Line) -> Computation:
+        """The computation of a fusion."""
+        return self._computations[instructions.called(line, "calls")]
+
     def _sum(self, lines: Computation) -> Cost:
         total, channels = Cost(), set()
         for line in lines.values():
             if line.opcode == "while":
                 body, condition = (
-                    instructions.called(line, "body"),
-                    instructions.called(line, "condition"),
+                    instructions.called(line, what) for what in ("body", "condition")
                 )
                 times = self._times(line, lines, body=body, condition=condition)
                 if times is None:
@@ -143,12 +146,12 @@ class _Walker:
         if known is not None:
             return int(known[1])
         tests = self._computations[condition]
-        test = next(line for line in tests.values() if line.root)
+        test = instructions.root(tests)
         while test.opcode == "fusion":  # of the comparison alone
-            inner = self._computations[instructions.called(test, "calls")]
+            inner = self._called(test)
             names = [line.name for line in inner.values() if line.opcode == "parameter"]
             outer = dict(zip(names, test.operands, strict=True))
-            test = next(line for line in inner.values() if line.root)
+            test = instructions.root(inner)
             swapped = tuple(outer.get(name, name) for name in test.operands)
             test = dataclasses.replace(test, operands=swapped)
             tests = tests | inner
@@ -170,11 +173,11 @@ class _Walker:
     def _stride(self, body: str, at: int) -> int:
         """By how much a turn moves the counter: a loop may have been unrolled."""
         lines = self._computations[body]
-        root = next(line for line in lines.values() if line.root)
+        root = instructions.root(lines)
         moved = lines[root.operands[at]]
         if moved.opcode == "fusion":
-            lines = self._computations[instructions.called(moved, "calls")]
-            moved = next(line for line in lines.values() if line.root)
+            lines = self._called(moved)
+            moved = instructions.root(lines)
         if moved.opcode != "add":
             return 1
         return (
@@ -186,7 +189,7 @@ class _Walker:
     ) -> None:
         """Counts a collective, once however many pieces a fusion has cut it into."""
         if line.opcode == "fusion":
-            inner = self._computations[instructions.called(line, "calls")]
+            inner = self._called(line)
             for part in inner.values():
                 self._exchange(part, inner, total, channels)
             return
@@ -209,12 +212,9 @@ class _Walker:
     def _group(self, line: Line) -> tuple[int, int]:
         """How many devices exchange with each other, and of how many nodes they are."""
         groups = exchanges.pairs(line.rest) or [exchanges.group(line.rest)]
-        per_node = self._per_node
-        nodes = (
-            1
-            if per_node is None
-            else max(len({device // per_node for device in group}) for group in groups)
-        )
+        nodes = 1
+        if (size := self._per_node) is not None:
+            nodes = max(len({device // size for device in group}) for group in groups)
         return len(groups[0]), max(nodes, 1)
 
     def _bytes(self, line: Line, lines: Computation) -> int:
@@ -239,19 +239,17 @@ class _Walker:
         return read + line.written
 
     def _fusion_bytes(self, line: Line, lines: Computation) -> int:
-        inner = self._computations[instructions.called(line, "calls")]
+        inner = self._called(line)
         total = 0
         for part in inner.values():
             if part.opcode == "parameter":
                 operand = lines[line.operands[int(part.text)]]
                 if operand.written:
                     total += min(self._read(part, inner), operand.written)
-        root = next(part for part in inner.values() if part.root)
-        parts = (
-            [inner[name] for name in root.operands]
-            if root.opcode == "tuple"
-            else [root]
-        )
+        root = instructions.root(inner)
+        parts = [root]
+        if root.opcode == "tuple":
+            parts = [inner[name] for name in root.operands]
         for part, leaf in zip(parts, line.result, strict=False):
             if not leaf.on_chip:
                 total += self._written(part, inner)
@@ -268,13 +266,10 @@ class _Walker:
             elif user.opcode in SLICES and parameter.name == user.operands[0]:
                 total += sum(leaf.size for leaf in user.result)
             elif user.opcode == "dynamic-update-slice":
-                total += (
-                    0
-                    if parameter.name == user.operands[0]
-                    else instructions.whole(parameter)
-                )
+                if parameter.name != user.operands[0]:
+                    total += instructions.whole(parameter)
             elif user.opcode == "fusion":
-                called = self._computations[instructions.called(user, "calls")]
+                called = self._called(user)
                 at = [
                     i for i, name in enumerate(user.operands) if name == parameter.name
                 ]
@@ -285,11 +280,10 @@ class _Walker:
                 )
                 if self._origin(user, inner) == self._origin(parameter, inner):
                     total += self._read(user, inner)
-            elif not (user.root and user.opcode == "tuple"):
-                # What passes through a fusion, or is sent by a collective in it, is
-                # not read by it.
-                passes_through = user.opcode in exchanges.COLLECTIVES
-                total += 0 if passes_through else instructions.whole(parameter)
+            elif not (user.root and user.opcode == "tuple") and (
+                user.opcode not in exchanges.COLLECTIVES
+            ):  # what passes through a fusion, or is sent in it, is not read by it
+                total += instructions.whole(parameter)
         return min(total, instructions.whole(parameter))
 
     def _origin(self, line: Line, lines: Computation) -> Line:
@@ -300,8 +294,8 @@ class _Walker:
         if line.opcode == "bitcast":
             return self._origin(lines[line.operands[0]], lines)
         if line.opcode == "fusion":
-            called = self._computations[instructions.called(line, "calls")]
-            root = next(part for part in called.values() if part.root)
+            called = self._called(line)
+            root = instructions.root(called)
             origin = self._origin(root, called)
             if origin.opcode == "parameter":
                 operand = line.operands[int(origin.text)]
@@ -315,8 +309,8 @@ class _Walker:
         if part.opcode == "dynamic-update-slice":
             return instructions.whole(inner[part.operands[1]])
         if part.opcode == "fusion":
-            called = self._computations[instructions.called(part, "calls")]
-            root = next(line for line in called.values() if line.root)
+            called = self._called(part)
+            root = instructions.root(called)
             if root.opcode != "tuple":
                 return self._written(root, called)
         return instructions.whole(part)

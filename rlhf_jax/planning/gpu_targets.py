@@ -9,10 +9,9 @@ choose on the GPU itself is not known.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.experimental import topologies
 
@@ -22,59 +21,28 @@ PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
 INSTALL = "pip install -c .ci/constraints.txt -e '.[plan-cuda]'"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Description:
+class _Description(NamedTuple):
     """What tells one GPU from another, by NVIDIA's data sheets and CUDA's occupancy."""
 
     name: str
+    memory: int  # bytes
+    bandwidth: int  # bytes a second
     capability: int
     cores: int  # streaming multiprocessors
     units: int  # of float32, in each of them
     clock: float  # GHz
     shared: int  # bytes of shared memory of a multiprocessor; of a block 1 KiB less
     cache: int  # bytes, the second level
-    memory: int  # bytes
-    bandwidth: int  # bytes a second
 
 
-_H100 = _Description(
-    name="NVIDIA H100 80GB HBM3",
-    capability=9,
-    cores=132,
-    units=128,
-    clock=1.98,
-    shared=233472,
-    cache=52428800,
-    memory=84942979072,
-    bandwidth=3352320000000,
-)
+_AMPERE = (8, 108, 64, 1.41, 167936, 41943040)
+_HOPPER = (9, 132, 128, 1.98, 233472, 52428800)
+_BLACKWELL = (10, 148, 128, 1.965, 233472, 132644864)
 _DESCRIPTIONS = {
-    "a100": _Description(
-        name="NVIDIA A100-SXM4-80GB",
-        capability=8,
-        cores=108,
-        units=64,
-        clock=1.41,
-        shared=167936,
-        cache=41943040,
-        memory=85100068864,
-        bandwidth=2039040000000,
-    ),
-    "h100": _H100,
-    "h200": dataclasses.replace(
-        _H100, name="NVIDIA H200", memory=151397597184, bandwidth=4800000000000
-    ),
-    "b200": _Description(
-        name="NVIDIA B200",
-        capability=10,
-        cores=148,
-        units=128,
-        clock=1.965,
-        shared=233472,
-        cache=132644864,
-        memory=191514411008,
-        bandwidth=7672320000000,
-    ),
+    "a100": _Description("NVIDIA A100-SXM4-80GB", 85100068864, 2039040000000, *_AMPERE),
+    "h100": _Description("NVIDIA H100 80GB HBM3", 84942979072, 3352320000000, *_HOPPER),
+    "h200": _Description("NVIDIA H200", 151397597184, 4800000000000, *_HOPPER),
+    "b200": _Description("NVIDIA B200", 191514411008, 7672320000000, *_BLACKWELL),
 }
 
 
@@ -84,11 +52,7 @@ def is_gpu(topology: str) -> bool:
 
 
 def per_node(topology: str) -> int:
-    """GPUs of a node: the second number of h100:8x8.
-
-    Raises:
-      InputError: the topology is of another form.
-    """
+    """GPUs of a node: the second number of h100:8x8."""
     return _shape(topology)[1]
 
 
@@ -103,10 +67,7 @@ def compiler() -> str | None:
 
 
 def devices(topology: str) -> list[Any]:
-    """The GPUs, node after node.
-
-    Args:
-      topology: chip:NODESxGPUS, for instance h100:8x8.
+    """The GPUs, node after node, of chip:NODESxGPUS.
 
     Raises:
       InputError: the topology is of another form, or the plug-in that compiles for GPUs

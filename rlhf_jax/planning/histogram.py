@@ -27,34 +27,26 @@ def read(path: Path) -> tuple[int, ...]:
       InputError: there is no such file, no length in it, or a line of another form;
         names the line.
     """
+    lines, got = [], "which is empty"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"--lengths: expected a file of lengths, got {path} ({error}); name one"
-        ) from None
-    lengths = tuple(
-        sorted(
-            _length(line, where=f"{path}:{number}")
-            for number, line in enumerate(lines, 1)
-            if line.strip()
-        )
-    )
+        got = f"which cannot be read: {error}"
+    lengths = [
+        _length(line, where=f"{path}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not lengths:
         raise InputError(
-            f"--lengths: expected a length a line, got the empty file {path}; write "
-            f"one integer a line, or JSON objects with a field {FIELD!r}"
+            f"--lengths: expected a file of lengths, got {path}, {got}; write one "
+            f"integer a line, or JSON objects with a field {FIELD!r}"
         )
-    return lengths
+    return tuple(sorted(lengths))
 
 
 def spread(lengths: Sequence[int], *, rows: int) -> tuple[int, ...]:
-    """The lengths of a batch: at the shares (i + 1/2)/rows of them, i = 0 to rows - 1.
-
-    Args:
-      lengths: in rising order, tokens.
-      rows: of the batch.
-    """
+    """The lengths of a batch: at the shares (i + 1/2)/rows of rising lengths."""
     count = len(lengths)
     return tuple(lengths[(2 * i + 1) * count // (2 * rows)] for i in range(rows))
 

@@ -65,24 +65,21 @@ class Alive(NamedTuple):
 def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target:
     """The chips, as a mesh, and the compiler that stands for them.
 
-    Args:
-      topology: of TPUs or GPUs; None compiles with this machine's own compiler.
-      chip: then the one that it stands in for; None is this machine's.
+    Without a topology this machine's own compiler stands in for the chip; None is the
+    chip of this machine.
 
     Raises:
       InputError: there is no such topology or chip, or the mesh has another size.
     """
     if topology is not None:
-        devices = compiled.slice_of(topology)
+        made = mesh.make(compiled.slice_of(topology))
         name = topology.partition(":")[0]
-        figures = chips.named(name)
         if gpu_targets.is_gpu(topology):
             compiler = f"that of {gpu_targets.compiler()}"
             per_node = gpu_targets.per_node(topology)
-        else:
-            compiler = f"that of libtpu {importlib.metadata.version('libtpu')}"
-            per_node = None
-        return Target(mesh.make(devices), name, figures, compiler, per_node)
+            return Target(made, name, chips.named(name), compiler, per_node)
+        compiler = f"that of libtpu {importlib.metadata.version('libtpu')}"
+        return Target(made, name, chips.named(name), compiler)
     if mesh.size > 1:
         # As many virtual devices as the mesh has, where this machine is a CPU and no
         # program has run yet; else the mesh says what is missing.
@@ -104,11 +101,7 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
 
 
 def resident(parts: dict[str, Any], target: Target) -> dict[str, int]:
-    """Bytes per chip of what stays in memory throughout, as the compiler lays them out.
-
-    Args:
-      parts: `Workload.parts`.
-      target: the chips.
+    """Bytes per chip of `Workload.parts`, as the compiler lays them out.
 
     Raises:
       InputError: an axis does not divide a dimension of a parameter; names both.
@@ -144,13 +137,10 @@ def measure(
     waiting: Waiting,
     visits: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Measured]:
-    """Compiles the programs of a step.
+    """Compiles the programs of a step, `Workload.programs`.
 
     Args:
-      programs: `Workload.programs`.
-      target: the chips.
-      rows: of a batch, for what is shown.
-      waiting: shows what is being compiled.
+      rows: of a batch, for what `waiting` shows.
       visits: from `workload.block_visits`; bytes alone do not need them.
 
     Raises:
@@ -208,16 +198,13 @@ def _compile(
 
 
 def alive(one: Measured, resident: dict[str, int]) -> Alive:
-    """What is on a chip while a program runs.
-
-    Args:
-      resident: bytes by name, from `resident`, of the same run.
-    """
+    """What is on a chip while a program runs, beside what is `resident`."""
     read = sum(resident[name] for name in one.program.reads)
     others = sum(resident.values()) - read
     argument = one.sizes.get("argument", read)
-    rest = [one.sizes.get(name, 0) for name in ("temporary", "output", "alias")]
-    temporary, output, alias = rest
+    temporary, output, alias = (
+        one.sizes.get(name, 0) for name in ("temporary", "output", "alias")
+    )
     total = others + argument + temporary + output - alias
     return Alive(one.program.name, others, argument, temporary, output, alias, total)
 
@@ -225,31 +212,24 @@ def alive(one: Measured, resident: dict[str, int]) -> Alive:
 def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any]:
     """A program's bytes, work and least seconds, as JSON values.
 
-    Args:
-      one: the program and what the compiler says of it.
-      chip: its rates.
-      num_chips: that share `Program.model_flops`.
+    `num_chips` share the program's model FLOPs.
     """
-    total = one.cost
-    seconds = _roofline(total, chip)
+    total, work = one.cost, _work(one.cost)
+    seconds = least_seconds(chip, **work)
     bound = max(seconds.values())
     first, *others = one.program.trips
     turns = first * one.program.repeats + sum(others) if total.unknown_loops else None
+    of_turn = None
     if turns and one.once is not None:
-        once = _roofline(one.once, chip)
+        once = least_seconds(chip, **_work(one.once))
         of_turn = {name: (all_ - once[name]) / turns for name, all_ in seconds.items()}
         of_turn["bound"] = max(of_turn.values())
-    else:
-        of_turn = None
     return {
         "name": one.program.name,
         "stage": one.program.stage,
         "refused": one.refused,
         "bytes": one.sizes,
-        "flops": total.flops,
-        "memory_bytes": total.bytes,
-        "sent_bytes": total.sent,
-        "network_bytes": total.across,
+        **work,
         "seconds": {**seconds, "bound": bound},
         "model_flops": one.program.model_flops,
         "mfu": mfu(
@@ -272,14 +252,9 @@ def least_seconds(
     sent_bytes: float,
     network_bytes: float,
 ) -> dict[str, float]:
-    """What each of a chip's rates takes for its part of a program, by its name.
+    """Seconds that each of a chip's peak rates takes for its part of a program.
 
-    Args:
-      chip: its peak rates.
-      flops: of products.
-      memory_bytes: of its memory, read and written.
-      sent_bytes: to other chips.
-      network_bytes: of those that leave its node.
+    Of the bytes that are sent to other chips `network_bytes` leave the node.
     """
     return {
         "products": flops / chip.flops,
@@ -289,27 +264,20 @@ def least_seconds(
     }
 
 
-def _roofline(total: Cost, chip: Chip) -> dict[str, float]:
-    return least_seconds(
-        chip,
-        flops=total.flops,
-        memory_bytes=total.bytes,
-        sent_bytes=total.sent,
-        network_bytes=total.across,
-    )
+def _work(total: Cost) -> dict[str, float]:
+    return {
+        "flops": total.flops,
+        "memory_bytes": total.bytes,
+        "sent_bytes": total.sent,
+        "network_bytes": total.across,
+    }
 
 
 def mfu(flops: float, *, seconds: float, chip: Chip, num_chips: int) -> float | None:
-    """model FLOPs / (seconds · chips · peak FLOPs a second of a chip).
+    """model FLOPs / (seconds · chips · peak FLOPs a second of a chip), a share of 1.
 
-    Args:
-      flops: that the model needs, over all chips (`model_flops`).
-      seconds: that they take, at the least.
-      chip: its peak rate.
-      num_chips: chips.
-
-    Returns:
-      A share of 1; None of no time, as of a program that was refused.
+    `flops` is what the model needs, over all chips (`model_flops`). None of no time, as
+    of a program that was refused.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """

@@ -62,15 +62,8 @@ def shapes_of(model: ModelConfig) -> PyTree:
 def gradients(name: str, trained: PyTree, *, model: ModelConfig, mesh: Mesh) -> Passing:
     """Gradients of all trained parameters, which exist together before any is applied.
 
-    Args:
-      name: for the message, for instance "gradients of the policy".
-      trained: shapes of the trained parameters.
-      model: its `dtype` is counted for every gradient: the compiler may keep gradients
-        in the compute dtype and widen them where they are read.
-      mesh: that they are sharded over.
-
-    Returns:
-      Their bytes on the whole mesh.
+    The compute dtype is counted for each: the compiler may keep gradients in it and
+    widen them where they are read.
     """
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     return Passing(name, count * jnp.dtype(model.dtype).itemsize, mesh)
@@ -84,28 +77,14 @@ def cache(
     mesh: Mesh,
     beside: tuple[Part, ...] = (),
 ) -> Passing:
-    """The KV cache of a rollout, without the columns of prompts.
-
-    Args:
-      model: of the policy.
-      rows: responses sampled at a time.
-      max_new_tokens: columns of responses, tokens.
-      mesh: of the sampler.
-      beside: parts that exist only while the sampler runs.
-
-    Returns:
-      Its bytes on the whole mesh.
-    """
+    """The KV cache of a rollout, without the columns of prompts."""
     columns = min(max_new_tokens, model.max_positions)
     size = workload.cache_bytes(model, rows=rows, columns=columns)
     return Passing("KV cache", size, mesh, beside)
 
 
 def check(
-    resident: Sequence[Part],
-    passing: Callable[[], Sequence[Passing]],
-    *,
-    change: str,
+    resident: Sequence[Part], passing: Callable[[], Sequence[Passing]], *, change: str
 ) -> None:
     """Refuses a run whose arrays cannot fit on a device or on the host.
 
@@ -114,9 +93,7 @@ def check(
     host with several processes, or for a device that does not report its memory.
 
     Args:
-      resident: parts that stay in memory throughout the run.
-      passing: returns the parts that a program makes for itself; called only where
-        `resident` fits.
+      passing: called only where `resident` fits.
       change: what the user can change, a phrase that names options.
 
     Raises:

@@ -48,11 +48,8 @@ def forward(
 ) -> float:
     """FLOPs of one forward pass over all texts.
 
-    Args:
-      model: its shape.
-      texts: what it reads.
-      head: whether the tokens of responses are predicted too.
-      group_size: texts that share a prompt, which is run once for them.
+    With a head the tokens of responses are predicted too. `group_size` texts share a
+    prompt, which is run once for them.
     """
     size, width = model.hidden_size, model.num_heads * model.head_dim
     projections = 2 * size * (width + model.num_kv_heads * model.head_dim)
@@ -81,9 +78,7 @@ def training(
 ) -> float:
     """FLOPs of a forward pass over all texts and of its gradient.
 
-    Args:
-      model, texts, head: those of `forward`.
-      adapters: parameters of the adapters where these alone are trained, else None.
+    `adapters` is the number of their parameters where these alone are trained.
     """
     passes = 3 if adapters is None else 2
     own = 0.0 if adapters is None else 3 * 2.0 * texts.tokens * adapters

@@ -9,6 +9,7 @@ again, and of Nash-MD the reference in the sampler, which runs every prompt twic
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,13 +46,10 @@ def policy_gradient_flops(
     Args:
       texts: prompts and responses of the rollout; what episodes of several turns
         observe is run for each of them, and not predicted.
-      model: the policy's shape.
-      num_epochs: of the update.
       group_size: responses of a prompt, which is run once for them.
       trained: share of the responses that the update reads.
       adapters: their parameters, where these alone are trained; else None.
-      references, rewards: shapes of the frozen models that score the rollout.
-      critic: its shape, None without one.
+      references, rewards: the frozen models that score the rollout.
       shared_trunk: whether the critic is a head on the policy.
     """
     flops = {
@@ -59,10 +57,9 @@ def policy_gradient_flops(
         "reference": sum(_forward(model, texts, head=True) for model in references),
         "reward": sum(_forward(model, texts, head=False) for model in rewards),
         "values": 0.0,
-        "loss": trained
-        * num_epochs
-        * _training(model, texts, head=True, adapters=adapters),
     }
+    update = _training(model, texts, head=True, adapters=adapters)
+    flops["loss"] = trained * num_epochs * update
     if critic is not None:
         flops["values"] = _forward(critic, texts, head=False)
         if not shared_trunk:
@@ -79,14 +76,9 @@ def supervised_flops(
     adapters: Any | None = None,
     reference: ModelConfig | None = None,
 ) -> dict[str, float]:
-    """Model FLOPs of one update by scope.
+    """Model FLOPs of one update by scope, of all texts that it reads, of a pair both.
 
-    Args:
-      texts: all that it reads, of a pair both.
-      model: the shape of what is trained.
-      head: whether tokens are predicted.
-      adapters: their parameters, where these alone are trained; else None.
-      reference: shape of a reference that runs in the step; None without one.
+    `head` says whether tokens are predicted; adapters are those that alone are trained.
     """
     flops = {"loss": _training(model, texts, head=head, adapters=adapters)}
     if reference is not None:
@@ -101,19 +93,22 @@ def summary(
 
     Args:
       run_folder: of the run, which is over.
-      profile: the steps of --profile; None makes no table.
+      profile: the steps of --profile.
       flops: texts of a step -> its model FLOPs by scope; None of a command that counts
         none.
 
     Returns:
       {"profile": {...}}, or {} of a run without a profile of these steps.
     """
-    if profile is None:
-        return {}
-    profiled = profiler.read(run_folder, window=window.parse(profile))
+    steps = None if profile is None else window.parse(profile)
+    profiled = profiler.read(run_folder, window=steps)
     if profiled is None:
         return {}
-    times = _times(run_folder / profiled.trace)
+    times = None
+    with contextlib.suppress(OSError, ValueError):  # it is gone, or not whole
+        times = trace.times(run_folder / profiled.trace)
+    if times is not None and not times.scopes:
+        times = None
     devices = profiled.processes * times.devices if times else profiled.devices
     work: dict[str, float] = defaultdict(float)
     if flops is not None:
@@ -166,21 +161,17 @@ def summary(
         ("", "seconds per step", "share", "model TFLOPs", "MFU"),
         rows,
     )
-    _tell(figures, chip=chip, total=total, named=times is not None)
+    _tell(figures, chip=chip, total=total)
     return {"profile": figures}
 
 
 def _tell(
-    figures: dict[str, Any],
-    *,
-    chip: chips.Chip | None,
-    total: float | None,
-    named: bool,
+    figures: dict[str, Any], *, chip: chips.Chip | None, total: float | None
 ) -> None:
     """Prints what stands below the table."""
     devices, kind = figures["devices"], figures["device"]
     source = "device time by named scope, from the trace"
-    if not named:
+    if figures["source"] != "trace":
         source = "phases of timings.jsonl, as the trace names no scope"
     print(f"seconds: {source}; {devices} × {kind}")
     if figures["tokens_per_second"] is not None:
@@ -211,15 +202,6 @@ def _tell(
     if figures["reference_share"] is not None:
         print(f"the reference costs {figures['reference_share']:.1%} of a step")
     print(f"trace: {figures['trace']}; xprof and Perfetto read it")
-
-
-def _times(path: Path) -> trace.Times | None:
-    """None where the trace is gone, is not whole, or names no scope."""
-    try:
-        times = trace.times(path)
-    except (OSError, ValueError):
-        return None
-    return times if times.scopes else None
 
 
 def _seconds(

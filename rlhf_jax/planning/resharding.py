@@ -34,11 +34,7 @@ class Received(NamedTuple):
 
 
 def described(one: Measured, target: Target) -> dict[str, Any] | None:
-    """What it takes to bring a program's arguments to its mesh, as JSON values.
-
-    Args:
-      one: the program.
-      target: the chips, and the mesh that the arguments are on.
+    """What it takes to bring a program's arguments to its mesh from the target's.
 
     Returns:
       A row of the plan's JSON (`measured.described`); None where nothing is brought.

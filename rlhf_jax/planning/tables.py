@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_jax.runs import report
 
 GIB = 2**30
+WORK = (("flops", 1e12), ("memory_bytes", 1e9), ("sent_bytes", 1e9))
 SHOWN = 0.02  # of what a program sends: collectives of less are left to the JSON
 
 
@@ -21,7 +22,12 @@ def show(result: dict[str, Any]) -> None:
             "Meshes to sample on, the best first (resharding included)",
             ("", "GiB a chip", "seconds, at the least", "ms a token"),
             [
-                (one["mesh"], *_of_mesh(one))
+                (
+                    one["mesh"],
+                    one["total"] / GIB,
+                    one["seconds"],
+                    _times(one["seconds_of_token"], 1e3),
+                )
                 if one["refused"] is None
                 else (f"{one['mesh']}: {one['refused']:.60}", None, None, None)
                 for one in result["sampler_meshes"]
@@ -38,15 +44,7 @@ def show(result: dict[str, Any]) -> None:
     report.table(
         "Work of a step, a chip",
         ("", "TFLOP", "GB read, written", "GB sent"),
-        [
-            (
-                one["name"],
-                one["flops"] / 1e12,
-                one["memory_bytes"] / 1e9,
-                one["sent_bytes"] / 1e9,
-            )
-            for one in programs
-        ],
+        [(one["name"], *(one[name] / unit for name, unit in WORK)) for one in programs],
     )
     report.table(
         f"Collectives of more than {SHOWN:.0%} of a program's",
@@ -54,14 +52,14 @@ def show(result: dict[str, Any]) -> None:
         [
             (
                 one["name"],
-                collective["kind"],
-                collective["size"] / 1e6,
-                collective["times"],
-                collective["sent"] / 1e9,
+                row["kind"],
+                row["size"] / 1e6,
+                row["times"],
+                row["sent"] / 1e9,
             )
             for one in programs
-            for collective in one["collectives"]
-            if collective["sent"] > SHOWN * one["sent_bytes"]
+            for row in one["collectives"]
+            if row["sent"] > SHOWN * one["sent_bytes"]
         ],
     )
     report.table(
@@ -76,9 +74,9 @@ def show(result: dict[str, Any]) -> None:
             (
                 one["name"],
                 one["stage"],
-                _percent(one["seconds"]["bound"] / result["seconds"]),
+                100 * (one["seconds"]["bound"] / result["seconds"]),
                 one["model_flops"] / result["chips"] / 1e12,
-                _percent(one["mfu"]),
+                _times(one["mfu"], 100),
             )
             for one in programs
             if result["seconds"]
@@ -159,10 +157,5 @@ def _speed(result: dict[str, Any]) -> None:
         )
 
 
-def _of_mesh(one: dict[str, Any]) -> tuple[float | None, ...]:
-    token = one["seconds_of_token"]
-    return one["total"] / GIB, one["seconds"], None if token is None else 1e3 * token
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+def _times(number: float | None, factor: float) -> float | None:
+    return None if number is None else factor * number

@@ -53,18 +53,10 @@ class Workload(NamedTuple):
 def decoding_turns(
     prompt_length: int, max_new_tokens: int, *, longest: int | None = None
 ) -> tuple[int, ...]:
-    """Tokens that are decoded in each window of a cache that grows, at the most.
+    """Turns of the sampler's loops, each in one window of a cache that grows.
 
-    The first token comes from the prompts' own pass, and the last is run no more.
-
-    Args:
-      prompt_length: columns of prompts, tokens.
-      max_new_tokens: columns of responses, tokens.
-      longest: tokens of the longest response, with which the loops end; None is
-        max_new_tokens.
-
-    Returns:
-      Turns of the sampler's loops, one after another.
+    The first token comes from the prompts' own pass, and the last is run no more. The
+    loops end with the longest response; None is one of max_new_tokens.
     """
     size = prompt_length + max_new_tokens
     last = prompt_length + (max_new_tokens if longest is None else longest) - 1
@@ -82,8 +74,7 @@ def batching_turns(
 
     Args:
       responses: tokens of each, in the order of their rows.
-      places: decoded at a time.
-      arriving: prompts that come in at a time.
+      places: decoded at a time, where `arriving` prompts come in at a time.
 
     Returns:
       Turns of the loop between two arrivals, the mean rounded up; then those of the
@@ -119,11 +110,6 @@ def block_visits(
     keys through a window of W. Over a context axis a device has 1/context of the
     queries, and all keys.
 
-    Args:
-      columns: S of a row without padding, tokens.
-      context: devices that share the columns of a row.
-      backend: "cpu", "gpu" or "tpu".
-
     Returns:
       Turns by the name of their loop. A packed row of several texts takes fewer.
     """
@@ -145,14 +131,8 @@ def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
     """2·B·K·d·Σ_l W_l numbers in `model.dtype`: keys and values of every layer.
 
     In int8 every d of them have a scale in float32. With `model.cache_pages` a layer
-    that sees all columns has those of the pages in place of B·W_l.
-
-    Args:
-      rows: B.
-      columns: of prompt and response together; W_l are those that layer l keeps.
-
-    Returns:
-      Bytes.
+    that sees all columns has those of the pages in place of B·W_l. W_l are those of
+    the columns, of prompt and response together, that layer l keeps.
     """
 
     def places(layer: int) -> int:

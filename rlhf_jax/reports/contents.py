@@ -10,7 +10,8 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, glossary, grouping, samples, verdicts
 from rlhf_jax.reports.curves import FINER, curves, tables
 from rlhf_jax.reports.grouping import Groups
-from rlhf_jax.reports.reading import Run, finite
+from rlhf_jax.reports.reading import Run
+from rlhf_jax.runs.metrics import finite
 
 SIZE = 9_500_000  # bytes of JSON; the charts' library takes 4.8 million more
 CURVES = 6_000_000  # bytes that curves may take of it
@@ -46,7 +47,6 @@ def contents(
 
     Args:
       runs: of `reading.read_all`.
-      title: of the page.
       metrics: whose curves are open first; none are those of FIRST.
       waiting: names of runs without a row yet.
       size: bytes that the data may take as JSON. Where all is too much, curves have
@@ -82,15 +82,12 @@ def contents(
         "notes": notes,
         "runs": [],
     }
-    records, rows = [], []
-    for number, run in enumerate(runs):
-        group = next(
-            g for g, candidate in enumerate(groups.groups) if number in candidate.runs
-        )
-        of_run = samples.rows_of(run)
-        rows.append(of_run)
-        records.append(_record(run, group=group, rows=of_run))
-    data["runs"] = records
+    rows = [samples.rows_of(run) for run in runs]
+    group_of = {run: g for g, group in enumerate(groups.groups) for run in group.runs}
+    data["runs"] = records = [
+        _record(run, group=group_of[number], rows=of_run)
+        for number, (run, of_run) in enumerate(zip(runs, rows, strict=True))
+    ]
     left = max(size - document.written(data), FEWEST * len(runs))
     shown_rows = _shared_out(rows, size=left)
     for record, mine, all_ in zip(records, shown_rows, rows, strict=True):
@@ -122,12 +119,11 @@ def _repeated(runs: Sequence[Run], groups: Groups) -> list[str]:
 
 def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
     known = set().union(*(run.names for run in runs))
-    for metric in metrics:
-        if metric not in known:
-            raise InputError(
-                f"--metrics: expected metrics of these runs, got {metric}, which none "
-                f"has; there are {', '.join(sorted(known))}"
-            )
+    if unknown := [metric for metric in metrics if metric not in known]:
+        raise InputError(
+            f"--metrics: expected metrics of these runs, got {unknown[0]}, which none "
+            f"has; there are {', '.join(sorted(known))}"
+        )
 
 
 def _curves(
@@ -186,12 +182,8 @@ def _record(
         "alarms": [alarm._asdict() for alarm in verdicts.alarms_of(run)],
         "tokens": samples.common_tokens(rows),
         "reference": {
-            "fingerprint": summary.get(
-                "reference_fingerprint", summary.get("teacher_fingerprint")
-            ),
-            "verified": summary.get(
-                "reference_verified", summary.get("teacher_verified")
-            ),
+            name: summary.get(f"reference_{name}", summary.get(f"teacher_{name}"))
+            for name in ("fingerprint", "verified")
         },
         "phases": _phases(timed),
         "seconds": round(sum(map(_seconds, run.timings)), 1),

@@ -9,30 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.reports.grouping import Group
-from rlhf_jax.reports.reading import Run, finite
+from rlhf_jax.reports.reading import Run
 from rlhf_jax.reports.verdicts import JUDGE, KL, SCORE
+from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps import statistics
 
 FINER = 4
 DIGITS = 4  # significant, of a number on the page
 
 Json = Any
-
-
-class Steps:
-    """Lists of steps, of which many metrics share one."""
-
-    def __init__(self) -> None:
-        self.lists: list[list[int]] = []
-        self._numbers: dict[tuple[int, ...], int] = {}
-
-    def number(self, steps: Sequence[int]) -> int:
-        """Where in `lists` these steps are."""
-        key = tuple(steps)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.lists)
-            self.lists.append(list(key))
-        return self._numbers[key]
 
 
 class Table(NamedTuple):
@@ -80,7 +65,7 @@ def curves(
         for table in of_groups
         if table.metric == JUDGE
     }
-    steps = Steps()
+    number_of: dict[tuple[int, ...], int] = {}  # lists of steps, which metrics share
     stages: dict[str, dict[str, dict[str, Json]]] = {}
     for table in of_groups:
         times = FINER if table.metric in fine else 1
@@ -89,13 +74,12 @@ def curves(
             judged = together.get((table.group, table.stage), set())
             at = {k for k, step in enumerate(table.steps) if step in judged}
             columns = sorted(at.union(columns))
-        curve = {
-            "x": steps.number([table.steps[k] for k in columns]),
-            "n": len(table.values),
-        }
+        steps = tuple(table.steps[k] for k in columns)
+        number = number_of.setdefault(steps, len(number_of))
+        curve = {"x": number, "n": len(table.values)}
         of_metric = stages.setdefault(table.stage, {}).setdefault(table.metric, {})
         of_metric[str(table.group)] = curve | _bands(table.values[:, columns])
-    return {"steps": steps.lists, "stages": stages}
+    return {"steps": list(map(list, number_of)), "stages": stages}
 
 
 def thinned(count: int, *, points: int) -> list[int]:
@@ -120,11 +104,9 @@ def _of_stage(
             if row["stage"] != stage:
                 continue
             for name, value in row.items():
-                number = finite(value)
-                if number is not None and name != "step":
-                    cells.setdefault(name, {}).setdefault(row["step"], {})[seed] = (
-                        number
-                    )
+                if (number := finite(value)) is not None and name != "step":
+                    of_step = cells.setdefault(name, {}).setdefault(row["step"], {})
+                    of_step[seed] = number
     of_metrics = {}
     for name, by_step in cells.items():
         at = sorted(by_step)

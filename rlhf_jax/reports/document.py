@@ -24,11 +24,9 @@ POLICY = (
 
 
 def page(data: dict[str, Any], *, live: bool = False) -> str:
-    """One HTML document that needs no other file and no network.
+    """One HTML document, of `contents.contents`, without other files and a network.
 
-    Args:
-      data: of `contents.contents`.
-      live: whether it asks its server for newer data.
+    A live one asks its server for newer data.
 
     Raises:
       InputError: the charting library is not installed.

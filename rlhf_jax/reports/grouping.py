@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rlhf_jax.reports.reading import Run
 from rlhf_jax.runs import run_config
 from rlhf_jax.runs.snapshots import resume
+from rlhf_jax.sweeps.declaration import short
 
 SEED = "seed"
 # What a run writes, where and how often: no difference of its results.
@@ -51,14 +52,21 @@ def grouped(runs: Sequence[Run]) -> Groups:
         )
         for first, numbers in zip(firsts, members.values(), strict=True)
     ]
-    return Groups(options, _distinct(groups, runs))
+    names = [group.name for group in groups]
+    of_its_own = (
+        group
+        if names.count(group.name) == 1
+        else group._replace(name=runs[group.runs[0]].name)
+        for group in groups
+    )
+    return Groups(options, tuple(of_its_own))
 
 
 def settings(run: Run) -> dict[str, Any]:
     """{option: value} of all that may change a result; versions too."""
     chosen = {
         name: value
-        for name, value in flatten(run.config).items()
+        for name, value in resume.flat(run.config).items()
         if RECORDING.isdisjoint(_with_groups(name))
     }
     return chosen | {
@@ -72,54 +80,33 @@ def _with_groups(name: str) -> list[str]:
     return [".".join(parts[: k + 1]) for k in range(len(parts))] + parts[-1:]
 
 
-def flatten(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """{"ppo.lam": 0.95} of {"ppo": {"lam": 0.95}}."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, prefix=f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The options that have not the same value everywhere, in order of appearance."""
-    names = list(dict.fromkeys(name for config in configs for name in config))
     missing = object()
+
+    def of(config: Mapping[str, Any], name: str) -> tuple[type, Any]:
+        value = config.get(name, missing)
+        return type(value), value
+
+    names = dict.fromkeys(name for config in configs for name in config)
     return [
         name
         for name in names
-        if any(
-            _other(config.get(name, missing), configs[0].get(name, missing))
-            for config in configs
-        )
+        if any(of(config, name) != of(configs[0], name) for config in configs)
     ]
 
 
 def shown(value: Any) -> str:
     """A value as a command line has it."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
-
-
-def _other(value: Any, first: Any) -> bool:
-    return type(value) is not type(first) or value != first
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
     """As in "kl_coef=0.2, lam=0.95"; of an option its last part where that will do."""
-    last = [option.rpartition(".")[2] for option in options]
-    names = [
-        short if last.count(short) == 1 else option
-        for option, short in zip(options, last, strict=True)
-    ]
-    settings_shown = [
-        f"{name}={shown(config.get(option))}"
-        for option, name in zip(options, names, strict=True)
-    ]
-    name = ", ".join(settings_shown)
+    name = ", ".join(
+        f"{short(option, among=options)}={shown(config.get(option))}"
+        for option in options
+    )
     return name if len(name) <= LONGEST else ""
 
 
@@ -128,14 +115,3 @@ def _folder(run: Run) -> str:
     *above, last = run.name.split("/")
     of_seed = last.lower().removeprefix("seed").strip("_-=").isdigit()
     return above[-1] if of_seed and above else last
-
-
-def _distinct(groups: Sequence[Group], runs: Sequence[Run]) -> tuple[Group, ...]:
-    """The groups with names of their own."""
-    names = [group.name for group in groups]
-    return tuple(
-        group
-        if names.count(group.name) == 1
-        else group._replace(name=runs[group.runs[0]].name)
-        for group in groups
-    )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics
+from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps.planned import BEGUN
 
 Row = Mapping[str, Any]
@@ -57,17 +57,6 @@ class Run:
         return [(step, value) for step, value in pairs if value is not None]
 
 
-def finite(value: Any) -> float | None:
-    """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond all floats
-        return None
-    return number if math.isfinite(number) else None
-
-
 def folders(paths: Sequence[Path]) -> list[Path]:
     """The run folders that are meant: a sweep's folder means all of its runs.
 
@@ -76,34 +65,34 @@ def folders(paths: Sequence[Path]) -> list[Path]:
     """
     run_folders: dict[Path, None] = {}
     for path in paths:
-        _check_reachable(path)
-        if (path / folder.CONFIG).is_file():
-            run_folders[path] = None
-        elif (path / BEGUN).is_file():
-            runs = sorted((path / "runs").rglob(folder.CONFIG))
-            if not runs:
-                raise InputError(
-                    f"{path}: expected a sweep with runs, got none that has begun; "
-                    f"wait for the first"
-                )
-            run_folders |= dict.fromkeys(run.parent for run in runs)
-        else:
-            names = (
-                sorted(child.name for child in path.iterdir()) if path.is_dir() else []
-            )
-            got = ", ".join(names[:4]) or ("nothing" if path.is_dir() else "no folder")
+        try:
+            runs, got = _runs_in(path)
+        except OSError as error:  # a path that the system does not take
+            runs, got = [], str(error.strerror)
+        if not runs:
             raise InputError(
-                f"{path}: expected the folder of a run, with {folder.CONFIG}, or of a "
-                f"sweep, with {BEGUN}, got {got}; give the --out of a run"
+                f"{path!s:.200}: expected the folder of a run, with {folder.CONFIG}, "
+                f"or of a sweep, with {BEGUN}, got {got}; give the --out of a run"
             )
+        run_folders |= dict.fromkeys(runs)
     return list(run_folders)
 
 
-def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Every run that has a row of metrics.
+def _runs_in(path: Path) -> tuple[list[Path], str]:
+    """The run folders that a path means, or what there is in place of them."""
+    if (path / folder.CONFIG).is_file():
+        return [path], ""
+    if (path / BEGUN).is_file():
+        configs = sorted((path / "runs").rglob(folder.CONFIG))
+        return [config.parent for config in configs], "one without a run that has begun"
+    if not path.is_dir():
+        return [], "no folder"
+    names = sorted(child.name for child in path.iterdir())
+    return [], ", ".join(names[:4]) or "nothing"
 
-    Args:
-      paths: of run folders, and of sweeps.
+
+def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Every run that has a row of metrics, of run folders and sweeps.
 
     Returns:
       The runs, and the names of those that have no row yet.
@@ -136,33 +125,21 @@ def read(place: Path, *, name: str) -> Run | None:
     Raises:
       InputError: a file is not what a run writes.
     """
-    rows = _rows(place / "metrics.jsonl")
+    rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:
         return None
+    done = (place / "summary.json").exists()
     recorded = json.loads((place / folder.CONFIG).read_text(encoding="utf-8"))
     return Run(
         folder=place,
         config=folder.read_config(place / folder.CONFIG),
         versions=recorded["versions"],
         metrics=rows,
-        samples=_rows(place / "samples.jsonl"),
-        timings=_rows(place / "timings.jsonl"),
-        summary=_summary(place / "summary.json"),
+        samples=[*metrics.read(place / "samples.jsonl")],
+        timings=[*metrics.read(place / "timings.jsonl")],
+        summary=folder.read_summary(place) if done else None,
         name=name,
     )
-
-
-def _check_reachable(path: Path) -> None:
-    """InputError where the system does not take the path, as one that is too long."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise InputError(
-            f"{path!s:.80}: expected the folder of a run, got: {error.strerror}; give "
-            f"the --out of a run"
-        ) from error
 
 
 def short_names(places: Sequence[Path]) -> list[str]:
@@ -174,23 +151,6 @@ def short_names(places: Sequence[Path]) -> list[str]:
     ):
         shared += 1
     return ["/".join(path_parts[shared:]) for path_parts in parts]
-
-
-def _rows(path: Path) -> list[Row]:
-    return list(metrics.read(path)) if path.exists() else []
-
-
-def _summary(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: expected the summary of a run, got: {error}; remove it to show "
-            f"the run without"
-        ) from error
-    return summary if isinstance(summary, dict) else None
 
 
 def _check_alike(runs: Sequence[Run]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from rlhf_jax.reports import document
 from rlhf_jax.reports.curves import thinned
-from rlhf_jax.reports.reading import Run, finite
+from rlhf_jax.reports.reading import Run
+from rlhf_jax.runs.metrics import finite
 
 LONGEST = 1000  # tokens of a response that are shown
 COMMON = 8  # tokens told of a run
@@ -58,7 +59,10 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
             record["tokens"] = row["tokens"][:LONGEST]
         record |= {name: values[:LONGEST] for name, values in numbers.items()}
         if isinstance(row.get("alternatives"), list):
-            record["alternatives"] = _alternatives(row["alternatives"][:LONGEST])
+            record["alternatives"] = [  # [text, log π, log π_ref] of each place
+                [[text, *map(finite, logprobs)] for text, *logprobs in place]
+                for place in row["alternatives"][:LONGEST]
+            ]
         record["length"] = len(row.get("tokens", ()))
         if isinstance(row.get("observed"), list):
             record["observed"] = [bool(read) for read in row["observed"][:LONGEST]]
@@ -132,14 +136,6 @@ def _in_order(rows: Sequence[Row]) -> list[int]:
     for number in numbers:
         by_step.setdefault(rows[number]["step"], []).append(number)
     return [*extremes, *(number for step in order for number in by_step[step])]
-
-
-def _alternatives(places: Sequence[Sequence[Sequence[Any]]]) -> Json:
-    """[[text, log π, log π_ref], ...] of each place; None for what is no number."""
-    return [
-        [[text, *(finite(number) for number in logprobs)] for text, *logprobs in place]
-        for place in places
-    ]
 
 
 def _kl(numbers: Mapping[str, Sequence[float | None]]) -> float | None:

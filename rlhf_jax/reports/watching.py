@@ -31,9 +31,6 @@ class Source:
         Args:
           paths: of runs and sweeps.
           load: the data of the page, of all that is there now.
-
-        Raises:
-          InputError: whatever `load` raises.
         """
         self._paths, self._load = paths, load
         self._lock = threading.Lock()

@@ -13,6 +13,7 @@ kind whose `OPEN` is True. In a file it is {"kind": "adaptive", "target": 6.0, "
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -75,6 +76,24 @@ def spec(annotation: Any) -> PrimitiveConstructorSpec[Any] | None:
     return None
 
 
+def spec_of(hint: Any) -> Any:
+    """What reads a field as one option; None of a plain type, or of a group."""
+    extras = getattr(hint, "__metadata__", ())
+    own = (one for one in extras if hasattr(one, "str_from_instance"))
+    return next(own, spec(bare(hint)))
+
+
+def bare(hint: Any) -> Any:
+    """A field's annotation without its extras."""
+    return hint.__origin__ if hasattr(hint, "__metadata__") else hint
+
+
+def is_unnamed(hint: Any) -> bool:
+    """Whether a group's name is left out of the names of its options."""
+    extras = getattr(hint, "__metadata__", ())
+    return any(getattr(one, "name", None) == "" for one in extras)
+
+
 def metavar(choice: Any) -> str:
     """As "adam|adamw[,KEY=VALUE...]"; of one kind its first field."""
     kinds = kinds_of(choice)
@@ -114,21 +133,16 @@ def parse(written: str, choice: Any) -> Any:
         return None
     named = kinds.get(written.partition(",")[0].strip().replace("-", "_"))
     keys = {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
-    first, *rest = split(
-        written.strip(),
-        keys,
-        own=None
-        if named is None
-        else [field.name for field in dataclasses.fields(named)],
-    )
+    own = None if named is None else [one.name for one in dataclasses.fields(named)]
+    first, *rest = split(written.strip(), keys, own=own)
     word = first.replace("-", "_")
     opens = [kind for kind in kinds.values() if getattr(kind, "OPEN", False)]
     if word in kinds:
         kind, values = kinds[word], rest
     elif _begins_with_a_value(kinds) or (opens and ":" in first):
         (kind,) = opens or kinds.values()
-        own = "=" in first and first.partition("=")[0].replace("-", "_") in keys
-        values = [first if own else f"{_first(kind)}={first}", *rest]
+        keyed = "=" in first and first.partition("=")[0].replace("-", "_") in keys
+        values = [first if keyed else f"{_first(kind)}={first}", *rest]
     else:
         known = [*kinds, *(["None"] if optional else [])]
         raise InputError(
@@ -148,18 +162,15 @@ def fields(words: Iterable[str], kind: Any, *, written: str) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         key = key.strip().replace("-", "_")
-        if not names:
+        if not equals or key not in names or key in values:
+            expected = f"{', '.join(names)}, each with = and a value"
+            if not names:
+                expected = f"{name_of(kind)} alone, which has no options"
+            got = f"{key} twice" if key in values else repr(word)
             raise InputError(
-                f"{written!r}: expected {name_of(kind)} alone, which has no options, "
-                f"got {word!r}; leave it out"
+                f"{written!r}: expected {expected}, got {got}; "
+                f"{'give each once' if names else 'leave it out'}"
             )
-        if not equals or key not in names:
-            raise InputError(
-                f"{written!r}: expected {_either(names)}, each with = and a value, got "
-                f"{word!r}; choose one"
-            )
-        if key in values:
-            raise InputError(f"{written!r}: expected {key} once, got it twice")
         values[key] = value
     return values
 
@@ -169,25 +180,22 @@ def split(
 ) -> list[str]:
     """The words of a text between commas: a comma before a key begins a new one.
 
-    A value may hold commas of its own, as a mesh does: place=last:data=2,tensor=4.
-
-    Args:
-      keys: of all kinds.
-      own: of the kind that is named, for the message; None is all.
+    A value may hold commas of its own, as a mesh does: place=last:data=2,tensor=4. A
+    message names the `own` keys of the kind that is named, or else all.
 
     Raises:
       InputError: what looks like a key is none.
     """
     known = sorted(keys)
-    either = "|".join(re.escape(key).replace("_", "[_-]") for key in known)
-    words = re.split(rf",(?=(?:{either})=)", written)
+    pattern = "|".join(re.escape(key).replace("_", "[_-]") for key in known)
+    words = re.split(rf",(?=(?:{pattern})=)", written)
     for word in words:
         for other in re.findall(r",([\w-]+)=", word):
             if other not in MESH_AXES:
-                own = known if own is None else own
+                either = ", ".join(known if own is None else own) or "no key"
                 raise InputError(
-                    f"{written!r}: expected {_either(own)} before an equals sign, "
-                    f"got {other}; {'choose one' if own else 'leave it out'}"
+                    f"{written!r}: expected {either} before an equals sign, got "
+                    f"{other}; choose one, or leave it out"
                 )
     return words
 
@@ -219,13 +227,11 @@ def build(kind: Any, values: dict[str, str], *, written: str) -> Any:
     for name, value in values.items():
         try:
             made[name] = _value(value.strip(), hints[name])
-        except InputError as error:
-            raise InputError(f"{written!r}: {name}: {error}") from None
-        except (ValueError, TypeError):
-            raise InputError(
-                f"{written!r}: expected {name} to be {_described(hints[name])}, got "
-                f"{value!r}"
-            ) from None
+        except (InputError, ValueError, TypeError) as error:
+            why = f"{name}: {error}"
+            if not isinstance(error, InputError):
+                why = f"expected {name} to be {_described(hints[name])}, got {value!r}"
+            raise InputError(f"{written!r}: {why}") from None
     return kind(**made)
 
 
@@ -237,23 +243,22 @@ def _value(written: str, annotation: Any) -> Any:
             return None
         for one in inner:
             if one is not type(None):
-                try:
+                with contextlib.suppress(ValueError, TypeError):
                     return _value(written, one)
-                except (ValueError, TypeError):
-                    continue
-        raise ValueError
-    if origin is Literal:
+    elif origin is Literal:
         for one in inner:
             if str(one) == written:
                 return one
-        raise ValueError
-    if origin is tuple:
+    elif origin is tuple:
         return tuple(_value(one, inner[0]) for one in written.split("+"))
-    if annotation is bool:
-        return TRUTH[written.lower()] if written.lower() in TRUTH else int("x")
-    if hasattr(annotation, "parse"):
+    elif annotation is bool:
+        if written.lower() in TRUTH:
+            return TRUTH[written.lower()]
+    elif hasattr(annotation, "parse"):
         return annotation.parse(written)
-    return annotation(written)
+    else:
+        return annotation(written)
+    raise ValueError
 
 
 def text(value: Any, choice: Any) -> str:
@@ -278,10 +283,6 @@ def _written(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "+".join(map(_written, value))
     return str(value)
-
-
-def _either(names: Sequence[str]) -> str:
-    return ", ".join(names) or "no key"
 
 
 def _begins_with_a_value(kinds: Mapping[str, Any]) -> bool:

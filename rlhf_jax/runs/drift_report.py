@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from rlhf_jax.devices import processes
 from rlhf_jax.runs import metrics, report, write_errors
+from rlhf_jax.runs import plots as run_plots
 
 Drift = Mapping[str, Any]  # as `drift.weight_drift` returns it, on the host
 
@@ -31,16 +31,10 @@ def table(drift: Drift) -> None:
     for path, module in drift["modules"].items():
         moved, size = (float(np.sum(module[name])) for name in ("absolute", "size"))
         relative = np.ravel(module["relative"])
-        most = (float(relative.max()), int(relative.argmax()))
-        one_by_one = relative.size > 1 and size > 0
-        rows.append(
-            (
-                path,
-                moved,
-                moved / size if size > 0 else None,
-                *(most if one_by_one else (None, None)),
-            )
-        )
+        most = (None, None)
+        if relative.size > 1 and size > 0:
+            most = (float(relative.max()), int(relative.argmax()))
+        rows.append((path, moved, moved / size if size > 0 else None, *most))
     rows.sort(key=lambda row: -1.0 if row[2] is None else row[2], reverse=True)
     rows.append(("all", float(drift["absolute"]), float(drift["relative"]), None, None))
     report.table(
@@ -64,9 +58,7 @@ def plots(folder: Path, drift: Drift) -> list[Path]:
     with write_errors.writing(folder / "plots"):
         (folder / "plots").mkdir(exist_ok=True)
         _by_layer(drift).savefig(drawn[0], dpi=150)
-        path = folder / "positions.jsonl"
-        rows = metrics.read(path) if path.exists() else []
-        if rows:
+        if rows := metrics.read(folder / "positions.jsonl"):
             drawn.append(folder / "plots" / "kl_by_position.png")
             _by_position(rows).savefig(drawn[1], dpi=150)
     return drawn
@@ -91,12 +83,9 @@ def _by_layer(drift: Drift) -> Figure:
             markersize=3,
             label=path.removeprefix("layers/"),
         )
-    axis.set_xlabel("layer")
-    axis.set_ylabel("weight drift ‖Δ‖ / ‖ref‖\n[share of the reference]")
+    run_plots.style(axis, "weight drift ‖Δ‖ / ‖ref‖\n[share of the reference]")
+    run_plots.name_steps(axis, "layer")
     axis.set_ylim(bottom=0)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     outside = [
         f"{path} {float(values):.3g}"
@@ -122,11 +111,8 @@ def _by_position(rows: list[dict[str, Any]]) -> Figure:
         for step, row in chosen.items():
             values = [np.nan if x is None else float(x) for x in row[name]]
             axis.plot(values, marker="o", markersize=3, label=f"step {step}")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        run_plots.style(axis, label)
     axes[0].legend(frameon=False)
-    axes[-1].set_xlabel("position in the response")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    run_plots.name_steps(axes[-1], "position in the response")
     figure.align_ylabels()
     return figure

@@ -1,7 +1,7 @@
 """A run folder: what a run was asked for, with which versions, and what came out.
 
 config.json     the config and the versions it ran with
-data.json       what was read of its data, see `receipt.kept`
+data.json       what was read of its data, see `receipt`
 metrics.jsonl, timings.jsonl, samples.jsonl, positions.jsonl    see `metrics`
 summary.json    the figures at the end
 snapshots/      see `snapshots.snapshots`
@@ -32,15 +32,8 @@ from rlhf_jax.runs.snapshots import resume
 CONFIG = "config.json"
 UNFINISHED = ".tmp"
 PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "chex",
-    "grain",
-    "numpy",
-    "transformers",
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "grain"),
+    *("numpy", "transformers"),
 )
 
 
@@ -48,50 +41,42 @@ def check_run(config: RunConfig) -> None:
     """Checks that `open_run` can use the folder, touching nothing.
 
     Raises:
-      InputError: the run does not have the steps of `profile`; `out` holds something
-        and `resume` is off; or `resume` is on and the
+      InputError: the run does not have the steps of `profile`; `out` is no folder that
+        can be read; it holds something and `resume` is off; or `resume` is on and the
         folder is not a run's, has a file that cannot be written, or its recorded
         config differs from this one.
     """
     num_steps = to_json(config).get("num_steps")
     if config.profile is not None and num_steps is not None:
         window.parse(config.profile).check(num_steps)
-    out = config.out
-    if "\0" in str(config.out):
-        raise InputError(
-            f"--out: expected the path of a folder, got {str(config.out)!r:.100}, "
-            f"which has a NUL; give another"
-        )
+    out, names, why = config.out, [], ""
     try:
-        is_file = out.exists() and not out.is_dir()
-        names = [] if is_file else _contents(out)
+        if "\0" in str(out):
+            why = "a name with NUL"
+        elif out.exists() and not out.is_dir():
+            why = "a file"
+        else:
+            names = _contents(out)
     except OSError as error:
+        why = str(error.strerror)
+    if why:
         raise InputError(
-            f"--out {out!s:.200}: expected a folder that can be read, got: "
-            f"{error.strerror}; give another --out, or see to that one"
-        ) from error
-    if is_file:
-        raise InputError(
-            f"--out {out} is a file; expected a folder that is absent or empty"
+            f"--out {str(out)!r:.200}: expected a folder, absent or one that can be "
+            f"read, got: {why}; give another --out, or see to that one"
         )
-    if not names:
-        if config.resume_from:
-            raise InputError(
-                f"--resume-from {config.resume_from}: expected the folder of a run in "
-                f"--out, got {out!s:.200}, which is absent or empty; give the --out of "
-                f"the run to continue"
-            )
+    if not names and not config.resume_from:
         return
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     if not config.resume and config.resume_from is None:
         raise InputError(
-            f"--out {out} already holds {', '.join(names[:4])}"
-            f"{', ...' if len(names) > 4 else ''}; continue that run with --resume, "
-            "or give another --out"
+            f"--out {out} already holds {shown}; continue that run with --resume, or "
+            f"give another --out"
         )
     if CONFIG not in names:
         raise InputError(
-            f"--resume: {out} holds {', '.join(names[:4])} but no {CONFIG}, so it is "
-            "not a run folder; give the --out of the run to continue"
+            f"--resume: expected a run folder, with {CONFIG}, in --out, got "
+            f"{out!s:.200}, which holds {shown or 'nothing'}; give the --out of the "
+            f"run to continue"
         )
     _check_writable(out)
     _changes(config)
@@ -105,11 +90,11 @@ def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
     """
     path = config.out / CONFIG
     whole = resume.Recorded(str(path), read_config(path))
-    recorded = resume.recorded_configs(config.out)
+    recorded = resume.recorded_configs(config.out) or [whole]
     fields, but = to_json(config), frozenset(MAY_DIFFER)
     return [
         (one, resume.check_config(one, fields, but=but, folder=config.out))
-        for one in (recorded if recorded else [whole])
+        for one in recorded
     ]
 
 
@@ -159,6 +144,26 @@ def _open(config: RunConfig) -> None:
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Writes summary.json, whole or not at all; NaN and infinity raise ValueError."""
     write_json(folder / "summary.json", summary)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What summary.json holds.
+
+    Raises:
+      InputError: it is missing, or is not what a run writes.
+    """
+    path = folder / "summary.json"
+    try:
+        match json.loads(path.read_text(encoding="utf-8")):
+            case dict() as summary:
+                return summary
+        got = "another JSON value than an object"
+    except (OSError, ValueError) as error:
+        got = str(error)
+    raise InputError(
+        f"{path}: expected the summary of a run, got: {got}; remove it, and the folder "
+        f"too where a sweep is to run it again"
+    )
 
 
 def versions() -> dict[str, str]:
@@ -236,14 +241,15 @@ def _check_writable(folder: Path) -> None:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
+        match recorded:
+            case {"config": dict(), "versions": dict()}:
+                return recorded
+        got = f"{json.dumps(recorded):.80}"
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        got = f"one that cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    match recorded:
-        case {"config": dict(), "versions": dict()}:
-            return recorded
+        got = f"one that is not JSON: {error}"
     raise InputError(
         f"{path}: expected the {CONFIG} of a run, with the objects 'config' and "
-        f"'versions'; got {json.dumps(recorded)[:80]}"
+        f"'versions', got {got}; give the path of another"
     )

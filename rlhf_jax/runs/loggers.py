@@ -13,7 +13,9 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.folder import write_text
+from rlhf_jax.runs.run_config import RunConfig
 
+PROJECT = "rlhf_jax"
 Row = dict[str, float | None]
 
 
@@ -21,7 +23,7 @@ class Sink(Protocol):
     """Somewhere else for the rows of metrics.jsonl: a terminal, TensorBoard, W&B."""
 
     def begin(self, stage: str, step: int) -> None:
-        """A stage starts, or goes on, at `step`."""
+        """A stage starts, or goes on, at `step`; rows name it, so that is all."""
 
     def write(
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
@@ -32,20 +34,13 @@ class Sink(Protocol):
         """The run ends, well or not."""
 
 
-def check(*, tensorboard: bool, wandb: bool, trackio: bool) -> None:
-    """Checks that the packages that are wanted can be imported, before there is a run.
+def check(config: RunConfig) -> None:
+    """Checks that the packages that a run wants can be imported, before it begins.
 
     Raises:
       InputError: one cannot.
     """
-    packages = {
-        "tensorboard": (tensorboard, "tensorboardX"),
-        "wandb": (wandb, "wandb"),
-        "trackio": (trackio, "trackio"),
-    }
-    for extra, (enabled, package) in packages.items():
-        if not enabled:
-            continue
+    for extra, package in config.loggers.items():
         try:
             importlib.import_module(package)
         except Exception as error:  # they do as they like when they are imported
@@ -57,7 +52,7 @@ def check(*, tensorboard: bool, wandb: bool, trackio: bool) -> None:
             ) from error
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Events in folder/tensorboard, by stage and step (extra `tensorboard`).
 
     A resumed run writes the steps after its snapshot again, with the same values.
@@ -68,16 +63,12 @@ class TensorBoard:
 
         self._writer = SummaryWriter(os.fspath(folder / "tensorboard"))
 
-    def begin(self, stage: str, step: int) -> None:
-        """Does nothing: every row names its stage."""
-
     def write(
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
         """Writes a scalar for every measured value, and a text for a new alarm."""
-        for name, value in row.items():
-            if value is not None:
-                self._writer.add_scalar(f"{stage}/{name}", value, step)
+        for name, value in _measured(stage, row).items():
+            self._writer.add_scalar(name, value, step)
         for alarm in alarms.begun(active, step=step):
             self._writer.add_text(f"{stage}/alarms/{alarm.name}", alarm.message, step)
 
@@ -86,7 +77,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Sink):
     """A W&B run named for the folder, each stage on its own step axis (extra `wandb`).
 
     The run's id stands in folder/wandb.txt, so that a resume goes on with it.
@@ -95,13 +86,10 @@ class Wandb:
     def __init__(self, folder: Path, *, config: dict[str, Any]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        id_file = folder / "wandb.txt"
-        if not id_file.exists():
-            write_text(id_file, uuid.uuid4().hex)
         self._run = wandb.init(
-            project="rlhf_jax",
+            project=PROJECT,
             name=folder.absolute().name,
-            id=id_file.read_text(),
+            id=_kept(folder / "wandb.txt", uuid.uuid4().hex),
             resume="allow",
             dir=folder,
             config=config,
@@ -115,8 +103,7 @@ class Wandb:
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
         """Logs every measured value, and raises a W&B alert for a new alarm."""
-        values = {name: value for name, value in row.items() if value is not None}
-        self._run.log({f"{stage}/{k}": v for k, v in {"step": step, **values}.items()})
+        self._run.log({f"{stage}/step": step, **_measured(stage, row)})
         for alarm in alarms.begun(active, step=step):
             title = f"{stage} step {step}: {alarm.name}"
             self._run.alert(title=title, text=alarm.message)
@@ -126,7 +113,7 @@ class Wandb:
         self._run.finish()
 
 
-class Trackio:
+class Trackio(Sink):
     """A Trackio run named for the folder, on this machine (extra `trackio`).
 
     It stands in the project rlhf_jax where Trackio keeps its runs, TRACKIO_DIR or else
@@ -138,14 +125,11 @@ class Trackio:
     def __init__(self, folder: Path, *, config: dict[str, Any]) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        name_file = folder / "trackio.txt"
-        if not name_file.exists():
-            # Trackio goes on with runs by their names: two folders are not one run.
-            name = f"{folder.absolute().name}-{uuid.uuid4().hex[:8]}"
-            write_text(name_file, name)
+        # Trackio goes on with runs by their names: two folders are not one run.
+        name = f"{folder.absolute().name}-{uuid.uuid4().hex[:8]}"
         self._run = trackio.init(
-            project="rlhf_jax",
-            name=name_file.read_text(),
+            project=PROJECT,
+            name=_kept(folder / "trackio.txt", name),
             resume="allow",
             config=config,
             embed=False,
@@ -153,15 +137,11 @@ class Trackio:
             auto_log_cpu=False,
         )
 
-    def begin(self, stage: str, step: int) -> None:
-        """Does nothing: every row names its stage."""
-
     def write(
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
         """Logs every measured value, and raises a Trackio alert for a new alarm."""
-        values = {name: value for name, value in row.items() if value is not None}
-        self._run.log({f"{stage}/{k}": v for k, v in values.items()}, step=step)
+        self._run.log(_measured(stage, row), step=step)
         for alarm in alarms.begun(active, step=step):
             title = f"{stage} step {step}: {alarm.name}"
             self._run.alert(title=title, text=alarm.message, step=step)
@@ -169,3 +149,14 @@ class Trackio:
     def close(self) -> None:
         """Finishes the Trackio run, which writes what is left."""
         self._run.finish()
+
+
+def _measured(stage: str, row: Row) -> dict[str, float]:
+    return {f"{stage}/{name}": x for name, x in row.items() if x is not None}
+
+
+def _kept(path: Path, text: str) -> str:
+    """What a file holds, which is written with this text where it is missing."""
+    if not path.exists():
+        write_text(path, text)
+    return path.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -100,10 +101,8 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
         Drops the rows that this stage wrote at `step` and later, and a last line that
         was cut off. The rows of other stages stay, so a stage that was already
-        complete may begin at its end again.
-
-        Args:
-          rows: `self.rows` when snapshot `step` was saved; None does not compare.
+        complete may begin at its end again. `rows` are `self.rows` of when the snapshot
+        was saved; None does not compare.
 
         Raises:
           InputError: a line of a file is not a row; names file and line. A file has
@@ -178,10 +177,10 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
         Args:
           stats: {name: (sum, weight)}, scalars; for metrics.jsonl.
-          positions: the same of vectors, one number per position; for
-            positions.jsonl. None writes no row there.
+          positions: the same of vectors, a number for each position in the response;
+            for positions.jsonl.
           waits: seconds that each side of a queue waited for the other; for
-            timings.jsonl. None is no queue.
+            timings.jsonl.
         """
         self._write_pending()
         vectors = {} if positions is None else positions
@@ -307,12 +306,23 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file, without a last line that was cut off.
+    """The rows of a JSONL file, without a last line that was cut off; none of no file.
 
     Raises:
       InputError: a line is not a row with a stage and a step; names file and line.
     """
-    return [row for _, row in jsonl.lines(path)]
+    return [row for _, row in jsonl.lines(path)] if path.exists() else []
+
+
+def finite(value: Any) -> float | None:
+    """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _mean(value: Any, weight: Any) -> float | None:

@@ -119,17 +119,27 @@ def _figure(rows: list[dict[str, Any]], panels: dict[str, dict[str, str]]) -> Fi
             if measured:
                 name = name if len(stages) == 1 else f"{stage}: {name}"
                 _line(axis, measured, metric, label=name, window=window)
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        style(axis, label)
         handles, labels = axis.get_legend_handles_labels()
         if len(labels) > 1:
             axis.legend(handles, labels, frameon=False)
     note = f" (bold: mean of {window} steps)" if window > 1 else ""
-    axes[-1].set_xlabel(f"step of {', '.join(stages)}{note}")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    name_steps(axes[-1], f"step of {', '.join(stages)}{note}")
     figure.align_ylabels()
     return figure
+
+
+def style(axis: Axes, label: str) -> None:
+    """The label of the y axis, a faint grid, and no frame above and to the right."""
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def name_steps(axis: Axes, label: str) -> None:
+    """The label of the x axis, whose ticks are whole numbers."""
+    axis.set_xlabel(label)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _line(

@@ -84,11 +84,7 @@ def batches(
     size: int = BATCH,
     console: Console | None = None,
 ) -> Iterator[Sequence[Item]]:
-    """Slices of at most `size` items, with the progress of `track`.
-
-    Returns:
-      No slice where there are no items.
-    """
+    """Slices of at most `size` items, with the progress of `track`; none of none."""
     slices = (items[start : start + size] for start in range(0, len(items), size))
     return track(slices, what, total=len(items), amount=len, console=console)
 

@@ -26,16 +26,9 @@ from rlhf_jax.runs.run_config import RunConfig, to_json
 
 PyTree = Any
 SHOWN = (
-    "loss/language_model",
-    "loss/pairwise",
-    "pairwise/accuracy",
-    "loss/dpo",
-    "dpo/accuracy",
-    "dpo/margin",
-    "objective/scores",
-    "objective/kl",
-    "objective/kl_coef",
-    "response/length",
+    *("loss/language_model", "loss/pairwise", "pairwise/accuracy", "loss/dpo"),
+    *("dpo/accuracy", "dpo/margin", "objective/scores", "objective/kl"),
+    *("objective/kl_coef", "response/length"),
 )
 
 
@@ -79,11 +72,7 @@ class Progress:
         self._last_line = -math.inf
 
     def write(
-        self,
-        stage: str,
-        step: int,
-        row: loggers.Row,
-        active: Sequence[Alarm] = (),
+        self, stage: str, step: int, row: loggers.Row, active: Sequence[Alarm] = ()
     ) -> None:
         """Prints the alarms that have just begun, and the step's values on the bar."""
         for alarm in alarms.begun(active, step=step):
@@ -196,33 +185,19 @@ def model_table(
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
         dtypes = sorted({np.dtype(leaf.dtype).name for leaf in arrays})
         counts[trainable] += count
-        rows.append(
-            (
-                role,
-                count,
-                size / 2**20,
-                ", ".join(dtypes) or "none",
-                "trainable" if trainable else "frozen",
-                *(
-                    table_cells.mesh_cells(meshes[role])
-                    if role in meshes
-                    else table_cells.cells(params)
-                ),
-            )
-        )
+        status = "trainable" if trainable else "frozen"
+        figures = (role, count, size / 2**20, ", ".join(dtypes) or "none", status)
+        if role in meshes:
+            rows.append((*figures, *table_cells.mesh_cells(meshes[role])))
+        else:
+            rows.append((*figures, *table_cells.cells(params)))
     columns = ("role", "parameters", "MiB", "dtype", "status")
     table("Models", (*columns, "devices", "mesh"), rows)
     Console().print(f"{counts[True]:,} trainable, {counts[False]:,} frozen")
 
 
 def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
-    """Prints which engine computes the attention of whole rows, and why.
-
-    Args:
-      model: the policy's, or the reward model's that is trained.
-      columns: of the rows that are trained on, tokens.
-      mesh: where it computes.
-    """
+    """Prints which engine computes the attention of the rows trained on, and why."""
     backend = engine_choice.backend_of(mesh.abstract_mesh)
     chosen = engine_choice.choose(
         model,

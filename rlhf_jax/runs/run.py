@@ -23,13 +23,21 @@ import jax
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import alarms, command_line, deadline, lock, loggers, metrics, report
+from rlhf_jax.runs import (
+    alarms,
+    command_line,
+    deadline,
+    lock,
+    loggers,
+    metrics,
+    receipt,
+    report,
+)
 from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.profile.profiler import Profiler
-from rlhf_jax.runs.receipt import kept, printed
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.runs.snapshots import files, proof, resume
+from rlhf_jax.runs.snapshots import proof, resume
 from rlhf_jax.runs.stage import Stage
 
 PyTree = Any
@@ -52,10 +60,8 @@ class Run:
 
         Args:
           num_steps: of each stage, in order; none of a program without steps.
-          check: decides on alarms from a stage's rows, as `alarms.check` does with its
-            limits bound; None raises none.
-          stops: whether the run stops where an alarm of a name begins, as
-            `alarms.Limits.stops`; None never does.
+          check, stops: of `metrics.Recorder`, as `alarms.check` with its limits bound,
+            and `alarms.Limits.stops`.
           stop_timeout: seconds after a signal; a step that is in `Stage.user_code`
             then, or comes to it later, is given up. None waits for it, and so do
             several processes, which save together.
@@ -63,35 +69,24 @@ class Run:
             that reads no data.
 
         Raises:
-          InputError: a stage has no steps, or the last one not those of `profile`,
-            which needs a stage; the package of a logger cannot be imported;
-            stop_timeout is no time, another process writes the folder, or it cannot be
-            used (`folder.open_run`).
+          InputError: a stage has no steps, or the last one not those of `profile`; the
+            package of a logger cannot be imported; stop_timeout is no time, another
+            process writes the folder, or it cannot be used (`folder.open_run`).
         """
         for stage, steps in num_steps.items():
-            if steps < 1:
-                raise InputError(f"{stage}: expected at least 1 step, got {steps}")
             done = resume.newest(config.out / "snapshots" / stage)
-            if steps < done:
+            if steps < max(done, 1):
+                least = f"the {done} steps that its newest snapshot has"
                 raise InputError(
-                    f"{stage}: expected at least the {done} steps that its newest "
-                    f"snapshot has, got {steps}; give as many, or more"
+                    f"{stage}: expected at least {least if done else '1 step'}, got "
+                    f"{steps}; give as many, or more"
                 )
         profiled = None
         if config.profile is not None:
-            if not num_steps:
-                raise InputError(
-                    f"--profile {config.profile}: expected a program that trains step "
-                    f"by step, got one without steps; leave --profile out"
-                )
             profiled = window.parse(config.profile)
-            profiled.check(list(num_steps.values())[-1])
+            profiled.check([0, *num_steps.values()][-1])
         if processes.is_first():
-            loggers.check(
-                tensorboard=config.tensorboard,
-                wandb=config.wandb,
-                trackio=config.trackio,
-            )
+            loggers.check(config)
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
             self.deadline = deadline.Deadline(stop_timeout)
@@ -103,8 +98,8 @@ class Run:
             undone.push(self._lock)
             self.folder = open_run(config)
             if data is not None:
-                kept.write(self.folder, data)
-                printed.tell(data)
+                receipt.write(self.folder, data)
+                receipt.tell(data)
             self.record = metrics.Recorder(
                 self.folder,
                 sinks=report.sinks(config, num_steps=num_steps),
@@ -158,11 +153,8 @@ class Run:
     def is_newest(self, name: str) -> bool:
         """Whether no stage after this one has a snapshot."""
         order = list(self.num_steps)
-        folders = [
-            self.folder / "snapshots" / later
-            for later in order[order.index(name) + 1 :]
-        ]
-        return not any(files.numbers(folder) for folder in folders if folder.exists())
+        later = order[order.index(name) + 1 :]
+        return not any(resume.newest(self.folder / "snapshots" / one) for one in later)
 
     def stage(
         self,
@@ -182,11 +174,8 @@ class Run:
         Args:
           state: pytree of arrays, all that the stage changes or must not lose. Later
             a leaf may be a `Future` of arrays, which a snapshot waits for.
-          meta: JSON values that must be equal when the stage is resumed, as the
-            reference's fingerprint.
-          beside: frozen models by name that the stage reads and its state does not
-            hold, as the reward model.
-          moving: names of those in the state that a lifecycle replaces.
+          meta: JSON values that must be equal when the stage is resumed.
+          beside, moving: of `proof.Proof`.
 
         Raises:
           InputError: a snapshot is of another model, or its meta or the frozen models
@@ -195,10 +184,5 @@ class Run:
           DamagedError: the newest snapshot is damaged, and the config has no
             `resume_from`; names the newest one that is whole.
         """
-        return Stage(
-            self,
-            name,
-            state,
-            meta=meta,
-            frozen=proof.Proof(state, beside=beside or {}, moving=moving),
-        )
+        frozen = proof.Proof(state, beside=beside or {}, moving=moving)
+        return Stage(self, name, state, meta=meta, frozen=frozen)

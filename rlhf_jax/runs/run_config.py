@@ -14,9 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import choices
 from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.snapshots import resume
+
+LOGGERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +58,8 @@ class RunConfig:
     rlhf-jax and the quickstart a table; 5:8 are the steps 5, 6 and 7."""
 
     def __post_init__(self) -> None:
-        counts = {
-            "--snapshot-every": self.snapshot_every,
-            "--keep-snapshots": self.keep_snapshots,
-        }
-        for option, count in counts.items():
-            if count < 1:
-                raise InputError(f"{option}: expected at least 1, got {count}")
+        checks.at_least_one(**{"--snapshot-every": self.snapshot_every})
+        checks.at_least_one(**{"--keep-snapshots": self.keep_snapshots})
         if self.resume_from is not None and self.resume_from < 0:
             raise InputError(
                 f"--resume-from: expected the number of a snapshot, or 0 for the start "
@@ -72,17 +71,17 @@ class RunConfig:
             )
         if self.profile is not None:
             window.parse(self.profile)
-        extras = {
-            "tensorboard": (self.tensorboard, "tensorboardX"),
-            "wandb": (self.wandb, "wandb"),
-            "trackio": (self.trackio, "trackio"),
-        }
-        for extra, (enabled, package) in extras.items():
-            if enabled and importlib.util.find_spec(package) is None:
+        for extra, package in self.loggers.items():
+            if importlib.util.find_spec(package) is None:
                 raise InputError(
                     f"--{extra} needs the package {package}, which is not installed; "
                     f"pip install 'rlhf-jax[{extra}]', or leave --{extra} out"
                 )
+
+    @property
+    def loggers(self) -> dict[str, str]:
+        """{option: package} of what rows go to beside metrics.jsonl."""
+        return {name: one for name, one in LOGGERS.items() if vars(self)[name]}
 
 
 # Of RunConfig, and as experiments call what does not change the numbers either.
@@ -123,7 +122,11 @@ def to_json(config: RunConfig) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(fields, default=os.fspath, allow_nan=False))
     except ValueError as error:
-        wrong = ", ".join(f"{name} = {value}" for name, value in _not_finite(fields))
+        wrong = ", ".join(
+            f"{name} = {value}"
+            for name, value in resume.flat(fields).items()
+            if not _is_finite(value)
+        )
         raise InputError(
             f"config fields: expected finite numbers (None is off), got {wrong:.200}; "
             "choose others"
@@ -151,17 +154,10 @@ def _plain_value(value: Any, kind: Any) -> Any:
     return value
 
 
-def _not_finite(fields: dict[str, Any], *, prefix: str = "") -> list[tuple[str, Any]]:
-    """(name, value) of the fields with a number that JSON cannot hold; groups too."""
-    wrong: list[tuple[str, Any]] = []
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            wrong += _not_finite(value, prefix=f"{prefix}{name}.")
-        else:
-            numbers = value if isinstance(value, list | tuple) else [value]
-            if not all(map(math.isfinite, (n for n in numbers if type(n) is float))):
-                wrong.append((prefix + name, value))
-    return wrong
+def _is_finite(value: Any) -> bool:
+    """Whether JSON can hold the numbers of a value, which may be a list."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return all(math.isfinite(n) for n in numbers if type(n) is float)
 
 
 def from_json(
@@ -190,8 +186,7 @@ def arguments(
     """The command line that stands for some fields: what a --config FILE asks for.
 
     Args:
-      config_class: the dataclass whose fields are the options.
-      fields: any part of its tree, as JSON or TOML values.
+      fields: any part of the config's tree, as JSON or TOML values.
       source: the file, for messages.
       renamed: {option of before: what to write here}, for fields that are unknown.
 
@@ -211,15 +206,13 @@ def _arguments(kind: Any, values: Mapping[str, Any], *, prefix: str) -> list[str
     hints = typing.get_type_hints(kind, include_extras=True)
     for name, value in values.items():
         hint = hints[name]
-        extras = getattr(hint, "__metadata__", ())
         option = (prefix + name).replace("_", "-")
-        spec = _spec(hint)
+        spec = choices.spec_of(hint)
         if spec is not None:
             words += [option, *spec.str_from_instance(value)]
         elif isinstance(value, dict):  # a group, of which these fields are there
-            unnamed = any(getattr(one, "name", None) == "" for one in extras)
-            inner = prefix if unnamed else f"{option}."
-            words += _arguments(_group(_bare(hint)), value, prefix=inner)
+            inner = prefix if choices.is_unnamed(hint) else f"{option}."
+            words += _arguments(_group(choices.bare(hint)), value, prefix=inner)
         elif isinstance(value, bool):
             start, _, last = option.rpartition(".")
             off = f"{start}.no-{last}" if start else f"--no-{option[2:]}"
@@ -266,20 +259,15 @@ def _decode_fields(
     if whole:
         wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
     for name in (name for name in kinds if name in fields):
-        bare, value = _bare(kinds[name]), fields[name]
+        bare, value = choices.bare(kinds[name]), fields[name]
         group = _group(bare)
-        one_option = _spec(kinds[name]) is not None
         if dataclasses.is_dataclass(group) and isinstance(value, Mapping):
+            record = made or choices.spec_of(kinds[name]) is not None
             inner, amiss = _decode_fields(
-                value,
-                group,
-                prefix=f"{prefix}{name}.",
-                whole=whole,
-                made=made or one_option,
+                value, group, prefix=f"{prefix}{name}.", whole=whole, made=record
             )
             wrong += amiss
             if not amiss:
-                record = made or one_option
                 values[name] = _made(group, inner, wrong) if record else inner
             continue
         try:
@@ -298,18 +286,6 @@ def _made(kind: Any, values: dict[str, Any], wrong: list[str]) -> Any:
     return kind(**values)
 
 
-def _spec(annotation: Any) -> Any:
-    """What reads a field as one option; None of a plain type, or of a group."""
-    extras = getattr(annotation, "__metadata__", ())
-    own = (one for one in extras if hasattr(one, "str_from_instance"))
-    return next(own, choices.spec(_bare(annotation)))
-
-
-def _bare(annotation: Any) -> Any:
-    """The annotation without its extras."""
-    return annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
-
-
 def _group(kind: Any) -> Any:
     """The dataclass of a field that holds one, or None of one; else the kind itself."""
     parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
@@ -318,7 +294,7 @@ def _group(kind: Any) -> Any:
 
 def _decode(value: Any, kind: Any) -> Any:
     """A JSON value as the Python type `kind`; TypeError if it is not one."""
-    kind = _bare(kind)
+    kind = choices.bare(kind)
     inner = typing.get_args(kind)
     origin = typing.get_origin(kind)
     kinds = choices.kinds_of(kind) if choices.is_union(kind) else {}
@@ -336,7 +312,7 @@ def _decode(value: Any, kind: Any) -> Any:
         parse = getattr(kind, "parse", None)
         if isinstance(value, str) and parse is not None:
             return parse(value)
-    elif origin in (typing.Union, types.UnionType):
+    elif choices.is_union(kind):
         if kinds and isinstance(value, str | int | float):  # as a command line has it
             written = value if isinstance(value, str) else json.dumps(value)
             try:

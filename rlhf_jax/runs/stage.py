@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -17,7 +18,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.runs.profile.profiler import Masks
 from rlhf_jax.runs.profile.trace import HOST_SCOPE
 from rlhf_jax.runs.run_config import to_json
-from rlhf_jax.runs.snapshots import beginning, pending, proof, snapshots
+from rlhf_jax.runs.snapshots import beginning, proof, snapshots
 
 if TYPE_CHECKING:
     from rlhf_jax.runs.run import Run
@@ -44,12 +45,9 @@ class DivergedError(StopError):
 def check_divergence(
     row: Mapping[str, float | None], *, step: int, newest: int | None
 ) -> None:
-    """Stops a run whose last updates were all skipped.
+    """Stops a run whose last updates were all skipped, by a row of metrics.jsonl.
 
-    Args:
-      row: a row of metrics.jsonl.
-      step: of the run, for the message.
-      newest: the number of the newest snapshot, None without one.
+    The message names the step of the run and its newest snapshot.
 
     Raises:
       DivergedError: at least `MAX_SKIPPED` updates in a row had no finite gradient.
@@ -62,6 +60,22 @@ def check_divergence(
                 f"in a row, {reason} (newest: {newest}); look for "
                 f"NaN in the rewards, or start again with a smaller learning rate"
             )
+
+
+def settled(state: PyTree) -> PyTree:
+    """The state with the result of each `Future` in its place, waiting for it.
+
+    Raises whatever the work behind a future raised.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.result() if isinstance(leaf, Future) else leaf, state
+    )
+
+
+def is_settled(state: PyTree) -> bool:
+    """Whether `settled` would not wait, and would not raise."""
+    futures = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, Future)]
+    return all(future.done() and future.exception() is None for future in futures)
 
 
 class Stage:
@@ -80,20 +94,16 @@ class Stage:
         self._run = run
         self._frozen = frozen
         self._num_steps = run.num_steps[name]
-        self._meta = {
-            **meta,
-            "config": to_json(run.config),
-            "versions": run.versions,
-        }
+        config = to_json(run.config)
+        self._meta = {**meta, "config": config, "versions": run.versions}
         self._name = name
-        self._snapshots = snapshots.Snapshots(
-            run.folder / "snapshots" / name, keep=run.config.keep_snapshots
-        )
+        folder = run.folder / "snapshots" / name
+        self._snapshots = snapshots.Snapshots(folder, keep=run.config.keep_snapshots)
         begun = beginning.begin(
             name,
             state,
             snapshots=self._snapshots,
-            folder=run.folder / "snapshots" / name,
+            folder=folder,
             meta=meta,
             frozen=frozen,
             resume_from=run.resume_from,
@@ -107,7 +117,7 @@ class Stage:
 
     def __enter__(self) -> Self:
         self._run.profiler.begin_stage(self._name, self.start)
-        self._begin_step(self.start)
+        self._run.profiler.begin_step(self._name, self.start)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -143,14 +153,10 @@ class Stage:
         """Records a step, and saves when it is time or a signal asks for it.
 
         Args:
-          stats: {name: (sum, weight)}; read one step late, so the device never waits.
+          stats, positions, waits: of `metrics.Recorder.write`.
           samples: rows for samples.jsonl.
-          positions: {name: (sums, weights)} by position in the response, for
-            positions.jsonl; read as late as stats.
           texts: what the step read, (segments or mask [B, S], response tokens [B, S])
             of each batch; for the tokens and FLOPs of a profile, and read for it alone.
-          waits: seconds that each side of a queue waited for the other, for
-            timings.jsonl; None is no queue.
 
         Raises:
           DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all or of the
@@ -173,14 +179,11 @@ class Stage:
         check_divergence(record.latest, step=step, newest=self._snapshots.latest())
         if due:
             with self.user_code():  # rollouts that are still to come may hang, too
-                state = pending.settled(self.state)
+                state = settled(self.state)
             self._save(done, state)
         if stop:
             self._run.interrupt.stop()
-        self._begin_step(done)
-
-    def _begin_step(self, step: int) -> None:
-        self._run.profiler.begin_step(self._name, step)
+        self._run.profiler.begin_step(self._name, done)
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
@@ -198,12 +201,12 @@ class Stage:
         """Saves the state from before this step, in another thread; what to tell."""
         done, state = self._whole
         saved = "no step was done yet"
-        if done and not pending.is_settled(state):
+        if done and not is_settled(state):
             saved = "its rollouts are not drawn; the snapshots before stay"
         elif done:
             saved = f"saved as of step {done}"
             self._run.record.flush()
-            self._save(done, pending.settled(state))
+            self._save(done, settled(state))
             self._snapshots.close()
         limit, config = self._run.deadline, self._run.config
         assert limit is not None  # as it calls this

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs.snapshots import resume
 
 # What the system says of a place that takes no writes, not of a mistake in a program.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -80,28 +81,33 @@ def writing(path: Path) -> Iterator[None]:
         raise WriteError(path, why) from error
 
 
-def of_run(error: OSError, *, folder: Path) -> WriteError | None:
-    """The failed write that an OSError from a run is; None for any other.
+@contextlib.contextmanager
+def of_run(folder: Path) -> Iterator[None]:
+    """A failed write of the experiment's own inside is a WriteError too.
 
     No room is told wherever it is missing; a permission only inside the run's folder,
     as elsewhere it is about a file to read.
     """
-    inside = isinstance(error.filename, str | Path) and Path(
-        error.filename
-    ).absolute().is_relative_to(folder.absolute())
-    if error.errno not in NO_ROOM and not (inside and error.errno in NAMED):
-        return None
-    name = "a file" if error.filename is None else error.filename
-    return WriteError(name, str(error.strerror))
+    try:
+        yield
+    except OSError as error:
+        name = error.filename
+        inside = isinstance(name, str | Path) and (
+            Path(name).absolute().is_relative_to(folder.absolute())
+        )
+        if error.errno not in NO_ROOM and not (inside and error.errno in NAMED):
+            raise
+        path = "a file" if name is None else name
+        raise WriteError(path, str(error.strerror)) from error
 
 
 def safe(folder: Path) -> str:
     """What a run folder holds that a failed write left whole, in a few words."""
-    parts = []
-    for stage in sorted((folder / "snapshots").glob("*")):
-        numbers = [int(path.name) for path in stage.glob("*") if path.name.isdigit()]
-        if numbers:
-            parts.append(f"snapshot {max(numbers)} of {stage.name}")
+    parts = [
+        f"snapshot {newest} of {stage.name}"
+        for stage in sorted((folder / "snapshots").glob("*"))
+        if (newest := resume.newest(stage))
+    ]
     if not parts:
         return "no snapshot is complete yet"
     rows = 0

@@ -46,10 +46,6 @@ class Answered(NamedTuple):
 def answer(claim: str, *, lookup: Lookup) -> Answered:
     """Whether a claim is borne out.
 
-    Args:
-      claim: as above.
-      lookup: of `lookup_in`.
-
     Returns:
       "yes" where the interval of the difference is above 0, "no" where it is below or
       every difference is 0, else "not enough seeds". Fewer than FEW equal differences
@@ -82,12 +78,7 @@ def _verdict(interval: Interval | None, *, seeds: int) -> Answer:
 def lookup_in(
     cells: Sequence[Cell], values: Mapping[str, Mapping[Cell, Numbers]]
 ) -> Lookup:
-    """A lookup among the cells of a sweep.
-
-    Args:
-      cells: all of them.
-      values: of each measure and cell the numbers by seed.
-    """
+    """A lookup among all cells of a sweep, in the numbers of each measure and cell."""
 
     def lookup(measure: str, settings: Mapping[str, Value]) -> Numbers:
         if measure not in values:
@@ -98,7 +89,7 @@ def lookup_in(
         fit = [
             cell
             for cell in cells
-            if all(_same(_setting(cell, key), one) for key, one in settings.items())
+            if all(_has(cell, key, one) for key, one in settings.items())
         ]
         if not fit:
             shown = ", ".join(f"{key}={one!r}" for key, one in settings.items())
@@ -115,14 +106,10 @@ def lookup_in(
     return lookup
 
 
-def _setting(cell: Cell, key: str) -> Value:
-    """The value that a cell has of the option that a claim names.
+def _has(cell: Cell, key: str, value: Value) -> bool:
+    """Whether a cell has the setting of a claim; a number is not True or False.
 
-    Args:
-      key: the last part of the option's name, or with _ for . and - all of it.
-
-    Raises:
-      InputError: the grid has no such option.
+    The key is the last part of the option's name, or with _ for . and - all of it.
     """
     values = dict(cell.values)
     by_name = {short(name, among=values): value for name, value in values.items()}
@@ -131,12 +118,8 @@ def _setting(cell: Cell, key: str) -> Value:
         raise InputError(
             f"expected options of the grid, {', '.join(by_name) or '(none)'}, got {key}"
         )
-    return by_name[key]
-
-
-def _same(value: Value, other: Value) -> bool:
-    """Equal, and not a number for True or False."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
+    own = by_name[key]
+    return isinstance(own, bool) == isinstance(value, bool) and own == value
 
 
 def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
@@ -145,17 +128,18 @@ def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
         tree = ast.parse(claim, mode="eval").body
     except SyntaxError as error:
         raise _wrong(claim, error.msg) from error
-    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
-        raise _wrong(claim, "no comparison of two sides")
-    if not isinstance(tree.ops[0], ast.Gt | ast.Lt):
-        raise _wrong(claim, "a comparison other than > and <")
-    return tree.left, isinstance(tree.ops[0], ast.Gt), tree.comparators[0]
+    match tree:
+        case ast.Compare(left, [ast.Gt() | ast.Lt() as operation], [right]):
+            return left, isinstance(operation, ast.Gt), right
+    raise _wrong(claim, "no comparison of two sides by > or <")
 
 
 def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
     """An expression as a number, or as numbers by seed."""
     match node:
-        case ast.Constant(value=int() | float() as number) if _is_number(number):
+        case ast.Constant(value=int() | float() as number) if not isinstance(
+            number, bool
+        ) and math.isfinite(number):
             return float(number)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             value = _value(inner, claim=claim, lookup=lookup)
@@ -168,7 +152,7 @@ def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
                 operations[type(op)],
                 *(_value(side, claim=claim, lookup=lookup) for side in (left, right)),
             )
-        case ast.Call(func=name, args=[]):
+        case ast.Call(func=name, args=[]) if all(one.arg for one in node.keywords):
             return _called(name, node.keywords, claim=claim, lookup=lookup)
     raise _wrong(claim, ast.unparse(node))
 
@@ -183,9 +167,7 @@ def _called(
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError):
             raise _wrong(claim, ast.unparse(keyword.value)) from None
-        if keyword.arg is None:
-            raise _wrong(claim, ast.unparse(keyword.value))
-        settings[keyword.arg] = tuple(value) if isinstance(value, list) else value
+        settings[str(keyword.arg)] = tuple(value) if isinstance(value, list) else value
     try:
         return lookup(ast.unparse(name), settings)
     except InputError as error:
@@ -197,22 +179,20 @@ def _combined(
     left: Numbers | float,
     right: Numbers | float,
 ) -> Numbers | float:
-    """Seed by seed, where both sides have the seed."""
-    if not isinstance(left, Mapping):
-        if not isinstance(right, Mapping):
-            return float(operation(left, right))
-        return {seed: float(operation(left, one)) for seed, one in right.items()}
-    if not isinstance(right, Mapping):
-        return {seed: float(operation(one, right)) for seed, one in left.items()}
-    return {
-        seed: float(operation(one, right[seed]))
-        for seed, one in left.items()
-        if seed in right
-    }
-
-
-def _is_number(value: float) -> bool:
-    return not isinstance(value, bool) and math.isfinite(value)
+    """Seed by seed, where both sides have the seed; a number is that of every seed."""
+    if isinstance(left, Mapping):
+        seeds = [
+            seed for seed in left if not isinstance(right, Mapping) or seed in right
+        ]
+    elif isinstance(right, Mapping):
+        seeds = list(right)
+    else:
+        return float(operation(left, right))
+    ours, theirs = (
+        side if isinstance(side, Mapping) else dict.fromkeys(seeds, side)
+        for side in (left, right)
+    )
+    return {seed: float(operation(ours[seed], theirs[seed])) for seed in seeds}
 
 
 def _wrong(claim: str, got: str) -> InputError:

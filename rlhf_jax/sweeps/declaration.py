@@ -1,36 +1,12 @@
-"""The file that declares a sweep, in TOML or Python.
-
-    question = "What does the KL penalty buy?"
-    trainer = "ppo"
-    seeds = [0, 1, 2]
-
-    [options]                          of every run
-    model = "runs/sft/model"
-    prompts = "prompts.jsonl"
-    reward_model = "runs/reward/model"
-
-    [grid]                             every combination is a cell
-    kl_coef = [0.0, 0.05, 0.2]
-    "penalty.value_estimator" = ["k1", "k3"]
-
-    [measures]                         a number of every run
-    score = "objective/scores"
-
-    [claims]                           answered by paired seeds
-    "a penalty costs score" = "score(kl_coef=0.2) < score(kl_coef=0.0)"
+"""The file that declares a sweep, in TOML or Python; README.md shows one.
 
 A Python file has the same names at its top level, so that a grid may be computed. A
-value of the grid may set several options:
+value of the grid may set several options, and name a trainer of its own:
 
     penalty = [
         { label = "none", kl_coef = 0.0 },
         { label = "k1 in the reward", kl_coef = 0.1, "penalty.placement" = "reward" },
     ]
-
-Several trainers are an axis of the grid, each with options of its own where it needs
-some:
-
-    trainer = ["ppo", { label = "grpo", trainer = "grpo", group_size = 8 }]
 """
 
 from __future__ import annotations
@@ -127,44 +103,34 @@ def read(path: Path) -> Sweep:
             fields = tomllib.loads(path.read_text(encoding="utf-8"))
         else:
             fields = _of_python(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # of the user's own code, not TOML, or no file
         raise InputError(
-            f"{path}: expected a sweep's file that can be read, got: {error}; name one"
-        ) from error
-    except InputError:
-        raise
-    except Exception as error:  # of the user's own code, or not TOML
-        raise InputError(
-            f"{path}: expected a sweep, got {type(error).__name__}: {error}; see to "
-            f"the file"
+            f"{path}: expected a sweep's file that can be read, got "
+            f"{type(error).__name__}: {error}; see to the file, or name another"
         ) from error
     return declared(fields, source=str(path))
 
 
 def _of_python(path: Path) -> dict[str, Any]:
-    """The fields of a Python file, which may import what is beside it."""
+    """The fields of a Python file, which may import what is beside it.
+
+    Names that are almost those of fields are taken for such, and refused as unknown.
+    """
     beside = str(path.resolve().parent)
     sys.path.insert(0, beside)
     try:
         names = runpy.run_path(str(path))
     finally:
         sys.path.remove(beside)
-    for name in names:
-        near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
-        if name not in FIELDS and near:
-            raise InputError(
-                f"{path}: expected the fields {', '.join(FIELDS)} beside names of its "
-                f"own, got {name}; did you mean {near[0]}? Else rename it"
-            )
-    return {name: value for name, value in names.items() if name in FIELDS}
+    return {
+        name: value
+        for name, value in names.items()
+        if difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
+    }
 
 
 def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
-    """The sweep of fields by name, as a file has them.
-
-    Args:
-      fields: those of FIELDS that there are.
-      source: where they are from, for errors.
+    """The sweep of fields by name, as a file has them; errors name their source.
 
     Raises:
       InputError: a field is unknown, missing or of another kind; names it.
@@ -172,45 +138,37 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
     for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"did you mean {near[0]}? Else " if near else ""
             raise InputError(
-                f"{source}: expected the fields {', '.join(FIELDS)}, got {name}{hint}"
+                f"{source}: expected the fields {', '.join(FIELDS)}, got {name}; {hint}"
+                f"leave it out or, in Python, rename it"
             )
     trainer, program = fields.get("trainer"), fields.get("program", ())
-    if isinstance(program, str) or not isinstance(program, Sequence):
+    listed = isinstance(program, Sequence) and not isinstance(program, str)
+    if not listed or (trainer is None) == (not program):
+        got = "neither" if trainer is None else "both"
         raise InputError(
-            f"{source}: expected program as a list of words, as "
-            f'["experiments/new_algorithm.py"], got {program!r:.80}; write one'
-        )
-    if (trainer is None) == (not program):
-        raise InputError(
-            f'{source}: expected either trainer, as "ppo", or program, as '
-            f'["experiments/new_algorithm.py"], got '
-            f"{'neither' if trainer is None else 'both'}; name what a cell runs"
+            f'{source}: expected either trainer, as "ppo", or program, a list of words '
+            f'as ["experiments/new_algorithm.py"], got '
+            f"{got if listed else f'program = {program!r:.80}'}; name what a cell runs"
         )
     options = _table(fields, "options", source=source)
     grid = _table(fields, "grid", source=source)
     several = not (trainer is None or isinstance(trainer, str))
-    cells = _cells({TRAINER: trainer} | grid if several else grid, source=source)
+    axes = {TRAINER: trainer} | grid if several else grid
+    cells = _cells(axes, fixed=options, source=source)
     if several:
         cells, trainer = tuple(_with_trainer(c, source=source) for c in cells), None
     of_cells = {name for cell in cells for name, _ in cell.options}
     for name in sorted({*options, *grid, *of_cells}):
-        if name in OF_A_RUN:
-            raise InputError(
-                f"{source}: expected options other than {', '.join(OF_A_RUN)}, which a "
-                f"sweep gives to its runs, got {name}; leave it out"
-            )
-        if name in FIELDS:
+        if name in (*OF_A_RUN, *FIELDS):
+            why = "is a field of the sweep; move it above the first table"
+            if name in OF_A_RUN:
+                why = "a sweep gives to its runs; leave it out"
             raise InputError(
                 f"{source}: expected options of a run in [options] and [grid], got "
-                f"{name}, which is a field of the sweep; move it above the first table"
+                f"{name}, which {why}"
             )
-    for name in sorted(options.keys() & (grid.keys() | of_cells)):
-        raise InputError(
-            f"{source}: expected each option in options or in grid, got {name} in "
-            f"both; leave one of them out"
-        )
     return Sweep(
         question=str(fields.get("question", "")),
         trainer=trainer,
@@ -259,7 +217,10 @@ def _seeds(seeds: Any, *, source: str) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _cells(grid: Mapping[str, Any], *, source: str) -> tuple[Cell, ...]:
+def _cells(
+    grid: Mapping[str, Any], *, fixed: Mapping[str, Any], source: str
+) -> tuple[Cell, ...]:
+    """Every combination of a grid whose options are not those `fixed` for all."""
     for name, values in grid.items():
         if not isinstance(values, Sequence) or isinstance(values, str) or not values:
             raise InputError(
@@ -279,10 +240,12 @@ def _cells(grid: Mapping[str, Any], *, source: str) -> tuple[Cell, ...]:
                         f"{source}: expected {LABEL} = TEXT in each value of {name} "
                         f"that sets several options, got {own!r:.80}; name it"
                     )
-            for field in sorted(options.keys() & own.keys()):
+            both = fixed.keys() & {name, *own}
+            if twice := sorted(both | (options.keys() & own.keys())):
                 raise InputError(
-                    f"{source}: expected an option in one list of the grid, got "
-                    f"{field} in two; leave one of them out"
+                    f"{source}: expected each option in options or in one list of the "
+                    f"grid, got {twice[0]} in {'both' if both else 'two'}; leave one "
+                    f"of them out"
                 )
             named.append((name, _hashable(value)))
             options |= {field: _hashable(one) for field, one in own.items()}
@@ -318,27 +281,19 @@ def _measure(name: str, value: Any, *, source: str) -> Measure:
     except TypeError:
         measure = Measure()
     one = (measure.metric is None) != (measure.summary is None)
-    if not one or type(measure.last) is not int or measure.last < 1:
+    several = type(measure.last) is int and measure.last >= 1
+    if not (one and several and name.isidentifier()):
         raise InputError(
             f"{source}: expected the measure {name} as a metric, as "
             f'"objective/scores", {{ metric = TEXT, last = 5 }} or '
-            f"{{ summary = TEXT }}, got {value!r:.80}; write one of these"
-        )
-    if not name.isidentifier():
-        raise InputError(
-            f"{source}: expected a name of letters, digits and _ for a measure, which "
-            f"claims call, got {name!r}; choose another"
+            f"{{ summary = TEXT }}, by a name of letters, digits and _ that claims "
+            f"call, got {name!r} = {value!r:.80}; write it so"
         )
     return measure
 
 
 def words(option: str, value: Value) -> list[str]:
-    """An option of a command line.
-
-    Args:
-      option: its field, as in "penalty.value_estimator".
-      value: True and False are --name and --no-name; a list is several words.
-    """
+    """An option of a command line: True is --name, False --no-name, a list words."""
     name = option.replace("_", "-")
     if isinstance(value, bool):
         *groups, last = name.split(".")

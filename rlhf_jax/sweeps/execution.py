@@ -52,12 +52,8 @@ def run_all(
 ) -> list[Ended]:
     """Runs what is not done, `jobs` at a time, in the order given.
 
-    Args:
-      launcher: what starts a run.
-      tell: called with each run when it has ended.
-
     Returns:
-      Those that have ended, in that order.
+      Those that have ended, in that order; `tell` is called with each when it has.
 
     Raises:
       Interrupted: a signal came; the runs under way were stopped and have saved.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -28,11 +27,9 @@ class Process(Protocol):
 
     def poll(self) -> int | None:
         """Its exit status once it has ended, -N of signal N."""
-        ...
 
     def terminate(self) -> None:
         """Asks it to save and stop."""
-        ...
 
     def wait(self) -> int:
         """Waits for its end."""
@@ -47,11 +44,10 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what it keeps, after all runs have ended."""
-        ...
+        """Ends what it keeps after all runs have ended, where it keeps anything."""
 
 
-class Local:
+class Local(Launcher):
     """A process of this machine for each run, which is killed when the sweep is.
 
     It is in a session of its own: Ctrl-C comes to the sweep, which lets it save.
@@ -61,11 +57,8 @@ class Local:
         """Starts a run, whose output goes to its log."""
         return _process(run, tie=_tie(), own_session=True)
 
-    def close(self) -> None:
-        """Does nothing: each process ends with its run."""
 
-
-class Workers:
+class Workers(Launcher):
     """Processes of this machine that stay from run to run (`worker`).
 
     Runs of one process share its compiled programs. As with `Local`, they are killed
@@ -110,10 +103,8 @@ class _Worker:
     ) -> None:
         """Starts it.
 
-        Args:
-          idle: where it puts itself when its run has ended.
-          leaving: where it does, if that was its last.
-          log: for what is printed before its first run.
+        It puts itself in `idle` when its run has ended, in `leaving` if that was its
+        last. The log is for what is printed before its first run.
         """
         self._idle, self._leaving = idle, leaving
         self._status: int | None = None
@@ -166,11 +157,7 @@ class _Worker:
         (self._leaving if worker.LAST in last else self._idle).append(self)
 
     def end(self, *, within: float | None = None) -> int:
-        """Lets it end; its exit status.
-
-        Args:
-          within: seconds after which it is killed; None waits.
-        """
+        """Lets it end, or kills it after so many seconds; its exit status."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # of what it has not taken
             self._process.stdin.close()
@@ -182,7 +169,7 @@ class _Worker:
             return self._process.wait()
 
 
-class Submitit:
+class Submitit(Launcher):
     """A job of Slurm for each run, through `submitit`.
 
     Jobs outlive a sweep that is killed; start it again when they have ended. One that
@@ -204,20 +191,16 @@ class Submitit:
           InputError: submitit is not installed, knows no such cluster here, or has no
             such parameter.
         """
-        if importlib.util.find_spec("submitit") is None:
-            raise InputError(
-                "--launcher slurm needs the package submitit, which is not installed; "
-                "pip install 'rlhf-jax[slurm]', or leave --launcher out"
-            )
-        import submitit
-
         try:
+            import submitit
+
             self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
             self._executor.update_parameters(**parameters)
         except Exception as error:  # of several kinds, and NameError among them
             raise InputError(
-                f"--launcher slurm: expected a cluster and parameters of submitit, "
-                f"got: {error}; start it where sbatch is, and see [slurm] of the file"
+                f"--launcher slurm: expected the package submitit, a cluster and its "
+                f"parameters, got: {error}; pip install 'rlhf-jax[slurm]', start it "
+                f"where sbatch is, and see [slurm] of the file"
             ) from error
 
     def start(self, run: Planned) -> Process:
@@ -233,9 +216,6 @@ class Submitit:
                 f"--launcher slurm: expected a job of {run.name} to be taken, got: "
                 f"{error}; see to [slurm] of the file, and start the sweep again"
             ) from error
-
-    def close(self) -> None:
-        """Does nothing: each job ends with its run."""
 
 
 class _Job:

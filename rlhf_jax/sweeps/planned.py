@@ -12,7 +12,6 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,7 @@ class Planned:
 
 
 def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
-    """Every run of a sweep: all cells of the first seed, then of the next.
-
-    Args:
-      out: the sweep's folder.
-    """
+    """Every run of a sweep: all cells of the first seed, then of the next."""
     planned = []
     for seed in sweep.seeds:
         for cell in sweep.cells:
@@ -80,11 +75,7 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
                 shown = ("rlhf-jax", trainer)
             place = Path(cell.name) / f"seed_{seed}"
             own = [*sweep.options.items(), *cell.options]
-            options = [
-                word.replace(SEED, str(seed))
-                for option in own
-                for word in words(*option)
-            ]
+            options = [one for option in own for one in words(*option)]
             planned.append(
                 Planned(
                     cell=cell,
@@ -92,7 +83,7 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
                     folder=out / "runs" / place,
                     log=out / "logs" / place.with_suffix(".log"),
                     options=(
-                        *options,
+                        *(word.replace(SEED, str(seed)) for word in options),
                         f"--seed={seed}",
                         f"--out={out / 'runs' / place}",
                     ),
@@ -115,20 +106,28 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         what differs.
     """
     path = out / BEGUN
-    plan = _plain(
-        {
-            "trainer": sweep.trainer,
-            "program": sweep.program,
-            "options": dict(sweep.options),
-            "cells": {
-                cell.name: dict(cell.options)
-                | ({} if cell.trainer is None else {TRAINER: cell.trainer})
-                for cell in sweep.cells
-            },
-        }
-    )
+    plan: dict[str, Any] = {
+        "trainer": sweep.trainer,
+        "program": sweep.program,
+        "options": dict(sweep.options),
+        "cells": {
+            cell.name: dict(cell.options)
+            | ({} if cell.trainer is None else {TRAINER: cell.trainer})
+            for cell in sweep.cells
+        },
+    }
+    plan = json.loads(json.dumps(plan, default=str))  # tuples are lists, dates texts
+    names = ["a file"] if out.exists() else []
+    if out.is_dir():
+        names = sorted(child.name for child in out.iterdir())
+    got = ", ".join(names[:4])
+    begun: dict[str, Any] | None = None
     if path.exists():
-        begun = _read(path)
+        try:
+            begun = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            got = f"a {BEGUN} that cannot be read: {error}"
+    if begun is not None:
         before = {name: begun.get(name) for name in ("trainer", "program", "options")}
         cells = begun.get("cells", {})
         known = {name: now for name, now in plan["cells"].items() if name in cells}
@@ -144,38 +143,20 @@ def begin(sweep: Sweep, *, out: Path) -> None:
                 )
         folder.write_json(path, plan | {"cells": cells | plan["cells"]})
         return
-    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if out.exists() and (names or not out.is_dir()):
+    if got:
         raise InputError(
-            f"--out {out}: expected a folder of a sweep, or none, got "
-            f"{', '.join(names[:4]) or 'a file'}; give another"
+            f"--out {out}: expected a folder of a sweep, or none, got {got}; give "
+            f"another"
         )
     out.mkdir(parents=True, exist_ok=True)
     folder.write_json(path, plan)
-
-
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """As JSON has it: tuples are lists, and dates are text."""
-    return json.loads(json.dumps(value, default=str))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: expected the beginning of a sweep, got: {error}; give another "
-            f"--out"
-        ) from error
 
 
 def _difference(name: str, begun: Any, now: Any) -> str:
     """As in "options.num_steps was 10, got 20"."""
     if not isinstance(begun, dict) or not isinstance(now, dict):
         return f"{name} was {begun}, got {now}"
-    fields: Sequence[str] = sorted(begun.keys() | now.keys())
-    field = next(name for name in fields if begun.get(name) != now.get(name))
-    return (
-        f"{name}.{field} was {begun.get(field, 'not given')}, got "
-        f"{now.get(field, 'none')}"
-    )
+    fields = sorted(begun.keys() | now.keys())
+    field = next(field for field in fields if begun.get(field) != now.get(field))
+    was, is_now = begun.get(field, "not given"), now.get(field, "none")
+    return f"{name}.{field} was {was}, got {is_now}"

@@ -35,10 +35,7 @@ def check_claims(sweep: Sweep) -> None:
 
 
 def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
-    """The numbers of the runs that are done.
-
-    Args:
-      planned: of `planned.runs_of`.
+    """The numbers of the runs that are done, of `planned.runs_of`.
 
     Raises:
       InputError: a file of a run cannot be read.

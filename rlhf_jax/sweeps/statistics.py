@@ -1,10 +1,8 @@
-"""Means over seeds, and how far they can be trusted.
+"""Means over seeds, and how far they can be trusted: 95% intervals.
 
-An interval of 95% should hold the true value in 95 of 100 sweeps. With few seeds that
-of Student's t does, and a bootstrap has too few values to draw from: over normal
-numbers the percentile bootstrap of a mean holds it in 75% of sweeps with 3 seeds, 85%
-with 5 and 91% with 10. So means have t intervals. The interquartile mean, which one bad
-seed of four or more does not move, has a bootstrap interval from ENOUGH seeds on.
+Means have Student's t intervals, as a bootstrap of few seeds promises too much (see
+README.md). The interquartile mean, which one bad seed of four or more does not move,
+has a bootstrap interval from ENOUGH seeds on.
 
 Sources: Agarwal et al. 2021, arXiv:2108.13264 (interquartile mean, bootstrap over
 runs); Student 1908.
@@ -90,13 +88,9 @@ def of_iqm(values: Floats) -> Interval:
 
 
 def half_widths(values: Floats) -> Floats:
-    """Half of the t interval of each mean, t(0.975, n - 1)·s/√n; NaN with one value.
+    """f[K], half of the t interval of each mean, t(0.975, n - 1)·s/√n.
 
-    Args:
-      values: f[n, K], n values of K numbers; NaN is no value.
-
-    Returns:
-      f[K].
+    Of f[n, K], n values of K numbers, NaN is no value. With one value it is NaN.
     """
     count = np.sum(~np.isnan(values), axis=0)
     several = count > 1

@@ -5,11 +5,8 @@
 Each line of its input names a run, and each line of the file descriptor ANSWERS is the
 exit status of one: {"module": "rlhf_jax.train.main", "argv": ["ppo", "--out=..."],
 "log": "..."}, or with null for the module of a Python file or folder, the first of
-argv. What a run prints goes to its log. Programs that a module keeps by their options
-are compiled by the first run and found by the next, where runs differ in numbers only.
-
-The system gives a process a number of memory mappings, and every compiled program takes
-some. One that has half of them answers "STATUS last", and ends.
+argv. What a run prints goes to its log. A process that is `full` answers "STATUS last",
+and ends.
 
 After each run the working directory, the environment, the path of modules and the
 handlers of signals are those of before. What else a run leaves behind stays: modules,
@@ -56,8 +53,8 @@ def main() -> None:
 def full() -> bool:
     """Whether this process has half of the mappings that the system gives it.
 
-    Beyond them LLVM finds no memory for a program, and the process ends by SIGSEGV. The
-    usual number is 65,530; two workers came to it after some 100 runs of a study.
+    Every compiled program takes some. Beyond them LLVM finds no memory for a program,
+    and the process ends by SIGSEGV.
     """
     try:
         most = int(MOST_MAPPINGS.read_text())
@@ -67,14 +64,10 @@ def full() -> bool:
 
 
 def run(argv: Sequence[str], *, module: str | None) -> int:
-    """One run, as a process of its own would do it.
+    """One run, as a process of its own would do it; its exit status.
 
-    Args:
-      argv: its arguments, after the path of a file or folder where there is no module.
-      module: whose `__main__` part it is, or None.
-
-    Returns:
-      Its exit status; 1 where it ends with an exception, whose traceback is printed.
+    Without a module, whose `__main__` part it is, the first argument is a file or
+    folder. An exception ends it with status 1, and its traceback is printed.
     """
     here, path, environment = Path.cwd(), list(sys.path), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

@@ -33,7 +33,7 @@ def test_no_file_and_an_empty_one(tmp_path):
         histogram.read(tmp_path / "none")
     empty = tmp_path / "empty"
     empty.write_text("\n")
-    with pytest.raises(InputError, match=r"got the empty file .*empty; write one int"):
+    with pytest.raises(InputError, match=r"of lengths, got .*empty; write one int"):
         histogram.read(empty)
 
 

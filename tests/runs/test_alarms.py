@@ -368,5 +368,5 @@ def test_which_alarms_stop_a_run():
     assert not alarms.Limits(stop=("trust",)).stops("kl")
     assert alarms.Limits(stop=("kl", "trust_age")).stops("kl")
     assert not alarms.Limits(stop=("trust_age",)).stops("trust_weight")
-    with pytest.raises(InputError, match=r"stop: expected trust or alarms .*'drift'"):
+    with pytest.raises(InputError, match=r"stop: expected one of 'trust', .*'drift'"):
         alarms.Limits(stop=("drift",))

@@ -164,7 +164,7 @@ def test_what_a_text_stands_for():
         ("adam,momentum=1", optimizer.Rule, "expected eps, b1, b2, mu_dtype, each"),
         ("adam,eps=small", optimizer.Rule, "expected eps to be a number, got 'small'"),
         ("adam,mu_dtype=int8", optimizer.Rule, "mu_dtype to be float32 or bfloat16"),
-        ("adam,eps=1,eps=2", optimizer.Rule, "expected eps once, got it twice"),
+        ("adam,eps=1,eps=2", optimizer.Rule, "each with = and a value, got eps twice"),
         ("adaptive,unit=token", Control, "expected target with adaptive, got none"),
         ("fixed,target=1", Control, "expected fixed alone, which has no options"),
         ("sapo,clip_range=0.1", Surrogate, "expected temperature_pos, temperature_neg"),

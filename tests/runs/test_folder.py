@@ -160,7 +160,7 @@ def test_an_existing_run_needs_resume(tmp_path):
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("mine")
-    assert "is a file" in refused(Config(out=tmp_path / "run"), tmp_path)
+    assert "got: a file" in refused(Config(out=tmp_path / "run"), tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -173,7 +173,7 @@ def test_resume_does_not_adopt_a_folder_that_is_not_a_run(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     message = refused(Config(out=tmp_path, resume=True), tmp_path)
     assert "thesis.tex" in message
-    assert "not a run folder" in message
+    assert "expected a run folder, with config.json, in --out" in message
 
 
 def test_resume_of_nothing_starts_over(tmp_path):
@@ -244,7 +244,7 @@ def test_a_summary_is_strict_json_or_nothing(tmp_path):
 
 @pytest.mark.parametrize("field", ["snapshot_every", "keep_snapshots"])
 def test_counts_are_at_least_one(field):
-    with pytest.raises(InputError, match="at least 1, got 0"):
+    with pytest.raises(InputError, match="1 or more, got 0"):
         Config(out=Path("x"), **{field: 0})
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ max_length = 12
 
 [grid]
 learning_rate = [1e-3, 1e-2, 1e-1]
-weight_decay = [0.0, 0.1]
+optimizer = ["adamw,weight_decay=0.0", "adamw,weight_decay=0.1"]
 
 [measures]
 loss = "loss/language_model"
@@ -95,7 +96,7 @@ def test_a_sweep_killed_at_random_equals_a_whole_one(file, tmp_path):
 def test_a_cell_that_fails_is_told_and_the_others_are_complete(file, tmp_path):
     """No example fits into rows of one token, as the trainer finds at its start."""
     text = file.read_text().replace("max_length = 12\n", "")
-    text = text.replace("weight_decay = [0.0, 0.1]", "max_length = [12, 1]")
+    text = re.sub("^optimizer = .*$", "max_length = [12, 1]", text, flags=re.MULTILINE)
     file.write_text(text.replace("[1e-3, 1e-2, 1e-1]", "[1e-3, 1e-2]"))
     out = tmp_path / "out"
     with pytest.raises(StopError, match=r"4 of 8 runs failed, the others are complet"):

@@ -6,7 +6,7 @@ import pytest
 import toy_files
 
 from rlhf_jax.environments.protocol import Started, Turn
-from rlhf_jax.runs.receipt import printed
+from rlhf_jax.runs import receipt
 from rlhf_jax.train import evaluate
 from rlhf_jax.train.methods import distill, grpo, ppo
 from rlhf_jax.train.supervised import dpo, reward_model, sft
@@ -73,13 +73,13 @@ def begin(files, tmp_path, monkeypatch, capsys):
     """Runs a command until its first step; data.json by source, and what it printed."""
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     monkeypatch.syspath_prepend(files)
-    tell = printed.tell
+    tell = receipt.tell
 
     def stop(data):
         tell(data)
         raise Printed
 
-    monkeypatch.setattr(printed, "tell", stop)
+    monkeypatch.setattr(receipt, "tell", stop)
 
     def run(command, *options):
         argv = [f"--model={files}/model", f"--out={tmp_path}/run", "--no-progress"]

@@ -65,11 +65,10 @@ class Policy(TemplateLM):
         """Loads it.
 
         Args:
-          pretrained: a folder, or a hub id.
-          tokenizer: a folder, or a hub id; None takes the one in `pretrained`.
+          pretrained, tokenizer: a folder, or a hub id; of the tokenizer None takes the
+            one in `pretrained`.
           batch_size: rows at a time, which the mesh's row axes divide.
           dtype: of activations; parameters are float32.
-          attention: what computes attention over whole rows.
           mesh: devices, as data=2,tensor=4; 1 is the first device.
           max_length: tokens that the policy reads at most; None is its context.
           max_gen_toks: tokens of a response, where the task does not say.
@@ -149,11 +148,8 @@ class Policy(TemplateLM):
     ) -> Tokens:
         """Token ids of a text.
 
-        Args:
-          string: the text.
-          add_special_tokens: None adds what the tokenizer adds, or `add_bos_token`
-            says, unless the text begins with BOS.
-          unread: what lm-eval hands to other models.
+        Special tokens of None are what the tokenizer adds, or `add_bos_token` says,
+        unless the text begins with BOS. lm-eval hands more to other models, unread.
         """
         del unread
         special = add_special_tokens
@@ -171,10 +167,7 @@ class Policy(TemplateLM):
     ) -> str:
         """Messages as one text, by the tokenizer's chat template.
 
-        Args:
-          chat_history: [{"role": ..., "content": ...}, ...].
-          add_generation_prompt: whether the response comes next; otherwise the last
-            message goes on.
+        Without a generation prompt the last message goes on.
         """
         return self._contract.rendered(
             chat_history, continued=not add_generation_prompt
@@ -183,17 +176,10 @@ class Policy(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """log π of whole texts, each token predicted once.
+        """log π of whole texts, nats, each token predicted once.
 
         A text longer than the model's context is read in windows, the last of them as
         full as the others.
-
-        Args:
-          requests: of lm-eval, each with a text.
-          disable_tqdm: whether to show no progress.
-
-        Returns:
-          Nats, of each text.
         """
         windows: list[tuple[Tokens, Tokens]] = []
         of_text: list[int] = []
@@ -227,7 +213,6 @@ class Policy(TemplateLM):
         Args:
           requests: of lm-eval, each with a context and generation options: until,
             max_gen_toks, do_sample, temperature, top_k, top_p and min_p.
-          disable_tqdm: whether to show no progress.
 
         Raises:
           InputError: there are other options, or the response has no room.
@@ -246,7 +231,8 @@ class Policy(TemplateLM):
                 for number, tokens in self._programs.responses(
                     contexts, numbers=numbers, draw=draw
                 ):
-                    texts[number] = self._text(tokens, until=until)
+                    text = self._start.decode([*tokens])
+                    texts[number] = postprocess_generated_text(text, [*until], None)
                     bar.update()
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -292,20 +278,17 @@ class Policy(TemplateLM):
         shaping = {name: kwargs.pop(name, None) for name in ("top_k", "top_p", "min_p")}
         for name in ("top_k", "min_p"):  # 0 is off in tasks, as in transformers
             shaping[name] = shaping[name] or None
-        if kwargs:
-            raise InputError(
-                f"gen_kwargs: expected until, max_gen_toks, do_sample, temperature, "
-                f"top_k, top_p and min_p, got {', '.join(kwargs)} too; leave them out"
-            )
+        wrong = dict(kwargs)
         if max_new_tokens < 1:
-            raise InputError(
-                f"gen_kwargs: expected max_gen_toks of at least 1, got "
-                f"{max_new_tokens}; raise it"
-            )
+            wrong["max_gen_toks"] = max_new_tokens
         if sampled and not temperature > 0:
+            wrong["temperature"] = temperature
+        if wrong:
+            got = ", ".join(f"{name}={value!r:.80}" for name, value in wrong.items())
             raise InputError(
-                f"gen_kwargs: expected a temperature above 0 with do_sample, got "
-                f"{temperature}; raise it, or leave do_sample out"
+                f"gen_kwargs: expected until, max_gen_toks of at least 1, do_sample, a "
+                f"temperature above 0 with it, top_k, top_p and min_p, got {got}; "
+                f"correct them, or leave them out"
             )
         return until, Draw(
             max_new_tokens=max_new_tokens,
@@ -326,7 +309,3 @@ class Policy(TemplateLM):
     def _token_texts(self) -> dict[int, str]:
         ids = sorted(self.tokenizer.get_vocab().values())
         return {token: tokenization.decode(self.tokenizer, [token]) for token in ids}
-
-    def _text(self, tokens: Tokens, *, until: Sequence[str]) -> str:
-        text = self._start.decode([*tokens])
-        return postprocess_generated_text(text, list(until), None)

@@ -67,12 +67,8 @@ class Programs:
     ) -> None:
         """Compiles nothing yet.
 
-        Args:
-          start: the policy, with parameters on the mesh.
-          mesh: whose row axes divide batch_size.
-          batch_size: rows of every batch.
-          max_length: tokens that the policy reads at most.
-          seed: of responses that are drawn.
+        Parameters are on the mesh, whose row axes divide batch_size, the rows of every
+        batch. The seed is that of responses that are drawn.
         """
         self._start, self._mesh = start, mesh
         self._rows, self._max_length = batch_size, max_length
@@ -95,7 +91,7 @@ class Programs:
           texts: (context, continuation), neither of them empty.
 
         Yields:
-          The number of a text, and its likelihood.
+          The number of a text in them, and its likelihood.
 
         Raises:
           InputError: a text is empty, or a continuation is longer than the model's
@@ -122,8 +118,10 @@ class Programs:
             )
         for (width, predicted), numbers in sorted(groups.items(), reverse=True):
             for chosen in self._batches(numbers):
-                rows = [self._whole(*texts[number]) for number in chosen]
-                inputs, mask = self._padded([row[:-1] for row in rows], width=width)
+                rows = [[*texts[at][0], *texts[at][1]][:-1] for at in chosen]
+                inputs, mask = self._padded(
+                    [row[-self._max_length :] for row in rows], width=width
+                )
                 targets, target_mask = self._padded(
                     [texts[number][1] for number in chosen], width=predicted
                 )
@@ -143,9 +141,7 @@ class Programs:
         A prompt that is too long loses its first tokens.
 
         Args:
-          prompts: none of them empty.
-          numbers: of each, by which its tokens are drawn.
-          draw: how.
+          numbers: of each prompt, by which its tokens are drawn.
 
         Yields:
           The number of a prompt, and the tokens of its response, the stop token among
@@ -181,9 +177,6 @@ class Programs:
                 for row, at in enumerate(dict.fromkeys(chosen)):
                     yield numbers[at], drawn[row][response_mask[row]].tolist()
 
-    def _whole(self, context: Tokens, continuation: Tokens) -> Tokens:
-        return [*context, *continuation][-(self._max_length + 1) :]
-
     def _padded(self, rows: Sequence[Tokens], *, width: int) -> Any:
         return batches.pad(rows, width=width, pad_id=self._start.pad_id, left=True)
 
@@ -211,10 +204,8 @@ def score(
     """log π of the tokens after the last inputs, and whether they are the likeliest.
 
     Args:
-      params: the decoder's.
       inputs, mask: i32[B, S] and bool[B, S], padded on the left.
       targets: i32[B, K], K <= S: the token after each of the last K inputs.
-      model: its shape.
 
     Returns:
       f32[B, K], nats, and bool[B, K]. Of tokens of equal probability the first in the
@@ -261,11 +252,8 @@ def respond(
     """Responses to prompts.
 
     Args:
-      params: the decoder's.
       tokens, mask: i32[B, P] and bool[B, P], padded on the left.
       index: i32[B], which prompt this is, for the key of a row.
-      key: of this evaluation.
-      model, draw: static.
 
     Returns:
       i32[B, P + R] and bool[B, P + R], True at the response.

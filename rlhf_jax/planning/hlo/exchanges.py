@@ -9,12 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all"),
+    *("ragged-all-to-all", "collective-permute"),
 )
 
 

@@ -14,6 +14,11 @@ def called(line: Line, what: str) -> str:
     return match[1]
 
 
+def root(lines: Computation) -> Line:
+    """The line whose result is the computation's."""
+    return next(line for line in lines.values() if line.root)
+
+
 def index(line: Line) -> int:
     """Which element of a tuple a get-tuple-element takes."""
     match = re.search(r"index=(\d+)", line.rest)

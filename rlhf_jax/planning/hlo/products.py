@@ -23,13 +23,11 @@ def flops(
         return _splash(line)
     if line.opcode == "custom-call" and "gemm" in line.rest:
         taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
-        depth = (
-            0 if taken is None else instructions.shape(line, lines, 0)[int(taken[1])]
-        )
+        depth = instructions.shape(line, lines, 0)[int(taken[1])] if taken else 0
         return 2.0 * math.prod(line.result[0].shape) * depth
     if line.opcode == "dot":
         taken = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
-        dims = [] if taken is None else [int(i) for i in taken[1].split(",") if i]
+        dims = [int(i) for i in taken[1].split(",") if i] if taken else []
         depth = math.prod(instructions.shape(line, lines, 0)[i] for i in dims)
         return 2.0 * math.prod(line.result[0].shape) * depth
     if line.opcode == "convolution":

@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]  # of metrics.jsonl: a number, None, or "NaN" or "Infinity"
 
 
-def places(rows: Sequence[Row], name: str) -> Iterator[tuple[int, float]]:
-    """(index, value) where it was measured, the newest first."""
-    newest_first = range(len(rows) - 1, -1, -1)
-    return _measured(((place, rows[place]) for place in newest_first), name)
-
-
 def first(rows: Sequence[Row], name: str, count: int) -> list[float]:
     """The first values, up to `count` of them."""
-    return _take(_measured(enumerate(rows), name), count)
+    return _values(rows, places(rows, name), name, count)
 
 
 def last(rows: Sequence[Row], name: str, count: int) -> list[float]:
     """The last values, up to `count` of them, the newest first."""
-    return _take(places(rows, name), count)
+    return _values(rows, places(rows, name, newest_first=True), name, count)
 
 
-def _take(measures: Iterator[tuple[int, float]], count: int) -> list[float]:
-    return [value for _, value in itertools.islice(measures, count)]
-
-
-def _measured(
-    rows: Iterable[tuple[int, Row]], name: str
-) -> Iterator[tuple[int, float]]:
-    for place, row in rows:
-        value = row.get(name)
+def places(
+    rows: Sequence[Row], name: str, *, newest_first: bool = False
+) -> Iterator[int]:
+    """Indices of the rows where it was measured."""
+    order = range(len(rows))
+    for place in reversed(order) if newest_first else order:
+        value = rows[place].get(name)
         if value is not None and not math.isnan(float(value)):
-            yield place, float(value)
+            yield place
+
+
+def windowed(rows: Sequence[Row], name: str, window: int) -> float | None:
+    """The mean of the last `window` values; None where there are fewer."""
+    values = last(rows, name, window)
+    return mean(values) if len(values) == window else None
+
+
+def _values(
+    rows: Sequence[Row], at: Iterator[int], name: str, count: int
+) -> list[float]:
+    return [float(rows[place][name]) for place in itertools.islice(at, count)]
 
 
 def change(values: Sequence[float]) -> tuple[float, float]:

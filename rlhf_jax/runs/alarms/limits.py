@@ -83,11 +83,7 @@ class Limits:
             if limit is not None and name not in ("stop", "trust_age"):
                 checks.positive(**{name: limit})
         for name in self.stop:
-            if name not in (*ADVICE, "trust"):
-                raise InputError(
-                    f"stop: expected trust or alarms ({', '.join(ADVICE)}), got "
-                    f"{name!r}; name some of these"
-                )
+            checks.one_of(stop=name, among=("trust", *ADVICE))
 
     def allowing(self, *, staleness: int) -> Limits:
         """These limits, with the age of a run's staleness where none is chosen."""

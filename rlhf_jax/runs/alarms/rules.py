@@ -11,11 +11,48 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from rlhf_jax.runs.alarms import history, trust
 from rlhf_jax.runs.alarms.history import Row
 from rlhf_jax.runs.alarms.limits import ADVICE, Limits
+
+Check = Callable[[Sequence[Row]], dict[str, str]]
+
+
+class Alarm(NamedTuple):
+    """One thing that asks for a look, from when it began until it is over."""
+
+    name: str
+    step: int  # at which it began
+    message: str  # what was seen then, with numbers, and what to do
+
+
+class Watch:
+    """The alarms of one stage, from its rows in order, and so of a resumed one too."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+        self._rows: list[Row] = []
+        self._active: list[Alarm] = []
+        self.raised: list[Alarm] = []  # every one, when it began
+
+    def see(self, step: int, row: Row) -> list[Alarm]:
+        """Takes the row of a step; those that are active now."""
+        self._rows.append(row)
+        before = {alarm.name: alarm for alarm in self._active}
+        self._active = [
+            before.get(name, Alarm(name, step, message))
+            for name, message in self._check(self._rows).items()
+        ]
+        self.raised += [alarm for alarm in self._active if alarm.name not in before]
+        return self._active
+
+
+def begun(active: Sequence[Alarm], *, step: int) -> list[Alarm]:
+    """Those that began at this step, to be told once."""
+    return [alarm for alarm in active if alarm.step == step]
 
 
 def check(
@@ -25,11 +62,7 @@ def check(
 
     Args:
       rows: a stage's rows so far, as metrics.jsonl holds them, at least one.
-      limits: the thresholds.
       kl_target: nats per response that kl_coef is adapted to; None where it is fixed.
-
-    Returns:
-      In the order below; empty when all is well.
     """
     messages = {
         "weight_drift": _weight_drift(rows, limits),
@@ -100,20 +133,18 @@ def _kl(rows: Sequence[Row], limits: Limits, kl_target: float | None) -> str:
         bound = limits.kl_over_target * kl_target
         text = f"{bound:.4g}, {limits.kl_over_target:g} times the target {kl_target:g}"
         bounds.append((bound, text))
-    latest = history.last(rows, "objective/kl", limits.window)
-    if not bounds or len(latest) < limits.window:
-        return ""
-    (bound, text), now = min(bounds), history.mean(latest)
-    if not now > bound:
+    now = history.windowed(rows, "objective/kl", limits.window)
+    if not bounds or now is None or not now > min(bounds)[0]:
         return ""
     return (
-        f"KL {now:.4g} nats per response (mean of {limits.window} steps) is over {text}"
+        f"KL {now:.4g} nats per response (mean of {limits.window} steps) is over "
+        f"{min(bounds)[1]}"
     )
 
 
 def _reward_hacking(rows: Sequence[Row], limits: Limits) -> str:
-    judged = itertools.islice(history.places(rows, "judge/score"), limits.window)
-    places = [place for place, _ in judged]
+    judged = history.places(rows, "judge/score", newest_first=True)
+    places = list(itertools.islice(judged, limits.window))
     if limits.hacking is None or len(places) < limits.window:
         return ""
     # All scores of the steps in between, whether or not a judge looked at them.
@@ -136,10 +167,10 @@ def _reward_hacking(rows: Sequence[Row], limits: Limits) -> str:
 def _fallen(
     rows: Sequence[Row], name: str, what: str, *, share: float | None, window: int
 ) -> str:
-    latest = history.last(rows, name, window)
-    if share is None or len(latest) < window:
+    now = history.windowed(rows, name, window)
+    if share is None or now is None:
         return ""
-    now, (then,) = history.mean(latest), history.first(rows, name, 1)
+    (then,) = history.first(rows, name, 1)
     if not now < share * then:
         return ""
     return (
@@ -152,10 +183,10 @@ def _harder(
     rows: Sequence[Row], name: str, what: str, *, factor: float | None, window: int
 ) -> str:
     """Perplexity is exp of a mean in nats per token, so its factor is a difference."""
-    latest = history.last(rows, name, window)
-    if factor is None or len(latest) < window:
+    now = history.windowed(rows, name, window)
+    if factor is None or now is None:
         return ""
-    now, (then,) = history.mean(latest), history.first(rows, name, 1)
+    (then,) = history.first(rows, name, 1)
     if not now - then > math.log(factor):
         return ""
     mean = f" (mean of {window} steps)" if window > 1 else ""

@@ -22,12 +22,7 @@ DUPLICATES_TOLERANCE = 0.02
 
 
 def messages(rows: Sequence[Row], *, limits: Limits) -> dict[str, str]:
-    """What is wrong with the sampler after the last row, by alarm; "" where nothing is.
-
-    Args:
-      rows: a stage's rows so far, at least one.
-      limits: the thresholds.
-    """
+    """What is wrong with the sampler after the last row, by alarm; "" for nothing."""
     return {
         "trust_distance": _distance(rows, limits) or _distance_of_parts(rows, limits),
         "trust_outliers": _outliers(rows, limits),
@@ -63,10 +58,8 @@ def _distance_of_parts(rows: Sequence[Row], limits: Limits) -> str:
     if limits.trust_distance is None:
         return ""
     for name in sorted(name for name in rows[-1] if name.startswith(PARTS)):
-        values = history.last(rows, name, limits.window)
-        if len(values) < limits.window:
-            continue
-        if (mean := history.mean(values)) > limits.trust_distance:
+        mean = history.windowed(rows, name, limits.window)
+        if mean is not None and mean > limits.trust_distance:
             _, part, number = name.split("_")
             of = "the response" if part == "position" else "the lengths of prompts"
             return (
@@ -77,10 +70,9 @@ def _distance_of_parts(rows: Sequence[Row], limits: Limits) -> str:
 
 
 def _outliers(rows: Sequence[Row], limits: Limits) -> str:
-    values = history.last(rows, "trust/outliers", limits.window)
-    if limits.trust_outliers is None or len(values) < limits.window:
+    share = history.windowed(rows, "trust/outliers", limits.window)
+    if share is None or limits.trust_outliers is None:
         return ""
-    share = history.mean(values)
     if not share > limits.trust_outliers:
         return ""
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from rlhf_jax.runs import folder
 
 # Of one resume alone: a recorded run does not hand them on.
 OF_ONE_RESUME = ("resume", "resume_from", "accept_lost_rows")
+PARSERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".yaml": yaml.safe_load,
+    ".yml": yaml.safe_load,
+    ".json": json.loads,
+}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -26,38 +33,26 @@ def read(path: Path) -> dict[str, Any]:
       InputError: the file cannot be read, is of another form, or holds no fields.
     """
     if path.name == folder.CONFIG:
-        fields = folder.read_config(path)
-        fields = {
-            name: one for name, one in fields.items() if name not in OF_ONE_RESUME
-        }
-        return fields | {"out": os.fspath(path.parent)}
+        fields = folder.read_config(path) | {"out": os.fspath(path.parent)}
+        return {name: x for name, x in fields.items() if name not in OF_ONE_RESUME}
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        why = error.strerror
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"--config {path} cannot be read: {why}") from error
-    except UnicodeError as error:
-        raise InputError(f"--config {path} cannot be read: {error}") from error
-    try:
-        match path.suffix:
-            case ".toml":
-                fields = tomllib.loads(text)
-            case ".yaml" | ".yml":
-                fields = yaml.safe_load(text)
-            case ".json":
-                fields = json.loads(text)
-            case _:
-                raise InputError(
-                    f"--config {path}: expected a name that ends in .toml, .yaml, .yml "
-                    f"or .json, got {path.suffix!r}; rename it"
-                )
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+    if path.suffix not in PARSERS:
         raise InputError(
-            f"--config {path}: expected {path.suffix[1:]}, got: {error}"
-        ) from error
-    if not isinstance(fields, dict):
-        raise InputError(
-            f"--config {path}: expected options by their names, got "
-            f"{type(fields).__name__}; write for example seed = 1"
+            f"--config {path}: expected a name that ends in .toml, .yaml, .yml or "
+            f".json, got {path.suffix!r}; rename it"
         )
-    return fields
+    try:
+        fields = PARSERS[path.suffix](text)
+        if isinstance(fields, dict):
+            return fields
+        got = type(fields).__name__
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+        got = str(error)
+    raise InputError(
+        f"--config {path}: expected options by their names in {path.suffix[1:]}, got: "
+        f"{got}; name them, as in the config.json of a run"
+    )

@@ -14,9 +14,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 def load_function(spec: str, *, kind: str = "function") -> Callable[..., Any]:
     """The function of "module:function", installed or in the working directory.
 
-    Args:
-      spec: as above.
-      kind: what messages call it, as "class".
+    Messages call it by its `kind`, as "class".
 
     Raises:
       InputError: `spec` is of another form, the module cannot be imported, or has no

@@ -10,7 +10,6 @@ import itertools
 import re
 import shutil
 import textwrap
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,13 +63,12 @@ def screen(
     """The screen, as wide as the terminal between 60 and 100 columns.
 
     Args:
-      config_class: The dataclass whose fields are the options.
-      prog: The command, as it is typed.
-      description: A docstring; its first two paragraphs are shown, what the command
+      config_class: the dataclass whose fields are the options.
+      description: a docstring; its first two paragraphs are shown, what the command
         does and how it is called.
-      options: The fields to show under each title.
-      notes: Sentences below the options.
-      defaults: A config whose values are shown as the defaults; None takes the class's.
+      options: the fields to show under each title.
+      notes: sentences below the options.
+      defaults: a config whose values are shown as the defaults; None takes the class's.
     """
     width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     groups = {
@@ -106,14 +104,9 @@ def option(config_class: type[Any], path: str, *, defaults: Any = None) -> Optio
     for group in groups:
         annotation = typing.get_type_hints(holder, include_extras=True)[group]
         defaults = _default(holder, group, defaults)
-        unnamed = any(
-            getattr(extra, "name", None) == ""
-            for extra in getattr(annotation, "__metadata__", ())
-        )
-        prefix += "" if unnamed else f"{group}."
+        prefix += "" if choices.is_unnamed(annotation) else f"{group}."
         if defaults is dataclasses.MISSING:  # a group with required fields
-            holder = getattr(annotation, "__origin__", annotation)
-            defaults = None
+            holder, defaults = choices.bare(annotation), None
         else:
             holder = type(defaults)
     annotation = typing.get_type_hints(holder)[name]
@@ -135,9 +128,7 @@ def _written(default: Any, annotation: Any) -> Any:
 def _default(holder: type[Any], name: str, values: Any) -> Any:
     if values is not None:
         return getattr(values, name)
-    (field,) = (
-        candidate for candidate in dataclasses.fields(holder) if candidate.name == name
-    )
+    (field,) = (one for one in dataclasses.fields(holder) if one.name == name)
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
@@ -150,7 +141,7 @@ def _metavar(annotation: Any) -> str:
     if (spec := choices.spec(annotation)) is not None:
         return spec.metavar.partition("[")[0]
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
+    if choices.is_union(annotation):
         return "|".join(_metavar(kind) for kind in inner if kind is not type(None))
     if origin is typing.Literal:
         return "|".join(str(value) for value in inner)

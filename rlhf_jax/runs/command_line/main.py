@@ -22,7 +22,7 @@ from rlhf_jax.runs.command_line import help_screen
 from rlhf_jax.runs.command_line.interruption import Interrupted, go_on
 from rlhf_jax.runs.command_line.options import Config, Presets, parse
 from rlhf_jax.runs.folder import check_run
-from rlhf_jax.runs.run_config import RunConfig, to_json
+from rlhf_jax.runs.run_config import to_json
 
 
 def main(
@@ -48,12 +48,11 @@ def main(
     that the run finished: `sys.exit(0)` somewhere in it gives 1.
     """
     try:
-        argv = _join(sys.argv[1:] if argv is None else argv)
+        cache, argv = _join(sys.argv[1:] if argv is None else argv)
         processes.check_platform()
     except InputError as error:  # before JAX could tell of other processes
         _exit(2, f"error: {error}")
     try:
-        cache, argv = _compilation_cache(argv)
         config = parse(
             config_class,
             description=description,
@@ -63,7 +62,11 @@ def main(
             prog=prog,
             argv=argv,
         )
-        _check_shared(config)
+        if jax.process_count() > 1 and "placement" not in to_json(config):
+            raise InputError(
+                f"--coordinator: expected an experiment with --placement, got one for "
+                f"a single process with {jax.process_count()}; leave it out"
+            )
         processes.agree("the config", json.dumps(to_json(config)))
         processes.on_first(lambda: check_run(config))
         if cache is None:
@@ -82,7 +85,7 @@ def main(
             _silent_unless_first(),
             progress.hidden(not (config.progress and processes.is_first())),
             contextlib.ExitStack() as folder,
-            _write_errors_named(config.out),
+            write_errors.of_run(config.out),
         ):
             processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
             run(config)
@@ -99,8 +102,11 @@ def main(
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT, f"stopped without saving; {go_on(config)}")
     except SystemExit as stop:
-        status, message = _exit_of(stop)
-        _leave(status, f"stopped: {message}; {go_on(config)}")
+        # The status is never 0, of which the system keeps the last byte.
+        status = stop.code if isinstance(stop.code, int) and stop.code % 256 else 1
+        what = f"expected the run to finish, got sys.exit({stop.code!r:.80}) inside it"
+        own = "look for it in your own code"
+        _leave(status, f"stopped: {what}; {own}; {go_on(config)}")
     except BaseException as error:
         if jax.process_count() == 1:
             raise
@@ -111,8 +117,11 @@ def main(
         _leave(1, f"stopped: {why}; {go_on(config)}")
 
 
-def _join(argv: Sequence[str]) -> Sequence[str]:
-    """Joins the processes that the options name; the other options.
+def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Joins the processes that the options name.
+
+    Returns:
+      --compilation-cache, None where it is not given, and the other options.
 
     Raises:
       InputError: as `processes.Group`, or there are options of it without a group.
@@ -121,7 +130,9 @@ def _join(argv: Sequence[str]) -> Sequence[str]:
     before.add_argument("--coordinator")
     before.add_argument("--num-processes", type=int)
     before.add_argument("--process-id", type=int)
+    before.add_argument("--compilation-cache")
     arguments, options = before.parse_known_args(argv)
+    cache = vars(arguments).pop("compilation_cache")
     if arguments.coordinator is not None:
         processes.Group(**vars(arguments)).join()
     elif (arguments.num_processes, arguments.process_id) != (None, None):
@@ -129,35 +140,7 @@ def _join(argv: Sequence[str]) -> Sequence[str]:
             "--num-processes, --process-id: expected --coordinator HOST:PORT with "
             "them, got none; give it, or leave them out"
         )
-    return options
-
-
-def _compilation_cache(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """What --compilation-cache is given, if it is; the other options."""
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--compilation-cache")
-    arguments, options = before.parse_known_args(argv)
-    return arguments.compilation_cache, options
-
-
-def _check_shared(config: RunConfig) -> None:
-    if jax.process_count() > 1 and "placement" not in to_json(config):
-        raise InputError(
-            f"--coordinator: expected an experiment with --placement, got one for a "
-            f"single process with {jax.process_count()}; leave it out"
-        )
-
-
-@contextlib.contextmanager
-def _write_errors_named(folder: Path) -> Iterator[None]:
-    """A failed write of the experiment's own is a WriteError too."""
-    try:
-        yield
-    except OSError as error:
-        named = write_errors.of_run(error, folder=folder)
-        if named is None:
-            raise
-        raise named from error
+    return cache, options
 
 
 @contextlib.contextmanager
@@ -167,17 +150,6 @@ def _silent_unless_first() -> Iterator[None]:
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
-
-
-def _exit_of(stop: SystemExit) -> tuple[int, str]:
-    """Status and message of a run that `sys.exit` ended: the status is never 0."""
-    status = stop.code if isinstance(stop.code, int) else 1
-    if status % 256 == 0:  # what the system keeps of it
-        status = 1
-    return status, (
-        f"expected the run to finish, got sys.exit({stop.code!r:.80}) inside it; look "
-        f"for it in your own code"
-    )
 
 
 def _leave(status: int, message: str) -> NoReturn:

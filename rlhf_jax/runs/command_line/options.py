@@ -18,8 +18,6 @@ from rlhf_jax.runs.command_line import config_file, help_screen
 from rlhf_jax.runs.run_config import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
-
-
 Presets = Mapping[str, Mapping[str, Any]]  # {name: {field: default}}
 
 
@@ -47,33 +45,31 @@ def parse(
       InputError: the file does not fit; names the fields. There is no such preset, or
         it is asked for with a recorded config. An option is one of `renamed`.
     """
-    presets = {} if presets is None else presets
+    presets = presets or {}
     prog = prog or Path(sys.argv[0]).name
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path)
     if presets:
         before.add_argument("--preset")
     arguments, options = before.parse_known_args(argv)
-    _refuse_renamed({} if renamed is None else renamed, options, config_class)
+    _refuse_renamed(renamed or {}, options, config_class)
     preset = arguments.preset if presets else None
-    recorded = arguments.config is not None and arguments.config.name == folder.CONFIG
     if preset is not None:
-        if preset not in presets:
+        recorded = arguments.config and arguments.config.name == folder.CONFIG
+        if preset not in presets or recorded:
+            expected = f"one of {', '.join(presets)}"
+            if recorded:
+                expected = "none with a recorded run, whose options hold its preset's"
             raise InputError(
-                f"--preset: expected one of {', '.join(presets)}, got {preset}"
-            )
-        if recorded:
-            raise InputError(
-                f"--preset: expected none with the --config of a recorded run, whose "
-                f"options hold those of its preset, got {preset}; leave one of them out"
+                f"--preset: expected {expected}, got {preset}; choose another, or "
+                f"leave it out"
             )
         config_class = _with_defaults(config_class, presets[preset])
     if arguments.config is not None:
-        fields = config_file.read(arguments.config)
+        path = arguments.config
+        fields = config_file.read(path)
         options = [
-            *run_config.arguments(
-                config_class, fields, source=arguments.config, renamed=renamed
-            ),
+            *run_config.arguments(config_class, fields, source=path, renamed=renamed),
             *options,
         ]
     description = (description or "").strip()
@@ -140,17 +136,12 @@ def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
     """The options of a config: a choice is one, a group has those of its fields."""
     options: set[str] = set()
     hints = typing.get_type_hints(kind, include_extras=True)
-    for name in (field.name for field in dataclasses.fields(kind)):
-        hint = hints[name]
-        extras = getattr(hint, "__metadata__", ())
-        group = hint.__origin__ if extras else hint
-        option = f"{prefix}{name.replace('_', '-')}"
-        one_option = choices.spec(group) is not None or any(
-            hasattr(extra, "str_from_instance") for extra in extras
-        )
-        if dataclasses.is_dataclass(group) and not one_option:
-            unnamed = any(getattr(one, "name", None) == "" for one in extras)
-            inner = prefix if unnamed else f"{option}."
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        group = choices.bare(hint)
+        option = f"{prefix}{field.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(group) and choices.spec_of(hint) is None:
+            inner = prefix if choices.is_unnamed(hint) else f"{option}."
             options |= _options(typing.cast(Any, group), prefix=inner)
         else:
             options.add(option)

@@ -40,11 +40,8 @@ class OpNames(NamedTuple):
         """The names that an event's operation may have; none where none is known.
 
         A program that was read from the compilation cache runs under another number
-        than it is kept with: then every program of its module may be meant.
-
-        Args:
-          event: the event's own name.
-          program, module, operation: its stats `program_id`, `hlo_module`, `hlo_op`.
+        than it is kept with: then every program of its module may be meant. Program,
+        module and operation are its stats `program_id`, `hlo_module` and `hlo_op`.
         """
         programs = self.of_modules.get(module or "", [])
         if program in self.of_programs:

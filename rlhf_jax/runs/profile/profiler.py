@@ -9,6 +9,7 @@ The run waits for its devices at the two boundaries alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -73,13 +74,9 @@ class Profiler:
         window: Window | None,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Takes the run's folder and the stage whose steps are meant.
+        """Takes the steps of a stage, None of which traces nothing.
 
-        Args:
-          run_folder: of the run.
-          stage: whose steps these are.
-          window: the steps; None traces none.
-          paused: around what is no step's time, `metrics.Recorder.paused`.
+        `paused` is around what is no step's time, as `metrics.Recorder.paused`.
         """
         self._folder, self._stage, self._window = run_folder, stage, window
         self._paused = paused
@@ -88,7 +85,7 @@ class Profiler:
         self._masks: list[list[Masks]] = []
         self._earlier: set[Path] = set()
         self._compiled_before = compile_counts.Counts()
-        self._annotation: jax.profiler.StepTraceAnnotation | None = None
+        self._step = contextlib.ExitStack()  # the annotation of a step under way
 
     def begin_stage(self, stage: str, start: int) -> None:
         """Tells where a stage goes on after the window, without a trace of it."""
@@ -111,21 +108,24 @@ class Profiler:
         if self._since is None:
             self._start(step)
         if processes.is_first():
-            self._annotation = jax.profiler.StepTraceAnnotation("step", step_num=step)
-            self._annotation.__enter__()
+            annotation = jax.profiler.StepTraceAnnotation("step", step_num=step)
+            self._step.enter_context(annotation)
 
     def end_step(self, step: int, texts: Iterable[Masks]) -> None:
         """Notes what the step read, and ends the trace after the window's last one."""
         if self._window is None or self._since is None:
             return
         self._masks.append(list(texts))
-        self._leave_step()
+        self._step.close()
         if step + 1 == self._window.end:
-            self._stop()
+            jax.block_until_ready(jax.live_arrays())
+            seconds, self._since = time.perf_counter() - self._since, None
+            with self._paused():
+                self._write(seconds, window=self._window)
 
     def close(self) -> None:
         """Gives up a trace that is under way, as a stop or an error does."""
-        self._leave_step()
+        self._step.close()
         if self._since is not None and processes.is_first():
             folder = self._folder / FOLDER
             with write_errors.writing(folder):
@@ -150,15 +150,6 @@ class Profiler:
                 jax.profiler.start_trace(folder, profiler_options=options)
         self._compiled_before = compile_counts.so_far()
         self._first, self._since = step, time.perf_counter()
-
-    def _stop(self) -> None:
-        assert self._window is not None
-        assert self._since is not None
-        jax.block_until_ready(jax.live_arrays())
-        seconds = time.perf_counter() - self._since
-        self._since = None
-        with self._paused():
-            self._write(seconds, window=self._window)
 
     def _write(self, seconds: float, *, window: Window) -> None:
         compiled = compile_counts.since(self._compiled_before)
@@ -185,19 +176,11 @@ class Profiler:
         with write_errors.writing(folder / WINDOW):
             write_text(folder / WINDOW, json.dumps(profiled._asdict()))
 
-    def _leave_step(self) -> None:
-        if self._annotation is not None:
-            self._annotation.__exit__(None, None, None)
-            self._annotation = None
-
 
 def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
     """The newest profile of a run; None where it has none of these steps.
 
-    Args:
-      run_folder: of the run.
-      window: that it is within, as of a resume that traced what was left; None is of
-        no step.
+    It may be within the window, as of a resume that traced what was left.
     """
     path = run_folder / FOLDER / WINDOW
     if window is None or not path.exists():

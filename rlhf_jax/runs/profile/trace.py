@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,14 +51,7 @@ def scope_of(op_name: str) -> str | None:
 
 
 def times(path: Path) -> Times:
-    """Reads a trace.
-
-    Args:
-      path: the .xplane.pb of one process.
-
-    Raises:
-      ValueError: it is not whole.
-    """
+    """Reads a trace, the .xplane.pb of one process; ValueError if it is not whole."""
     data = path.read_bytes()
     names = op_names(data)
     space = ProfileData.from_serialized_xspace(data)
@@ -74,26 +66,19 @@ def times(path: Path) -> Times:
         scoped = _union(np.concatenate(scoped)) if scoped else np.zeros((0, 2))
         seconds = {scope: _length(_union(x)) for scope, x in of_scope.items()}
         both = _union(np.concatenate([every, host]))
-        per_device.append(
-            (
-                seconds,
-                _length(every),
-                _length(every) - _length(scoped),
-                _length(both) - _length(every),
-            )
-        )
+        busy = _length(every)
+        of_device = (busy, busy - _length(scoped), _length(both) - busy)
+        per_device.append((seconds, of_device))
     count = max(len(per_device), 1)
     total = defaultdict(float)
-    for seconds, *_ in per_device:
+    for seconds, _ in per_device:
         for scope, value in seconds.items():
             total[scope] += value / count
-    return Times(
-        scopes={scope: total[scope] for scope in SCOPES if scope in total},
-        busy=sum(times_of_device[1] for times_of_device in per_device) / count,
-        unscoped=sum(times_of_device[2] for times_of_device in per_device) / count,
-        waited=sum(times_of_device[3] for times_of_device in per_device) / count,
-        devices=len(per_device),
+    busy, unscoped, waited = (
+        sum(of_device[at] for _, of_device in per_device) / count for at in range(3)
     )
+    scopes = {scope: total[scope] for scope in SCOPES if scope in total}
+    return Times(scopes, busy, unscoped, waited, devices=len(per_device))
 
 
 def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
@@ -184,13 +169,10 @@ def _annotations(space: Any) -> Spans:
         for plane in space.planes
         if plane.name == "/host:CPU"
         for line in plane.lines
-        for event in _named(line.events)
+        for event in line.events
+        if event.name == HOST_SCOPE
     ]
     return _union(np.array(spans, np.float64).reshape(-1, 2))
-
-
-def _named(events: Iterable) -> Iterable:
-    return (event for event in events if event.name == HOST_SCOPE)
 
 
 def _union(spans: Spans) -> Spans:

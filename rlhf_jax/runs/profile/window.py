@@ -15,7 +15,7 @@ class Window(NamedTuple):
     end: int  # the first one that is not profiled
 
     def check(self, num_steps: int) -> None:
-        """Checks that a run has these steps.
+        """Checks that a run has these steps; a program without steps has 0.
 
         Raises:
           InputError: it has fewer.
@@ -23,8 +23,8 @@ class Window(NamedTuple):
         if self.end > num_steps:
             raise InputError(
                 f"--profile {self.first}:{self.end}: expected steps of a run that has "
-                f"{num_steps}, up to {num_steps - 1}, got {self.end - 1} for the last; "
-                f"profile earlier ones, or raise --num-steps"
+                f"{num_steps}, the first of them 0, got {self.end - 1} for the last; "
+                f"profile earlier ones, raise --num-steps, or leave --profile out"
             )
 
 

@@ -36,15 +36,11 @@ def begin(
     resume_from: int | None,
     is_newest_stage: bool,
 ) -> Beginning:
-    """Restores a stage.
+    """Restores a stage from its snapshots, or begins it with its `state`.
+
+    The meta must equal that of the snapshot, and the frozen models are verified.
 
     Args:
-      name: of the stage.
-      state: pytree of arrays at the start of the stage.
-      snapshots: of the stage.
-      folder: of these snapshots.
-      meta: JSON values that must equal those in the snapshot.
-      frozen: the frozen models, which are verified.
       resume_from: the snapshot to go back to, 0 for the start of the stage; None takes
         the newest one.
       is_newest_stage: whether no later stage has a snapshot.

@@ -44,10 +44,8 @@ def read_arrays(
     """Some of a snapshot's arrays by path, without the state that they were saved from.
 
     Args:
-      folder: of the stage's snapshots.
       step: one of `numbers`.
-      matches: path -> True for the arrays to read; a path is for instance
-        "policy/layers/mlp/up/kernel".
+      matches: path, as "policy/layers/mlp/up/kernel" -> whether its array is read.
 
     Returns:
       Arrays on the host; nothing is put on a device.
@@ -125,11 +123,7 @@ def _read_meta(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Splits a saved meta into the meta and the digests of the arrays.
-
-    Args:
-      saved: the meta as it was read.
-      where: the snapshot's folder.
+    """Splits the meta of the snapshot `where` into itself and the arrays' digests.
 
     Returns:
       The meta without the digests; {path: digest}, empty for a snapshot of an older
@@ -139,19 +133,16 @@ def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str,
       DamagedError: it is not a JSON object, or not what its digest says.
     """
     if not isinstance(saved, dict):
-        raise integrity.damaged(
-            where, [f"meta: expected a JSON object, got {saved!r:.40}"]
-        )
+        fault = f"meta: expected a JSON object, got {saved!r:.40}"
+        raise integrity.damaged(where, [fault])
     if DIGESTS not in saved:
         return saved, {}
     meta = {key: value for key, value in saved.items() if key != DIGESTS}
     with damage_named(where):
         digests, actual = saved[DIGESTS], integrity.of_meta(meta)
-        if digests["meta"] != actual:
-            expected = digests["meta"]
-            raise integrity.damaged(
-                where, [f"meta: digest {actual}, expected {expected}"]
-            )
+        if (expected := digests["meta"]) != actual:
+            fault = f"meta: digest {actual}, expected {expected}"
+            raise integrity.damaged(where, [fault])
         return meta, dict(digests["arrays"])
 
 

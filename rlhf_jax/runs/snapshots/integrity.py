@@ -1,17 +1,15 @@
 """How a damaged snapshot is recognised: by digests, and by a list of its files.
 
 digests        of every array, as `fingerprint.digest` computes it on the devices, and
-               of the meta; they are in the meta, under DIGESTS, and are checked when a
-               snapshot is restored or verified
+               of the meta; they are in the meta, under DIGESTS, and prove that what is
+               restored or verified is what was saved
 LIST           in the snapshot's folder: {file: [bytes, CRC-32]} of all its other files,
-               written as soon as the snapshot is complete
+               which finds files that are missing or cut, and flipped bits that no array
+               depends on; above MAX_READ, in files of arrays alone, the size alone
 
-The digests prove that what is restored is what was saved. The list finds files that are
-missing or cut, and flipped bits that no array depends on. Of a file above MAX_READ the
-list has the size alone: such files contain nothing but arrays, and reading them back
-would cost more than their digests. A run that is killed between the two writes leaves a
-snapshot without a list, which its digests still prove. A snapshot of an older version
-has neither digests nor a list, and is read without a proof.
+The list is written as soon as the snapshot is complete: a run that is killed in between
+leaves a snapshot without one. A snapshot of an older version has neither digests nor a
+list, and is read without a proof.
 """
 
 from __future__ import annotations
@@ -99,7 +97,7 @@ def faults_of_files(folder: Path) -> list[str]:
         expected = json.loads(text)
         # No byte of it is free: of a file that is 1 byte longer, too.
         if json.dumps(expected).encode() != text:
-            raise ValueError("it is not as it was written")
+            return [f"{LIST}: it is not as it was written"]
         sizes = {name: (size, check) for name, (size, check) in expected.items()}
     except (ValueError, TypeError, AttributeError) as error:
         return [f"{LIST}: {error}"]

@@ -84,14 +84,11 @@ class Proof:
     def check_resumed(self, saved: Record, state: PyTree, *, where: str) -> None:
         """Checks a snapshot: that this stage is the one it is of, and that it is whole.
 
-        Args:
-          saved: what `check` made of the state when it was saved.
-          state: as restored.
-          where: names the snapshot.
+        `saved` is what `check` made of the state when it was saved, and the state is as
+        restored; `where` names the snapshot.
 
         Raises:
-          InputError: the stage began with other frozen models, or another lifecycle;
-            names the leaves.
+          InputError: the stage began with other frozen models, or another lifecycle.
           ReferenceMovedError: a model is not what was frozen, or the state holds
             another frozen model than the snapshot says.
         """
@@ -162,16 +159,11 @@ def check_run(
 ) -> list[Checked]:
     """Checks the frozen models of a run from its snapshots, without the experiment.
 
-    Every digest is computed again from the arrays on disk, and compared with those that
-    stand beside the arrays, with the snapshot's meta, with what the stage began with
-    (a model frozen for the run), and with the other snapshots of the stage.
-
-    Args:
-      folder: of the run.
-      skipped: stages and steps of snapshots to leave out.
+    Every digest is computed again from the arrays on disk, and compared with those
+    beside the arrays, the snapshot's meta, the stage's beginning and other snapshots.
 
     Returns:
-      A row for each of them; none where no snapshot has a frozen model.
+      A row for each model of each snapshot, but for the stages and steps `skipped`.
 
     Raises:
       InputError: there is no run, or no snapshot.
@@ -222,10 +214,8 @@ def _fault(
 ) -> str | None:
     """What contradicts what in a snapshot; None where all agree.
 
-    Args:
-      record: of the model, by the snapshot's meta.
-      arrays: of a `Frozen` by path; empty for a model that the snapshot does not hold.
-      began: what the stage's oldest snapshot says of its beginning.
+    There are no arrays of a model that the snapshot does not hold. `began` is what the
+    stage's oldest snapshot says of its beginning.
     """
     now, initial = record["now"], record["initial"]
     if initial != began:

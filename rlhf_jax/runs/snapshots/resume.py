@@ -46,8 +46,7 @@ def recorded_configs(folder: Path) -> list[Recorded]:
     They are read as plain files, because the processes of orbax would wait for each
     other. A damaged snapshot is skipped: an attempt to restore it reports the damage.
     """
-    stages = sorted((folder / "snapshots").glob("*"))
-    newest = (_newest_config(stage) for stage in stages)
+    newest = map(_newest_config, sorted((folder / "snapshots").glob("*")))
     return [recorded for recorded in newest if recorded is not None]
 
 
@@ -71,11 +70,9 @@ def _newest_config(stage: Path) -> Recorded | None:
 
 
 def differing(recorded: Fields, current: Fields, *, but: frozenset[str]) -> list[str]:
-    """Names of the fields that differ; a field of a group is named "lora.rank".
+    """Names of the fields that differ, but for some fields and whole groups of them.
 
-    Args:
-      recorded, current: configs as JSON values, groups as objects.
-      but: fields and groups to leave out; of a group "placement.policy".
+    Configs are JSON values; a field of a group is named "lora.rank".
     """
     before, now = flat(recorded), flat(current)
     return [
@@ -91,11 +88,7 @@ def check_config(
 ) -> list[str]:
     """Checks that a resume changes only what it may.
 
-    Args:
-      recorded: the config that the run was trained with.
-      current: the config of the resumed run, as JSON values.
-      but: fields and groups that say where and how the run computes; not compared.
-      folder: of the run.
+    Fields and groups in `but` say where and how the run computes, and are not compared.
 
     Returns:
       Names of the fields that differ; a resume may change all of them.
@@ -162,31 +155,24 @@ CHANGED = {
 def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
     """Checks that a stage reads what its snapshot was made with.
 
-    Args:
-      saved: the snapshot's meta.
-      meta: entries of the resumed stage, for instance the digest of its data.
-      where: names the snapshot in messages.
+    Every entry of the resumed stage's meta, for instance the digest of its data, must
+    be that of the saved one; `where` names the snapshot.
 
     Raises:
       InputError: an entry differs.
     """
     for key, value in meta.items():
-        if key not in saved and key in CHANGED:
-            raise InputError(
-                f"{where}: expected {key} {value} in it, as this run has it, got none:"
-                f" {CHANGED[key]}; finish it with that version, or start a new run with"
-                " another --out"
-            )
-        if key not in saved:  # of a version before this entry
+        if key not in saved and key not in CHANGED:  # of a version before this entry
             print(
                 f"warning: {where} does not say which {key} it was made with, so it "
                 f"cannot be compared; see to it that the files are the same",
                 file=sys.stderr,
             )
-        elif saved[key] != value:
+        elif key not in saved or saved[key] != value:
+            got = saved[key] if key in saved else f"none: {CHANGED[key]}"
             raise InputError(
-                f"{where}: expected {key} {value}, as this run has it, got "
-                f"{saved[key]}; resume with what the run began with, or start a new "
+                f"{where}: expected {key} {value}, as this run has it, got {got}; "
+                f"resume with what the run began with, its version too, or start a new "
                 f"run with another --out"
             )
 

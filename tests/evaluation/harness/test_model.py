@@ -240,9 +240,9 @@ def test_sampling_has_the_temperature_of_the_task(policy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 4}, "expected until, .* got num_beams too"),
-        ({"do_sample": True, "temperature": 0.0}, "a temperature above 0"),
-        ({"max_gen_toks": 0}, "expected max_gen_toks of at least 1, got 0"),
+        ({"num_beams": 4}, "expected until, .* got num_beams=4"),
+        ({"do_sample": True, "temperature": 0.0}, "above 0 .* got temperature=0.0"),
+        ({"max_gen_toks": 0}, "max_gen_toks of at least 1, .* got max_gen_toks=0"),
         ({"max_gen_toks": CONTEXT}, f"expected less than the {CONTEXT} tokens"),
     ],
 )

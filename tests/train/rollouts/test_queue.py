@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.functional.checks import StopError
-from rlhf_jax.runs.snapshots import pending
+from rlhf_jax.runs.stage import is_settled, settled
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 
 NUM_STEPS = 7
@@ -67,7 +67,7 @@ def played(queue, update, *, start=0, state=None, stop=NUM_STEPS):
             learned.append(rollout.parts)
             state |= queue.submit(step + queue.staleness, policy, version=version)
             policy, version = update(policy, version)  # which donates what it reads
-        return learned, pending.settled(state)
+        return learned, settled(state)
 
 
 @pytest.mark.parametrize("threaded", [True, False])
@@ -133,7 +133,7 @@ def test_a_draw_that_hangs_keeps_neither_the_trainer_nor_a_snapshot(update):
         state |= queue.begin(state, start=0, policy=policy, version=version)
         queue.take()
         state |= queue.submit(2, policy, version=version)
-        assert not pending.is_settled(state)
+        assert not is_settled(state)
     assert time.monotonic() - start < 10
     released.set()
 
@@ -197,7 +197,7 @@ def test_a_snapshot_waits_as_the_trainer_and_the_end_is_no_wait(update):
         queue.take()
         state = queue.submit(1, policy, version=version)
         queue.waits.read()
-        pending.settled(state)
+        settled(state)
         assert 0.1 < queue.waits.read()["trainer"] < 1
         queue.take()
         queue.submit(2, policy, version=version)  # of which there is none
@@ -238,6 +238,6 @@ def test_the_next_draw_begins_while_scores_are_waited_for():
 def test_a_state_that_failed_is_not_settled():
     future: Future[object] = Future()
     future.set_exception(StopError("gone"))
-    assert not pending.is_settled({"rollout": future})
+    assert not is_settled({"rollout": future})
     with pytest.raises(StopError, match="gone"):
-        pending.settled({"rollout": future})
+        settled({"rollout": future})

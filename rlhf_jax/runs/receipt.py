@@ -1,18 +1,56 @@
-"""What was read of each source and what is learned of it, for a person."""
+"""The receipt of a run's data: what was read and is learned, printed and kept."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from rlhf_jax.runs import report
+from rlhf_jax.devices import processes
+from rlhf_jax.runs import folder, report
 
+NAME = "data.json"
 LEARNED, NOT_LEARNED = "bold green", "dim"
 FIELDS = 12  # names of unread fields to print; data.json has all
 MARKS = {"\t": "⇥", "\n": "⏎\n"}
+
+
+def write(run: Path, data: Mapping[str, Any]) -> None:
+    """Writes data.json, unless a run that goes on has it already.
+
+    That run's stays as it began. A line on stderr names the sources that are now read
+    otherwise.
+    """
+    path = run / NAME
+    if not processes.is_first():
+        return
+    if not path.exists():
+        folder.write_json(path, dict(data))
+        return
+    began: Any = {}
+    with contextlib.suppress(OSError, ValueError):  # not what a run writes
+        began = json.loads(path.read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(data))
+    if began == now:
+        return
+    sources = began.get("sources", []) if isinstance(began, dict) else []
+    before = {source["name"]: source for source in sources}
+    names = [
+        source["name"]
+        for source in now["sources"]
+        if before.get(source["name"]) != source
+    ]
+    print(
+        f"warning: {path} says how this run began, and {', '.join(names) or 'its data'}"
+        f" is read otherwise now",
+        file=sys.stderr,
+    )
 
 
 def tell(data: Mapping[str, Any]) -> None:

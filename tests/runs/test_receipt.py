@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import run, run_config
-from rlhf_jax.runs.receipt import printed
+from rlhf_jax.runs import receipt, run, run_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +70,8 @@ def shown(data, monkeypatch, **options):
     """What a console of these options shows."""
     file = io.StringIO()
     console = Console(file=file, width=100, **options)
-    monkeypatch.setattr(printed, "Console", lambda: console)
-    printed.tell(data)
+    monkeypatch.setattr(receipt, "Console", lambda: console)
+    receipt.tell(data)
     return file.getvalue()
 
 

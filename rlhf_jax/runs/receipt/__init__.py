@@ -1,1 +1,0 @@
-"""The receipt of a run's data: printed, and kept as data.json."""
