@@ -26,27 +26,24 @@ def is_async(environment: Any) -> bool:
 
 
 def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
-    """The beginning of a row's episode, in a worker.
+    """The beginning of a row's episode, with a prompt of at most `most` characters."""
 
-    Args:
-      pickled: the environment.
-      most: characters of a prompt.
-    """
-    return worker.call(
-        pickled, lambda environment: _begun(waited(environment.reset(row)), most)
-    )
+    def use(environment: Any) -> Begun:
+        return answers.begun(waited(environment.reset(row)), most=most)
+
+    return worker.call(pickled, use)
 
 
 def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
-    """The answer to a response, in a worker; whatever is raised is an answer.
+    """The answer to a response; whatever the environment raises is an answer.
 
     Args:
-      pickled: the environment.
       most: characters of an observation.
     """
 
     def use(environment: Any) -> Answer:
-        return _answer(waited(environment.step(pickle.loads(state), response)), most)
+        returned = waited(environment.step(pickle.loads(state), response))
+        return answers.answer(returned, most=most)
 
     return _or_failed(worker.call(pickled, use))
 
@@ -54,11 +51,11 @@ def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
 async def reset_async(pickled: bytes, row: Row, most: int) -> Begun | Failed:
     """`reset` in a worker that has several calls under way."""
 
-    async def use(environment: Any) -> Begun | Failed:
+    async def use(environment: Any) -> Begun:
         returned = environment.reset(row)
-        return _begun(
-            await returned if inspect.isawaitable(returned) else returned, most
-        )
+        if inspect.isawaitable(returned):
+            returned = await returned
+        return answers.begun(returned, most=most)
 
     return await worker.call_several(pickled, use)
 
@@ -67,23 +64,10 @@ async def step_async(pickled: bytes, state: bytes, response: str, most: int) -> 
     """`step` in a worker that has several calls under way."""
 
     async def use(environment: Any) -> Answer:
-        return _answer(await environment.step(pickle.loads(state), response), most)
+        returned = await environment.step(pickle.loads(state), response)
+        return answers.answer(returned, most=most)
 
     return _or_failed(await worker.call_several(pickled, use))
-
-
-def _begun(returned: Any, most: int) -> Begun | Failed:
-    try:
-        return answers.begun(returned, most=most)
-    except answers.NoAnswer as error:
-        return Failed(f"{error}")
-
-
-def _answer(returned: Any, most: int) -> Answer:
-    try:
-        return answers.answer(returned, most=most)
-    except answers.NoAnswer as error:
-        return answers.failed(f"{error}")
 
 
 def _or_failed(answer: Answer | Failed) -> Answer:

@@ -111,9 +111,9 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             try:
                 self._server.post("/collective_rpc", body)
-            except Unreachable:
-                raise
             except ServerError as error:
+                if isinstance(error, Unreachable):
+                    raise
                 raise type(error)(
                     f"{error}. It was to reload the weights in {path}: serve this "
                     f"model with {HOW}, where that folder can be read "
@@ -236,12 +236,10 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         """The model's name at the server, whose context must hold a response."""
         try:
             answer = self._server.get("/v1/models")
-        except Unreachable as error:
-            raise InputError(f"--sampler {error}. With vLLM: {HOW}") from error
         except ServerError as error:
             raise InputError(
                 f"--sampler {error}. Expected the models of an OpenAI-compatible "
-                f"server: {HOW}"
+                f"server, with vLLM: {HOW}"
             ) from error
         listed = answer.get("data")
         models = {

@@ -46,6 +46,10 @@ class Answer(NamedTuple):
     imported: bool = True  # False where the verifier itself could not be imported
 
 
+class Rejected(Exception):
+    """Why what the user's object returned is not taken: "returned None, ..."."""
+
+
 class Terminated(BaseException):
     """This worker is to end; on its way up it clears away what verifiers have made."""
 
@@ -152,7 +156,7 @@ def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
     except Terminated:
         os._exit(1)
     except BaseException as error:  # sys.exit too; nor need the error be picklable
-        return Failed(f"raised {shown(error)}")
+        return _failed(error)
     finally:
         _working = False
 
@@ -171,7 +175,13 @@ async def call_several(
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise  # it is too late, or the caller has no use for it
-        return Failed(f"raised {shown(error)}")
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Failed:
+    return Failed(
+        f"{error}" if isinstance(error, Rejected) else f"raised {shown(error)}"
+    )
 
 
 def verify(
@@ -188,21 +198,17 @@ def verify(
     return Answer(returned, "")
 
 
-def number(returned: Any) -> float | Failed:
-    """A finite float32, or why what was returned is none."""
-    if not hasattr(returned, "__float__"):
-        return Failed(f"returned {returned!r:.60}, which is not a number")
-    score = float(returned)
-    return score if _is_float32(score) else Failed(f"returned {score}")
-
-
-def _is_float32(score: float) -> bool:
-    """Whether a score is finite, and stays so as the float32 that it becomes."""
-    try:
-        struct.pack("<f", score)  # the native "f" would make it infinite
-    except OverflowError:
-        return False
-    return math.isfinite(score)
+def number(returned: Any, *, called: str = "score") -> float:
+    """What was returned, if it is finite also as the float32 that it becomes."""
+    why = f"returned {returned!r:.60}, which is not a number"
+    if hasattr(returned, "__float__"):
+        number = float(returned)
+        why = f"returned {number}"
+        with contextlib.suppress(OverflowError):
+            struct.pack("<f", number)  # the native "f" would make it infinite
+            if math.isfinite(number):
+                return number
+    raise Rejected(f"{why}, expected a finite number as the {called}")
 
 
 def shown(error: BaseException) -> str:
