@@ -18,7 +18,7 @@ import numpy as np
 
 from rlhf_jax.data import encoding, files, json_lines, splits
 from rlhf_jax.data.examples import Example, Labelled, Tokens
-from rlhf_jax.data.files import Blank
+from rlhf_jax.data.files import Blank, Reading
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
@@ -48,39 +48,26 @@ def read_labelled(
       InputError: the file is empty or malformed, a text, a side of a pair or a label
         is missing, or all labels are the same.
     """
-    rows: list[Row] = []
-    for where, row in json_lines.read_located(source, receipt=receipt):
+
+    def read(where: str, row: Row) -> Reading:
         if "completion" not in row and {"chosen", "rejected"} <= row.keys():
-            pair = files.checked_preference(where, row, blank=blank)
-            if receipt is not None:
-                receipt.row(where, row, reads=files.of_preference(row), count=2)
-                if pair is None:
-                    receipt.drop(files.BLANK, where=where, count=2)
-            for side, label in (("chosen", True), ("rejected", False)):
-                if pair is not None:
-                    rows.append(pair | {"completion": pair[side], "label": label})
-            continue
-        read = row
-        row = files.checked_response(where, row, response="completion", blank=blank)
-        if receipt is not None:
-            reads = (
-                "prompt",
-                "completion",
-                "label",
-                *files.read_beside(read["prompt"]),
-            )
-            receipt.row(where, read, reads=reads)
-        if row is None:
-            if receipt is not None:
-                receipt.drop(files.BLANK, where=where)
-            continue
-        if not isinstance(row.get("label"), bool):
+            pairs, reads, _ = files.preference(where, row, blank=blank)
+            texts = [
+                pair | {"completion": pair[side], "label": label}
+                for pair in pairs
+                for side, label in (("chosen", True), ("rejected", False))
+            ]
+            return Reading(texts, reads, num_texts=2)
+        rows, reads, _ = files.response(where, row, field="completion", blank=blank)
+        if rows and not isinstance(row.get("label"), bool):
             raise InputError(
                 f"{where}: expected true or false in 'label', got"
                 f" {row.get('label')!r:.40}; say whether the completion is desirable,"
                 " or give pairs with 'chosen' and 'rejected'"
             )
-        rows.append(row)
+        return Reading(rows, (*reads, "label"))
+
+    rows = files.read_rows(source, read, receipt=receipt)
     labels = {row["label"] for row in rows}
     if len(labels) < 2:
         got = "none" if not rows else f"only {str(labels.pop()).lower()}"

@@ -80,12 +80,12 @@ def as_turn(response: str | list[Message]) -> list[Message]:
     return [of_assistant(response)] if isinstance(response, str) else response
 
 
-def plain(response: str | list[Message], *, where: str) -> str:
+def plain(response: str | list[Message], *, where: str, field: str = "response") -> str:
     """A response to a text; InputError if it is of messages."""
     if not isinstance(response, str):
         raise InputError(
-            f"{where}: expected text as a response, as its prompt is one, got"
-            f" {response!r:.60}; give both as messages"
+            f"{where}: expected text in {field!r}, as its prompt is one, got messages;"
+            " give both as messages, or leave out the prompt where they hold it"
         )
     return response
 
