@@ -20,6 +20,7 @@ import grain
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Preferences, Prompts, Sequences
+from rlhf_jax.data import lengths
 from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
@@ -85,13 +86,13 @@ def prompt_batches(
       InputError: no prompts, an empty prompt, one longer than the largest bucket, or
         sizes that do not divide.
     """
-    _check_divides(batch_size, samples_per_prompt, "samples_per_prompt")
+    if min(batch_size, samples_per_prompt) < 1 or batch_size % samples_per_prompt:
+        raise InputError(
+            f"expected a batch size that samples_per_prompt={samples_per_prompt}"
+            f" divides, got {batch_size}; change one of them"
+        )
     for row, tokens in enumerate(prompts):
-        if len(tokens) == 0:
-            raise InputError(
-                f"row {row} (from 0): expected a prompt of at least 1 token, got none;"
-                " remove the row"
-            )
+        lengths.check_prompt(tokens, where=f"row {row} (from 0)")
     widths = _widths([len(tokens) for tokens in prompts], buckets)
     mine = share.of(batch_size)
 
@@ -230,23 +231,23 @@ def shuffled(
     )
 
 
-def _check_divides(batch_size: int, parts: int, name: str) -> None:
-    if batch_size < 1 or parts < 1 or batch_size % parts != 0:
-        raise InputError(
-            f"expected a batch size that {name}={parts} divides, got {batch_size};"
-            " change one of them"
-        )
-
-
-def _widths(lengths: Sequence[int], buckets: Sequence[int] | None) -> Sequence[int]:
-    if not lengths:
+def longest(sizes: Sequence[int]) -> int:
+    """The most tokens of a row; InputError if there is no row."""
+    if not sizes:
         raise InputError("expected at least one row of data, got none")
-    widths = (max(lengths),) if buckets is None else sorted(buckets)
-    if max(lengths) > widths[-1]:
-        raise InputError(
-            f"row {int(np.argmax(lengths))} (from 0): expected at most {widths[-1]}"
-            f" tokens, the largest bucket, got {max(lengths)}; add a larger bucket"
-        )
+    return max(sizes)
+
+
+def _widths(sizes: Sequence[int], buckets: Sequence[int] | None) -> Sequence[int]:
+    most = longest(sizes)
+    widths = (most,) if buckets is None else sorted(buckets)
+    lengths.check(
+        most,
+        widths[-1],
+        where=f"row {sizes.index(most)} (from 0)",
+        holds=", the largest bucket",
+        remedy="add a larger bucket",
+    )
     return widths
 
 
@@ -270,9 +271,9 @@ def pad(
     rows: Sequence[Tokens], *, width: int, pad_id: int, left: bool
 ) -> tuple[HostArray, HostArray]:
     """i32[B, width] tokens and bool[B, width] mask, from the lengths."""
-    lengths = np.array([len(row) for row in rows])[:, None]
+    sizes = np.array([len(row) for row in rows])[:, None]
     columns = np.arange(width)[None, :]
-    mask = columns >= width - lengths if left else columns < lengths
+    mask = columns >= width - sizes if left else columns < sizes
     tokens = np.full(mask.shape, pad_id, np.int32)
     tokens[mask] = np.concatenate(rows)
     return tokens, mask

@@ -55,11 +55,7 @@ def encode_prompts(
         questions = _questions(rows, field=field)
     places, prompts = _places(rows), contract.prompts(questions)
     for tokens, where, row in zip(prompts, places, rows, strict=True):
-        if not tokens:
-            raise InputError(
-                f"{where}: expected a prompt of at least 1 token, got none of"
-                f" {row[field]!r:.60}; remove the row"
-            )
+        lengths.check_prompt(tokens, where=where, of=row[field])
     fits = lengths.fits(
         [len(tokens) for tokens in prompts],
         texts=[row[field] for row in rows],
@@ -213,11 +209,10 @@ def encode_text(
     Raises:
       InputError: the text or the block size has fewer than two tokens.
     """
-    if block_size < 2:
-        raise InputError(f"expected a block size of at least 2, got {block_size}")
     tokens = TextContract(tokenizer).written(text, special=False)
-    if len(tokens) < 2:
-        raise InputError(f"expected a text of at least 2 tokens, got {len(tokens)}")
+    for name, size in {"block size": block_size, "text": len(tokens)}.items():
+        if size < 2:
+            raise InputError(f"expected a {name} of at least 2 tokens, got {size}")
     stride = block_size - 1
     return [
         Example((), tokens[start : start + block_size])
@@ -249,18 +244,15 @@ def _learned(
 
 def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> None:
     """InputError unless a packed row can hold the pair."""
-    if not pair.prompt:
-        raise InputError(
-            f"{where}: expected a prompt of at least 1 token, got none of"
-            f" {row['prompt']!r:.60}, so that nothing predicts how its responses begin;"
-            " remove the pair"
-        )
-    size = 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
-    if widest is not None and size > widest:
-        raise InputError(
-            f"{where}: expected at most {widest} tokens, the width of a row, for both"
-            f" texts with their prompts, got {size} of {row['prompt']!r:.60}; make rows"
-            " wider, or remove the pair"
+    lengths.check_prompt(pair.prompt, where=where, of=row["prompt"])
+    if widest is not None:
+        lengths.check(
+            2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected),
+            widest,
+            where=where,
+            holds=", the width of a row, for both texts with their prompts",
+            of=row["prompt"],
+            remedy="make rows wider, or remove the pair",
         )
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rlhf_jax.data import formats, json_lines, splits
-from rlhf_jax.data.json_lines import LocatedRow, Row
+from rlhf_jax.data import json_lines, splits
+from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages as chat
 from rlhf_jax.functional.checks import InputError
@@ -142,15 +142,10 @@ def read_rows(
 
     Args:
       read: (file and line, row) -> what it becomes.
-      text: the field that the lines of a .txt file stand in; None reads none.
+      text: as of `json_lines.read_located`.
     """
-    if text is not None and formats.is_text(source):
-        lines = json_lines.lines(Path(source), receipt=receipt)
-        located = [(at, LocatedRow({text: line}, where=at)) for at, line in lines]
-    else:
-        located = json_lines.read_located(source, receipt=receipt)
     rows: list[Row] = []
-    for where, row in located:
+    for where, row in json_lines.read_located(source, text=text, receipt=receipt):
         become, reads, num_texts = read(where, row)
         rows += become
         if receipt is not None:

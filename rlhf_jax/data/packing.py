@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.algorithms.batch import PackedPreferences, Sequences
-from rlhf_jax.data import batches
+from rlhf_jax.data import batches, lengths
 from rlhf_jax.data.batches import Batches, Visit
 from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
-from rlhf_jax.functional.checks import InputError
 
 HostArray = Any
 
@@ -46,12 +45,8 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
       InputError: there are no pairs, one has no prompt or does not fit into a row.
     """
     for place, pair in enumerate(pairs):
-        if len(pair.prompt) == 0:
-            raise InputError(
-                f"pair {place} (from 0, of those to be packed): expected a prompt of "
-                f"at least 1 token, got none, so that nothing predicts how its "
-                f"responses begin; remove the pair"
-            )
+        where = f"pair {place} (from 0, of those to be packed)"
+        lengths.check_prompt(pair.prompt, where=where)
     texts = [
         (Example(pair.prompt, pair.chosen), Example(pair.prompt, pair.rejected))
         for pair in pairs
@@ -192,17 +187,17 @@ def _pack(
     texts: Sequence[tuple[Text, ...]], *, width: int | None, of: str
 ) -> list[PackedRow]:
     """First fit of what is packed whole, one or two texts."""
-    if not texts:
-        raise InputError("expected at least one row of data, got none")
+    sizes = [sum(text.length for text in whole) for whole in texts]
+    most = batches.longest(sizes)
     if width is None:
         return [_row(texts, (place,)) for place in range(len(texts))]
-    sizes = [sum(text.length for text in whole) for whole in texts]
-    if max(sizes) > width:
-        raise InputError(
-            f"{of} {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
-            f"at most {width} tokens, its texts with their prompts, got {max(sizes)}; "
-            f"make rows wider, or leave long {of}s out"
-        )
+    lengths.check(
+        most,
+        width,
+        where=f"{of} {sizes.index(most)} (from 0, of those to be packed)",
+        holds=", its texts with their prompts",
+        remedy=f"make rows wider, or leave long {of}s out",
+    )
     filled = first_fit(sizes, width=width)
     return [_row(texts, tuple(places)) for places in filled]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhf_jax.data import encoding, files, json_lines, splits
+from rlhf_jax.data import encoding, files, json_lines, lengths, splits
 from rlhf_jax.data.examples import Example, Labelled, Tokens
 from rlhf_jax.data.files import Blank, Reading
 from rlhf_jax.data.json_lines import Row
@@ -137,13 +137,15 @@ def encode_labelled(
     for place, ((prompt, completion), label) in enumerate(texts):
         room = max_length - len(prompt)
         if widest is not None:
-            room = min(room, widest - 2 * len(prompt) - len(completion))
-        if room < 1:
-            raise InputError(
-                f"expected at most {widest} tokens, the width of a row, for a response"
-                f" with its prompt twice and one token of another response, got"
-                f" {2 * len(prompt) + len(completion) + 1}; make rows wider, or remove"
-                " such texts"
+            size = 2 * len(prompt) + len(completion)
+            room = min(room, widest - size)
+            lengths.check(
+                size + 1,
+                widest,
+                where=f"response {place} (from 0)",
+                holds=", the width of a row, for it, its prompt twice and one token of"
+                " another response",
+                remedy="make rows wider, or remove such texts",
             )
         if receipt is not None and room < len(others[place]):
             receipt.cut(MISMATCHED)

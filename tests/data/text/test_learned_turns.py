@@ -114,7 +114,7 @@ def test_the_last_turn_may_be_marked_not_to_be_learned():
         (
             [user("a"), assistant("A", weight=0.5)],
             "last",
-            r"0 or 1 in 'weight' .* got 0.5",
+            r"0 or 1 in the marks .* 0.5",
         ),
         (
             [user("a") | {"train": 1}, assistant("A")],
@@ -124,7 +124,7 @@ def test_the_last_turn_may_be_marked_not_to_be_learned():
         (
             [user("a"), assistant("A", train=1, weight=0)],
             "last",
-            r"marks .* that agree",
+            r"0 or 1 in the marks .* the same in all",
         ),
     ],
 )

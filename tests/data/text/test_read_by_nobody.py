@@ -64,10 +64,10 @@ def test_calls_that_the_template_leaves_out(call, condition):
 
 def test_messages_in_response_to_a_text():
     turn = [{"role": "assistant", "content": "b"}]
-    with pytest.raises(InputError, match=r"row 0 .*expected text as a response, as it"):
+    with pytest.raises(InputError, match=r"row 0 .*expected text in 'response', as it"):
         demonstrated({"prompt": "a", "response": turn})
     row = {"prompt": "a", "chosen": turn, "rejected": "c"}
-    with pytest.raises(InputError, match=r"row 0 .*expected text as a response, as it"):
+    with pytest.raises(InputError, match=r"row 0 .*expected text in 'response', as it"):
         encoding.encode_preferences(TRAIT.tokenizer, [row], **LIMITS)
 
 
