@@ -29,6 +29,7 @@ from rlhf_jax.functional.checks import InputError
 # The records name jax.Array; a batch holds the NumPy arrays that become one.
 HostArray = Any
 Batch = TypeVar("Batch")
+Other = TypeVar("Other")
 
 
 class Visit(NamedTuple):
@@ -50,7 +51,7 @@ class Batches(Generic[Batch]):
         assert batch is not None  # grain's None stands for filtered elements
         return batch
 
-    def map(self, function: Callable[[Batch], Batch]) -> Batches[Batch]:
+    def map(self, function: Callable[[Batch], Other]) -> Batches[Other]:
         """Every batch after `function`, as `row_sharding.put_rows` on a mesh."""
         dataset = self._dataset.map(function)
         return Batches(dataset, steps_per_epoch=self.steps_per_epoch)
@@ -128,13 +129,12 @@ def sequence_batches(
     Column 0 is never in `response_mask`: nothing predicts it. Arguments, errors as in
     `prompt_batches`, with the width that of prompt and response together.
     """
-    widths = _widths([example.length for example in examples], buckets)
-    mine = share.of(batch_size)
+    sizes = [example.length for example in examples]
+    widths, mine = _widths(sizes, buckets), share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Sequences:
-        rows = [examples[visit.row] for visit in visits]
-        width = _width(max(row.length for row in rows), widths)
-        own_rows = [rows[place] for place in mine]
+        width = _width(max(sizes[visit.row] for visit in visits), widths)
+        own_rows = [examples[visits[place].row] for place in mine]
         return _sequences(own_rows, width=width, pad_id=pad_id)
 
     return shuffled(len(examples), batch_size, seed=seed, collate=collate)
@@ -151,21 +151,11 @@ def preference_batches(
 ) -> Batches[Preferences]:
     """Right-padded pairs; both sides have the width that holds the longer one.
 
-    Args:
-      pairs: token lists with margins or without, one a row of the data set.
-      batch_size: pairs of the global batch.
-      seed: of the shuffle, 0 <= seed < 2³².
-      pad_id: what stands where the mask is False.
-      buckets: widths; a batch takes the smallest that holds its longest text. None is
-        one bucket, the longest text of all.
-      share: which part of the rows to return, `row_sharding.row_share`.
-
-    Returns:
-      `Preferences` of NumPy arrays.
+    Arguments as in `prompt_batches`.
 
     Raises:
-      InputError: no pairs, a margin on some pairs only, a text longer than the largest
-        bucket, or sizes that do not divide.
+      InputError: no pairs, a margin on some pairs only, or a text longer than the
+        largest bucket.
     """
     with_margin = sum(pair.margin is not None for pair in pairs)
     if with_margin not in (0, len(pairs)):
@@ -173,17 +163,12 @@ def preference_batches(
             f"expected a margin on all {len(pairs)} pairs or on none, got"
             f" {with_margin}; complete or drop them"
         )
-
-    def length(pair: Pair) -> int:
-        return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
-
-    widths = _widths([length(pair) for pair in pairs], buckets)
-    mine = share.of(batch_size)
+    sizes = [p.length for p in pairs]
+    widths, mine = _widths(sizes, buckets), share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Preferences:
-        rows = [pairs[visit.row] for visit in visits]
-        width = _width(max(map(length, rows)), widths)
-        own_rows = [rows[place] for place in mine]
+        width = _width(max(sizes[visit.row] for visit in visits), widths)
+        own_rows = [pairs[visits[place].row] for place in mine]
         chosen = [Example(pair.prompt, pair.chosen) for pair in own_rows]
         rejected = [Example(pair.prompt, pair.rejected) for pair in own_rows]
         margin: HostArray = None

@@ -171,7 +171,7 @@ def encode_preferences(
     ]
     pairs = list(map(Pair, prompts, chosen, rejected, margins))
     fits = lengths.fits(
-        [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs],
+        [pair.length for pair in pairs],
         texts=[row["prompt"] for row in rows],
         places=places,
         max_length=max_length,

@@ -73,15 +73,9 @@ def packed_batches(
 
     Args:
       rows: of `pack`.
+      batch_size: rows, not pairs, of the global batch.
       labels: of each pair that was packed, whether its first text is desirable (KTO);
         None has none.
-      batch_size: rows, not pairs, of the global batch.
-      seed: of the order, which is another in every pass.
-      pad_id: fills the columns behind a text.
-      share: the rows of this process.
-
-    Raises:
-      InputError: no rows, or sizes that do not divide.
     """
     mine = share.of(batch_size)
     collate = _Collate(rows, pad_id=pad_id, labels=labels)
@@ -101,19 +95,17 @@ def sequence_batches(
     share: Share = row_sharding.WHOLE,
 ) -> Batches[Sequences]:
     """As `packed_batches`, of `pack_examples`; `segments` tells the texts apart."""
-    mine = share.of(batch_size)
-    collate = _Collate(rows, pad_id=pad_id)
-
-    def of_visits(visits: Sequence[Visit]) -> Sequences:
-        packed = collate([visits[place].row for place in mine])
-        return Sequences(
-            tokens=packed.tokens,
-            mask=packed.mask,
-            response_mask=packed.response_mask,
-            segments=packed.segments,
+    packed = packed_batches(
+        rows, batch_size=batch_size, seed=seed, pad_id=pad_id, share=share
+    )
+    return packed.map(
+        lambda batch: Sequences(
+            tokens=batch.tokens,
+            mask=batch.mask,
+            response_mask=batch.response_mask,
+            segments=batch.segments,
         )
-
-    return batches.shuffled(len(rows), batch_size, seed=seed, collate=of_visits)
+    )
 
 
 def packed_in_order(

@@ -1,21 +1,27 @@
-"""What a worker sends back of an environment: checked, and of plain types alone.
+"""Calls of an environment in a worker process, and what it sends back, checked.
 
-An environment may return anything. What is too long, no text that UTF-8 has, no finite
-number or of another type ends its episode, with a line that says so.
+The processes are verification's (`verification/workers.py`); they load no JAX. What is
+sent back is of plain types alone, though an environment may return anything: what is
+too long, no text that UTF-8 has, no finite number or of another type ends its episode,
+with a line that says so.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import pickle
-from typing import Any, NamedTuple
+from collections.abc import Awaitable
+from typing import Any, NamedTuple, TypeVar
 
-from rlhf_jax.environments.protocol import Message, Started, Turn, Written
+from rlhf_jax.environments.protocol import Message, Row, Started, Turn, Written
 from rlhf_jax.verification import worker
-from rlhf_jax.verification.worker import Rejected
+from rlhf_jax.verification.worker import Failed, Rejected
 
 MAX_STATE = 2**24  # bytes that the trainer keeps for an episode
 MAX_MESSAGES = 100  # of one observation or prompt
 ASSISTANT = "assistant"
+Result = TypeVar("Result")
 
 
 class Begun(NamedTuple):
@@ -47,6 +53,69 @@ def failed(
 ) -> Answer:
     """An answer in place of the one that an environment did not give."""
     return Answer("", 0.0, True, b"", why, timed_out, imported, where)
+
+
+def is_async(environment: Any) -> bool:
+    """Whether its `step` is a coroutine function, of which many may be under way."""
+    return inspect.iscoroutinefunction(environment.step)
+
+
+def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
+    """The beginning of a row's episode, with a prompt of at most `most` characters."""
+
+    def use(environment: Any) -> Begun:
+        return begun(waited(environment.reset(row)), most=most)
+
+    return worker.call(pickled, use)
+
+
+def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
+    """The answer to a response; whatever the environment raises is an answer.
+
+    Args:
+      most: characters of an observation.
+    """
+
+    def use(environment: Any) -> Answer:
+        returned = waited(environment.step(pickle.loads(state), response))
+        return answer(returned, most=most)
+
+    return _or_failed(worker.call(pickled, use))
+
+
+async def reset_async(pickled: bytes, row: Row, most: int) -> Begun | Failed:
+    """`reset` in a worker that has several calls under way."""
+
+    async def use(environment: Any) -> Begun:
+        returned = environment.reset(row)
+        if inspect.isawaitable(returned):
+            returned = await returned
+        return begun(returned, most=most)
+
+    return await worker.call_several(pickled, use)
+
+
+async def step_async(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
+    """`step` in a worker that has several calls under way."""
+
+    async def use(environment: Any) -> Answer:
+        returned = await environment.step(pickle.loads(state), response)
+        return answer(returned, most=most)
+
+    return _or_failed(await worker.call_several(pickled, use))
+
+
+def _or_failed(result: Answer | Failed) -> Answer:
+    if isinstance(result, Failed):
+        return failed(result.why, imported=result.imported)
+    return result
+
+
+def waited(returned: Result | Awaitable[Result]) -> Result:
+    """What was returned, or what a coroutine returns."""
+    if inspect.iscoroutine(returned):
+        return asyncio.run(returned)
+    return returned  # type: ignore[return-value]
 
 
 def begun(returned: Any, *, most: int) -> Begun:

@@ -21,7 +21,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from rlhf_jax.data import json_lines
-from rlhf_jax.environments import answers, worker
+from rlhf_jax.environments import answers
 from rlhf_jax.environments.answers import Answer, Begun
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.functional import checks
@@ -75,9 +75,9 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
             )
         self.timeout, self.on_failure = timeout, on_failure
         self.max_observation = max_observation
-        several = worker.is_async(environment)
-        self._reset = worker.reset_async if several else worker.reset
-        self._step = worker.step_async if several else worker.step
+        several = answers.is_async(environment)
+        self._reset = answers.reset_async if several else answers.reset
+        self._step = answers.step_async if several else answers.step
         self._workers = Workers(
             user_objects.pickled(environment, kind="environment"),
             of="of the environment",

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Episode, Example, Text
 from rlhf_jax.data.text import chat, messages
+from rlhf_jax.data.text.control import RowPieces
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import Message
-from rlhf_jax.data.text.pieces import RowPieces
 from rlhf_jax.data.text.question import Question
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
