@@ -213,7 +213,17 @@ def piece(token: int, *, before: list[int], decode: Callable[[list[int]], str]) 
 
     Not the token decoded alone, which may lose its space.
     """
-    shorter, longer = decode(before), decode([*before, token])
+    whole = decode([*before, token])
+    return added([token], before=before, decode=decode) or (
+        "�" if whole.endswith("�") else ""
+    )
+
+
+def added(
+    tokens: list[int], *, before: list[int], decode: Callable[[list[int]], str]
+) -> str:
+    """What tokens add to the text of the few before them."""
+    shorter, longer = decode(before), decode([*before, *tokens])
     if not longer.startswith(shorter):
         shorter = shorter.rstrip("�")
-    return longer[len(shorter) :] or ("�" if longer.endswith("�") else "")
+    return longer[len(shorter) :]
