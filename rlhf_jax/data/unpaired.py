@@ -94,10 +94,9 @@ def encode_labelled(
     Args:
       rows: of `read_labelled`.
       seed: of the order in which the next response to another prompt is looked for.
-      stop_ids: tokens that end a response; None is the tokenizer's EOS.
       widest: tokens of a packed row, which holds the prompt twice; None is no limit.
-      receipt: is told of the texts that are left out, and of the responses to another
-        prompt that are cut.
+
+    The others are as in `encoding.encode_demonstrations`.
 
     Raises:
       InputError: a prompt or response is empty, a text is too long, all prompts are
@@ -128,11 +127,11 @@ def encode_labelled(
             " that was given to another prompt, got 1; give more rows"
         )
     order = np.random.default_rng(seed).permutation(len(texts)).tolist()
-    others: dict[int, Tokens] = {}
-    for place, turn in zip(
-        order, _next_of_another([prompts[i] for i in order]), strict=True
-    ):
-        others[place] = texts[order[turn]][0].response
+    turns = _next_of_another([prompts[i] for i in order])
+    others: dict[int, Tokens] = {
+        place: texts[order[turn]][0].response
+        for place, turn in zip(order, turns, strict=True)
+    }
     labelled = []
     for place, ((prompt, completion), label) in enumerate(texts):
         room = max_length - len(prompt)

@@ -70,10 +70,9 @@ def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
 
 
 def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
-    """The answer to a response; whatever the environment raises is an answer.
+    """The answer to a response, with an observation of at most `most` characters.
 
-    Args:
-      most: characters of an observation.
+    Whatever the environment raises is an answer.
     """
 
     def use(environment: Any) -> Answer:

@@ -29,11 +29,7 @@ class Retries:
     """Tries calls again after a `TransientError`; counts how often."""
 
     def __init__(self, tries: int = TRIES) -> None:
-        """Nothing has been tried yet.
-
-        Args:
-          tries: of a call, the first included.
-        """
+        """At most `tries` of a call, the first included."""
         checks.positive(tries=tries)
         self.tries, self.count = tries, 0
 

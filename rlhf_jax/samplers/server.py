@@ -67,7 +67,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
 
         Args:
           url: http://HOST:PORT.
-          recipe: static, without adapters; responses end at its stop ids.
+          recipe: without adapters; responses end at its stop ids.
           tolerance: of the distance of log-probs after a hand-over, mean of a response,
             nats per token.
           mesh: of the policy; None is one device.
@@ -243,7 +243,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
             ) from error
         listed = answer.get("data")
         models = {
-            model["id"]: model
+            model["id"]: model.get("max_model_len")
             for model in (listed if isinstance(listed, list) else [])
             if isinstance(model, dict) and isinstance(model.get("id"), str)
         }
@@ -255,7 +255,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
                 f"--sampler: expected {expected} at {self._server.url}, got "
                 f"{', '.join(models) or 'none'}; name one of them as model="
             )
-        context, needed = models[name].get("max_model_len"), self._recipe.max_new_tokens
+        context, needed = models[name], self._recipe.max_new_tokens
         if isinstance(context, int) and context <= needed:
             raise InputError(
                 f"--sampler: expected a context beyond the {needed} tokens of a "

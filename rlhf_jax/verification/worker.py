@@ -140,11 +140,7 @@ def _prepare(pickled: bytes) -> None:
 
 
 def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
-    """`use` of what was pickled, in a worker; whatever it raises is an answer.
-
-    Args:
-      pickled: a verifier, or whatever else the pool's processes hold.
-    """
+    """`use` of what was pickled, in a worker; whatever it raises is an answer."""
     global _working
     try:
         _working = True
@@ -187,11 +183,7 @@ def _failed(error: BaseException) -> Failed:
 def verify(
     pickled: bytes, prompt: str, response: str, row: Mapping[str, Any]
 ) -> Answer:
-    """One response, in a worker.
-
-    Args:
-      pickled: the verifier.
-    """
+    """What a pickled verifier says of one response, in a worker."""
     returned = call(pickled, lambda verifier: number(verifier(prompt, response, row)))
     if isinstance(returned, Failed):
         return Answer(0.0, returned.why, imported=returned.imported)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class TextContract:
-    """Texts to tokens and tokens to texts, for one tokenizer and one model."""
+    """Texts to tokens, for one tokenizer and one model."""
 
     def __init__(
         self,

@@ -108,12 +108,9 @@ class Cutter:
         texts: Iterable[str],
         literal: bool,
     ) -> None:
-        """For these tokens.
+        """For tokens that are written as `texts`.
 
-        Args:
-          texts: how they are written.
-          literal: whether nothing but these texts becomes one of the tokens; otherwise
-            the tokenizer is asked.
+        Where `literal` nothing else becomes one of them; else the tokenizer is asked.
         """
         self._tokenizer, self._ids, self._literal = tokenizer, ids, literal
         longest = sorted(texts, key=len, reverse=True)
