@@ -64,12 +64,7 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
 
 @functools.lru_cache
 def _reach(repo_id: str) -> None:
-    """Returns once config.json has come, from the hub or its cache on this machine.
-
-    Raises:
-      OSError, HFValidationError: as `huggingface_hub.snapshot_download`, or nothing
-        came in time.
-    """
+    """Waits for config.json; raises what the hub does, or that nothing came in time."""
     failed: list[OSError | HFValidationError] = []
 
     def download() -> None:

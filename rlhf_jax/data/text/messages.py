@@ -165,16 +165,13 @@ def learned_turns(
 def check_unmarked(messages: Sequence[Message], *, where: str) -> None:
     """InputError where a mark asks for other turns than the response to be learned."""
     *before, response = messages
-    if any(mark(message, where=where) for message in before):
+    earlier = any(mark(message, where=where) for message in before)
+    if earlier or mark(response, where=where) is False:
+        got = "an earlier turn that is marked" if earlier else "one that is marked not"
         raise InputError(
-            f"{where}: expected no earlier turn to be marked as learned, as of pairs,"
-            " labelled responses and episodes the responses alone are, got one; leave"
-            " out the mark"
-        )
-    if mark(response, where=where) is False:
-        raise InputError(
-            f"{where}: expected a response that is learned, got one that is marked not"
-            " to be; leave out the mark, or remove the row"
+            f"{where}: expected the response to be learned and no earlier turn, as of"
+            f" pairs, labelled responses and episodes, got {got} to be; leave out the"
+            " mark, or remove the row"
         )
 
 

@@ -146,9 +146,9 @@ def test_pairs_learn_their_responses_alone():
     assert pair([user("a"), assistant("FIRST", weight=0), user("b")], weight=1) == [
         plain
     ]
-    with pytest.raises(InputError, match="no earlier turn to be marked as learned"):
+    with pytest.raises(InputError, match="got an earlier turn that is marked to be"):
         pair([user("a"), assistant("FIRST", weight=1), user("b")])
-    with pytest.raises(InputError, match="a response that is learned, got one"):
+    with pytest.raises(InputError, match="got one that is marked not to be"):
         pair(TALK[:3], weight=0)
 
 

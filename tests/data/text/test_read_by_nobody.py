@@ -80,7 +80,7 @@ def test_a_prompt_that_ends_with_a_response():
 def test_marks_in_the_prompt_of_an_episode():
     answer = {"role": "assistant", "content": "a", "train": True}
     row = {"prompt": [QUESTION, answer, QUESTION], "turns": ["b", "c", "d"]}
-    with pytest.raises(InputError, match=r"row 0 .*no earlier turn to be marked as l"):
+    with pytest.raises(InputError, match=r"row 0 .*got an earlier turn that is mark"):
         encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
     answer["train"] = False
     assert encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
