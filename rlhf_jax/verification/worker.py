@@ -1,4 +1,4 @@
-"""What a worker process runs: calls of one object, one at a time or several.
+"""A worker process, and what it runs: calls of one object, one at a time or several.
 
 `workers` starts them, for verifiers (`pool`), environments and samplers. This module
 loads no JAX.
@@ -16,11 +16,13 @@ import os
 import pickle
 import signal
 import struct
+import sys
 import threading
 import time
 import types
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
 
 GRACE_SECONDS = 2.0  # for a worker to end by itself
@@ -59,6 +61,35 @@ class Failed(NamedTuple):
 
     why: str
     imported: bool = True  # False where what is called could not be imported
+
+
+class Spawned(SpawnProcess):
+    """A spawned process that does not import the script that was started.
+
+    Spawned and never forked: this process has the threads of JAX, and a copy of it
+    could wait for ever for a lock that one of them held. The script would load JAX, and
+    its models' libraries, once per worker.
+    """
+
+    def start(self) -> None:
+        """Starts it."""
+        with _without_a_script():
+            super().start()
+
+
+_STARTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_a_script() -> Iterator[None]:
+    # `multiprocessing` tells a process what to import by looking here.
+    with _STARTING:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
 
 
 _working = False
