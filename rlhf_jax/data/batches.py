@@ -20,6 +20,7 @@ import grain
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Preferences, Prompts, Sequences
+from rlhf_jax.data import lengths
 from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
@@ -28,6 +29,7 @@ from rlhf_jax.functional.checks import InputError
 # The records name jax.Array; a batch holds the NumPy arrays that become one.
 HostArray = Any
 Batch = TypeVar("Batch")
+Other = TypeVar("Other")
 
 
 class Visit(NamedTuple):
@@ -49,7 +51,7 @@ class Batches(Generic[Batch]):
         assert batch is not None  # grain's None stands for filtered elements
         return batch
 
-    def map(self, function: Callable[[Batch], Batch]) -> Batches[Batch]:
+    def map(self, function: Callable[[Batch], Other]) -> Batches[Other]:
         """Every batch after `function`, as `row_sharding.put_rows` on a mesh."""
         dataset = self._dataset.map(function)
         return Batches(dataset, steps_per_epoch=self.steps_per_epoch)
@@ -85,13 +87,13 @@ def prompt_batches(
       InputError: no prompts, an empty prompt, one longer than the largest bucket, or
         sizes that do not divide.
     """
-    _check_divides(batch_size, samples_per_prompt, "samples_per_prompt")
+    if min(batch_size, samples_per_prompt) < 1 or batch_size % samples_per_prompt:
+        raise InputError(
+            f"expected a batch size that samples_per_prompt={samples_per_prompt}"
+            f" divides, got {batch_size}; change one of them"
+        )
     for row, tokens in enumerate(prompts):
-        if len(tokens) == 0:
-            raise InputError(
-                f"row {row} (from 0): expected a prompt of at least 1 token, got none;"
-                " remove the row"
-            )
+        lengths.check_prompt(tokens, where=f"row {row} (from 0)")
     widths = _widths([len(tokens) for tokens in prompts], buckets)
     mine = share.of(batch_size)
 
@@ -127,13 +129,12 @@ def sequence_batches(
     Column 0 is never in `response_mask`: nothing predicts it. Arguments, errors as in
     `prompt_batches`, with the width that of prompt and response together.
     """
-    widths = _widths([example.length for example in examples], buckets)
-    mine = share.of(batch_size)
+    sizes = [example.length for example in examples]
+    widths, mine = _widths(sizes, buckets), share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Sequences:
-        rows = [examples[visit.row] for visit in visits]
-        width = _width(max(row.length for row in rows), widths)
-        own_rows = [rows[place] for place in mine]
+        width = _width(max(sizes[visit.row] for visit in visits), widths)
+        own_rows = [examples[visits[place].row] for place in mine]
         return _sequences(own_rows, width=width, pad_id=pad_id)
 
     return shuffled(len(examples), batch_size, seed=seed, collate=collate)
@@ -150,21 +151,11 @@ def preference_batches(
 ) -> Batches[Preferences]:
     """Right-padded pairs; both sides have the width that holds the longer one.
 
-    Args:
-      pairs: token lists with margins or without, one a row of the data set.
-      batch_size: pairs of the global batch.
-      seed: of the shuffle, 0 <= seed < 2³².
-      pad_id: what stands where the mask is False.
-      buckets: widths; a batch takes the smallest that holds its longest text. None is
-        one bucket, the longest text of all.
-      share: which part of the rows to return, `row_sharding.row_share`.
-
-    Returns:
-      `Preferences` of NumPy arrays.
+    Arguments as in `prompt_batches`.
 
     Raises:
-      InputError: no pairs, a margin on some pairs only, a text longer than the largest
-        bucket, or sizes that do not divide.
+      InputError: no pairs, a margin on some pairs only, or a text longer than the
+        largest bucket.
     """
     with_margin = sum(pair.margin is not None for pair in pairs)
     if with_margin not in (0, len(pairs)):
@@ -172,17 +163,12 @@ def preference_batches(
             f"expected a margin on all {len(pairs)} pairs or on none, got"
             f" {with_margin}; complete or drop them"
         )
-
-    def length(pair: Pair) -> int:
-        return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
-
-    widths = _widths([length(pair) for pair in pairs], buckets)
-    mine = share.of(batch_size)
+    sizes = [p.length for p in pairs]
+    widths, mine = _widths(sizes, buckets), share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Preferences:
-        rows = [pairs[visit.row] for visit in visits]
-        width = _width(max(map(length, rows)), widths)
-        own_rows = [rows[place] for place in mine]
+        width = _width(max(sizes[visit.row] for visit in visits), widths)
+        own_rows = [pairs[visits[place].row] for place in mine]
         chosen = [Example(pair.prompt, pair.chosen) for pair in own_rows]
         rejected = [Example(pair.prompt, pair.rejected) for pair in own_rows]
         margin: HostArray = None
@@ -230,23 +216,23 @@ def shuffled(
     )
 
 
-def _check_divides(batch_size: int, parts: int, name: str) -> None:
-    if batch_size < 1 or parts < 1 or batch_size % parts != 0:
-        raise InputError(
-            f"expected a batch size that {name}={parts} divides, got {batch_size};"
-            " change one of them"
-        )
-
-
-def _widths(lengths: Sequence[int], buckets: Sequence[int] | None) -> Sequence[int]:
-    if not lengths:
+def longest(sizes: Sequence[int]) -> int:
+    """The most tokens of a row; InputError if there is no row."""
+    if not sizes:
         raise InputError("expected at least one row of data, got none")
-    widths = (max(lengths),) if buckets is None else sorted(buckets)
-    if max(lengths) > widths[-1]:
-        raise InputError(
-            f"row {int(np.argmax(lengths))} (from 0): expected at most {widths[-1]}"
-            f" tokens, the largest bucket, got {max(lengths)}; add a larger bucket"
-        )
+    return max(sizes)
+
+
+def _widths(sizes: Sequence[int], buckets: Sequence[int] | None) -> Sequence[int]:
+    most = longest(sizes)
+    widths = (most,) if buckets is None else sorted(buckets)
+    lengths.check(
+        most,
+        widths[-1],
+        where=f"row {sizes.index(most)} (from 0)",
+        holds=", the largest bucket",
+        remedy="add a larger bucket",
+    )
     return widths
 
 
@@ -270,9 +256,9 @@ def pad(
     rows: Sequence[Tokens], *, width: int, pad_id: int, left: bool
 ) -> tuple[HostArray, HostArray]:
     """i32[B, width] tokens and bool[B, width] mask, from the lengths."""
-    lengths = np.array([len(row) for row in rows])[:, None]
+    sizes = np.array([len(row) for row in rows])[:, None]
     columns = np.arange(width)[None, :]
-    mask = columns >= width - lengths if left else columns < lengths
+    mask = columns >= width - sizes if left else columns < sizes
     tokens = np.full(mask.shape, pad_id, np.int32)
     tokens[mask] = np.concatenate(rows)
     return tokens, mask

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.data import json_lines, lengths
-from rlhf_jax.data.examples import Example, Pair, Text, Tokens
+from rlhf_jax.data.examples import Episode, Example, Pair, Text, Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
@@ -15,6 +15,7 @@ from rlhf_jax.data.text import Question, TextContract, Written, messages, read_q
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,11 +56,7 @@ def encode_prompts(
         questions = _questions(rows, field=field)
     places, prompts = _places(rows), contract.prompts(questions)
     for tokens, where, row in zip(prompts, places, rows, strict=True):
-        if not tokens:
-            raise InputError(
-                f"{where}: expected a prompt of at least 1 token, got none of"
-                f" {row[field]!r:.60}; remove the row"
-            )
+        lengths.check_prompt(tokens, where=where, of=row[field])
     fits = lengths.fits(
         [len(tokens) for tokens in prompts],
         texts=[row[field] for row in rows],
@@ -120,13 +117,63 @@ def encode_demonstrations(
     fits = lengths.fits(
         [example.length for example in examples],
         texts=[row[prompt] for row in rows],
-        places=[question.where for question in questions],
+        places=_places(rows),
         max_length=max_length,
         overlong=overlong,
         widest=widest,
         receipt=receipt,
     )
     return [examples[i] for i in fits]
+
+
+def encode_episodes(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_length: int,
+    prompt: str = "prompt",
+    turns: str = "turns",
+    stop_ids: Sequence[int] | None = None,
+    overlong: Overlong = "error",
+    widest: int | None = None,
+    receipt: Receipt | None = None,
+) -> list[Episode]:
+    """Demonstrations of several turns, of at most `max_length` tokens.
+
+        {"prompt": "3+4+5⏎", "turns": ["calc: 3+4", "⏎7⏎", "calc: 7+5", "⏎12⏎", "= 12"]}
+
+        response  calc: 3+4<eos>⏎7⏎calc: 7+5<eos>⏎12⏎= 12<eos>
+        observed                ---              ----
+
+    Args:
+      prompt, turns: fields with the prompt, and with responses and observations in
+        turn; texts, or a prompt and observations of messages for the chat template.
+
+    The others, and errors, are as in `encode_demonstrations`.
+    """
+    contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
+    questions = _questions(rows, field=prompt)
+    for question in questions:
+        if question.is_chat:
+            asked = [*question.messages, messages.of_assistant("")]
+            messages.check_unmarked(asked, where=question.where)
+    begun = zip(questions, rows, contract.prompts(questions), strict=True)
+    episodes = [
+        _episode(contract, question, row[turns], begins=begins)
+        for question, row, begins in progress.track(
+            begun, "episodes to tokens", total=len(rows)
+        )
+    ]
+    fits = lengths.fits(
+        [episode.length for episode in episodes],
+        texts=[row[prompt] for row in rows],
+        places=_places(rows),
+        max_length=max_length,
+        overlong=overlong,
+        widest=widest,
+        receipt=receipt,
+    )
+    return [episodes[i] for i in fits]
 
 
 def encode_preferences(
@@ -145,27 +192,21 @@ def encode_preferences(
 
     Args:
       margin: the field with the score difference asked for; None for no margins.
-      stop_ids: tokens that end a response, of which the first is given to a text
-        without one; None is the tokenizer's EOS.
-      widest: tokens of the largest bucket or of a packed row; None is no such limit.
       packed: both texts of a pair, each with its prompt, stand in one row of `widest`
         tokens, where a prompt has at least one.
-      receipt: is told of the rows that are left out.
+
+    The others are as in `encode_demonstrations`.
 
     Raises:
-      InputError: a pair is longer (with overlong="error"), none is left, both responses
-        are the same tokens, or a margin is not a finite number; or as
-        `encode_demonstrations`.
+      InputError: both responses are the same tokens, or a margin is not a finite
+        number; or as `encode_demonstrations`.
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids, receipt=receipt)
     questions, places = _questions(rows, field="prompt"), _places(rows)
-    for side in ("chosen", "rejected"):
-        for question, row in zip(questions, rows, strict=True):
-            if question.is_chat:
-                turn = messages.as_turn(row[side])
-                messages.check_unmarked(
-                    [*question.messages, *turn], where=question.where
-                )
+    for question, row in zip(questions, rows, strict=True):
+        for side in ("chosen", "rejected") if question.is_chat else ():
+            conversation = [*question.messages, *messages.as_turn(row[side])]
+            messages.check_unmarked(conversation, where=question.where)
     prompts = contract.prompts(questions)
     responses = functools.partial(contract.responses, questions, prompts=prompts)
     chosen = responses([row["chosen"] for row in rows])
@@ -175,7 +216,7 @@ def encode_preferences(
     ]
     pairs = list(map(Pair, prompts, chosen, rejected, margins))
     fits = lengths.fits(
-        [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs],
+        [pair.length for pair in pairs],
         texts=[row["prompt"] for row in rows],
         places=places,
         max_length=max_length,
@@ -213,11 +254,10 @@ def encode_text(
     Raises:
       InputError: the text or the block size has fewer than two tokens.
     """
-    if block_size < 2:
-        raise InputError(f"expected a block size of at least 2, got {block_size}")
     tokens = TextContract(tokenizer).written(text, special=False)
-    if len(tokens) < 2:
-        raise InputError(f"expected a text of at least 2 tokens, got {len(tokens)}")
+    for name, size in {"block size": block_size, "text": len(tokens)}.items():
+        if size < 2:
+            raise InputError(f"expected a {name} of at least 2 tokens, got {size}")
     stride = block_size - 1
     return [
         Example((), tokens[start : start + block_size])
@@ -247,20 +287,43 @@ def _learned(
     return None if learned == [len(conversation) - 1] else learned
 
 
+def _episode(
+    contract: TextContract,
+    question: Question,
+    turns: Sequence[Written],
+    *,
+    begins: list[int],
+) -> Episode:
+    """An episode of responses and observations in turn, behind its prompt."""
+    chat = question.is_chat
+    ids, before = list(begins), question
+    observed: list[tuple[int, int]] = []
+    for place, turn in enumerate(turns):
+        start = len(ids) - len(begins)
+        if place % 2:
+            before = question._replace(written=turn)
+            ids += contract.between(before, chat=chat)
+            observed.append((start, len(ids) - len(begins)))
+        elif chat:
+            ids += contract.chat_turn(str(turn), question=question)
+        elif place == 0:
+            ids += contract.responses([question], [str(turn)], prompts=[begins])[0]
+        else:
+            ids += contract.turn(str(turn), behind=before, after=ids)
+    return Episode(begins, ids[len(begins) :], tuple(observed))
+
+
 def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> None:
     """InputError unless a packed row can hold the pair."""
-    if not pair.prompt:
-        raise InputError(
-            f"{where}: expected a prompt of at least 1 token, got none of"
-            f" {row['prompt']!r:.60}, so that nothing predicts how its responses begin;"
-            " remove the pair"
-        )
-    size = 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
-    if widest is not None and size > widest:
-        raise InputError(
-            f"{where}: expected at most {widest} tokens, the width of a row, for both"
-            f" texts with their prompts, got {size} of {row['prompt']!r:.60}; make rows"
-            " wider, or remove the pair"
+    lengths.check_prompt(pair.prompt, where=where, of=row["prompt"])
+    if widest is not None:
+        lengths.check(
+            2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected),
+            widest,
+            where=where,
+            holds=", the width of a row, for both texts with their prompts",
+            of=row["prompt"],
+            remedy="make rows wider, or remove the pair",
         )
 
 

@@ -44,12 +44,10 @@ class Episode(NamedTuple):
 
     @property
     def trained(self) -> list[bool]:
-        """Whether the loss reads each token; nothing predicts the first one."""
-        trained = Example(self.prompt, self.response).trained
+        """As of an `Example`, but for what was observed."""
+        trained, before = Example(self.prompt, self.response).trained, len(self.prompt)
         for start, end in self.observed:
-            size = end - start
-            start += len(self.prompt)
-            trained[start : start + size] = [False] * size
+            trained[before + start : before + end] = [False] * (end - start)
         return trained
 
 
@@ -60,6 +58,11 @@ class Pair(NamedTuple):
     chosen: Tokens  # with EOS
     rejected: Tokens  # with EOS
     margin: float | None = None  # score difference asked for
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the longer response."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 class Labelled(NamedTuple):

@@ -9,13 +9,14 @@ read from a file knows its line (`json_lines`), so that every later error can na
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from rlhf_jax.data import formats, json_lines, splits
-from rlhf_jax.data.json_lines import LocatedRow, Row
+from rlhf_jax.data import json_lines, splits
+from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages as chat
 from rlhf_jax.functional.checks import InputError
@@ -31,6 +32,14 @@ BLANK = "a response of nothing but white space"  # why a row is left out
 TURNS = "turns"  # of a demonstration: responses, and what was observed between them
 
 
+class Reading(NamedTuple):
+    """What a row of a file becomes."""
+
+    rows: Sequence[Row]  # none where it is left out as its response is blank
+    reads: tuple[str, ...]  # the fields that were read
+    num_texts: int = 1  # that the row counts for in the receipt
+
+
 def read_prompts(
     source: str | Path, *, field: str = "prompt", receipt: Receipt | None = None
 ) -> list[Row]:
@@ -42,22 +51,12 @@ def read_prompts(
     Raises:
       InputError: the file is empty or malformed, or a row has no prompt in `field`.
     """
-    if formats.is_text(source):
-        located = [
-            (where, LocatedRow({field: line}, where=where))
-            for where, line in json_lines.lines(Path(source), receipt=receipt)
-        ]
-    else:
-        located = json_lines.read_located(source, receipt=receipt)
-    for where, row in located:
-        if not chat.content(_read_prompt(where, row, field)).strip():
-            raise InputError(
-                f"{where}: expected a prompt in {field!r}, got an empty text; remove"
-                " the row"
-            )
-        if receipt is not None:
-            receipt.row(where, row, reads=(field, *read_beside(row[field])))
-    return [row for _, row in located]
+
+    def read(where: str, row: Row) -> Reading:
+        prompt = _read_prompt(where, row, field)
+        return Reading([row], (field, *_read_beside(prompt)))
+
+    return read_rows(source, read, text=field, receipt=receipt)
 
 
 def read_demonstrations(
@@ -82,69 +81,25 @@ def read_demonstrations(
         messages are not a prompt and one response of the assistant, or its turns do
         not begin and end with a response.
     """
-    rows = []
-    for where, written in json_lines.read_located(source, receipt=receipt):
-        row, reads = written, (prompt, response)
-        if turns and row.get(response) is None and TURNS in row:
-            _check_encodable(where, TURNS, row[TURNS])
-            prompt_value = _read_prompt(where, row, prompt)
-            by_template = not isinstance(prompt_value, str)
-            chat.check_turns(row[TURNS], where=where, by_template=by_template)
+
+    def read(where: str, row: Row) -> Reading:
+        reads = (prompt, response)
+        if row.get(response) is None and turns and TURNS in row:
             reads = (prompt, TURNS)
-        else:
-            if row.get(response) is None and "messages" in row:
-                prompt_value, last_turn = _last_turn(where, row, "messages")
-                row, reads = (
-                    row | {prompt: prompt_value, response: last_turn},
-                    ("messages",),
-                )
-            _check_response(where, row, _read_prompt(where, row, prompt), response)
-        rows.append(row)
-        if receipt is not None:
-            reads = (*reads, *read_beside(row[prompt]))
-            receipt.row(where, written, reads=reads)
-    return rows
+            _check_encodable(where, TURNS, row[TURNS])
+            asked = _read_prompt(where, row, prompt, may_be_blank=True)
+            by_template = not isinstance(asked, str)
+            chat.check_turns(row[TURNS], where=where, by_template=by_template)
+            return Reading([row], (*reads, *_read_beside(asked)))
+        if row.get(response) is None and "messages" in row:
+            reads = ("messages",)
+            asked, last_turn = _last_turn(where, row, "messages")
+            row = row | {prompt: asked, response: last_turn}
+        asked = _read_prompt(where, row, prompt, may_be_blank=True)
+        _check_response(where, row, asked, response)
+        return Reading([row], (*reads, *_read_beside(asked)))
 
-
-def checked_response(
-    where: str, row: Row, *, response: str, blank: Blank = "keep"
-) -> Row | None:
-    """A row with a prompt and a response in the field that is named.
-
-    Args:
-      where: its file and line.
-      blank: what becomes of a response of nothing but white space.
-
-    Returns:
-      The row; None where it is left out.
-
-    Raises:
-      InputError: a text is missing, or blank (a response with blank="error").
-    """
-    prompt = _read_prompt(where, row, "prompt")
-    if not chat.content(prompt).strip():
-        raise InputError(
-            f"{where}: expected a prompt in 'prompt', got an empty text; remove the row"
-        )
-    _check_response(where, row, prompt, response)
-    return _unless_blank(where, row, (response,), blank=blank)
-
-
-def checked_preference(where: str, row: Row, *, blank: Blank = "keep") -> Row | None:
-    """A row with a prompt and two responses, as `read_preferences` has them.
-
-    Args:
-      where: file and line, for the error.
-      row: as it was read.
-      blank: what becomes of a row with a response of nothing but white space.
-
-    Returns:
-      The row; None where it is left out.
-
-    Raises:
-      InputError: a text is missing, malformed or, with blank="error", blank.
-    """
-    return _unless_blank(where, _preference(where, row), SIDES, blank=blank)
+    return read_rows(source, read, receipt=receipt)
 
 
 def read_preferences(
@@ -166,21 +121,64 @@ def read_preferences(
         part of the responses too; two dialogues share no prompt, or go on with other
         turns of the human; or no pair is left.
     """
-    pairs = []
-    for where, row in json_lines.read_located(source, receipt=receipt):
-        pair = checked_preference(where, row, blank=blank)
-        if receipt is not None:
-            receipt.row(where, row, reads=of_preference(row))
-        if pair is not None:
-            pairs.append(pair)
-        elif receipt is not None:
-            receipt.drop(BLANK, where=where)
+
+    def read(where: str, row: Row) -> Reading:
+        return preference(where, row, blank=blank)
+
+    pairs = read_rows(source, read, receipt=receipt)
     if not pairs:
         raise InputError(f"{source}: expected a pair of two responses, got empty ones")
     return pairs
 
 
-def read_beside(prompt: str | list[Any]) -> tuple[str, ...]:
+def read_rows(
+    source: str | Path,
+    read: Callable[[str, Row], Reading],
+    *,
+    text: str | None = None,
+    receipt: Receipt | None,
+) -> list[Row]:
+    """What the rows of a file become.
+
+    Args:
+      read: (file and line, row) -> what it becomes.
+      text: as of `json_lines.read_located`.
+    """
+    rows: list[Row] = []
+    for where, row in json_lines.read_located(source, text=text, receipt=receipt):
+        become, reads, num_texts = read(where, row)
+        rows += become
+        if receipt is not None:
+            receipt.row(where, row, reads=reads, count=num_texts)
+            if not become:
+                receipt.drop(BLANK, where=where, count=num_texts)
+    return rows
+
+
+def response(where: str, row: Row, *, field: str, blank: Blank) -> Reading:
+    """A row with a prompt and a response in a field, as a file has it.
+
+    Raises:
+      InputError: a text is missing, or blank (a response with blank="error").
+    """
+    prompt = _read_prompt(where, row, "prompt")
+    _check_response(where, row, prompt, field)
+    rows = _unless_blank(where, row, (field,), blank=blank)
+    return Reading(rows, ("prompt", field, *_read_beside(prompt)))
+
+
+def preference(where: str, row: Row, *, blank: Blank) -> Reading:
+    """A row with a prompt and two responses, as `read_preferences` has them.
+
+    Raises:
+      InputError: a text is missing, malformed or, with blank="error", blank.
+    """
+    rows = _unless_blank(where, _preference(where, row), SIDES, blank=blank)
+    beside = _read_beside(row.get("prompt", row["chosen"]))
+    return Reading(rows, ("prompt", *SIDES, *beside))
+
+
+def _read_beside(prompt: str | list[Any]) -> tuple[str, ...]:
     """Fields that the text contract reads of a row with this prompt beside its texts.
 
     The chat template, which is asked for messages alone, reads all but the first.
@@ -190,22 +188,17 @@ def read_beside(prompt: str | list[Any]) -> tuple[str, ...]:
     return (chat.CONTROL_TOKENS, *chat.OF_TEMPLATE)
 
 
-def of_preference(row: Row) -> tuple[str, ...]:
-    """Fields that are read of a pair."""
-    return ("prompt", *SIDES, *read_beside(row.get("prompt", row["chosen"])))
-
-
 def _unless_blank(
     where: str, row: Row, fields: Sequence[str], *, blank: Blank
-) -> Row | None:
-    """The row, or None where a response is blank and such rows are left out."""
+) -> list[Row]:
+    """The row, unless a response is blank and such rows are left out."""
     empty = [field for field in fields if not chat.content(row[field]).strip()]
     if empty and blank == "error":
         raise InputError(
             f"{where}: expected a response in {empty[0]!r}, got an empty text;"
             " remove the pair, or leave out all such pairs with blank='drop'"
         )
-    return row if not empty or blank == "keep" else None
+    return [row] if not empty or blank == "keep" else []
 
 
 def _preference(where: str, row: Row) -> Row:
@@ -277,11 +270,6 @@ def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
 
 def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
     """InputError unless the sides are responses to this prompt, and not whole texts."""
-    if not chat.content(prompt).strip():
-        raise InputError(
-            f"{where}: expected a prompt in 'prompt', got an empty text; remove the"
-            " pair"
-        )
     for side in SIDES:
         _check_response(where, row, prompt, side)
     if not isinstance(prompt, str):
@@ -301,25 +289,28 @@ def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
             )
 
 
-def _read_prompt(where: str, row: Row, field: str) -> str | list[Any]:
+def _read_prompt(
+    where: str, row: Row, field: str, *, may_be_blank: bool = False
+) -> str | list[Any]:
     """A prompt; of messages, one that waits for the assistant."""
     prompt = _written(where, row, field)
     if not isinstance(prompt, str):
         chat.check_prompt(prompt, where=where, field=field)
+    if not (may_be_blank or chat.content(prompt).strip()):
+        raise InputError(
+            f"{where}: expected a prompt in {field!r}, got an empty text; remove the"
+            " row"
+        )
     return prompt
 
 
 def _check_response(where: str, row: Row, prompt: str | list[Any], field: str) -> None:
     """InputError unless it is a response: of messages only to messages."""
     response = _written(where, row, field)
-    if isinstance(response, str):
-        return
     if isinstance(prompt, str):
-        raise InputError(
-            f"{where}: expected text in {field!r}, as its prompt is one, got messages;"
-            " give both as messages, or leave out the prompt where they hold it"
-        )
-    chat.check_response(response, where=where, field=field)
+        chat.plain(response, where=where, field=field)
+    elif not isinstance(response, str):
+        chat.check_response(response, where=where, field=field)
 
 
 def _written(where: str, row: Row, field: str) -> str | list[Any]:
@@ -344,20 +335,14 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
 
 def _check_encodable(where: str, field: str, value: Any) -> None:
     """InputError for half a surrogate pair, which neither UTF-8 nor a tokenizer has."""
-    texts = [value]
-    while texts:
-        text = texts.pop()
-        if isinstance(text, dict):
-            texts += [*text, *text.values()]
-        elif isinstance(text, list):
-            texts += text
-        elif isinstance(text, str) and not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                half = text[error.start]
-                raise InputError(
-                    f"{where}: expected Unicode text in {field!r}, got {half!r}, half"
-                    f" a surrogate pair, at character {error.start} of"
-                    f" {text!r:.40}; remove it, or write the whole character"
-                ) from None
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: expected Unicode text in {field!r}, got {text[error.start]!r},"
+            f" half a surrogate pair, at character {error.start} of {text!r:.40};"
+            " remove it, or write the whole character"
+        ) from None

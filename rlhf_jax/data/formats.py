@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from pathlib import Path
@@ -35,16 +36,15 @@ class Format:
         Raises:
           InputError: it is not installed, or does not read the format.
         """
-        refusal = self.refusal(path)
-        if self.builder is None:
-            raise refusal
-        try:
-            return importlib.import_module("datasets")
-        except ImportError:
-            raise InputError(
-                f"{refusal}, or install what reads it as it is, "
-                f"`pip install 'rlhf-jax[datasets]'`"
-            ) from None
+        install = ""
+        if self.builder is not None:
+            with contextlib.suppress(ImportError):
+                return importlib.import_module("datasets")
+            install = (
+                ", or install what reads it as it is, "
+                "`pip install 'rlhf-jax[datasets]'`"
+            )
+        raise InputError(f"{self.refusal(path)}{install}")
 
 
 def _compressed(name: str, suffix: str, *magic: bytes, unpack: str) -> Format:

@@ -40,36 +40,31 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
     except OSError:  # a name that no system takes
         is_file = False
     name = str(path_or_repo_id)
-    missing = f"expected a folder with a checkpoint or a hub id, got {name!r:.200}"
+    cause: Exception | None = None
     if is_file:
-        raise InputError(f"{missing}, which is a file; give the folder that holds it")
-    if not _ID.fullmatch(name):
-        raise InputError(
-            f"{missing}; that looks like a path, and there is no such folder"
-        )
-    if path.parent.name and path.parent.is_dir():
-        missing += f", of which {str(path.parent)!r} is a folder here"
-    try:
-        _reach(name)
-        downloaded = huggingface_hub.snapshot_download(
-            name, allow_patterns=list(patterns)
-        )
-    except (OSError, HFValidationError) as error:
-        message = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(
-            f"{missing}; there is no such folder, and the hub says: {message:.200}"
-        ) from error
-    return Path(downloaded)
+        why = ", which is a file; give the folder that holds it"
+    elif not _ID.fullmatch(name):
+        why = "; that looks like a path, and there is no such folder"
+    else:
+        try:
+            _reach(name)
+            return Path(
+                huggingface_hub.snapshot_download(name, allow_patterns=list(patterns))
+            )
+        except (OSError, HFValidationError) as error:
+            cause = error
+        message = next(iter(str(cause).splitlines()), type(cause).__name__)
+        why = f"; there is no such folder, and the hub says: {message:.200}"
+        if path.parent.name and path.parent.is_dir():
+            why = f", of which {str(path.parent)!r} is a folder here{why}"
+    raise InputError(
+        f"expected a folder with a checkpoint or a hub id, got {name!r:.200}{why}"
+    ) from cause
 
 
 @functools.lru_cache
 def _reach(repo_id: str) -> None:
-    """Returns once config.json has come, from the hub or its cache on this machine.
-
-    Raises:
-      OSError, HFValidationError: as `huggingface_hub.snapshot_download`, or nothing
-        came in time.
-    """
+    """Waits for config.json; raises what the hub does, or that nothing came in time."""
     failed: list[OSError | HFValidationError] = []
 
     def download() -> None:
@@ -83,6 +78,6 @@ def _reach(repo_id: str) -> None:
     waiting.start()
     waiting.join(SECONDS)
     if waiting.is_alive():
-        raise TimeoutError(f"no answer in {SECONDS:g} s; is there a network?")
+        failed.append(TimeoutError(f"no answer in {SECONDS:g} s; is there a network?"))
     if failed:
         raise failed[0]

@@ -52,22 +52,30 @@ def read_jsonl(source: str | Path) -> list[Row]:
 
 
 def read_located(
-    source: str | Path, *, receipt: Receipt | None = None
+    source: str | Path, *, text: str | None = None, receipt: Receipt | None = None
 ) -> list[tuple[str, Row]]:
     """(where it stands, row) of `read_jsonl`, so that a message can name the place.
 
     Args:
+      text: the field of a row in which a line of a .txt file stands; None reads none.
       receipt: is told of blank lines; of rows it is told by who reads their fields.
 
     Raises:
-      InputError: as `read_jsonl`.
+      InputError: as `read_jsonl`, or there is no row.
     """
-    is_hub = str(source).startswith("hf:")
-    if is_hub:
+    if str(source).startswith("hf:"):
         rows = tables.of_hub(str(source))
+    elif text is not None and formats.is_text(source):
+        lines = _lines(Path(source), _text(Path(source)), receipt=receipt)
+        rows = [(where, {text: line}) for where, line in lines]
     else:
         rows = _rows(Path(source), receipt=receipt)
-    return [(where, LocatedRow(row, where=where)) for where, row in rows]
+    located: list[tuple[str, Row]] = [
+        (where, LocatedRow(row, where=where)) for where, row in rows
+    ]
+    if not located:
+        raise InputError(f"{source}: expected at least one row, got none")
+    return located
 
 
 def read_text(path: str | Path) -> str:
@@ -79,15 +87,6 @@ def read_text(path: str | Path) -> str:
     if not text.strip():
         raise InputError(f"{path}: expected text, got an empty file")
     return text
-
-
-def lines(path: Path, *, receipt: Receipt | None = None) -> list[tuple[str, str]]:
-    """The lines of a text that are not blank, each with its place.
-
-    Args:
-      receipt: is told of those that are blank.
-    """
-    return _lines(path, _text(path), receipt=receipt)
 
 
 def _rows(
@@ -102,18 +101,17 @@ def _rows(
         text = tables.unpacked(path, form)
         head = text[: formats.HEAD].encode("utf-8", "replace")
         form = formats.of(formats.unpacked_name(path), head)
-    if form is not None:
-        if form not in formats.WRITTEN:
-            raise form.refusal(path)
-        if form is not formats.ARRAY:
-            return tables.of_csv(path, text, form)
+    if form is None:
+        lines = _lines(path, text, receipt=receipt)
+        tracked = progress.track(lines, f"{path}: read", total=len(lines))
+        return _objects((where, _json(where, line)) for where, line in tracked)
+    if form is formats.ARRAY:
         form.reader(path)
-        return _objects(_array(path, text))
-    written = _lines(path, text, receipt=receipt)
-    return _objects(
-        (where, _json(where, line))
-        for where, line in progress.track(written, f"{path}: read", total=len(written))
-    )
+        values = _json(str(path), text, expected="a JSON array", depth=MAX_DEPTH + 1)
+        return _objects((f"{path}[{n}]", value) for n, value in enumerate(values))
+    if form not in formats.WRITTEN:
+        raise form.refusal(path)
+    return tables.of_csv(path, text, form)
 
 
 def _objects(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Row]]:
@@ -127,13 +125,6 @@ def _objects(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Row]]:
         yield where, value
 
 
-def _array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    values = _json(str(path), text, expected="a JSON array", depth=MAX_DEPTH + 1)
-    if not values:
-        raise InputError(f"{path}: expected at least one row, got an empty list")
-    return ((f"{path}[{number}]", value) for number, value in enumerate(values))
-
-
 def _json(
     where: str,
     text: str,
@@ -142,24 +133,21 @@ def _json(
     depth: int = MAX_DEPTH,
 ) -> Any:
     """The value of a line of JSON Lines, or of a file."""
-    got = f"{where}: expected {expected}, got {text[:40]!r}"
+    why = (
+        f", nested deeper than {depth} objects or lists; flatten it, or remove the row"
+    )
     try:
         value = json.loads(text)
         if not _deeper_than(depth, value):
             return value
     except json.JSONDecodeError as error:
-        at = f"column {error.colno}"
-        if "\n" in text:
-            at = f"line {error.lineno}, {at}"
-        raise InputError(f"{got} ({error.msg}, {at})") from None
+        at = f"line {error.lineno}, " if "\n" in text else ""
+        why = f" ({error.msg}, {at}column {error.colno})"
     except RecursionError:
         pass
     except ValueError as error:  # an integer of more digits than Python reads
-        raise InputError(f"{got} ({str(error).partition(';')[0]})") from None
-    raise InputError(
-        f"{got}, nested deeper than {depth} objects or lists; flatten it, or"
-        " remove the row"
-    )
+        why = f" ({str(error).partition(';')[0]})"
+    raise InputError(f"{where}: expected {expected}, got {text[:40]!r}{why}")
 
 
 def _deeper_than(depth: int, value: Any) -> bool:
@@ -177,10 +165,8 @@ def _deeper_than(depth: int, value: Any) -> bool:
     return any(isinstance(inner, dict | list) for inner in level)
 
 
-def _lines(
-    path: Path, text: str, *, receipt: Receipt | None = None
-) -> list[tuple[str, str]]:
-    """The lines that are not blank; only "\\n" ends one, as JSON Lines has it."""
+def _lines(path: Path, text: str, *, receipt: Receipt | None) -> list[tuple[str, str]]:
+    """The lines that are not blank; only "\n" ends one, as JSON Lines has it."""
     lines = []
     # What follows the last "\n" is no line.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
@@ -188,8 +174,6 @@ def _lines(
             lines.append((f"{path}:{number}", line))
         elif receipt is not None:
             receipt.note("a blank line, which is no row", where=f"{path}:{number}")
-    if not lines:
-        raise InputError(f"{path}: expected at least one row, got an empty file")
     return lines
 
 
@@ -217,15 +201,11 @@ def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
             if form is not None and form not in formats.WRITTEN:
                 return form, None
             data = head + file.read()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        shown = f"{path!s:.200}".replace("\0", "\\0")
         raise InputError(
-            f"{path!s:.200}: expected a readable file, got {error.strerror}; check the"
-            " path"
-        ) from None
-    except ValueError as error:  # a path with a NUL
-        raise InputError(
-            f"{str(path)!r:.200}: expected the path of a file, got one with an"
-            f" {error}; check the path"
+            f"{shown}: expected a readable file, got"
+            f" {getattr(error, 'strerror', error)}; check the path"
         ) from None
     try:
         # Without the byte order mark that some editors begin a file with.

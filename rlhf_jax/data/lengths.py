@@ -1,4 +1,4 @@
-"""Lengths of encoded rows: which fit, and an error that names those that do not."""
+"""Lengths of encoded rows: which fit, and errors that name those that do not."""
 
 from __future__ import annotations
 
@@ -29,28 +29,55 @@ def fits(
       receipt: is told of the rows that are left out.
     """
     fits = [i for i, length in enumerate(lengths) if length <= max_length]
-    if overlong == "error" and len(fits) < len(lengths):
-        row = next(i for i, length in enumerate(lengths) if length > max_length)
-        raise InputError(
-            f"{places[row]}: expected at most {max_length} tokens, got {lengths[row]}"
-            f" of {texts[row]!r:.60}; shorten it, {more}, or leave out what is too"
-            " long with overlong='drop'"
-        )
+    for row, length in enumerate(lengths):
+        where = places[row]
+        if overlong == "error":
+            remedy = f"shorten it, {more}, or leave out what is too long with"
+            remedy += " overlong='drop'"
+            check(length, max_length, where=where, of=texts[row], remedy=remedy)
+        if widest is not None and length <= max_length:
+            holds = ", the largest bucket or the width of a packed row"
+            remedy = "add a larger bucket, make rows wider, or remove the row"
+            check(
+                length, widest, where=where, holds=holds, of=texts[row], remedy=remedy
+            )
+        if receipt is not None and length > max_length:
+            receipt.drop(f"longer than {max_length} tokens", where=where)
     if not fits:
         raise InputError(
             f"expected a row of at most {max_length} tokens, got {len(lengths)} rows,"
             f" the shortest with {min(lengths)}; {more}"
         )
-    for row in fits:
-        if widest is not None and lengths[row] > widest:
-            raise InputError(
-                f"{places[row]}: expected at most {widest} tokens, the largest bucket"
-                f" or the width of a packed row, got {lengths[row]} of"
-                f" {texts[row]!r:.60}; add a larger bucket, make rows wider, or remove"
-                " the row"
-            )
-    if receipt is not None:
-        for place, length in zip(places, lengths, strict=True):
-            if length > max_length:
-                receipt.drop(f"longer than {max_length} tokens", where=place)
     return fits
+
+
+def check(
+    length: int,
+    most: int,
+    *,
+    where: str,
+    remedy: str,
+    holds: str = "",
+    of: object = None,
+) -> None:
+    """InputError for more than `most` tokens.
+
+    Args:
+      where: which row they are of.
+      holds: what has no room for more, behind a comma.
+      of: the text that they are the tokens of, if there is one.
+    """
+    if length > most:
+        got = f"{length} of {of!r:.60}" if of is not None else f"{length}"
+        raise InputError(
+            f"{where}: expected at most {most} tokens{holds}, got {got}; {remedy}"
+        )
+
+
+def check_prompt(prompt: Sequence[int], *, where: str, of: object = None) -> None:
+    """InputError for a prompt of no token, of which nothing predicts a response."""
+    if len(prompt) == 0:
+        got = "none" if of is None else f"none of {of!r:.60}"
+        raise InputError(
+            f"{where}: expected a prompt of at least 1 token, got {got}; remove the row"
+        )

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.algorithms.batch import PackedPreferences, Sequences
-from rlhf_jax.data import batches
+from rlhf_jax.data import batches, lengths
 from rlhf_jax.data.batches import Batches, Visit
 from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
-from rlhf_jax.functional.checks import InputError
 
 HostArray = Any
 
@@ -46,12 +45,8 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
       InputError: there are no pairs, one has no prompt or does not fit into a row.
     """
     for place, pair in enumerate(pairs):
-        if len(pair.prompt) == 0:
-            raise InputError(
-                f"pair {place} (from 0, of those to be packed): expected a prompt of "
-                f"at least 1 token, got none, so that nothing predicts how its "
-                f"responses begin; remove the pair"
-            )
+        where = f"pair {place} (from 0, of those to be packed)"
+        lengths.check_prompt(pair.prompt, where=where)
     texts = [
         (Example(pair.prompt, pair.chosen), Example(pair.prompt, pair.rejected))
         for pair in pairs
@@ -78,15 +73,9 @@ def packed_batches(
 
     Args:
       rows: of `pack`.
+      batch_size: rows, not pairs, of the global batch.
       labels: of each pair that was packed, whether its first text is desirable (KTO);
         None has none.
-      batch_size: rows, not pairs, of the global batch.
-      seed: of the order, which is another in every pass.
-      pad_id: fills the columns behind a text.
-      share: the rows of this process.
-
-    Raises:
-      InputError: no rows, or sizes that do not divide.
     """
     mine = share.of(batch_size)
     collate = _Collate(rows, pad_id=pad_id, labels=labels)
@@ -106,19 +95,17 @@ def sequence_batches(
     share: Share = row_sharding.WHOLE,
 ) -> Batches[Sequences]:
     """As `packed_batches`, of `pack_examples`; `segments` tells the texts apart."""
-    mine = share.of(batch_size)
-    collate = _Collate(rows, pad_id=pad_id)
-
-    def of_visits(visits: Sequence[Visit]) -> Sequences:
-        packed = collate([visits[place].row for place in mine])
-        return Sequences(
-            tokens=packed.tokens,
-            mask=packed.mask,
-            response_mask=packed.response_mask,
-            segments=packed.segments,
+    packed = packed_batches(
+        rows, batch_size=batch_size, seed=seed, pad_id=pad_id, share=share
+    )
+    return packed.map(
+        lambda batch: Sequences(
+            tokens=batch.tokens,
+            mask=batch.mask,
+            response_mask=batch.response_mask,
+            segments=batch.segments,
         )
-
-    return batches.shuffled(len(rows), batch_size, seed=seed, collate=of_visits)
+    )
 
 
 def packed_in_order(
@@ -192,17 +179,17 @@ def _pack(
     texts: Sequence[tuple[Text, ...]], *, width: int | None, of: str
 ) -> list[PackedRow]:
     """First fit of what is packed whole, one or two texts."""
-    if not texts:
-        raise InputError("expected at least one row of data, got none")
+    sizes = [sum(text.length for text in whole) for whole in texts]
+    most = batches.longest(sizes)
     if width is None:
         return [_row(texts, (place,)) for place in range(len(texts))]
-    sizes = [sum(text.length for text in whole) for whole in texts]
-    if max(sizes) > width:
-        raise InputError(
-            f"{of} {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
-            f"at most {width} tokens, its texts with their prompts, got {max(sizes)}; "
-            f"make rows wider, or leave long {of}s out"
-        )
+    lengths.check(
+        most,
+        width,
+        where=f"{of} {sizes.index(most)} (from 0, of those to be packed)",
+        holds=", its texts with their prompts",
+        remedy=f"make rows wider, or leave long {of}s out",
+    )
     filled = first_fit(sizes, width=width)
     return [_row(texts, tuple(places)) for places in filled]
 

@@ -14,23 +14,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
 
+if TYPE_CHECKING:
+    from rlhf_jax.data.receipts import Receipt
+
 Item = TypeVar("Item")
-
-
-class Notes(Protocol):
-    """What of a `receipts.Receipt` is told here."""
-
-    def note(self, reason: str, *, where: str | None = None, count: int = 1) -> None:
-        """Something of rows that their author should know."""
-        ...
-
-
 ONE_PROMPT = "rows of one prompt, of which none is held out"
 
 
@@ -41,7 +34,7 @@ def hold_out(
     seed: int,
     by: Literal["prompt", "row"] = "prompt",
     unprompted: Sequence[int] = (),
-    receipt: Notes | None = None,
+    receipt: Receipt | None = None,
     instead: str = "",
 ) -> tuple[list[Item], list[Item]]:
     """(rows to train on, rows held out), each in the order of `rows`.

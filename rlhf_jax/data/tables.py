@@ -32,17 +32,13 @@ def of_hub(source: str) -> Located:
     name, _, split = source.removeprefix("hf:").partition(":")
     try:
         datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise InputError(
-            f"{source}: a Hugging Face data set needs the package datasets; run"
-            " `pip install 'rlhf-jax[datasets]'`"
-        ) from None
-    try:
         table = datasets.load_dataset(name, split=split if split else "train")
     except Exception as error:  # of each of the packages that datasets reads by
+        missing = isinstance(error, ImportError)
+        remedy = "; run `pip install 'rlhf-jax[datasets]'`" if missing else ""
         raise InputError(
             f"{source}: expected a Hugging Face data set as hf:NAME or hf:NAME:SPLIT,"
-            f" got: {error}"
+            f" got: {error}{remedy}"
         ) from error
     return _rows(source, table)
 
@@ -51,7 +47,7 @@ def of_table(path: Path, form: Format) -> Located:
     """Rows of a Parquet or Arrow file, as FILE[0], FILE[1], ...
 
     Raises:
-      InputError: datasets is not installed, or the file is damaged or empty.
+      InputError: datasets is not installed, or the file is damaged.
     """
     return _rows(path, _loaded(path, form))
 
@@ -115,8 +111,6 @@ def _csv_rows(path: Path, text: str, form: Format) -> Located:
             label = row[_LABEL]
             row[_LABEL] = _FLAGS.get(label.strip().lower(), label)
         rows.append((where, row))
-    if not rows:
-        raise InputError(f"{path}: expected at least one row, got a header alone")
     return rows
 
 
@@ -143,8 +137,6 @@ def _loaded(path: Path, form: Format, **options: Any) -> Any:
 
 
 def _rows(source: str | Path, table: Any) -> Located:
-    if len(table) == 0:
-        raise InputError(f"{source}: expected at least one row, got none")
     return [
         (f"{source}[{number}]", {name: _as_written(row[name]) for name in row})
         for number, row in enumerate(table)

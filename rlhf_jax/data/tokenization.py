@@ -36,19 +36,21 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint folder or a hub id; InputError if there is none."""
     from transformers import AutoTokenizer
 
-    expected = f"{path_or_id}: expected a folder with tokenizer.json, or a hub id, got"
     folder = hub.folder(path_or_id, patterns=_DOWNLOADED)
+    cause: Exception | None = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        message = " ".join(str(error).split())
-        raise InputError(f"{expected}: {message:.200}") from error
-    if tokenizer.vocab_size == 0:  # what transformers makes of a config.json alone
-        raise InputError(
-            f"{expected} none of its files; save the tokenizer there, or name the"
-            " folder that holds it with --tokenizer"
+        if tokenizer.vocab_size > 0:  # 0: made of a config.json alone
+            return tokenizer
+        got = (
+            " none of its files; save the tokenizer there, or name the folder that"
+            " holds it with --tokenizer"
         )
-    return tokenizer
+    except Exception as error:  # the tokenizers library raises bare Exception
+        cause, got = error, f": {' '.join(str(error).split()):.200}"
+    raise InputError(
+        f"{path_or_id}: expected a folder with tokenizer.json, or a hub id, got{got}"
+    ) from cause
 
 
 def has_files(path_or_id: str | Path) -> bool:
@@ -213,7 +215,17 @@ def piece(token: int, *, before: list[int], decode: Callable[[list[int]], str]) 
 
     Not the token decoded alone, which may lose its space.
     """
-    shorter, longer = decode(before), decode([*before, token])
+    whole = decode([*before, token])
+    return added([token], before=before, decode=decode) or (
+        "�" if whole.endswith("�") else ""
+    )
+
+
+def added(
+    tokens: list[int], *, before: list[int], decode: Callable[[list[int]], str]
+) -> str:
+    """What tokens add to the text of the few before them."""
+    shorter, longer = decode(before), decode([*before, *tokens])
     if not longer.startswith(shorter):
         shorter = shorter.rstrip("�")
-    return longer[len(shorter) :] or ("�" if longer.endswith("�") else "")
+    return longer[len(shorter) :]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhf_jax.data import encoding, files, json_lines, splits
+from rlhf_jax.data import encoding, files, json_lines, lengths, splits
 from rlhf_jax.data.examples import Example, Labelled, Tokens
-from rlhf_jax.data.files import Blank
+from rlhf_jax.data.files import Blank, Reading
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
@@ -48,39 +48,26 @@ def read_labelled(
       InputError: the file is empty or malformed, a text, a side of a pair or a label
         is missing, or all labels are the same.
     """
-    rows: list[Row] = []
-    for where, row in json_lines.read_located(source, receipt=receipt):
+
+    def read(where: str, row: Row) -> Reading:
         if "completion" not in row and {"chosen", "rejected"} <= row.keys():
-            pair = files.checked_preference(where, row, blank=blank)
-            if receipt is not None:
-                receipt.row(where, row, reads=files.of_preference(row), count=2)
-                if pair is None:
-                    receipt.drop(files.BLANK, where=where, count=2)
-            for side, label in (("chosen", True), ("rejected", False)):
-                if pair is not None:
-                    rows.append(pair | {"completion": pair[side], "label": label})
-            continue
-        read = row
-        row = files.checked_response(where, row, response="completion", blank=blank)
-        if receipt is not None:
-            reads = (
-                "prompt",
-                "completion",
-                "label",
-                *files.read_beside(read["prompt"]),
-            )
-            receipt.row(where, read, reads=reads)
-        if row is None:
-            if receipt is not None:
-                receipt.drop(files.BLANK, where=where)
-            continue
-        if not isinstance(row.get("label"), bool):
+            pairs, reads, _ = files.preference(where, row, blank=blank)
+            texts = [
+                pair | {"completion": pair[side], "label": label}
+                for pair in pairs
+                for side, label in (("chosen", True), ("rejected", False))
+            ]
+            return Reading(texts, reads, num_texts=2)
+        rows, reads, _ = files.response(where, row, field="completion", blank=blank)
+        if rows and not isinstance(row.get("label"), bool):
             raise InputError(
                 f"{where}: expected true or false in 'label', got"
                 f" {row.get('label')!r:.40}; say whether the completion is desirable,"
                 " or give pairs with 'chosen' and 'rejected'"
             )
-        rows.append(row)
+        return Reading(rows, (*reads, "label"))
+
+    rows = files.read_rows(source, read, receipt=receipt)
     labels = {row["label"] for row in rows}
     if len(labels) < 2:
         got = "none" if not rows else f"only {str(labels.pop()).lower()}"
@@ -107,10 +94,9 @@ def encode_labelled(
     Args:
       rows: of `read_labelled`.
       seed: of the order in which the next response to another prompt is looked for.
-      stop_ids: tokens that end a response; None is the tokenizer's EOS.
       widest: tokens of a packed row, which holds the prompt twice; None is no limit.
-      receipt: is told of the texts that are left out, and of the responses to another
-        prompt that are cut.
+
+    The others are as in `encoding.encode_demonstrations`.
 
     Raises:
       InputError: a prompt or response is empty, a text is too long, all prompts are
@@ -141,22 +127,24 @@ def encode_labelled(
             " that was given to another prompt, got 1; give more rows"
         )
     order = np.random.default_rng(seed).permutation(len(texts)).tolist()
-    others: dict[int, Tokens] = {}
-    for place, turn in zip(
-        order, _next_of_another([prompts[i] for i in order]), strict=True
-    ):
-        others[place] = texts[order[turn]][0].response
+    turns = _next_of_another([prompts[i] for i in order])
+    others: dict[int, Tokens] = {
+        place: texts[order[turn]][0].response
+        for place, turn in zip(order, turns, strict=True)
+    }
     labelled = []
     for place, ((prompt, completion), label) in enumerate(texts):
         room = max_length - len(prompt)
         if widest is not None:
-            room = min(room, widest - 2 * len(prompt) - len(completion))
-        if room < 1:
-            raise InputError(
-                f"expected at most {widest} tokens, the width of a row, for a response"
-                f" with its prompt twice and one token of another response, got"
-                f" {2 * len(prompt) + len(completion) + 1}; make rows wider, or remove"
-                " such texts"
+            size = 2 * len(prompt) + len(completion)
+            room = min(room, widest - size)
+            lengths.check(
+                size + 1,
+                widest,
+                where=f"response {place} (from 0)",
+                holds=", the width of a row, for it, its prompt twice and one token of"
+                " another response",
+                remedy="make rows wider, or remove such texts",
             )
         if receipt is not None and room < len(others[place]):
             receipt.cut(MISMATCHED)

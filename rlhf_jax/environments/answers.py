@@ -1,20 +1,27 @@
-"""What a worker sends back of an environment: checked, and of plain types alone.
+"""Calls of an environment in a worker process, and what it sends back, checked.
 
-An environment may return anything. What is too long, no text that UTF-8 has, no finite
-number or of another type ends its episode, with a line that says so.
+The processes are verification's (`verification/workers.py`); they load no JAX. What is
+sent back is of plain types alone, though an environment may return anything: what is
+too long, no text that UTF-8 has, no finite number or of another type ends its episode,
+with a line that says so.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import pickle
-from typing import Any, NamedTuple
+from collections.abc import Awaitable
+from typing import Any, NamedTuple, TypeVar
 
-from rlhf_jax.environments.protocol import Message, Started, Turn, Written
+from rlhf_jax.environments.protocol import Message, Row, Started, Turn, Written
 from rlhf_jax.verification import worker
+from rlhf_jax.verification.worker import Failed, Rejected
 
 MAX_STATE = 2**24  # bytes that the trainer keeps for an episode
 MAX_MESSAGES = 100  # of one observation or prompt
 ASSISTANT = "assistant"
+Result = TypeVar("Result")
 
 
 class Begun(NamedTuple):
@@ -41,10 +48,6 @@ class Answer(NamedTuple):
     """Which turn it is of, for messages, where it failed."""
 
 
-class NoAnswer(Exception):
-    """Why what an environment returned is not taken."""
-
-
 def failed(
     why: str, *, timed_out: bool = False, imported: bool = True, where: str = ""
 ) -> Answer:
@@ -52,20 +55,78 @@ def failed(
     return Answer("", 0.0, True, b"", why, timed_out, imported, where)
 
 
-def begun(returned: Any, *, most: int) -> Begun:
-    """What `reset` returned.
+def is_async(environment: Any) -> bool:
+    """Whether its `step` is a coroutine function, of which many may be under way."""
+    return inspect.iscoroutinefunction(environment.step)
 
-    Args:
-      most: characters of the prompt.
+
+def reset(pickled: bytes, row: Row, most: int) -> Begun | Failed:
+    """The beginning of a row's episode, with a prompt of at most `most` characters."""
+
+    def use(environment: Any) -> Begun:
+        return begun(waited(environment.reset(row)), most=most)
+
+    return worker.call(pickled, use)
+
+
+def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
+    """The answer to a response, with an observation of at most `most` characters.
+
+    Whatever the environment raises is an answer.
+    """
+
+    def use(environment: Any) -> Answer:
+        returned = waited(environment.step(pickle.loads(state), response))
+        return answer(returned, most=most)
+
+    return _or_failed(worker.call(pickled, use))
+
+
+async def reset_async(pickled: bytes, row: Row, most: int) -> Begun | Failed:
+    """`reset` in a worker that has several calls under way."""
+
+    async def use(environment: Any) -> Begun:
+        returned = environment.reset(row)
+        if inspect.isawaitable(returned):
+            returned = await returned
+        return begun(returned, most=most)
+
+    return await worker.call_several(pickled, use)
+
+
+async def step_async(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
+    """`step` in a worker that has several calls under way."""
+
+    async def use(environment: Any) -> Answer:
+        returned = await environment.step(pickle.loads(state), response)
+        return answer(returned, most=most)
+
+    return _or_failed(await worker.call_several(pickled, use))
+
+
+def _or_failed(result: Answer | Failed) -> Answer:
+    if isinstance(result, Failed):
+        return failed(result.why, imported=result.imported)
+    return result
+
+
+def waited(returned: Result | Awaitable[Result]) -> Result:
+    """What was returned, or what a coroutine returns."""
+    if inspect.iscoroutine(returned):
+        return asyncio.run(returned)
+    return returned  # type: ignore[return-value]
+
+
+def begun(returned: Any, *, most: int) -> Begun:
+    """What `reset` returned, with a prompt of at most `most` characters.
 
     Raises:
-      NoAnswer: it is no `Started` that a run can use.
+      Rejected: it is no `Started` that a run can use.
     """
-    if not isinstance(returned, Started):
-        raise NoAnswer(f"returned {_kind(returned)}, expected a Started")
+    _check_type(returned, Started, expected="a Started")
     prompt = _written(returned.prompt, called="prompt", most=most)
     if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] == ASSISTANT):
-        raise NoAnswer(
+        raise Rejected(
             "returned a prompt that does not wait for the assistant, expected messages"
             " of which the last is another's"
         )
@@ -73,46 +134,39 @@ def begun(returned: Any, *, most: int) -> Begun:
 
 
 def answer(returned: Any, *, most: int) -> Answer:
-    """What `step` returned.
-
-    Args:
-      most: characters of the observation.
+    """What `step` returned, with an observation of at most `most` characters.
 
     Raises:
-      NoAnswer: it is no `Turn` that a run can use.
+      Rejected: it is no `Turn` that a run can use.
     """
-    if not isinstance(returned, Turn):
-        raise NoAnswer(f"returned {_kind(returned)}, expected a Turn")
-    reward = worker.number(returned.reward)
-    if isinstance(reward, worker.Failed):
-        raise NoAnswer(f"{reward.why}, expected a finite number as the reward")
-    done = _truth(returned.done)
+    _check_type(returned, Turn, expected="a Turn")
+    reward = worker.number(returned.reward, called="reward")
+    done = returned.done
+    if type(done).__module__ == "numpy" and type(done).__name__ in ("bool", "bool_"):
+        done = bool(done)
+    _check_type(done, bool, called="`done`", expected="True or False")
     observation = _written(returned.observation, called="observation", most=most)
     if isinstance(observation, list):
-        if not (done or observation):
-            raise NoAnswer("returned no message as the observation, expected one")
-        if any(message["role"] == ASSISTANT for message in observation):
-            raise NoAnswer(
-                "returned a message of the assistant as an observation, expected those"
-                " of others: what the assistant says is sampled"
+        roles = [message["role"] for message in observation]
+        if ASSISTANT in roles or not (roles or done):
+            what = "a message of the assistant" if roles else "no message"
+            raise Rejected(
+                f"returned {what} as the observation, expected those of others: what"
+                " the assistant says is sampled"
             )
-    state = b"" if done else _state(returned.state)
-    return Answer(observation, reward, done, state)
+    return Answer(observation, reward, done, b"" if done else _state(returned.state))
 
 
 def _written(value: Any, *, called: str, most: int) -> Written:
-    if isinstance(value, str):
-        return _text(value, called=called, most=most)
-    if not isinstance(value, list) or len(value) > MAX_MESSAGES:
-        kind = f"{len(value)} messages" if isinstance(value, list) else _kind(value)
-        raise NoAnswer(
-            f"returned {kind} as the {called}, expected a text or a list of at most"
-            f" {MAX_MESSAGES} messages"
-        )
+    """A text, or messages of texts, of at most `most` characters."""
+    if not isinstance(value, list):
+        expected = f"a text or a list of at most {MAX_MESSAGES} messages"
+        return _text(value, called=called, most=most, expected=expected)
+    _check_length(value, MAX_MESSAGES, unit="messages", called=called)
     messages, left = [], most
     for one in value:
         if not isinstance(one, dict) or not {"role", "content"} <= one.keys():
-            raise NoAnswer(
+            raise Rejected(
                 f"returned {one!r:.60} as a message of the {called}, expected"
                 ' {"role": "user", "content": "Hi"}'
             )
@@ -127,19 +181,15 @@ def _written(value: Any, *, called: str, most: int) -> Written:
     return messages
 
 
-def _text(value: Any, *, called: str, most: int) -> str:
+def _text(value: Any, *, called: str, most: int, expected: str = "a text") -> str:
     """A text of exactly type str, which UTF-8 can write."""
-    if not isinstance(value, str):
-        raise NoAnswer(f"returned {_kind(value)} as the {called}, expected a text")
-    if len(value) > most:
-        raise NoAnswer(
-            f"returned {len(value)} characters as the {called}, expected at most {most}"
-        )
+    _check_type(value, str, called=f"the {called}", expected=expected)
+    _check_length(value, most, unit="characters", called=called)
     text = str.__str__(value)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise NoAnswer(
+        raise Rejected(
             f"returned {text[error.start : error.start + 1]!a} at character"
             f" {error.start} of the {called}, which is no Unicode text (a lone"
             " surrogate); decode bytes with errors='replace'"
@@ -147,28 +197,26 @@ def _text(value: Any, *, called: str, most: int) -> str:
     return text
 
 
-def _truth(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
-        return bool(value)
-    raise NoAnswer(f"returned {_kind(value)} as `done`, expected True or False")
-
-
 def _state(value: Any) -> bytes:
     try:
         state = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever its parts raise
-        raise NoAnswer(
+        raise Rejected(
             f"returned a state that cannot be pickled: {worker.shown(error)}"
         ) from None
-    if len(state) > MAX_STATE:
-        raise NoAnswer(
-            f"returned a state of {len(state)} bytes, expected at most {MAX_STATE}"
-        )
+    _check_length(state, MAX_STATE, unit="bytes", called="state")
     return state
 
 
-def _kind(value: Any) -> str:
-    kind = type(value).__name__
-    return f"a value of type {kind:.60}" if value is not None else "None"
+def _check_type(value: Any, kind: type, *, expected: str, called: str = "") -> None:
+    if not isinstance(value, kind):
+        got = "None" if value is None else f"a value of type {type(value).__name__:.60}"
+        of = f" as {called}" if called else ""
+        raise Rejected(f"returned {got}{of}, expected {expected}")
+
+
+def _check_length(value: Any, most: int, *, unit: str, called: str) -> None:
+    if len(value) > most:
+        raise Rejected(
+            f"returned {len(value)} {unit} as the {called}, expected at most {most}"
+        )

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from rlhf_jax.environments.answers import waited
 from rlhf_jax.environments.protocol import Environment, Row, Written
-from rlhf_jax.environments.worker import waited
 
 MAX_TURNS = 1_000
 Expert = Callable[[Row, list[Written]], str]

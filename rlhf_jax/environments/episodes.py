@@ -23,7 +23,7 @@ from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments import answers, finished
 from rlhf_jax.environments.answers import Answer
 from rlhf_jax.environments.device import Device
-from rlhf_jax.environments.finished import Finished, Written
+from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.places import NOWHERE, Episode, Places
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
@@ -273,11 +273,11 @@ class Play:
     def _end(self, episode: Episode, why: str | None) -> None:
         """Keeps what the episode has come to, and frees its place."""
         if self._view is not None and episode.turns_size:
+            parked = episode.parked
             finished.keep(
                 self._finished,
-                Written.of(self._view, episode.place)
-                if episode.parked is None
-                else Written.of(episode.parked),
+                self._view if parked is None else parked,
+                episode.place if parked is None else (),
                 row=episode.row,
                 start=episode.prompt,
                 size=episode.turns_size,

@@ -16,25 +16,6 @@ HostArray = Any
 EARLY = ("failed", "timed_out", "truncated", "out_of_turns", "out_of_room", "late")
 
 
-class Written(NamedTuple):
-    """The columns of one place, as `Episodes` has them."""
-
-    tokens: HostArray  # i32[W]
-    sampled: HostArray  # bool[W]
-    logprobs: HostArray  # f32[W], nats
-    entropy: HostArray  # f32[W], nats
-
-    @classmethod
-    def of(cls, episodes: Episodes, place: Any = ...) -> Written:
-        """Those of a place, or of an episode that was taken from one."""
-        return cls(
-            episodes.tokens[place],
-            episodes.sampled[place],
-            episodes.logprobs[place],
-            episodes.entropy[place],
-        )
-
-
 class Finished(NamedTuple):
     """B rows of NumPy arrays, filled as episodes end."""
 
@@ -90,7 +71,8 @@ def none(prompts: Prompts, *, size: int) -> Finished:
 
 def keep(
     finished: Finished,
-    written: Written,
+    episodes: Episodes,
+    place: Any,
     *,
     row: int,
     start: int,
@@ -100,7 +82,8 @@ def keep(
     """Writes an episode into its row.
 
     Args:
-      written: of the episode.
+      episodes: by place, or one that was taken from its place.
+      place: of the episode in these; () where they are one.
       row: of the rollout.
       start: tokens of its prompt.
       size: tokens behind it.
@@ -109,12 +92,13 @@ def keep(
     rollout: Any = finished.rollout
     first = finished.first
     columns, here = slice(start, start + size), slice(first, first + size)
-    sampled = written.sampled[columns]
-    rollout.tokens[row, here] = written.tokens[columns]
+    sampled = episodes.sampled[place][columns]
+    rollout.tokens[row, here] = episodes.tokens[place][columns]
     rollout.mask[row, here] = True
     rollout.response_mask[row, here] = sampled
-    rollout.old_logprobs[row, here] = np.where(sampled, written.logprobs[columns], 0)
-    rollout.entropy[row, here] = np.where(sampled, written.entropy[columns], 0)
+    logprobs, entropy = episodes.logprobs[place], episodes.entropy[place]
+    rollout.old_logprobs[row, here] = np.where(sampled, logprobs[columns], 0)
+    rollout.entropy[row, here] = np.where(sampled, entropy[columns], 0)
     last = int(np.flatnonzero(sampled)[-1])
     for number, reward in rewards:
         if number < last:  # else it is the rest of the total

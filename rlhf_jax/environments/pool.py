@@ -21,23 +21,18 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from rlhf_jax.data import json_lines
-from rlhf_jax.environments import answers, worker
+from rlhf_jax.environments import answers
 from rlhf_jax.environments.answers import Answer, Begun
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.verification import failures, user_objects
-from rlhf_jax.verification.failures import Failure
-from rlhf_jax.verification.user_objects import OnFailure
+from rlhf_jax.verification import user_objects
+from rlhf_jax.verification.user_objects import Failure, OnFailure
 from rlhf_jax.verification.worker import Failed
 from rlhf_jax.verification.workers import Ended, Workers
 
 IN_FLIGHT = 64  # calls of a process at a time, of an environment whose step is async
 SHOWN = 300  # characters of a response in a message
-IMPORTABLE = (
-    "expected one that the processes of the pool can import, so set PYTHONPATH, or mend"
-    " its module"
-)
 
 
 class EnvironmentPool(contextlib.AbstractContextManager[Any]):
@@ -80,9 +75,9 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
             )
         self.timeout, self.on_failure = timeout, on_failure
         self.max_observation = max_observation
-        several = worker.is_async(environment)
-        self._reset = worker.reset_async if several else worker.reset
-        self._step = worker.step_async if several else worker.step
+        several = answers.is_async(environment)
+        self._reset = answers.reset_async if several else answers.reset
+        self._step = answers.step_async if several else answers.step
         self._workers = Workers(
             user_objects.pickled(environment, kind="environment"),
             of="of the environment",
@@ -154,7 +149,7 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
         become = "with what they had"
         if self.on_failure == "leave_out":
             become = "and are left out"
-        failures.warn(
+        user_objects.warn(
             [Failure(answer.why, answer.where) for answer in failed],
             num_rows=num_episodes,
             rows=f"episodes were ended by a failure of their environment, {become}",
@@ -173,10 +168,10 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
             begun = Failed(ended.why)
         if isinstance(begun, Begun):
             return begun
-        if not begun.imported:
-            raise StopError(f"the environment {begun.why}; {IMPORTABLE}")
+        where = json_lines.place(row, place)
+        self._require(begun, where=where, stop=False)
         raise InputError(
-            f"{json_lines.place(row, place)}: expected a row that the environment can"
+            f"{where}: expected a row that the environment can"
             f" begin with, got {_cut(row)}, for which its reset {begun.why}; correct"
             " the row, or mend the environment"
         )
@@ -188,8 +183,6 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
             answer = future.result()
         except Ended as ended:
             answer = answers.failed(ended.why, timed_out=ended.timed_out)
-        if not answer.imported:
-            raise StopError(f"the environment {answer.why}; {IMPORTABLE}")
         if answer.why:
             of = f"{where} and response" if where else "response"
             answer = answer._replace(where=f"{of} {_cut(response)}")
@@ -198,11 +191,17 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
 
     def require(self, answer: Answer) -> None:
         """StopError if an answer failed and the run is to stop then."""
-        if answer.why and self.on_failure == "stop":
-            raise StopError(
-                f"the environment {answer.why} for {answer.where}; mend it, or let such"
-                f" an episode be left out (on_failure='leave_out')"
-            )
+        self._require(answer, where=answer.where, stop=self.on_failure == "stop")
+
+    def _require(self, call: Answer | Failed, *, where: str, stop: bool) -> None:
+        user_objects.require(
+            call.why,
+            imported=call.imported,
+            of="environment",
+            where=where,
+            case="an episode",
+            stop=stop,
+        )
 
 
 def _cut(value: Any) -> str:

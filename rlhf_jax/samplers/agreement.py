@@ -43,9 +43,9 @@ class Agreement:
         """Compiles nothing yet.
 
         Args:
-          recipe: static, without adapters.
+          recipe: without adapters.
           tolerance: of the mean distance of a response, nats per token.
-          mesh: of the policy, whose devices compute the trainer's log-probs.
+          mesh: of the policy; its devices compute the trainer's log-probs.
         """
         model = recipe.model
         self.max_new_tokens = min(RESPONSE_COLUMNS, recipe.max_new_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.functional import unused_ids
@@ -80,7 +80,6 @@ def response(
 
     Args:
       answer: to `request`.
-      request: the request.
       vocab_size: of the policy.
       url: of the server, for messages.
       unused: ranges of ids that no token has; the policy's log-prob of them is -inf.
@@ -91,72 +90,68 @@ def response(
     """
     choices = answer.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict):
-        raise _wrong(url, "one choice", answer, "is it a server of completions?")
+    required = _required(choice, request=request, vocab_size=vocab_size, unused=unused)
+    for holds, expected, remedy in required:
+        if not holds:
+            got = str(answer if choice is None else choice)[:SHOWN]
+            raise ServerError(f"{url}{PATH}: expected {expected}, got {got}; {remedy}")
+    assert choice is not None
+    logprobs = choice["logprobs"]["token_logprobs"]
+    return Response(choice["token_ids"], [float(number) for number in logprobs])
+
+
+def _required(
+    choice: Any, *, request: dict[str, Any], vocab_size: int, unused: Ranges
+) -> Iterator[tuple[bool, str, str]]:
+    """(whether it holds, what is expected, a remedy); each builds on those before."""
+    yield isinstance(choice, dict), "one choice", "is it a server of completions?"
     tokens: Any = choice.get("token_ids")
-    if not _all(tokens, int):
-        raise _wrong(
-            url,
-            "token_ids in a choice, as return_token_ids asks for",
-            choice,
-            "serve with a version that returns them (vLLM 0.10.2 or newer)",
-        )
+    yield (
+        _all(tokens, int),
+        "token_ids in a choice, as return_token_ids asks for",
+        "serve with a version that returns them (vLLM 0.10.2 or newer)",
+    )
     reported = choice.get("logprobs")
     logprobs: Any = None
     if isinstance(reported, dict):
         logprobs = reported.get("token_logprobs")
-    if not _all(logprobs, int, float) or len(logprobs) != len(tokens):
-        raise _wrong(
-            url,
-            f"a log-prob of each of the {len(tokens)} tokens in "
-            f"logprobs.token_logprobs",
-            choice,
-            "serve with log-probs (vLLM: --logprobs-mode processed_logprobs)",
-        )
-    if not all(math.isfinite(number) and number <= 1e-3 for number in logprobs):
-        raise _wrong(url, "finite log-probs of at most 0", choice, "see to its weights")
-    prompt_ids = choice.get("prompt_token_ids")
-    if prompt_ids is not None and prompt_ids != request["prompt"]:
-        raise _wrong(
-            url,
-            f"a response to the prompt {request['prompt']}",
-            {"prompt_token_ids": prompt_ids},
-            "have the server change no prompt",
-        )
+    yield (
+        _all(logprobs, int, float) and len(logprobs) == len(tokens),
+        f"a log-prob of each of the {len(tokens)} tokens in logprobs.token_logprobs",
+        "serve with log-probs (vLLM: --logprobs-mode processed_logprobs)",
+    )
+    yield (
+        all(math.isfinite(number) and number <= 1e-3 for number in logprobs),
+        "finite log-probs of at most 0",
+        "see to its weights",
+    )
+    yield (
+        choice.get("prompt_token_ids") in (None, request["prompt"]),
+        f"a response to the prompt {request['prompt']}, not to"
+        f" {choice.get('prompt_token_ids')}",
+        "have the server change no prompt",
+    )
     most, stops = request["max_tokens"], request["stop_token_ids"]
     ended = len(tokens) == most or (bool(tokens) and tokens[-1] in stops)
-    whole = 1 <= len(tokens) <= most and ended
-    if not whole or any(token in stops for token in tokens[:-1]):
-        raise _wrong(
-            url,
-            f"{most} tokens, or fewer and the last of them one of the stop ids {stops}",
-            choice,
-            "serve a longer context (vLLM: --max-model-len), and no other stop words",
-        )
-    if not all(0 <= token < vocab_size for token in tokens):
-        raise _wrong(
-            url,
-            f"tokens of a vocabulary of {vocab_size}",
-            choice,
-            "serve the model that is trained",
-        )
+    inside = any(token in stops for token in tokens[:-1])
+    yield (
+        1 <= len(tokens) <= most and ended and not inside,
+        f"{most} tokens, or fewer and the last of them one of the stop ids {stops}",
+        "serve a longer context (vLLM: --max-model-len), and no other stop words",
+    )
+    yield (
+        all(0 <= token < vocab_size for token in tokens),
+        f"tokens of a vocabulary of {vocab_size}",
+        "serve the model that is trained",
+    )
     absent = sorted({*unused_ids.listed(unused)} & {*tokens})
-    if absent:
-        raise _wrong(
-            url,
-            f"tokens of the tokenizer, which has none of id {absent[0]}, as the "
-            f"request's logit_bias asks for",
-            choice,
-            "serve with a version that takes logit_bias",
-        )
-    return Response(tokens, [float(number) for number in logprobs])
+    yield (
+        not absent,
+        f"tokens of the tokenizer, which has none of id {', '.join(map(str, absent))},"
+        " as the request's logit_bias asks for",
+        "serve with a version that takes logit_bias",
+    )
 
 
 def _all(values: Any, *kinds: type) -> bool:
     return isinstance(values, list) and all(type(value) in kinds for value in values)
-
-
-def _wrong(url: str, expected: str, got: Any, remedy: str) -> ServerError:
-    return ServerError(
-        f"{url}{PATH}: expected {expected}, got {str(got)[:SHOWN]}; {remedy}"
-    )

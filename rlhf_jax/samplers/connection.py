@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import urllib.error
@@ -82,32 +83,26 @@ class Connection:
                 f"{self.url}{path}: expected an answer, got status {error.code}: "
                 f"{text[:SHOWN]}"
             ) from error
-        except TimeoutError as error:
-            raise self._too_long(path) from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
+            why = (
+                f"expected a server there, got: {str(reason) or type(reason).__name__};"
+                " start it (again), and go on with --resume where the run has a folder"
+            )
             if isinstance(reason, TimeoutError):
-                raise self._too_long(path) from error
-            why = str(reason) or type(reason).__name__
-            raise Unreachable(
-                f"{self.url}{path}: expected a server there, got: {why}; start it "
-                f"(again), and go on with --resume where the run has a folder"
-            ) from error
+                why = (
+                    f"expected an answer within {self.timeout:g} s, got none; see"
+                    " whether the server hangs, or raise timeout= of --sampler"
+                )
+            raise Unreachable(f"{self.url}{path}: {why}") from error
         if not text.strip():
             return {}
-        try:
+        answered = None
+        with contextlib.suppress(ValueError):
             answered = json.loads(text)
-        except ValueError:
-            answered = None
         if not isinstance(answered, dict):
             raise ServerError(
                 f"{self.url}{path}: expected a JSON object, got {text[:SHOWN]!r}; is "
                 f"it another kind of server?"
             )
         return answered
-
-    def _too_long(self, path: str) -> Unreachable:
-        return Unreachable(
-            f"{self.url}{path}: expected an answer within {self.timeout:g} s, got "
-            f"none; see whether the server hangs, or raise timeout= of --sampler"
-        )

@@ -30,11 +30,7 @@ class Decoder:
     """Draws on one device; it can be pickled, without parameters."""
 
     def __init__(self, recipe: PolicyGradient) -> None:
-        """Compiles nothing yet.
-
-        Args:
-          recipe: static, without adapters; its optimizer is not kept.
-        """
+        """Compiles nothing yet; `recipe` has no adapters, and loses its optimizers."""
         optimizers = ("policy_optimizer", "critic_optimizer")
         without: Any = {name: None for name in optimizers if hasattr(recipe, name)}
         self.recipe = dataclasses.replace(recipe, **without)
@@ -82,11 +78,7 @@ class Decoder:
 
 
 def load(pickled: bytes, file: str, version: int) -> str | Failed:
-    """Takes the parameters in a file; the root of their fingerprint. In a worker.
-
-    Args:
-      pickled: the `Decoder`, which stays in this process between calls.
-    """
+    """Takes the parameters in a file, in a worker; the root of their fingerprint."""
 
     def use(decoder: Decoder) -> str:
         params = weight_files.read(Path(file))
@@ -99,10 +91,9 @@ def load(pickled: bytes, file: str, version: int) -> str | Failed:
 def draw(
     pickled: bytes, prompts: Prompts, key_data: Any, impl: str, version: int
 ) -> Drawn | Failed:
-    """A draw with the parameters of the last `load`. In a worker.
+    """A draw with the parameters of the last `load`, in a worker.
 
     Args:
-      prompts: in NumPy arrays.
       key_data, impl: of the key of the step, as typed keys cannot be pickled.
       version: of the parameters; OTHER_VERSION where they are of another one.
     """

@@ -56,7 +56,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         """A sampler whose process is not started yet.
 
         Args:
-          recipe: static, without adapters.
+          recipe: without adapters.
           weights: folder for the files; None is the system's temporary folder.
           timeout: seconds for a hand-over or a draw, compilation included.
 

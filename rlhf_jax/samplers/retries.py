@@ -29,11 +29,7 @@ class Retries:
     """Tries calls again after a `TransientError`; counts how often."""
 
     def __init__(self, tries: int = TRIES) -> None:
-        """Nothing has been tried yet.
-
-        Args:
-          tries: of a call, the first included.
-        """
+        """At most `tries` of a call, the first included."""
         checks.positive(tries=tries)
         self.tries, self.count = tries, 0
 
@@ -51,11 +47,15 @@ class Retries:
         Raises:
           StopError: all tries failed. Whatever else `call` raises, at once.
         """
-        pause = SECONDS
-        for number in range(2, self.tries + 1):
+        number, pause = 1, SECONDS
+        while True:
+            number += 1
             try:
                 return call()
             except after as error:
+                if number > self.tries:
+                    why = f"{error} (tried {self.tries} times)"
+                    raise StopError(why) from error
                 print(
                     f"sampler: try {number} of {self.tries} in {pause:g} s, as the one "
                     f"before failed: {error}",
@@ -64,7 +64,3 @@ class Retries:
             self.count += 1
             time.sleep(pause)
             pause = min(2 * pause, MOST_SECONDS)
-        try:
-            return call()
-        except after as error:
-            raise StopError(f"{error} (tried {self.tries} times)") from error

@@ -67,7 +67,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
 
         Args:
           url: http://HOST:PORT.
-          recipe: static, without adapters; responses end at its stop ids.
+          recipe: without adapters; responses end at its stop ids.
           tolerance: of the distance of log-probs after a hand-over, mean of a response,
             nats per token.
           mesh: of the policy; None is one device.
@@ -111,9 +111,9 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             try:
                 self._server.post("/collective_rpc", body)
-            except Unreachable:
-                raise
             except ServerError as error:
+                if isinstance(error, Unreachable):
+                    raise
                 raise type(error)(
                     f"{error}. It was to reload the weights in {path}: serve this "
                     f"model with {HOW}, where that folder can be read "
@@ -236,16 +236,14 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         """The model's name at the server, whose context must hold a response."""
         try:
             answer = self._server.get("/v1/models")
-        except Unreachable as error:
-            raise InputError(f"--sampler {error}. With vLLM: {HOW}") from error
         except ServerError as error:
             raise InputError(
                 f"--sampler {error}. Expected the models of an OpenAI-compatible "
-                f"server: {HOW}"
+                f"server, with vLLM: {HOW}"
             ) from error
         listed = answer.get("data")
         models = {
-            model["id"]: model
+            model["id"]: model.get("max_model_len")
             for model in (listed if isinstance(listed, list) else [])
             if isinstance(model, dict) and isinstance(model.get("id"), str)
         }
@@ -257,7 +255,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
                 f"--sampler: expected {expected} at {self._server.url}, got "
                 f"{', '.join(models) or 'none'}; name one of them as model="
             )
-        context, needed = models[name].get("max_model_len"), self._recipe.max_new_tokens
+        context, needed = models[name], self._recipe.max_new_tokens
         if isinstance(context, int) and context <= needed:
             raise InputError(
                 f"--sampler: expected a context beyond the {needed} tokens of a "

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import numpy as np
 
 from rlhf_jax.checkpoints import shards
@@ -75,7 +76,9 @@ def write(path: Path, params: Params) -> None:
     """
     partial = path.with_name(f".{path.name}.partial")
     with write_errors.writing(path):
-        shards.save(dict(_flat(params)), partial, metadata={})
+        leaves = flax.traverse_util.flatten_dict(params, sep=SEPARATOR)
+        flat = {name: np.ascontiguousarray(leaf) for name, leaf in leaves.items()}
+        shards.save(flat, partial, metadata={})
         os.replace(partial, path)
 
 
@@ -85,23 +88,10 @@ def read(path: Path) -> Params:
     Raises:
       InputError: the file is missing or truncated.
     """
-    params: dict[str, Any] = {}
     file = shards.open_file(path)
-    for name in file.keys():  # noqa: SIM118 (not a dict, and not iterable)
-        *groups, leaf = name.split(SEPARATOR)
-        place = params
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[leaf] = file.get_tensor(name)
-    return params
-
-
-def _flat(params: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in params.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}{SEPARATOR}")
-        else:
-            yield f"{prefix}{name}", np.ascontiguousarray(value)
+    names = file.keys()  # not a dict, and not iterable
+    leaves = {name: file.get_tensor(name) for name in names}
+    return flax.traverse_util.unflatten_dict(leaves, sep=SEPARATOR)
 
 
 def _prefix() -> str:

@@ -22,15 +22,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.rewards import text
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import Row, Texts
 from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
 from rlhf_jax.roles.rewards.verifiers import Verifier
-from rlhf_jax.verification import failures, user_objects, worker
-from rlhf_jax.verification.failures import Failure
-from rlhf_jax.verification.user_objects import OnFailure
+from rlhf_jax.verification import user_objects, worker
+from rlhf_jax.verification.user_objects import Failure, OnFailure
 from rlhf_jax.verification.worker import Answer
 from rlhf_jax.verification.workers import Ended, Workers
 
@@ -151,28 +149,26 @@ class Pending:
           StopError: one could not be verified, and the pool is to stop then; names the
             prompt. Or the verifier cannot be imported, which is no response's fault.
         """
-        answers = []
-        for place, future in enumerate(self.futures):
-            answer = self._answer(future)
-            if not answer.imported:
-                raise StopError(
-                    f"the verifier {answer.why}; expected one that the processes of "
-                    f"the pool can import, so set PYTHONPATH, or mend its module"
+        answers: list[Answer] = []
+        try:
+            for place, future in enumerate(self.futures):
+                answers.append(answer := _answer(future))
+                user_objects.require(
+                    answer.why,
+                    imported=answer.imported,
+                    of="verifier",
+                    where=self.texts.show_both(place),
+                    case="a response",
+                    stop=self.pool.on_failure == "stop",
                 )
-            if answer.why and self.pool.on_failure == "stop":
-                for waiting in self.futures:
-                    waiting.cancel()
-                raise StopError(
-                    f"the verifier {answer.why} for {self._show(place)}; mend it, or "
-                    f"let such a response be left out (on_failure='leave_out')"
-                )
-            answers.append(answer)
-        become = "score 0"
-        if self.pool.on_failure == "leave_out":
-            become = "are left out"
-        failures.warn(
+        finally:
+            for future in self.futures:
+                future.cancel()
+        leave_out = self.pool.on_failure == "leave_out"
+        become = "are left out" if leave_out else "score 0"
+        user_objects.warn(
             [
-                Failure(answer.why, self._show(place))
+                Failure(answer.why, self.texts.show_both(place))
                 for place, answer in enumerate(answers)
                 if answer.why
             ],
@@ -187,18 +183,16 @@ class Pending:
                 "timed_out": _floats(answer.timed_out for answer in answers),
             },
             left_out=jnp.asarray([bool(answer.why) for answer in answers])
-            if self.pool.on_failure == "leave_out"
+            if leave_out
             else None,
         )
 
-    def _answer(self, future: Future[Answer]) -> Answer:
-        try:
-            return future.result()
-        except Ended as ended:
-            return Answer(0.0, ended.why, timed_out=ended.timed_out)
 
-    def _show(self, place: int) -> str:
-        return self.texts.show_both(place)
+def _answer(future: Future[Answer]) -> Answer:
+    try:
+        return future.result()
+    except Ended as ended:
+        return Answer(0.0, ended.why, timed_out=ended.timed_out)
 
 
 def _floats(numbers: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a worker process runs: calls of one object, one at a time or several.
+"""A worker process, and what it runs: calls of one object, one at a time or several.
 
 `workers` starts them, for verifiers (`pool`), environments and samplers. This module
 loads no JAX.
@@ -16,11 +16,13 @@ import os
 import pickle
 import signal
 import struct
+import sys
 import threading
 import time
 import types
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
 
 GRACE_SECONDS = 2.0  # for a worker to end by itself
@@ -46,6 +48,10 @@ class Answer(NamedTuple):
     imported: bool = True  # False where the verifier itself could not be imported
 
 
+class Rejected(Exception):
+    """Why what the user's object returned is not taken: "returned None, ..."."""
+
+
 class Terminated(BaseException):
     """This worker is to end; on its way up it clears away what verifiers have made."""
 
@@ -55,6 +61,35 @@ class Failed(NamedTuple):
 
     why: str
     imported: bool = True  # False where what is called could not be imported
+
+
+class Spawned(SpawnProcess):
+    """A spawned process that does not import the script that was started.
+
+    Spawned and never forked: this process has the threads of JAX, and a copy of it
+    could wait for ever for a lock that one of them held. The script would load JAX, and
+    its models' libraries, once per worker.
+    """
+
+    def start(self) -> None:
+        """Starts it."""
+        with _without_a_script():
+            super().start()
+
+
+_STARTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_a_script() -> Iterator[None]:
+    # `multiprocessing` tells a process what to import by looking here.
+    with _STARTING:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
 
 
 _working = False
@@ -136,11 +171,7 @@ def _prepare(pickled: bytes) -> None:
 
 
 def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
-    """`use` of what was pickled, in a worker; whatever it raises is an answer.
-
-    Args:
-      pickled: a verifier, or whatever else the pool's processes hold.
-    """
+    """`use` of what was pickled, in a worker; whatever it raises is an answer."""
     global _working
     try:
         _working = True
@@ -152,7 +183,7 @@ def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
     except Terminated:
         os._exit(1)
     except BaseException as error:  # sys.exit too; nor need the error be picklable
-        return Failed(f"raised {shown(error)}")
+        return _failed(error)
     finally:
         _working = False
 
@@ -171,38 +202,36 @@ async def call_several(
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise  # it is too late, or the caller has no use for it
-        return Failed(f"raised {shown(error)}")
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Failed:
+    return Failed(
+        f"{error}" if isinstance(error, Rejected) else f"raised {shown(error)}"
+    )
 
 
 def verify(
     pickled: bytes, prompt: str, response: str, row: Mapping[str, Any]
 ) -> Answer:
-    """One response, in a worker.
-
-    Args:
-      pickled: the verifier.
-    """
+    """What a pickled verifier says of one response, in a worker."""
     returned = call(pickled, lambda verifier: number(verifier(prompt, response, row)))
     if isinstance(returned, Failed):
         return Answer(0.0, returned.why, imported=returned.imported)
     return Answer(returned, "")
 
 
-def number(returned: Any) -> float | Failed:
-    """A finite float32, or why what was returned is none."""
-    if not hasattr(returned, "__float__"):
-        return Failed(f"returned {returned!r:.60}, which is not a number")
-    score = float(returned)
-    return score if _is_float32(score) else Failed(f"returned {score}")
-
-
-def _is_float32(score: float) -> bool:
-    """Whether a score is finite, and stays so as the float32 that it becomes."""
-    try:
-        struct.pack("<f", score)  # the native "f" would make it infinite
-    except OverflowError:
-        return False
-    return math.isfinite(score)
+def number(returned: Any, *, called: str = "score") -> float:
+    """What was returned, if it is finite also as the float32 that it becomes."""
+    why = f"returned {returned!r:.60}, which is not a number"
+    if hasattr(returned, "__float__"):
+        number = float(returned)
+        why = f"returned {number}"
+        with contextlib.suppress(OverflowError):
+            struct.pack("<f", number)  # the native "f" would make it infinite
+            if math.isfinite(number):
+                return number
+    raise Rejected(f"{why}, expected a finite number as the {called}")
 
 
 def shown(error: BaseException) -> str:

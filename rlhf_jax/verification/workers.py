@@ -28,7 +28,6 @@ from typing import Any
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.verification import worker
-from rlhf_jax.verification.spawned import Spawned
 
 STARTS = 3  # processes in a row that end before they are ready, and the pool gives up
 
@@ -58,7 +57,7 @@ class _Process:
     def __init__(self, pickled: bytes, *, in_flight: int) -> None:
         self.link, other = multiprocessing.get_context("spawn").Pipe()
         arguments = (pickled, other, in_flight > 1)
-        self._worker = Spawned(target=worker.serve, args=arguments, daemon=True)
+        self._worker = worker.Spawned(target=worker.serve, args=arguments, daemon=True)
         self._worker.start()
         other.close()  # so that its end is the end of the file here
         self.ready, self.calls = False, dict[int, _Call]()

@@ -232,8 +232,8 @@ MESSY = {"prompt": [user("Hi")], "response": "Yes"}
         (
             FAMILIES["gemma"][0],
             MESSY | {"prompt": [{"role": "system", "content": "Be"}, user("Hi")]},
-            r"row 1 .*, got the roles system, user, of which it says: System role not "
-            "supported; change the messages",
+            r"row 1 .*, got the roles system, user, assistant, of which it says: S"
+            "ystem role not supported; change the messages",
         ),
         (
             byte_tokenizer(CHATML.replace("assistant\n", "model\n"), eos="<|im_end|>"),

@@ -99,7 +99,7 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
         (
             json_lines.read_jsonl,
             ["", "  "],
-            r"rows.jsonl: expected at least one row, got an empty file",
+            r"rows.jsonl: expected at least one row, got none",
         ),
         (
             files.read_prompts,

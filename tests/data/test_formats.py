@@ -134,7 +134,7 @@ def test_an_empty_file_is_empty_by_any_name(tmp_path, without, name):
     path = tmp_path / name
     for content in (b"", b" \n\n"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=r"at least one row, got an empty file"):
+        with pytest.raises(InputError, match=r"at least one row, got none"):
             files.read_demonstrations(path)
 
 

@@ -196,7 +196,7 @@ DAMAGED = {
         b'[{"a": ' + b"[" * 101 + b"]" * 101 + b"}]",
         r"nested deeper than 101 objects or lists",
     ),
-    "empty.json": (b"[]", r"empty.json: expected at least one row, got an empty list"),
+    "empty.json": (b"[]", r"empty.json: expected at least one row, got none"),
     "wide.csv": (
         b"a,b\n1,2\n1,2,3\n",
         r"wide.csv:3: expected 2 values, as the header h",
@@ -206,7 +206,7 @@ DAMAGED = {
         r"twice.csv:1: expected a header that names every col",
     ),
     "blank.csv": (b"a,\n1,2\n", r"blank.csv:1: expected a header that names every col"),
-    "head.csv": (b"a,b\n", r"head.csv: expected at least one row, got a header alone"),
+    "head.csv": (b"a,b\n", r"head.csv: expected at least one row, got none"),
     "quote.csv": (
         b'a,b\n"1,2\n',
         r"quote.csv: expected comma-separated.*close every q",

@@ -10,7 +10,7 @@ from bad_inputs import DATA, ROWS, TRAINERS
 from tiers import one_in
 
 OBJECT = "bad.jsonl:1: expected one JSON object per line, got"
-NO_ROW = "bad.jsonl: expected at least one row, got an empty file"
+NO_ROW = "bad.jsonl: expected at least one row, got none"
 DEEP = "nested deeper than 100 objects or lists"
 # Bytes of a file, for every trainer.
 FILES = {

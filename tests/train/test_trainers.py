@@ -501,7 +501,7 @@ def test_a_reward_module_that_cannot_be_imported(files, here, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "prompts.jsonl: expected at least one row, got an empty file"),
+        ("", "prompts.jsonl: expected at least one row, got none"),
         ('{"prompt": "a"}\n{"prompt"\n', "prompts.jsonl:2: expected one JSON object"),
         ('{"text": "a"}\n', "prompts.jsonl:1: expected a field 'prompt', got 'text'"),
         (None, "prompts.jsonl: expected a readable file, got No such file"),

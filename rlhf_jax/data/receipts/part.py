@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.data import splits
+from rlhf_jax.data import splits, tokenization
 from rlhf_jax.data.examples import Text, Tokens
 from rlhf_jax.data.receipts.items import Item
 from rlhf_jax.data.tokenization import CONTEXT
@@ -83,7 +83,14 @@ def shown(text: Text, *, decode: Decode) -> dict[str, Any]:
         "tokens": len(tokens),
         "not_shown": {"before": start, "after": len(tokens) - end},
         "pieces": [
-            {"text": _text(tokens, one, other, decode=decode), "learned": learned[one]}
+            {
+                "text": tokenization.added(
+                    tokens[one:other],
+                    before=tokens[max(0, one - CONTEXT) : one],
+                    decode=decode,
+                ),
+                "learned": learned[one],
+            }
             for one, other in itertools.pairwise(borders)
         ],
     }
@@ -106,15 +113,3 @@ def shared_prompts(
 
 def _prompt(item: Item) -> Tokens:
     return next(iter(item.values())).prompt
-
-
-def _text(tokens: list[int], start: int, end: int, *, decode: Decode) -> str:
-    """What tokens[start:end] add to the text of those before them.
-
-    As `tokenization.piece` does for one token: decoded alone they may lose a space.
-    """
-    before = tokens[max(0, start - CONTEXT) : start]
-    shorter, longer = decode(before), decode([*before, *tokens[start:end]])
-    if not longer.startswith(shorter):
-        shorter = shorter.rstrip("�")
-    return longer[len(shorter) :]

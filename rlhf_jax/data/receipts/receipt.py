@@ -123,9 +123,9 @@ class Receipt:
         for where in self.places[count:]:
             self.drop(reason, where=where)
 
-    def cut(self, reason: str, *, where: str | None = None, count: int = 1) -> None:
+    def cut(self, reason: str, *, count: int = 1) -> None:
         """A text is made shorter than it was written."""
-        self._add(self._cut, reason, where=where, count=count)
+        self._add(self._cut, reason, where=None, count=count)
 
     def note(self, reason: str, *, where: str | None = None, count: int = 1) -> None:
         """Something of a row that its author should know."""

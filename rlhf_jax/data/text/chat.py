@@ -41,21 +41,18 @@ def render(
     messages: Sequence[Message],
     *,
     where: str,
-    variables: Mapping[str, Any] | None = None,
     continued: bool = False,
 ) -> str:
     """The template's text; it asks for a response unless the last message is one.
 
     Args:
-      variables: what the template reads besides, of `messages.variables`.
       continued: whether the last message goes on, so that nothing ends it.
 
     Raises:
       InputError: there is no template, or it does not take such messages.
     """
     asks = messages[-1]["role"] != ASSISTANT and not continued
-    if continued:
-        variables = {**(variables or {}), CONTINUED: True}
+    variables = {CONTINUED: True} if continued else {}
     [text] = render_all(
         tokenizer, [messages], asks=[asks], where=where, variables=variables
     )
@@ -68,13 +65,13 @@ def render_all(
     *,
     asks: Sequence[bool],
     where: str,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any],
 ) -> list[str]:
     """The template's texts of conversations of a row.
 
     Args:
       asks: whether the template asks for a response at the end of each.
-      variables: as of `render`.
+      variables: what the template reads besides, of `messages.variables`.
 
     Raises:
       InputError: as `render`.
@@ -87,7 +84,7 @@ def render_all(
             " give texts instead of messages"
         )
     try:
-        template = tokenizer.get_chat_template(tools=(variables or {}).get(TOOLS))
+        template = tokenizer.get_chat_template(tools=variables.get(TOOLS))
     except ValueError:  # several with names, and none of them is the default
         template = None
     if not isinstance(template, str):
@@ -96,7 +93,7 @@ def render_all(
             f" texts by name with a default, got {tokenizer.chat_template!r:.40};"
             " correct it, or name another tokenizer with --tokenizer"
         )
-    for name in {*(variables or ())} - {CONTINUED}:
+    for name in {*variables} - {CONTINUED}:
         if name not in _names(template):
             raise InputError(
                 f"{where}: expected a chat template that reads {name!r}, which the row"
@@ -118,7 +115,7 @@ def render_all(
             variables={
                 **tokenizer.special_tokens_map,
                 "date_string": DATE,
-                **(variables or {}),
+                **variables,
             },
         )
     except templates.TemplateError as error:

@@ -29,11 +29,10 @@ from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Example, Text
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import chat, messages
-from rlhf_jax.data.text.control import Control
+from rlhf_jax.data.text.control import Control, RowPieces
 from rlhf_jax.data.text.conversations import OPENING, Conversations
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import Message
-from rlhf_jax.data.text.pieces import RowPieces
 from rlhf_jax.data.text.question import PLACE, Question, Written
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class TextContract:
-    """Texts to tokens and tokens to texts, for one tokenizer and one model."""
+    """Texts to tokens, for one tokenizer and one model."""
 
     def __init__(
         self,
@@ -122,25 +121,15 @@ class TextContract:
             not end a response with a stop token, or leaves out a part of it; or a
             response to a text is of messages.
         """
-        responses: dict[int, list[int]] = {}
         plain = [i for i, question in enumerate(questions) if not question.is_chat]
         of_plain = self._plain_responses(
             [questions[i] for i in plain],
             [messages.plain(written[i], where=questions[i].where) for i in plain],
             prompts=[prompts[i] for i in plain],
         )
-        responses.update(zip(plain, of_plain, strict=True))
-        chats = [i for i, question in enumerate(questions) if question.is_chat]
-        conversations = [
-            [*questions[i].messages, *messages.as_turn(written[i])] for i in chats
-        ]
-        of_chats = self._conversations.examples(
-            [questions[i] for i in chats],
-            conversations,
-            turns=[[len(conversation) - 1] for conversation in conversations],
-        )
-        for i, example in zip(chats, of_chats, strict=True):
-            responses[i] = list(example.response)
+        responses = dict(zip(plain, of_plain, strict=True))
+        chats = self._chats(questions, written, turns=[None] * len(questions))
+        responses |= {i: [*example.response] for i, example in chats.items()}
         return [responses[i] for i in range(len(questions))]
 
     def examples(
@@ -160,22 +149,14 @@ class TextContract:
         Raises:
           InputError: as `prompts` and `responses`.
         """
-        several = [i for i, learned in enumerate(turns) if learned is not None]
-        single = [i for i, learned in enumerate(turns) if learned is None]
-        texts: dict[int, Text] = {}
-        prompts = self.prompts([questions[i] for i in single])
-        responses = self.responses(
-            [questions[i] for i in single],
-            [written[i] for i in single],
-            prompts=prompts,
+        plain = [i for i, question in enumerate(questions) if not question.is_chat]
+        asked = [questions[i] for i in plain]
+        prompts = self.prompts(asked)
+        responses = self.responses(asked, [written[i] for i in plain], prompts=prompts)
+        texts: dict[int, Text] = dict(
+            zip(plain, map(Example, prompts, responses), strict=True)
         )
-        texts.update(zip(single, map(Example, prompts, responses), strict=True))
-        of_several = self._conversations.examples(
-            [questions[i] for i in several],
-            [[*questions[i].messages, *messages.as_turn(written[i])] for i in several],
-            turns=[turns[i] or [] for i in several],
-        )
-        texts.update(zip(several, of_several, strict=True))
+        texts |= self._chats(questions, written, turns=turns)
         return [texts[i] for i in range(len(questions))]
 
     def between(
@@ -266,6 +247,28 @@ class TextContract:
         return chat.render(
             self.tokenizer, conversation, where="a conversation", continued=continued
         )
+
+    def _chats(
+        self,
+        questions: Sequence[Question],
+        written: Sequence[Written],
+        *,
+        turns: Sequence[Sequence[int] | None],
+    ) -> dict[int, Text]:
+        """The conversations among some questions, by their places; as `examples`."""
+        chats = [i for i, question in enumerate(questions) if question.is_chat]
+        conversations, learned = [], []
+        for i in chats:
+            question = questions[i]
+            if turns[i] is None:
+                messages.check_prompt(
+                    question.messages, where=question.where, field="prompt"
+                )
+            conversations.append([*question.messages, *messages.as_turn(written[i])])
+            learned.append(turns[i] or [len(conversations[-1]) - 1])
+        asked = [questions[i] for i in chats]
+        examples = self._conversations.examples(asked, conversations, turns=learned)
+        return dict(zip(chats, examples, strict=True))
 
     def _plain_prompt(self, question: Question) -> tuple[list[int], list[str]]:
         """(the tokens in front of the text, the text in pieces)."""

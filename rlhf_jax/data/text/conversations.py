@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Episode, Example, Text
 from rlhf_jax.data.text import chat, messages
+from rlhf_jax.data.text.control import RowPieces
 from rlhf_jax.data.text.joining import Joining
 from rlhf_jax.data.text.messages import Message
-from rlhf_jax.data.text.pieces import RowPieces
 from rlhf_jax.data.text.question import Question
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
@@ -41,13 +41,7 @@ class Conversations:
         pieces: RowPieces,
         joining: Joining,
     ) -> None:
-        """Of a tokenizer with a chat template.
-
-        Args:
-          stop_ids: tokens that end a turn of the assistant.
-          pieces: cuts the texts of rows.
-          joining: encodes pieces.
-        """
+        """Of a tokenizer; `stop_ids` end a turn of the assistant."""
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         self._pieces, self._joining = pieces, joining
 
@@ -105,11 +99,8 @@ class Conversations:
     def observation(self, question: Question, *, room: int | None = None) -> list[int]:
         """What the template writes behind a turn of the assistant.
 
-        Args:
-          room: most tokens of it; None is no such limit.
-
         Raises:
-          OutOfRoom: there are more.
+          OutOfRoom: it has more tokens than `room`.
         """
         observed = messages.of_user(question.written)
         asks = observed[-1]["role"] != messages.ASSISTANT
@@ -170,18 +161,12 @@ class Conversations:
         asks: Sequence[bool],
         behind: bool = False,
     ) -> tuple[list[str], str]:
-        """What the template writes of conversations, and of its request for more.
+        """The template's texts, and the character that cuts them into pieces.
 
         Args:
-          conversations: of texts, and of whatever else JSON has, such as calls of
-            tools.
-          question: the row that they are of.
-          asks: whether a response is asked for at the end of each.
+          asks: whether a response is asked for at the end of each conversation.
           behind: they follow a turn of the assistant, and what is written up to its
             text is left out.
-
-        Returns:
-          Texts, and the character that cuts them into pieces.
         """
         variables = dict(question.variables)
         used = json.dumps([*conversations, variables], ensure_ascii=False, default=str)
@@ -212,10 +197,7 @@ class Conversations:
             ]
         else:
             marked = [_marked_calls(whole, mark=mark) for whole in turns]
-            turns, calls = (
-                [turns for turns, _ in marked],
-                [count for _, count in marked],
-            )
+            turns, calls = ([*part] for part in zip(*marked, strict=True))
         texts = chat.render_all(
             self._tokenizer,
             turns,
@@ -223,9 +205,8 @@ class Conversations:
             where=question.where,
             variables=_apart(variables, others),
         )
-        if any(
-            text.count(mark) < count for text, count in zip(texts, calls, strict=True)
-        ):
+        written = zip(texts, calls, strict=True)
+        if any(text.count(mark) < count for text, count in written):
             raise InputError(
                 f"{question.where}: expected a chat template that writes the"
                 f" {messages.CALLS!r} of a message, got one that leaves them out; use"

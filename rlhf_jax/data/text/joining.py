@@ -54,11 +54,8 @@ class Joining:
     ) -> list[list[int]]:
         """Tokens of texts in pieces, of which none becomes a control token.
 
-        Args:
-          room: most tokens behind the first piece of a text; None is no such limit.
-
         Raises:
-          OutOfRoom: a text has more.
+          OutOfRoom: a text has more tokens than `room` behind its first piece.
         """
         firsts = [pieces[0] for pieces in texts]
         encoded = tokenization.encode(self._tokenizer, firsts, special=False)
@@ -93,11 +90,8 @@ class Joining:
     ) -> list[int]:
         """The tokens of pieces that stand apart from what they follow.
 
-        Args:
-          room: most tokens; None is no such limit.
-
         Raises:
-          OutOfRoom: there are more.
+          OutOfRoom: there are more than `room`.
         """
         ids = [*after]
         for piece in pieces:

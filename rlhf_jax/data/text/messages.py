@@ -26,6 +26,12 @@ TOOLS, DOCUMENTS, OPTIONS = "tools", "documents", "chat_template_kwargs"
 CONTROL_TOKENS = "control_tokens"  # that a row asks for by name
 OF_TEMPLATE = (TOOLS, DOCUMENTS, OPTIONS)  # fields of a row that a template reads
 OF_TOKENS = frozenset("<>[]|")  # signs that texts of control tokens begin and end with
+FIELDS: dict[str, tuple[Any, type, str, str]] = {  # kinds of a value, of its parts
+    TOOLS: (list, dict, "a list of objects", '[{"name": "add"}]'),
+    DOCUMENTS: (list, dict, "a list of objects", '[{"text": "A"}]'),
+    OPTIONS: (dict, object, "an object", '{"enable_thinking": false}'),
+    CONTROL_TOKENS: (list | tuple, str, "a list of tokens", '["<|im_start|>"]'),
+}
 TEMPLATE_ARGUMENTS = (  # to a template, by name
     *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
     *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),
@@ -42,32 +48,34 @@ def variables(row: Row, *, where: str) -> dict[str, Any]:
       InputError: one of them is of another kind, or an option has a name of something
         that the template is given anyway.
     """
-    fields: dict[str, Any] = {}
-    for name in (TOOLS, DOCUMENTS):
-        value = row.get(name)
-        if value is None or value == []:  # as a table has it
-            continue
-        if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-            raise InputError(
-                f"{where}: expected a list of objects in {name!r}, for the chat"
-                f" template, got {value!r:.60}; correct the row, or rename the field"
-            )
-        fields[name] = value
-    options = row.get(OPTIONS)
-    if options is None:
-        return fields
-    if not isinstance(options, dict):
-        raise InputError(
-            f"{where}: expected an object in {OPTIONS!r}, such as"
-            f' {{"enable_thinking": false}}, got {options!r:.60}; correct the row'
-        )
+    values = {name: field(row, name, where=where) for name in OF_TEMPLATE}
+    options = values.pop(OPTIONS) or {}
     for name in options:
         if name in TEMPLATE_ARGUMENTS:
             raise InputError(
                 f"{where}: expected options of the chat template in {OPTIONS!r}, got"
                 f" {name!r}, which it is given anyway; leave it out"
             )
+    fields = {name: value for name, value in values.items() if value}
     return fields | {name: v for name, v in options.items() if v is not None}
+
+
+def field(row: Row, name: str, *, where: str) -> Any:
+    """What a row says in one of `FIELDS`; None where it says nothing.
+
+    Raises:
+      InputError: it is of another kind; names file and line.
+    """
+    value = row.get(name)
+    outer, inner, expected, example = FIELDS[name]
+    parts = value if isinstance(value, list | tuple) else ()
+    fits = isinstance(value, outer) and all(isinstance(part, inner) for part in parts)
+    if value is not None and not fits:
+        raise InputError(
+            f"{where}: expected {expected} in {name!r}, such as {example}, got"
+            f" {value!r:.60}; correct the row, or rename the field"
+        )
+    return value
 
 
 def of_assistant(text: str) -> Message:
@@ -80,12 +88,12 @@ def as_turn(response: str | list[Message]) -> list[Message]:
     return [of_assistant(response)] if isinstance(response, str) else response
 
 
-def plain(response: str | list[Message], *, where: str) -> str:
+def plain(response: str | list[Message], *, where: str, field: str = "response") -> str:
     """A response to a text; InputError if it is of messages."""
     if not isinstance(response, str):
         raise InputError(
-            f"{where}: expected text as a response, as its prompt is one, got"
-            f" {response!r:.60}; give both as messages"
+            f"{where}: expected text in {field!r}, as its prompt is one, got messages;"
+            " give both as messages, or leave out the prompt where they hold it"
         )
     return response
 
@@ -109,17 +117,13 @@ def mark(message: Message, *, where: str) -> bool | None:
       InputError: its marks are not 0 or 1, or they differ.
     """
     marks = {key: message[key] for key in MARKS if message.get(key) is not None}
-    for key, value in marks.items():
-        if value not in (0, 1):
-            raise InputError(
-                f"{where}: expected 0 or 1 in {key!r} of a message, got {value!r:.40};"
-                " a turn is learned or it is not"
-            )
-    if len(set(marks.values())) > 1:
+    values = [*marks.values()]
+    if any(value not in (0, 1) or value != values[0] for value in values):
         raise InputError(
-            f"{where}: expected marks of a message that agree, got {marks}; leave one"
+            f"{where}: expected 0 or 1 in the marks of a message, and the same in all,"
+            f" got {marks!r:.80}; a turn is learned or it is not"
         )
-    return next((bool(value) for value in marks.values()), None)
+    return bool(values[0]) if values else None
 
 
 def learned_turns(
@@ -161,16 +165,13 @@ def learned_turns(
 def check_unmarked(messages: Sequence[Message], *, where: str) -> None:
     """InputError where a mark asks for other turns than the response to be learned."""
     *before, response = messages
-    if any(mark(message, where=where) for message in before):
+    earlier = any(mark(message, where=where) for message in before)
+    if earlier or mark(response, where=where) is False:
+        got = "an earlier turn that is marked" if earlier else "one that is marked not"
         raise InputError(
-            f"{where}: expected no earlier turn to be marked as learned, as of pairs,"
-            " labelled responses and episodes the responses alone are, got one; leave"
-            " out the mark"
-        )
-    if mark(response, where=where) is False:
-        raise InputError(
-            f"{where}: expected a response that is learned, got one that is marked not"
-            " to be; leave out the mark, or remove the row"
+            f"{where}: expected the response to be learned and no earlier turn, as of"
+            f" pairs, labelled responses and episodes, got {got} to be; leave out the"
+            " mark, or remove the row"
         )
 
 

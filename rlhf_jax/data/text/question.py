@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.text import messages
 from rlhf_jax.data.text.messages import Message
-from rlhf_jax.functional.checks import InputError
 
 Written = str | list[Message]  # a text, or messages for the chat template
 PLACE = "{prompt}"  # where a row's text stands in a template of plain text
@@ -52,13 +51,5 @@ def read_question(row: Row, *, field: str, where: str, chat: bool = False) -> Qu
     """
     by_template = chat or not isinstance(row[field], str)
     variables = messages.variables(row, where=where) if by_template else {}
-    names = row.get(messages.CONTROL_TOKENS)
-    names = () if names is None else names
-    if not isinstance(names, list | tuple) or not all(
-        isinstance(name, str) for name in names
-    ):
-        raise InputError(
-            f"{where}: expected a list of tokens in {messages.CONTROL_TOKENS!r}, such"
-            f' as ["<|im_start|>"], got {names!r:.60}; correct the row'
-        )
-    return Question(row[field], where, variables, tuple(names))
+    names = messages.field(row, messages.CONTROL_TOKENS, where=where)
+    return Question(row[field], where, variables, tuple(names or ()))

@@ -67,7 +67,6 @@ class TurnEncoder:
         """
         if self._chat:
             written = messages.of_user(written)
-            messages.check_prompt(written, where=where, field="prompt")
         else:
             _check_plain(written, where=where)
         (ids,) = self.contract.prompts([Question(written, where)])
@@ -110,14 +109,8 @@ class TurnEncoder:
         text = chat.render(tokenizer, turns, where=where)
         between = text.partition("\ue001")[2].partition("\ue002")[0]
         (ids,) = tokenization.encode(tokenizer, [between], special=False)
-        if set(self.contract.stop_ids).isdisjoint(ids):
-            stops = chat.shown(tokenizer, sorted(self.contract.stop_ids))
-            raise InputError(
-                f"{where}: expected it to end a turn of the assistant with one of the"
-                f" model's stop ids, {stops}, got {between!r:.60} before the next turn;"
-                " set that token as eos_token in tokenizer_config.json, or add its id"
-                " to eos_token_id in generation_config.json"
-            )
+        stop_ids = self.contract.stop_ids
+        chat.turn_size(tokenizer, ids, stop_ids=stop_ids, last=False, where=where)
 
 
 def _check_plain(written: Written, *, where: str) -> None:

@@ -89,31 +89,18 @@ def run_tests(
     Raises:
       RuntimeError: the process did not start: this is not the code's fault.
     """
-    return _start(
-        {"code": code, "tests": [*tests]},
-        seconds=seconds,
-        memory=memory,
-        file_size=file_size,
-        disk=disk,
-    )[0]
+    limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
+    verdict, _, _ = _start({"code": code, "tests": [*tests]}, **limits, disk=disk)
+    return verdict
 
 
 def run_code(
-    code: str,
-    *,
-    seconds: float = 5.0,
-    memory: int = 512,
-    file_size: int = 16,
-    disk: int = 64,
+    code: str, *, seconds: float, memory: int, file_size: int, disk: int
 ) -> Ran:
     """Runs the code as `run_tests` does, to see what it prints."""
-    verdict, _, printed = _start(
-        {"code": code, "tests": [], "show": True},
-        seconds=seconds,
-        memory=memory,
-        file_size=file_size,
-        disk=disk,
-    )
+    task = {"code": code, "tests": [], "show": True}
+    limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
+    verdict, _, printed = _start(task, **limits, disk=disk)
     return Ran(printed, verdict.why)
 
 

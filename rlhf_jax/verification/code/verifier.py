@@ -76,17 +76,10 @@ class PythonTests:
     """Of all files together, MiB; there may be 10,000."""
 
     def __post_init__(self) -> None:
-        for name, most in {
-            "seconds": self.seconds,
-            "memory": self.memory,
-            "file_size": self.file_size,
-            "disk": self.disk,
-        }.items():
-            if not 0 < most < float("inf"):
-                raise _input_error(
-                    f"{name}: expected a finite number above 0, got {most}; choose "
-                    f"{name} > 0"
-                )
+        # Not imported above: processes that verify have no use for JAX, which it loads.
+        from rlhf_jax.functional import checks
+
+        checks.positive(**self._limits)
         _say_isolation()
 
     def __call__(self, prompt: str, response: str, row: Mapping[str, Any]) -> float:
@@ -121,24 +114,20 @@ class PythonTests:
 
     def run(self, code: str, tests: Sequence[str]) -> Verdict:
         """What `trial.run_tests` says of the code, with these limits."""
-        return trial.run_tests(
-            code,
-            tests,
-            seconds=self.seconds,
-            memory=self.memory,
-            file_size=self.file_size,
-            disk=self.disk,
-        )
+        return trial.run_tests(code, tests, **self._limits)
 
     def show(self, code: str) -> Ran:
         """What `trial.run_code` says of the code, with these limits."""
-        return trial.run_code(
-            code,
-            seconds=self.seconds,
-            memory=self.memory,
-            file_size=self.file_size,
-            disk=self.disk,
-        )
+        return trial.run_code(code, **self._limits)
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "memory": self.memory,
+            "file_size": self.file_size,
+            "disk": self.disk,
+        }
 
 
 @functools.cache
@@ -153,10 +142,3 @@ def last_block(response: str) -> str | None:
     """
     blocks = _BLOCK.findall(response)
     return textwrap.dedent(blocks[-1]) if blocks else None
-
-
-def _input_error(message: str) -> ValueError:
-    # Not imported above: processes that verify have no use for JAX, which it loads.
-    from rlhf_jax.functional.checks import InputError
-
-    return InputError(message)

@@ -114,7 +114,7 @@ def test_the_last_turn_may_be_marked_not_to_be_learned():
         (
             [user("a"), assistant("A", weight=0.5)],
             "last",
-            r"0 or 1 in 'weight' .* got 0.5",
+            r"0 or 1 in the marks .* 0.5",
         ),
         (
             [user("a") | {"train": 1}, assistant("A")],
@@ -124,7 +124,7 @@ def test_the_last_turn_may_be_marked_not_to_be_learned():
         (
             [user("a"), assistant("A", train=1, weight=0)],
             "last",
-            r"marks .* that agree",
+            r"0 or 1 in the marks .* the same in all",
         ),
     ],
 )
@@ -146,9 +146,9 @@ def test_pairs_learn_their_responses_alone():
     assert pair([user("a"), assistant("FIRST", weight=0), user("b")], weight=1) == [
         plain
     ]
-    with pytest.raises(InputError, match="no earlier turn to be marked as learned"):
+    with pytest.raises(InputError, match="got an earlier turn that is marked to be"):
         pair([user("a"), assistant("FIRST", weight=1), user("b")])
-    with pytest.raises(InputError, match="a response that is learned, got one"):
+    with pytest.raises(InputError, match="got one that is marked not to be"):
         pair(TALK[:3], weight=0)
 
 

@@ -64,10 +64,10 @@ def test_calls_that_the_template_leaves_out(call, condition):
 
 def test_messages_in_response_to_a_text():
     turn = [{"role": "assistant", "content": "b"}]
-    with pytest.raises(InputError, match=r"row 0 .*expected text as a response, as it"):
+    with pytest.raises(InputError, match=r"row 0 .*expected text in 'response', as it"):
         demonstrated({"prompt": "a", "response": turn})
     row = {"prompt": "a", "chosen": turn, "rejected": "c"}
-    with pytest.raises(InputError, match=r"row 0 .*expected text as a response, as it"):
+    with pytest.raises(InputError, match=r"row 0 .*expected text in 'response', as it"):
         encoding.encode_preferences(TRAIT.tokenizer, [row], **LIMITS)
 
 
@@ -80,7 +80,7 @@ def test_a_prompt_that_ends_with_a_response():
 def test_marks_in_the_prompt_of_an_episode():
     answer = {"role": "assistant", "content": "a", "train": True}
     row = {"prompt": [QUESTION, answer, QUESTION], "turns": ["b", "c", "d"]}
-    with pytest.raises(InputError, match=r"row 0 .*no earlier turn to be marked as l"):
+    with pytest.raises(InputError, match=r"row 0 .*got an earlier turn that is mark"):
         encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
     answer["train"] = False
     assert encode_episodes(TRAIT.tokenizer, [row], **LIMITS)
