@@ -27,7 +27,7 @@ per response from student to teacher, to fall. OUT/model is a Hugging Face check
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe
@@ -73,11 +73,10 @@ class Config(PolicyGradientConfig):
         return Distill(**vars(self.recipe), rewarded=bool(self.sources), **shapes)
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax distill`: from a command line to a run."""
-    commands.run(
-        Config,
-        description=__doc__,
-        first=("method.divergence",),
-        argv=argv,
-    )
+command = functools.partial(
+    commands.run,
+    Config,
+    description=__doc__,
+    first=("method.divergence",),
+)
+"""`rlhf-jax distill`: from a command line to a run."""

@@ -11,7 +11,7 @@ to the mixture's, less --kl-coef times the KL.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms.nash_md import NashMD, NashMDRecipe
@@ -67,6 +67,10 @@ class Config(PolicyGradientConfig):
         return NashMD(**vars(self.recipe), **shapes)
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax nash-md`: from a command line to a run."""
-    commands.run(Config, description=__doc__, first=("method.mixture",), argv=argv)
+command = functools.partial(
+    commands.run,
+    Config,
+    description=__doc__,
+    first=("method.mixture",),
+)
+"""`rlhf-jax nash-md`: from a command line to a run."""

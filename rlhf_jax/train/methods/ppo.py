@@ -36,7 +36,7 @@ adaptive,target=6,unit=response.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 import optax
@@ -129,12 +129,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 """--preset NAME: what the published runs set, where it differs from the defaults."""
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax ppo`: from a command line to a run."""
-    commands.run(
-        Config,
-        description=__doc__,
-        first=("method.num_minibatches",),
-        presets=PRESETS,
-        argv=argv,
-    )
+command = functools.partial(
+    commands.run,
+    Config,
+    description=__doc__,
+    first=("method.num_minibatches",),
+    presets=PRESETS,
+)
+"""`rlhf-jax ppo`: from a command line to a run."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -376,15 +376,14 @@ def main(config: Config) -> None:
     loop.main(Learner(config))
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax dpo`: from a command line to a run."""
-    commands.supervised(
-        main,
-        Config,
-        description=__doc__,
-        first=("data.row_width", "watch.held_out"),
-        start=("reference.reference",),
-        training=("method.kind", "method.beta", "reference.precompute"),
-        presets=PRESETS,
-        argv=argv,
-    )
+command = functools.partial(
+    commands.supervised,
+    main,
+    Config,
+    description=__doc__,
+    first=("data.row_width", "watch.held_out"),
+    start=("reference.reference",),
+    training=("method.kind", "method.beta", "reference.precompute"),
+    presets=PRESETS,
+)
+"""`rlhf-jax dpo`: from a command line to a run."""

@@ -383,13 +383,12 @@ def main(config: Config) -> None:
     loop.main(RewardModel(config))
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax reward-model`: from a command line to a run."""
-    commands.supervised(
-        main,
-        Config,
-        description=__doc__,
-        first=("data.overlong", "watch.held_out"),
-        training=("method.normalise",),
-        argv=argv,
-    )
+command = functools.partial(
+    commands.supervised,
+    main,
+    Config,
+    description=__doc__,
+    first=("data.overlong", "watch.held_out"),
+    training=("method.normalise",),
+)
+"""`rlhf-jax reward-model`: from a command line to a run."""

@@ -285,12 +285,11 @@ def main(config: Config) -> None:
     loop.main(SFT(config))
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax sft`: from a command line to a run."""
-    commands.supervised(
-        main,
-        Config,
-        description=__doc__,
-        first=("data.row_width", "watch.held_out"),
-        argv=argv,
-    )
+command = functools.partial(
+    commands.supervised,
+    main,
+    Config,
+    description=__doc__,
+    first=("data.row_width", "watch.held_out"),
+)
+"""`rlhf-jax sft`: from a command line to a run."""
