@@ -36,9 +36,8 @@ from rlhf_jax.train.responses import environment_reward
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.start import load_start, receipt_of
-from rlhf_jax.train.watch.held_out import make_held_out, of_held_out
-from rlhf_jax.train.watch.judge import Judge
-from rlhf_jax.train.watch.watcher import Watcher
+from rlhf_jax.train.watch.held_out import HeldOut, of_held_out
+from rlhf_jax.train.watch.watcher import Judge, Watcher
 
 Array = jax.Array
 
@@ -113,7 +112,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     held_out = None
     if read.held_out is not None:
-        held_out = make_held_out(
+        held_out = HeldOut(
             config,
             read.held_out,
             rewards=rewards,

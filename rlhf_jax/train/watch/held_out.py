@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,41 +36,35 @@ class HeldOut:
 
     def __init__(
         self,
+        config: PolicyGradientConfig,
         data: Data,
         *,
-        batch_size: int,
-        samples: int,
-        pad_id: int,
+        rewards: Callable[..., RewardList],
+        episodes: Callable[..., EpisodeSampler | None],
+        start: Pretrained,
         mesh: Mesh,
-        rewards: RewardList,
-        environment: str | None,
-        episodes: dict[bool, EpisodeSampler | None],
-        seed: int,
     ) -> None:
         """Compiles nothing yet.
 
         Args:
           data: the rows, every one of which is evaluated.
-          batch_size: responses at a time, which the row axes of the mesh divide.
-          samples: responses drawn for each row; 0 draws none.
-          pad_id: fills up rows of prompts.
+          rewards: makes the rewards of some rows.
+          episodes: makes what draws episodes of some rows; None draws responses.
           mesh: of the policy.
-          rewards: of these rows.
-          environment: name of the environment's own reward among them.
-          episodes: draws episodes with the likeliest tokens (True), or from the policy
-            (False); None draws responses.
-          seed: of the samples, the same in every evaluation.
         """
-        self._data, self._samples, self._mesh = data, samples, mesh
-        self._rewards, self._environment = rewards, environment
-        self._episodes, self._key = episodes, jax.random.key(seed)
-        self._size = batch_size
+        share = row_sharding.row_share(mesh)  # of rows, which divides every batch
+        whole = -(-len(data.rows) // share.count) * share.count
+        self._size = size = min(config.batch.batch_size, whole)
+        self._data, self._mesh = data, mesh
+        self._samples = config.watch.held_out_samples
+        self._rewards = rewards(rows=data.rows, prompts=data.written_prompts)
+        self._environment = environment_reward(config)
+        self._episodes = {
+            greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
+        }
+        self._key = jax.random.key(config.seed)  # the same in every evaluation
         self._batches = batches.prompt_batches(
-            data.tokens,
-            batch_size=batch_size,
-            seed=0,
-            pad_id=pad_id,
-            share=row_sharding.row_share(mesh),
+            data.tokens, batch_size=size, seed=0, pad_id=start.pad_id, share=share
         )
 
     def __call__(
@@ -80,7 +74,6 @@ class HeldOut:
 
         Args:
           policy: its parameters or adapters.
-          programs: of the run.
           reference: of the KL of drawn responses; None takes none.
 
         Returns:
@@ -139,8 +132,7 @@ class HeldOut:
                 rollout, scores = episodes(
                     policy, prompts=prompts, key=self._key, version=jnp.int32(0)
                 )
-                pooled = self._rewards.begin(rollout)
-                early = self._with(pooled, scores)
+                early = self._with(self._rewards.begin(rollout), scores)
             if waiting is not None:
                 yield self._scored(*waiting)
             waiting = rollout, early
@@ -172,38 +164,6 @@ def _kl(rollout: Rollout, ref_logprobs: Array) -> Array:
 
 def _mean(numbers: HostArray) -> tuple[Array, Array]:
     return jnp.float32(np.sum(numbers, dtype=np.float64)), jnp.float32(numbers.size)
-
-
-def make_held_out(
-    config: PolicyGradientConfig,
-    data: Data,
-    *,
-    rewards: Any,
-    episodes: Any,
-    start: Pretrained,
-    mesh: Mesh,
-) -> HeldOut:
-    """The evaluation on --held-out.
-
-    Args:
-      rewards: makes the rewards of some rows.
-      episodes: makes what draws episodes of some rows.
-    """
-    blocks = row_sharding.row_share(mesh).count  # of rows, which divide every batch
-    size = min(config.batch.batch_size, -(-len(data.rows) // blocks) * blocks)
-    return HeldOut(
-        data,
-        batch_size=size,
-        samples=config.watch.held_out_samples,
-        pad_id=start.pad_id,
-        mesh=mesh,
-        rewards=rewards(rows=data.rows, prompts=data.written_prompts),
-        environment=environment_reward(config),
-        episodes={
-            greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
-        },
-        seed=config.seed,
-    )
 
 
 def of_held_out(stats: Stats, when: str) -> dict[str, float]:
