@@ -15,7 +15,7 @@ from rlhf_jax.environments import places
 from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.runs import metrics
 from rlhf_jax.train.environment import opened
-from rlhf_jax.train.environment.named import make_environment
+from rlhf_jax.train.environment.opened import make_environment
 from rlhf_jax.train.environment.programs import EpisodePrograms
 
 WORDS = ["go", "left", "right", "key", "door", "hall"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
@@ -12,17 +11,24 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.turns import TurnEncoder
+from rlhf_jax.environments.calculator import Calculator
 from rlhf_jax.environments.episodes import Limits
+from rlhf_jax.environments.guessing import Guessing
 from rlhf_jax.environments.pool import EnvironmentPool
+from rlhf_jax.environments.programming import Programming
+from rlhf_jax.environments.protocol import Environment
+from rlhf_jax.environments.rooms import Rooms
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.rewards import Workers
 from rlhf_jax.train.config.sampler import Episodes
-from rlhf_jax.train.environment.named import make_environment
 from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
-from rlhf_jax.train.environment.rows import BegunRows, read_begun
 from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.rows import ReadRows, read_begun
+
+NAMES = "calculator, guessing, programming, rooms"
 
 
 class OpenedEnvironment:
@@ -39,18 +45,14 @@ class OpenedEnvironment:
         mesh: Mesh | None,
         stack: contextlib.ExitStack,
     ) -> None:
-        """Processes start with the first row.
+        """Processes start with the first row, and end with `stack`.
 
         Args:
-          options: of --environment.
-          pool: options of the processes that run it.
           chat: its texts are messages of the user, by the tokenizer's chat template.
           max_new_tokens: the room of an episode.
-          start: whose tokenizer encodes and decodes; its params are not kept.
           mesh: of the sampler, whose devices along `tensor` draw episodes together;
             None is one device. Processes have each their own rows of a batch, and ask
             an environment of their own.
-          stack: that ends the processes.
 
         Raises:
           InputError: there is no such environment, or a turn has no room.
@@ -89,14 +91,10 @@ class OpenedEnvironment:
         more: str,
         overlong: Overlong,
         receipt: Receipt | None = None,
-    ) -> BegunRows:
+    ) -> ReadRows:
         """The rows of a file, as the environment begins with them.
 
-        Args:
-          source, room, more, overlong, receipt: those of `read_begun`.
-
-        Raises:
-          InputError: the environment cannot begin with a row, or no prompt fits.
+        Args and errors are those of `read_begun`.
         """
         if receipt is not None:
             receipt.gives(f"--environment {self._name}")
@@ -114,26 +112,24 @@ class OpenedEnvironment:
         self,
         recipe: PolicyGradient | Sampled,
         *,
-        begun: BegunRows,
+        begun: ReadRows,
         rows: int,
         home: Mesh,
-        states: Sequence[bytes] | None = None,
         base: Frozen | None = None,
         greedy: bool | None = None,
     ) -> EpisodeSampler:
         """What draws episodes that begin with these rows.
 
         Args:
-          recipe: static.
-          begun: of `read`.
+          begun: of `read`, its states by `Prompts.index`.
           rows: of a batch.
           home: where rollouts are wanted.
-          states: by `Prompts.index`; None are those of `begun`.
           base: the parameters that adapters adapt.
           greedy: the likeliest tokens, for evaluation only; False draws for one. It
             waits for all episodes, as its figures would depend on the clock. None
             trains.
         """
+        assert begun.states is not None  # of `read`
         limits = self._limits
         if greedy is not None:
             limits = limits._replace(seconds=None)
@@ -152,6 +148,45 @@ class OpenedEnvironment:
             encoder=self._encoder,
             decode=self._decode,
             limits=limits,
-            states=begun.states if states is None else states,
+            states=begun.states,
             home=home,
         )
+
+
+def make_environment(name: str) -> Environment:
+    """The environment that --environment names.
+
+    "module:name" is a class of yours, or a function without arguments, whose result is
+    an environment.
+
+    Raises:
+      InputError: there is no such environment, or what it makes is none.
+      StopError: the module calls `sys.exit` when it is imported.
+    """
+    match name:
+        case "calculator":
+            return Calculator()
+        case "guessing":
+            return Guessing()
+        case "programming":
+            return Programming()
+        case "rooms":
+            return Rooms()
+    if ":" not in name:
+        raise InputError(
+            f"--environment: expected {NAMES} or module:name, got {name!r}; choose one"
+        )
+    make = command_line.load_function(name, kind="class")
+    try:
+        environment = make()
+    except Exception as error:  # whatever the user's own code raises
+        raise InputError(
+            f"--environment {name}: expected a class or a function without arguments "
+            f"that makes an environment, got {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(environment, Environment):
+        raise InputError(
+            f"--environment {name}: expected what it makes to have the methods reset "
+            f"and step, got {environment!r:.80}; see environments/README.md"
+        )
+    return environment

@@ -22,8 +22,9 @@ from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.environment.sampler import EpisodeSampler
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.responses import Data, environment_reward
+from rlhf_jax.train.responses import environment_reward
 from rlhf_jax.train.rewards import RewardList
+from rlhf_jax.train.rows import ReadRows
 
 Array = jax.Array
 Params = Any
@@ -37,7 +38,7 @@ class HeldOut:
     def __init__(
         self,
         config: PolicyGradientConfig,
-        data: Data,
+        data: ReadRows,
         *,
         rewards: Callable[..., RewardList],
         episodes: Callable[..., EpisodeSampler | None],
@@ -64,7 +65,7 @@ class HeldOut:
         }
         self._key = jax.random.key(config.seed)  # the same in every evaluation
         self._batches = batches.prompt_batches(
-            data.tokens, batch_size=size, seed=0, pad_id=start.pad_id, share=share
+            data.prompts, batch_size=size, seed=0, pad_id=start.pad_id, share=share
         )
 
     def __call__(
