@@ -14,7 +14,7 @@ from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.lifecycle import FROZEN
-from rlhf_jax.train.config.critic import POLICY, REWARD_MODEL
+from rlhf_jax.train.config.optimizer import POLICY, REWARD_MODEL
 from rlhf_jax.train.config.sampler import Here, Server
 
 if TYPE_CHECKING:

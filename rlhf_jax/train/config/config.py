@@ -27,11 +27,9 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.batch import Batch
-from rlhf_jax.train.config.critic import Critic
-from rlhf_jax.train.config.kl import KL
-from rlhf_jax.train.config.optimizer import Optimizer
+from rlhf_jax.train.config.optimizer import Critic, Optimizer
 from rlhf_jax.train.config.prompts import Prompts
-from rlhf_jax.train.config.reference import Reference
+from rlhf_jax.train.config.reference import KL, Reference
 from rlhf_jax.train.config.rewards import Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling
 from rlhf_jax.train.config.start import Start

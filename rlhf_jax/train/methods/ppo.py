@@ -48,9 +48,14 @@ from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
-from rlhf_jax.train.config.critic import REWARD_MODEL, Critic
-from rlhf_jax.train.config.kl import KL
-from rlhf_jax.train.config.optimizer import Adam, Optimizer, TFAdam
+from rlhf_jax.train.config.optimizer import (
+    REWARD_MODEL,
+    Adam,
+    Critic,
+    Optimizer,
+    TFAdam,
+)
+from rlhf_jax.train.config.reference import KL
 
 RECIPE = Recipe(num_minibatches=4, temperature=1.0)
 
