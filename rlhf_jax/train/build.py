@@ -119,9 +119,7 @@ def build(
     """Policy and critic to train, reference and reward models frozen.
 
     Args:
-      config: of the run.
       start: the checkpoint of --model, whose parameters become the policy's.
-      meshes: of `Meshes.of`.
       load: how other checkpoints are read; None reads their files.
 
     Raises:

@@ -75,10 +75,7 @@ class Loop(NamedTuple):
         """Responses to prompts, and the scores that processes have begun to compute.
 
         Args:
-          policy: its parameters or adapters.
-          prompts: Prompts[B, P].
           key: of the step that is to learn from them.
-          version: i32[], of the policy.
           handed: the policy comes from the sampler's `hand_over`.
         """
         of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
@@ -131,7 +128,6 @@ def improve(
     """Maximises the rewards less β · KL, step by step; the stage has what it made.
 
     Args:
-      loop: what an iteration takes.
       stage: whose state begins with `train`, `root_key` and, where there are some,
         `critic` and `reference`.
       queue: of a sampler that is behind; None draws in the step itself.
@@ -266,8 +262,6 @@ def fill(
 
     Args:
       rollout, early: of the step's own prompts and key.
-      train: whose policy samples.
-      step: of the run, from 0.
 
     Returns:
       The rollout, its scores and {name: (sum, weight)}: `group/redraws`, batches drawn

@@ -79,7 +79,6 @@ class Responder:
         """The rows of a file that leave room for a response.
 
         Args:
-          pools: whose rewards read fields of the rows.
           receipt: is told of every row, of the fields that are read, and of rows that
             are left out.
 

@@ -54,10 +54,6 @@ class RewardPools:
     ) -> None:
         """Loads the user's functions; processes start with the first response.
 
-        Args:
-          mesh: of the policy, where scores are wanted.
-          stack: that ends the processes.
-
         Raises:
           InputError: there is no such function or verifier.
         """
@@ -143,10 +139,7 @@ class RewardList:
 
         Args:
           models: of the config, in its order.
-          pack: of a run, which packs what reward models see or leaves it padded.
-          policy: whose tokenizer decodes.
           rows: that `rollout.index` points into.
-          prompts: their prompts as they were written.
         """
         self._mesh, config = pools.mesh, pools.config
         self._sources = config.sources
@@ -198,12 +191,7 @@ class RewardList:
         }
 
     def finish(self, shown: Rollout, early: Early) -> Array | Scores | None:
-        """The scores of a rollout; None of a run without rewards.
-
-        Args:
-          shown: what the reward sees of it.
-          early: what processes and environments computed.
-        """
+        """The scores of a rollout; None of a run without rewards."""
         scores: dict[str, Array | Scores] = {
             source.name: early[source.name]
             if source.name in early
@@ -229,10 +217,6 @@ class RewardList:
 
 def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) -> None:
     """Stops a run of whose first batch no response could be scored.
-
-    Args:
-      scores: of the first batch.
-      sources: of the config, for the message.
 
     Raises:
       StopError: every response failed.
@@ -277,13 +261,7 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
 def model_reward(
     scorers: Sequence[RewardModel], *, pack: EndPacker, source: Model
 ) -> Programmed:
-    """Reward models, run on their own devices, on packed rows where that is less work.
-
-    Args:
-      scorers: one model, or several to combine.
-      pack: of a run, which packs what it sees or leaves it padded.
-      source: how several are combined.
-    """
+    """Reward models on their own devices, on packed rows where that is less work."""
     # An argument of the program: a closure would bake its parameters in.
     members = [
         rewards.from_model(scorer.frozen, model=scorer.model) for scorer in scorers

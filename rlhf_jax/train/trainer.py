@@ -49,11 +49,7 @@ def main(config: PolicyGradientConfig) -> None:
 
 
 def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
-    """From the config to the summary.
-
-    Args:
-      stack: that ends the processes of verifiers, environments and samplers.
-    """
+    """From the config to the summary."""
     started, compiled = time.perf_counter(), compile_counts.so_far()
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy

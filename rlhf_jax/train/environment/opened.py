@@ -122,9 +122,7 @@ class OpenedEnvironment:
 
         Args:
           begun: of `read`, its states by `Prompts.index`.
-          rows: of a batch.
           home: where rollouts are wanted.
-          base: the parameters that adapters adapt.
           greedy: the likeliest tokens, for evaluation only; False draws for one. It
             waits for all episodes, as its figures would depend on the clock. None
             trains.

@@ -47,10 +47,7 @@ class EpisodeSampler:
 
         Args:
           programs: whose columns hold a prompt and `limits.tokens`.
-          pool: that answers turns.
-          encoder: of observations.
           decode: token ids -> text of a turn, for the environment.
-          limits: of an episode.
           states: of the environment as episodes begin, by `Prompts.index`.
           home: where rollouts are wanted; None is the host, this process's rows.
         """
@@ -69,7 +66,6 @@ class EpisodeSampler:
         """An episode from every row of prompts.
 
         Args:
-          policy: the policy's parameters, or its adapters.
           prompts: Prompts[B, P], of several processes all rows or this one's, b.
           key: of this step; the sampler takes the first of the two keys split from it.
           version: i32[], of the policy; None stamps no token.

@@ -34,8 +34,6 @@ def prompts_of(
     """Some prompts, each `num_samples` times, as wide as the longest of all.
 
     Args:
-      tokens: of all prompts, by their row.
-      rows: which of them.
       num_samples: neighbouring rows with the same prompt.
       pad_id: what stands left of shorter ones.
     """
@@ -115,7 +113,6 @@ class Programs:
         """Responses of a frozen model.
 
         Args:
-          model: the policy or the reference.
           prompts: of NumPy, from `prompts_of`, once each where `greedy`.
           key: of this model; each row's is folded from its prompt and sample number.
           greedy: take the most likely tokens.

@@ -63,7 +63,6 @@ class Evaluation:
         left out, so that every batch has one shape.
 
         Args:
-          step: of the batches of prompts, in their order.
           guard: a context around the user's code.
         """
         begin, numbers = step * self.batch_size, list(self.read.tokens)

@@ -39,8 +39,6 @@ def collected(
     """The figures of all responses, as JSON; equal for equal responses.
 
     Args:
-      responses: of all prompts.
-      options: of the run.
       answers: whether the verifier reads answers, which majority@k needs.
     """
     names = list(dict.fromkeys(response.model for response in responses))

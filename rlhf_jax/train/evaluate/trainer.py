@@ -50,11 +50,7 @@ def main(options: Config) -> None:
 
 
 def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
-    """From the options to the results.
-
-    Args:
-      stack: that ends the processes of an environment.
-    """
+    """From the options to the results."""
     started, compiled = time.perf_counter(), compile_counts.so_far()
     if jax.process_count() > 1:
         raise InputError(

@@ -44,9 +44,6 @@ def command(argv: Sequence[str]) -> None:
 def parse(argv: Sequence[str]) -> tuple[Any, Options]:
     """The run and what is asked of its plan.
 
-    Args:
-      argv: a command and its options, with those of the plan among them.
-
     Raises:
       InputError: there is no such command, or an option is wrong.
     """

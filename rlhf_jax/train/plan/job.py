@@ -34,9 +34,6 @@ def workload_of(
     """The step that is planned.
 
     Args:
-      config: of the run.
-      options: the lengths of its texts.
-      target: the chips.
       lengths: of responses in rising order, tokens; None fills all columns.
 
     Raises:

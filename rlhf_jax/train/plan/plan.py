@@ -54,10 +54,7 @@ def plan(
     """The plan, as `--json` writes it.
 
     Args:
-      config: of the run.
-      options: the chips, and the lengths of texts.
       command: line that asks for it, for the record.
-      waiting: shows what is being compiled.
 
     Returns:
       All bytes are of one chip. `held` is what is alive throughout, `programs` what
@@ -168,9 +165,6 @@ def speed(
     """How fast a step can be at most, as JSON values.
 
     Args:
-      programs: from `measured.described`.
-      chip: its peak rate.
-      num_chips: chips.
       tokens: of a step's prompts and responses, without padding.
 
     Returns:

@@ -44,9 +44,6 @@ def workload_of(
     """A step of a run.
 
     Args:
-      config: of the run.
-      start: its model, without parameters.
-      mesh: of the policy, over the chips of the plan.
       texts: the lengths of a batch.
 
     Raises:
@@ -104,9 +101,6 @@ def programs(
     config: PolicyGradientConfig, models: Models, *, texts: Texts
 ) -> list[Program]:
     """The programs of a step in their order, as the trainer has them.
-
-    Args:
-      texts: the lengths of a batch.
 
     Raises:
       InputError: sizes that do not fit.

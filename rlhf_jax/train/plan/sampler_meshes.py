@@ -100,11 +100,8 @@ def compare(
 
     Args:
       config: of the run, whose own --placement.sampler is not read.
-      options: the lengths of texts.
-      target: the chips.
       resident: bytes by name, from `measured.resident`.
       lengths: of responses in rising order, tokens; None fills all columns.
-      waiting: shows what is being compiled.
 
     Raises:
       InputError: the run does not sample.

@@ -17,7 +17,6 @@ class Lane:
         """A thread that is not started yet.
 
         Args:
-          name: of the thread.
           waits: where its idle time is counted, as the sampler's; None counts none.
         """
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()

@@ -88,10 +88,8 @@ class RolloutQueue:
         """A queue that is empty.
 
         Args:
-          draw: of a rollout.
           hand_over: the parameters as draws read them, in buffers that no update
             donates; called at each `submit`.
-          prompts: of a step.
           key: of the run; a step's is `fold_in(key, step)`.
           staleness: k, at least 1.
           num_steps: of the run; no rollout is drawn for a later one.
@@ -132,9 +130,6 @@ class RolloutQueue:
     def first(self, policy: Params, *, version: Array) -> dict[str, Entry]:
         """Draws the rollout of step 0, in this thread.
 
-        Args:
-          policy, version: as the run starts.
-
         Returns:
           What a stage's state begins with: this rollout in every place of the queue,
           of the shapes that a snapshot has.
@@ -149,8 +144,6 @@ class RolloutQueue:
 
         Args:
           state: of the stage, which is at step `start`.
-          start: steps that are done.
-          policy, version: of that step.
 
         Returns:
           The entries of the stage's state from now on.
@@ -188,7 +181,6 @@ class RolloutQueue:
         Args:
           step: that is to learn from it; nothing is drawn where the run ends before.
           policy: not donated before this returns.
-          version: i32[], of the policy.
 
         Returns:
           The entries of the stage's state from now on.

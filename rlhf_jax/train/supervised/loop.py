@@ -139,10 +139,7 @@ def build(
     """What is trained, and what is frozen: a pure function of parameters.
 
     Args:
-      task: of the run.
       start: the checkpoint of --model, whose parameters become what is trained.
-      mesh: of what is trained.
-      optimizer: makes its state.
       load: how other checkpoints are read.
 
     Raises:

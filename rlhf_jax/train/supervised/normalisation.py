@@ -45,11 +45,7 @@ def prompts_to_answer(
     start: Pretrained,
     receipt: Receipt | None = None,
 ) -> list[Tokens]:
-    """The prompts of the pairs that leave room for a response.
-
-    Args:
-      receipt: of the same pairs; it is told of the others.
-    """
+    """The prompts of the pairs that leave room for a response."""
     room = start.room(max_new_tokens=max_new_tokens)
     short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
     if not short:
@@ -76,11 +72,7 @@ def demonstrations_to_score(
     batch_size: int,
     receipt: Receipt | None = None,
 ) -> tuple[list[Sequences], int]:
-    """What people wrote, in batches, and how many rows of them count.
-
-    Args:
-      receipt: is told of every row, and of those that are left out.
-    """
+    """What people wrote, in batches, and how many rows of them count."""
     examples = encoding.encode_demonstrations(
         start.tokenizer,
         files.read_demonstrations(source, receipt=receipt),

@@ -59,7 +59,6 @@ def read(
 
     Args:
       labelled: whether they are responses with a label, as KTO reads them.
-      receipt: is told of every row, and of those that are left out.
 
     Raises:
       InputError: the file is empty or malformed, or for KTO all labels are the same.
@@ -81,10 +80,7 @@ def encode(
     """(what is trained on, what is held out), packed into rows.
 
     Args:
-      labelled: as `read` takes it.
       held_out: share that is held out, by prompt.
-      seed: of the split.
-      receipt: of these rows; it is told of those that are left out, and of both uses.
 
     Raises:
       InputError: a text is too long or has no room in a row, or nothing is left to

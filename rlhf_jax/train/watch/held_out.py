@@ -51,7 +51,6 @@ class HeldOut:
           data: the rows, every one of which is evaluated.
           rewards: makes the rewards of some rows.
           episodes: makes what draws episodes of some rows; None draws responses.
-          mesh: of the policy.
         """
         share = row_sharding.row_share(mesh)  # of rows, which divides every batch
         whole = -(-len(data.rows) // share.count) * share.count
@@ -74,7 +73,6 @@ class HeldOut:
         """Statistics of greedy responses, and of drawn ones where there are some.
 
         Args:
-          policy: its parameters or adapters.
           reference: of the KL of drawn responses; None takes none.
 
         Returns:
