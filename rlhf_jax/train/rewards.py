@@ -70,12 +70,7 @@ class RewardPools:
                 verifier = make_verifier(source.source)
                 self.verifiers[source.name] = verifier
                 self.pools[source.name] = stack.enter_context(
-                    VerifierPool(
-                        verifier,
-                        num_workers=config.rewards.num_workers,
-                        timeout=config.rewards.timeout,
-                        on_failure=config.rewards.on_failure,
-                    )
+                    VerifierPool(verifier, **config.rewards.of_pool)
                 )
             if (
                 isinstance(source.source, Environment)
@@ -306,11 +301,19 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
       StopError: the module calls `sys.exit` when it is imported.
     """
     name, field, plain = choice.name, choice.answer_field, VerifierChoice(choice.name)
-    if name != "gsm8k" and choice.unmarked != plain.unmarked:
-        raise InputError(
-            f"--verifier {name}: expected unmarked with gsm8k alone, got "
-            f"{choice.unmarked}; leave it out"
-        )
+    for key, has_it, why in (
+        ("unmarked", name == "gsm8k", "unmarked with gsm8k alone"),
+        (
+            "answer_field",
+            ":" not in name,
+            "no answer_field, as the function reads the row",
+        ),
+    ):
+        if not has_it and getattr(choice, key) != getattr(plain, key):
+            raise InputError(
+                f"--verifier {name}: expected {why}, got {getattr(choice, key)}; leave "
+                f"it out"
+            )
     match name:
         case "gsm8k":
             return verifiers.Gsm8k(field, choice.unmarked)
@@ -322,10 +325,5 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
         raise InputError(
             f"--verifier: expected gsm8k, integer, exact or module:function, got "
             f"{name!r}; choose one"
-        )
-    if field != plain.answer_field:
-        raise InputError(
-            f"--verifier {name}: expected no answer_field, as the function reads the "
-            f"row itself, got {field}; leave it out"
         )
     return command_line.load_function(name)

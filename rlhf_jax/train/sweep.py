@@ -170,13 +170,14 @@ def _check_run(run: Planned, name: str) -> None:
                 prog=f"rlhf-jax {name}",
                 argv=run.options,
             )
-    except InputError as error:
-        raise InputError(f"{run.cell.name}: {error}") from error
-    except SystemExit:
-        raise InputError(
-            f"{run.cell.name}: expected options of rlhf-jax {name}, got "
-            f"{_reason(output.getvalue())}; --help-all lists them"
-        ) from None
+    except (InputError, SystemExit) as error:
+        reason = error
+        if isinstance(error, SystemExit):
+            reason = (
+                f"expected options of rlhf-jax {name}, got "
+                f"{_reason(output.getvalue())}; --help-all lists them"
+            )
+        raise InputError(f"{run.cell.name}: {reason}") from None
 
 
 def _reason(box: str) -> str:

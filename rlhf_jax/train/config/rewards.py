@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
@@ -152,9 +152,14 @@ class Workers:
             checks.positive(num_workers=self.num_workers)
         checks.positive(timeout=self.timeout)
 
+    @property
+    def of_pool(self) -> dict[str, Any]:
+        """These options alone, as pools take them."""
+        return {field.name: getattr(self, field.name) for field in _WORKERS}
+
     def refuse_unread(self, *, has_pool: bool) -> None:
         """Refuses a set option of a run without a verifier or environment."""
-        for field in () if has_pool else dataclasses.fields(Workers):
+        for field in () if has_pool else _WORKERS:
             value = getattr(self, field.name)
             if value != field.default:
                 raise InputError(
@@ -162,6 +167,9 @@ class Workers:
                     f"--environment with it, which it belongs to, got {value} without; "
                     f"give both, or leave it out"
                 )
+
+
+_WORKERS = dataclasses.fields(Workers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

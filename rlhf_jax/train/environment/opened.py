@@ -65,12 +65,7 @@ class OpenedEnvironment:
                 f"episode, got {turn_tokens}; lower it, or raise --max-new-tokens"
             )
         self._pool = stack.enter_context(
-            EnvironmentPool(
-                make_environment(options.name),
-                num_workers=pool.num_workers,
-                timeout=pool.timeout,
-                on_failure=pool.on_failure,
-            )
+            EnvironmentPool(make_environment(options.name), **pool.of_pool)
         )
         self._name = options.name
         self._encoder = TurnEncoder(start.tokenizer, stop_ids=start.stop_ids, chat=chat)
@@ -174,17 +169,16 @@ def make_environment(name: str) -> Environment:
         raise InputError(
             f"--environment: expected {NAMES} or module:name, got {name!r}; choose one"
         )
-    make = command_line.load_function(name, kind="class")
+    make, cause = command_line.load_function(name, kind="class"), None
     try:
         environment = make()
+        if isinstance(environment, Environment):
+            return environment
+        result = f"{environment!r:.80}"
     except Exception as error:  # whatever the user's own code raises
-        raise InputError(
-            f"--environment {name}: expected a class or a function without arguments "
-            f"that makes an environment, got {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(environment, Environment):
-        raise InputError(
-            f"--environment {name}: expected what it makes to have the methods reset "
-            f"and step, got {environment!r:.80}; see environments/README.md"
-        )
-    return environment
+        cause, result = error, f"{type(error).__name__}: {error}"
+    raise InputError(
+        f"--environment {name}: expected a class or function without arguments, and "
+        f"what it makes to have the methods reset and step, got {result}; see "
+        f"environments/README.md"
+    ) from cause

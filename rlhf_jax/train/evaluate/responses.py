@@ -191,20 +191,18 @@ class Evaluation:
 
     def _answer(self, response: str) -> str | None:
         assert self.answers is not None
+        cause = None
         try:
             answer = self.answers.answer(response)
+            if answer is None or isinstance(answer, str):
+                return answer
+            result = f"{answer!r:.60}"
         except Exception as error:  # whatever the user's own code raises
-            raise InputError(
-                f"{self.score_called}: expected answer(response) to return a text or "
-                f"None, got {type(error).__name__}: {error} for {response!r:.60}; mend "
-                f"it"
-            ) from error
-        if answer is not None and not isinstance(answer, str):
-            raise InputError(
-                f"{self.score_called}: expected answer(response) to return a text or "
-                f"None, got {answer!r:.60}; mend it"
-            )
-        return answer
+            cause, result = error, f"{type(error).__name__}: {error}"
+        raise InputError(
+            f"{self.score_called}: expected answer(response) to return a text or None, "
+            f"got {result} for {response!r:.60}; mend it"
+        ) from cause
 
     def _judged(
         self,

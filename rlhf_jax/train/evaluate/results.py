@@ -51,10 +51,7 @@ def collected(
         "prompts": len(of["policy", "sampled"]),
         "num_samples": options.num_samples,
         "temperature": options.temperature,
-        "scored_by": (options.environment and options.environment.name)
-        or (options.verifier and options.verifier.name)
-        or options.reward
-        or options.reward_model,
+        "scored_by": next(iter(options.scorers.values()), None),
     }
     for name in names:
         results[name] = {
