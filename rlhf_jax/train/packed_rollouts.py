@@ -39,7 +39,7 @@ class _Lengths:
         recipe: PolicyGradient,
         rows: int,
         mesh: Mesh,
-        columns: int | None = None,
+        columns: int | None,
     ) -> None:
         """Compiles nothing yet.
 

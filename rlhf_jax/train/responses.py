@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
-
-import jax
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -26,8 +23,6 @@ from rlhf_jax.train.environment.sampler import EpisodeSampler
 from rlhf_jax.train.rewards import Early, RewardPools
 from rlhf_jax.train.rows import ReadRows, read_prompts
 
-Array = jax.Array
-Params = Any
 # A rollout, and what processes or an environment computed of its scores, or will.
 Drawn = tuple[Rollout, Early | Callable[[], Early]]
 

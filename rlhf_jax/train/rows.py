@@ -53,7 +53,7 @@ def read_prompts(
     room: int,
     more: str,
     widest: int | None = None,
-    receipt: Receipt | None = None,
+    receipt: Receipt,
 ) -> ReadRows:
     """The rows of a file, as the model is asked them.
 
@@ -69,7 +69,7 @@ def read_prompts(
     """
     field = options.prompt_field
     rows = files.read_prompts(source, field=field, receipt=receipt)
-    if options.chat and receipt is not None:  # texts are put as messages
+    if options.chat:  # texts are put as messages
         receipt.reads(*messages.OF_TEMPLATE)
     fitting, tokens = encoding.encode_prompts(
         start.tokenizer,
@@ -102,7 +102,7 @@ def read_begun(
     room: int,
     more: str,
     overlong: Overlong,
-    receipt: Receipt | None = None,
+    receipt: Receipt,
 ) -> ReadRows:
     """The rows of a file as an environment begins them, once, when data is loaded.
 
@@ -116,9 +116,8 @@ def read_begun(
     """
     rows = [row for _, row in json_lines.read_located(source, receipt=receipt)]
     places = [place(row, number) for number, row in enumerate(rows)]
-    if receipt is not None:
-        for where, row in zip(places, rows, strict=True):
-            receipt.row(where, row)
+    for where, row in zip(places, rows, strict=True):
+        receipt.row(where, row)
     begun = pool.reset(rows)
     written = [started.prompt for started in begun]
     prompts = [

@@ -146,7 +146,18 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             models.train.policy, programs=programs, reference=models.reference
         )
         summary |= of_held_out(before, "before")
-    with run_of(config, receipts=receipts, start=start) as job:
+    limits = config.watch.alarms.allowing(staleness=config.staleness)
+    check = functools.partial(
+        alarms.check, limits=limits, kl_target=config.kl.kl_control.target_per_response
+    )
+    with run.Run(
+        config,
+        num_steps={config.name: config.num_steps},
+        check=check,
+        stops=config.watch.alarms.stops if config.watch.alarms.stop else None,
+        stop_timeout=config.stop_timeout,
+        data=receipt_of(receipts, start=start),
+    ) as job:
         columns = read.prompts[0].tokens.shape[1] + config.batch.max_new_tokens
         tell(models, programs, start=start, columns=columns, meshes=meshes)
         trained, reference = run_stage(loop, models, job=job, meta=read.meta)
@@ -228,25 +239,6 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         sampler_tolerance=config.sampler_tolerance,
         storage_tolerance=config.storage_tolerance,
         expect_equal=own is not None and config.reference.checkpoint is None,
-    )
-
-
-def run_of(
-    config: PolicyGradientConfig, *, receipts: Receipts, start: Pretrained
-) -> run.Run:
-    """The run folder."""
-    check = functools.partial(
-        alarms.check,
-        limits=config.watch.alarms.allowing(staleness=config.staleness),
-        kl_target=config.kl.kl_control.target_per_response,
-    )
-    return run.Run(
-        config,
-        num_steps={config.name: config.num_steps},
-        check=check,
-        stops=config.watch.alarms.stops if config.watch.alarms.stop else None,
-        stop_timeout=config.stop_timeout,
-        data=receipt_of(receipts, start=start),
     )
 
 

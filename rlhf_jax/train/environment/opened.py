@@ -85,14 +85,13 @@ class OpenedEnvironment:
         room: int,
         more: str,
         overlong: Overlong,
-        receipt: Receipt | None = None,
+        receipt: Receipt,
     ) -> ReadRows:
         """The rows of a file, as the environment begins with them.
 
         Args and errors are those of `read_begun`.
         """
-        if receipt is not None:
-            receipt.gives(f"--environment {self._name}")
+        receipt.gives(f"--environment {self._name}")
         return read_begun(
             source,
             pool=self._pool,

@@ -88,7 +88,7 @@ def begin_episodes(
     reader: Pretrained,
     mesh: Mesh,
     stack: contextlib.ExitStack,
-    receipt: Receipt | None = None,
+    receipt: Receipt,
 ) -> Played:
     """What plays episodes of the held-out rows.
 

@@ -122,8 +122,9 @@ class Config(RunConfig):
         if len(self.scorers) > 1:
             chosen = " and ".join(map(" ".join, self.scorers.items()))
             raise InputError(
-                f"expected one of {', '.join(KINDS)}, or none, got {chosen}; evaluate "
-                f"with each in a run of its own"
+                f"expected one of --reward, --verifier, --reward-model and "
+                f"--environment, or none, got {chosen}; evaluate with each in a run of "
+                f"its own"
             )
         self.workers.refuse_unread(has_pool=self.kind in ("verifier", "environment"))
         option = self.data.writing_option

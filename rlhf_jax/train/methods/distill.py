@@ -45,6 +45,8 @@ class Config(PolicyGradientConfig):
 
     name: ClassVar[str] = "distill"
     default_kl_coef: ClassVar[float] = 1.0
+    needs_reward: ClassVar[bool] = False  # the teacher alone is enough
+    reads_hidden_states: ClassVar[bool] = True
     method: Annotated[DistillRecipe, FLAT] = RECIPE
     """Coefficients and choices of distillation."""
 
@@ -57,16 +59,6 @@ class Config(PolicyGradientConfig):
                 f"--reference: expected the checkpoint of a teacher, got "
                 f"{self.reference.reference}; name one"
             )
-
-    @property
-    def needs_reward(self) -> bool:
-        """The teacher alone is enough."""
-        return False
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        """Whether the loss reads hidden states of the reference, through its head."""
-        return True
 
     def algorithm(self, **shapes: Any) -> Distill:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""

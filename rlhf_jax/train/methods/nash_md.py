@@ -27,6 +27,7 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax nash-md`, which trains on half of a batch."""
 
     name: ClassVar[str] = "nash-md"
+    mixes_reference: ClassVar[bool] = True
     method: Annotated[NashMDRecipe, FLAT] = RECIPE
     """Coefficients and choices of Nash-MD."""
 
@@ -43,11 +44,6 @@ class Config(PolicyGradientConfig):
     def rows_per_prompt(self) -> int:
         """A response of the policy and one of the mixture."""
         return 2
-
-    @property
-    def mixes_reference(self) -> bool:
-        """Whether responses are sampled from a mixture with the reference."""
-        return True
 
     @property
     def sampler_tolerance(self) -> float:

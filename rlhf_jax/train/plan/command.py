@@ -27,7 +27,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.plan import plan
-from rlhf_jax.train.plan.options import Options
+from rlhf_jax.train.plan.job import Options
 from rlhf_jax.train.trainers import TRAINERS
 
 UNREAD = {"prompts": "-", "data": "-", "out": "-"}  # by a plan; a run needs them
