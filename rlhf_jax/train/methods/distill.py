@@ -66,9 +66,6 @@ class Config(PolicyGradientConfig):
 
 
 command = functools.partial(
-    commands.run,
-    Config,
-    description=__doc__,
-    first=("method.divergence",),
+    commands.run, Config, description=__doc__, first=("method.divergence",)
 )
 """`rlhf-jax distill`: from a command line to a run."""

@@ -64,9 +64,6 @@ class Config(PolicyGradientConfig):
 
 
 command = functools.partial(
-    commands.run,
-    Config,
-    description=__doc__,
-    first=("method.mixture",),
+    commands.run, Config, description=__doc__, first=("method.mixture",)
 )
 """`rlhf-jax nash-md`: from a command line to a run."""

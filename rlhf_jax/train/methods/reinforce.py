@@ -32,9 +32,5 @@ class Config(PolicyGradientConfig):
         return REINFORCE(**vars(self.recipe), **shapes)
 
 
-command = functools.partial(
-    commands.run,
-    Config,
-    description=__doc__,
-)
+command = functools.partial(commands.run, Config, description=__doc__)
 """`rlhf-jax reinforce`: from a command line to a run."""

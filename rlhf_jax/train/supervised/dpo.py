@@ -242,11 +242,7 @@ class Learner(Task[Config]):
         return {"ref_logprobs": np.zeros(columns, np.float32)}
 
     def prepare(
-        self,
-        initial: SupervisedState,
-        *,
-        session: Session,
-        job: run.Run,
+        self, initial: SupervisedState, *, session: Session, job: run.Run
     ) -> tuple[SupervisedState, Models]:
         """With --precompute the reference log-probs of all rows; it is freed then."""
         models, reference = session.models, session.models.reference
@@ -287,11 +283,7 @@ class Learner(Task[Config]):
         return functools.reduce(masked.add_stats, parts) if parts else {}
 
     def summary(
-        self,
-        before: dict[str, float],
-        after: dict[str, float],
-        *,
-        session: Session,
+        self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
         """Every mean over what is held out, before and after."""
         data = session.data

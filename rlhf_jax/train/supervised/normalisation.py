@@ -34,11 +34,7 @@ class Demonstrations:
 
 
 def prompts_to_answer(
-    pairs: list[Pair],
-    *,
-    max_new_tokens: int,
-    start: Pretrained,
-    receipt: Receipt,
+    pairs: list[Pair], *, max_new_tokens: int, start: Pretrained, receipt: Receipt
 ) -> list[Tokens]:
     """The prompts of the pairs that leave room for a response."""
     room = start.room(max_new_tokens=max_new_tokens)

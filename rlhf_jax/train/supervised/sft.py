@@ -210,11 +210,7 @@ class SFT(Task[Config]):
         return functools.reduce(masked.add_stats, parts) if parts else {}
 
     def summary(
-        self,
-        before: dict[str, float],
-        after: dict[str, float],
-        *,
-        session: Session,
+        self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
         """The held-out loss before and after."""
         name, count = "loss/language_model", len(session.data.held_out)
