@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.runs import run
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.environment.sampler import EpisodeSampler
 from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.responses import Drawn
@@ -39,6 +38,9 @@ from rlhf_jax.train.rewards import Early, RewardList
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.train.watch.watcher import Watcher
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 Array = jax.Array
 Params = Any

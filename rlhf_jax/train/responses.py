@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -18,10 +19,11 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.rewards import Environment
-from rlhf_jax.train.environment.opened import OpenedEnvironment
-from rlhf_jax.train.environment.sampler import EpisodeSampler
 from rlhf_jax.train.rewards import Early, RewardPools
 from rlhf_jax.train.rows import ReadRows, read_prompts
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 # A rollout, and what processes or an environment computed of its scores, or will.
 Drawn = tuple[Rollout, Early | Callable[[], Early]]
@@ -51,6 +53,9 @@ class Responder:
         self._mesh = meshes.policy
         self._opened = None
         if config.sampler.environment is not None:
+            # Here, as environments are modules that no other run needs.
+            from rlhf_jax.train.environment.opened import OpenedEnvironment
+
             self._opened = OpenedEnvironment(
                 config.sampler.environment,
                 pool=config.rewards,

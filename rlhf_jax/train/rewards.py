@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,9 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.rewards import Environment, Function, Length, Model, Reward
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 from rlhf_jax.train.packed_rollouts import EndPacker
-from rlhf_jax.verification.pool import VerifierPool
+
+if TYPE_CHECKING:
+    from rlhf_jax.verification.pool import VerifierPool
 
 Array = jax.Array
 Early = dict[str, Scores]  # of the rewards that processes compute, by name
@@ -69,6 +71,9 @@ class RewardPools:
             if isinstance(source.source, VerifierChoice):
                 verifier = make_verifier(source.source)
                 self.verifiers[source.name] = verifier
+                # Here, as its processes are modules that no other run needs.
+                from rlhf_jax.verification.pool import VerifierPool
+
                 self.pools[source.name] = stack.enter_context(
                     VerifierPool(verifier, **config.rewards.of_pool)
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, json_lines, lengths
@@ -12,9 +12,11 @@ from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Question, Written, messages, read_question
 from rlhf_jax.data.text.question import PLACE
-from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.train.config.prompts import AskedPrompts
+
+if TYPE_CHECKING:
+    from rlhf_jax.data.turns import TurnEncoder
+    from rlhf_jax.environments.pool import EnvironmentPool
 
 
 class ReadRows(NamedTuple):

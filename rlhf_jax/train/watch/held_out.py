@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,13 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.environment.sampler import EpisodeSampler
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.responses import environment_reward
 from rlhf_jax.train.rewards import RewardList
 from rlhf_jax.train.rows import ReadRows
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 Array = jax.Array
 Params = Any
