@@ -90,10 +90,6 @@ class Loop(NamedTuple):
         rollout = draw(policy, **of_step)
         return rollout, self.rewards.begin(self.shown(rollout))
 
-    def draw_ahead(self, policy: Params, **of_step: Any) -> Drawn:
-        """A draw of the queue."""
-        return self.draw(policy, **of_step, handed=True)
-
     def shown(self, rollout: Rollout) -> Rollout:
         """What the reward sees of a rollout."""
         return seen_by_reward(rollout, recipe=self.programs.recipe)

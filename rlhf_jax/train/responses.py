@@ -54,7 +54,7 @@ class Responder:
         self._opened = None
         if config.sampler.environment is not None:
             # Here, as environments are modules that no other run needs.
-            from rlhf_jax.train.environment.opened import OpenedEnvironment
+            from rlhf_jax.train.environment.sampler import OpenedEnvironment
 
             self._opened = OpenedEnvironment(
                 config.sampler.environment,

@@ -282,7 +282,7 @@ def run_stage(
     queue: RolloutQueue | None = None
     if config.staleness:
         queue = RolloutQueue(
-            loop.draw_ahead,
+            functools.partial(loop.draw, handed=True),
             hand_over=loop.sampler.hand_over,
             prompts=loop.prompts.__getitem__,
             key=loop.root_key,

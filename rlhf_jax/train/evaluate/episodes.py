@@ -17,9 +17,8 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.environment.opened import OpenedEnvironment
 from rlhf_jax.train.environment.programs import Sampled
-from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.environment.sampler import EpisodeSampler, OpenedEnvironment
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.scoring import Scored
 from rlhf_jax.train.rows import ReadRows

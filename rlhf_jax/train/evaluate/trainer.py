@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,12 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             for step in stage.steps():
                 batch = evaluation.batch(step, guard=stage.user_code)
                 if step == 0:
-                    check_scored(batch, options=options)
+                    if all(response.failed for response in batch):
+                        raise StopError(
+                            f"{options.score_called}: expected a score for some "
+                            f"response of the first batch, got none for {len(batch)} "
+                            f"of {len(batch)} (the warning above says why); mend it"
+                        )
                     unscored.pop_all()
                 rows_of_batch = [dataclasses.asdict(response) for response in batch]
                 stage.end_step(step, responses.stats(batch), rows_of_batch)
@@ -207,20 +211,6 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         | profiled.summary(job.folder, profile=options.profile, flops=None),
     )
     print(f"{seconds:.0f} s; results are in {job.folder / 'results.json'}")
-
-
-def check_scored(batch: Sequence[Response], *, options: Config) -> None:
-    """Checks that something of the first batch has a score.
-
-    Raises:
-      StopError: nothing has.
-    """
-    if all(response.failed for response in batch):
-        raise StopError(
-            f"{options.score_called}: expected a score for some response of the first "
-            f"batch, got none for {len(batch)} of {len(batch)} (the warning above says "
-            f"why); mend it"
-        )
 
 
 def empty(run: Path) -> None:
