@@ -33,7 +33,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -248,17 +247,26 @@ class Learner(Task[Config]):
         models, reference = session.models, session.models.reference
         if not self.config.reference.precompute or reference is None:
             return initial, models
-        self._logprobs, self._held_out_logprobs = (
-            from_cache(
+
+        def cached(rows: list[PackedRow]) -> RefLogprobs:
+            if not rows:
+                return lambda batch: None
+            cache = precomputed.load_or_compute(
                 job.folder / "reference",
-                side.rows,
+                [row.tokens for row in rows],
+                segments=[row.segments for row in rows],
                 reference=reference,
-                algorithm=self._dpo,
+                model=self._dpo.model,
+                temperature=self._dpo.temperature,
                 progress=self.config.progress,
                 **self._shape,
             )
-            for side in (self._training, self._others)
-        )
+            return lambda batch: cache.padded(
+                np.asarray(batch.index), width=batch.tokens.shape[1]
+            )
+
+        self._logprobs = cached(self._training.rows)
+        self._held_out_logprobs = cached(self._others.rows)
         return initial, dataclasses.replace(models, reference=None)
 
     def inputs(self, batch: PackedPreferences) -> dict[str, Any]:
@@ -316,35 +324,6 @@ def live_logprobs(
         return row_sharding.put_rows(output, mesh=mesh)
 
     return ref_logprobs
-
-
-def from_cache(
-    folder: Path,
-    rows: list[PackedRow],
-    *,
-    reference: Frozen,
-    algorithm: DPO,
-    batch_size: int,
-    pad_id: int,
-    progress: bool,
-) -> RefLogprobs:
-    """Computes them once for all rows and keeps them in a folder, or reads them."""
-    if not rows:
-        return lambda batch: None
-    cache = precomputed.load_or_compute(
-        folder,
-        [row.tokens for row in rows],
-        segments=[row.segments for row in rows],
-        reference=reference,
-        model=algorithm.model,
-        batch_size=batch_size,
-        pad_id=pad_id,
-        temperature=algorithm.temperature,
-        progress=progress,
-    )
-    return lambda batch: cache.padded(
-        np.asarray(batch.index), width=batch.tokens.shape[1]
-    )
 
 
 COSINE = Cosine(warmup=0.1)
