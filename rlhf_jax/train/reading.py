@@ -17,9 +17,9 @@ from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.watch import WatchTexts
+from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.responses import Responder
 from rlhf_jax.train.rewards import RewardPools
-from rlhf_jax.train.rows import ReadRows
 from rlhf_jax.train.start import prompts_given
 
 

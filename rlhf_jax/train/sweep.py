@@ -38,7 +38,7 @@ from rlhf_jax.sweeps.execution import Ended
 from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit, Workers
 from rlhf_jax.sweeps.planned import Planned
 from rlhf_jax.train.commands import RENAMED
-from rlhf_jax.train.trainers import TRAINERS
+from rlhf_jax.train.main import TRAINERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.rewards import Workers
 from rlhf_jax.train.config.sampler import Episodes
 from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
-from rlhf_jax.train.rows import ReadRows, read_begun
+from rlhf_jax.train.environment.rows import ReadRows, read_begun
 
 Array = jax.Array
 Params = Any
@@ -269,7 +269,7 @@ def make_environment(name: str) -> Environment:
     except Exception as error:  # whatever the user's own code raises
         cause, result = error, f"{type(error).__name__}: {error}"
     raise InputError(
-        f"--environment {name}: expected a class or function without arguments, and "
-        f"what it makes to have the methods reset and step, got {result}; see "
+        f"--environment {name}: expected what it makes to have the methods reset and "
+        f"step, and a class or function without arguments, got {result}; see "
         f"environments/README.md"
     ) from cause

@@ -26,9 +26,9 @@ from rlhf_jax.planning import compiled
 from rlhf_jax.runs import command_line
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.main import TRAINERS
 from rlhf_jax.train.plan import plan
 from rlhf_jax.train.plan.job import Options
-from rlhf_jax.train.trainers import TRAINERS
 
 UNREAD = {"prompts": "-", "data": "-", "out": "-"}  # by a plan; a run needs them
 
