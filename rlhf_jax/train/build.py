@@ -30,10 +30,10 @@ from rlhf_jax.roles import critic
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.critic import POLICY, REWARD_MODEL
+from rlhf_jax.train.config.optimizer import POLICY, REWARD_MODEL
 
 if TYPE_CHECKING:
-    from rlhf_jax.train.config.critic import Critic
+    from rlhf_jax.train.config.optimizer import Critic
 
 Array = jax.Array
 Params = Any
@@ -119,9 +119,7 @@ def build(
     """Policy and critic to train, reference and reward models frozen.
 
     Args:
-      config: of the run.
       start: the checkpoint of --model, whose parameters become the policy's.
-      meshes: of `Meshes.of`.
       load: how other checkpoints are read; None reads their files.
 
     Raises:

@@ -90,20 +90,20 @@ OF_SUPERVISED = {
 
 def run(
     config_class: type[PolicyGradientConfig],
+    argv: Sequence[str] | None = None,
     *,
     description: str | None,
     first: Sequence[str] = (),
     presets: Mapping[str, Mapping[str, Any]] | None = None,
-    argv: Sequence[str] | None = None,
 ) -> None:
     """`rlhf-jax NAME`: from a command line to a run of a policy gradient.
 
     Args:
       config_class: whose `name` is the command's.
+      argv: the command line after the name.
       description: what the command does, for --help.
       first: options of the method that --help shows.
       presets: {name: {group: its value}}, for --preset.
-      argv: the command line after the name.
     """
 
     def main(config: PolicyGradientConfig) -> None:
@@ -117,11 +117,7 @@ def run(
         description=description,
         presets=presets,
         screen={
-            "Start": (
-                "start.model",
-                "reference.reference",
-                "start.lora",
-            ),
+            "Start": ("start.model", "reference.reference", "start.lora"),
             "Data": ("data.prompts", "batch.max_new_tokens"),
             "Reward": (
                 *("rewards.reward_model", "rewards.reward", "rewards.verifier"),
@@ -142,24 +138,20 @@ def run(
 def supervised(
     main: Callable[[Any], None],
     config_class: type[SupervisedConfig],
+    argv: Sequence[str] | None = None,
     *,
     description: str | None,
-    first: Sequence[str] = (),
+    first: Sequence[str],
     start: Sequence[str] = (),
     training: Sequence[str] = (),
     presets: Mapping[str, Mapping[str, Any]] | None = None,
-    argv: Sequence[str] | None = None,
 ) -> None:
-    """`rlhf-jax NAME`: from a command line to a supervised run.
+    """`rlhf-jax NAME`: as `run`, of a supervised run.
 
     Args:
       main: runs the command with its config.
-      config_class: whose `name` is the command's.
-      description: what the command does, for --help.
       first: options of the data that --help shows.
       start, training: further options that --help shows.
-      presets: {name: {group: its value}}, for --preset.
-      argv: the command line after the name.
     """
     command_line.main(
         main,

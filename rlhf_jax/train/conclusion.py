@@ -13,7 +13,7 @@ from rlhf_jax.train.build import Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.rollouts.waits import waited
-from rlhf_jax.train.watch.judge import judge_failures
+from rlhf_jax.train.watch.watcher import judge_failures
 
 MEASURED = {
     "objective/scores": "score",

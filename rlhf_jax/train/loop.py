@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.runs import run
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.environment.sampler import EpisodeSampler
 from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.responses import Drawn
@@ -39,6 +38,9 @@ from rlhf_jax.train.rewards import Early, RewardList
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.train.watch.watcher import Watcher
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 Array = jax.Array
 Params = Any
@@ -75,10 +77,7 @@ class Loop(NamedTuple):
         """Responses to prompts, and the scores that processes have begun to compute.
 
         Args:
-          policy: its parameters or adapters.
-          prompts: Prompts[B, P].
           key: of the step that is to learn from them.
-          version: i32[], of the policy.
           handed: the policy comes from the sampler's `hand_over`.
         """
         of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
@@ -90,10 +89,6 @@ class Loop(NamedTuple):
         draw = self.sampler.draw if handed else self.sampler
         rollout = draw(policy, **of_step)
         return rollout, self.rewards.begin(self.shown(rollout))
-
-    def draw_ahead(self, policy: Params, **of_step: Any) -> Drawn:
-        """A draw of the queue."""
-        return self.draw(policy, **of_step, handed=True)
 
     def shown(self, rollout: Rollout) -> Rollout:
         """What the reward sees of a rollout."""
@@ -131,7 +126,6 @@ def improve(
     """Maximises the rewards less β · KL, step by step; the stage has what it made.
 
     Args:
-      loop: what an iteration takes.
       stage: whose state begins with `train`, `root_key` and, where there are some,
         `critic` and `reference`.
       queue: of a sampler that is behind; None draws in the step itself.
@@ -266,8 +260,6 @@ def fill(
 
     Args:
       rollout, early: of the step's own prompts and key.
-      train: whose policy samples.
-      step: of the run, from 0.
 
     Returns:
       The rollout, its scores and {name: (sum, weight)}: `group/redraws`, batches drawn

@@ -39,15 +39,11 @@ class _Lengths:
         recipe: PolicyGradient,
         rows: int,
         mesh: Mesh,
-        columns: int | None = None,
+        columns: int | None,
     ) -> None:
         """Compiles nothing yet.
 
         Args:
-          options: of the run.
-          recipe: its algorithm.
-          rows: responses of a batch.
-          mesh: of the policy.
           columns: S of the widest rollout; None is that of the first.
         """
         self._options, self._recipe, self._rows = options, recipe, rows
@@ -60,7 +56,6 @@ class _Lengths:
         """Tokens that a packed row may have, the fewest first.
 
         Args:
-          columns: S, of the padded rows.
           max_tokens: that a wider row than padded ones may not exceed.
         """
         assert self._options is not None  # of a run that packs
@@ -79,7 +74,6 @@ class RolloutPacker(_Lengths):
         """How the models read a rollout packed; waits for it. None is padded.
 
         Args:
-          rollout: of the run's batch size.
           key: of this step, the one that `learn` takes.
 
         Raises:
@@ -145,9 +139,6 @@ class EndPacker(_Lengths):
 
     def __call__(self, rollout: Rollout) -> SizedPacking | None:
         """How the model reads a rollout packed; waits for it. None is padded.
-
-        Args:
-          rollout: of the run's batch size.
 
         Raises:
           InputError: a text is longer than a packed row.

@@ -17,7 +17,8 @@ from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.watch import WatchTexts
-from rlhf_jax.train.responses import Data, Responder
+from rlhf_jax.train.environment.rows import ReadRows
+from rlhf_jax.train.responses import Responder
 from rlhf_jax.train.rewards import RewardPools
 from rlhf_jax.train.start import prompts_given
 
@@ -26,8 +27,8 @@ class ReadData(NamedTuple):
     """What a run reads, as its loop takes it."""
 
     responder: Responder
-    data: Data
-    held_out: Data | None
+    data: ReadRows
+    held_out: ReadRows | None
     prompts: Batches[Any]
     ptx: Batches[Sequences] | None
     texts: Mapping[str, Sequences]
@@ -59,23 +60,23 @@ def read_data(
     )
     receipt = receipts.source("--prompts", config.data.prompts)
     data = responder.read(config.data.prompts, pools=pools, receipt=receipt)
-    receipt.use("training", items.of_prompts(data.tokens))
+    receipt.use("training", items.of_prompts(data.prompts))
     held_out, watch = None, config.watch
     if watch.held_out is not None:
         other = receipts.source("--held-out", watch.held_out)
         held_out = responder.read(watch.held_out, pools=pools, receipt=other)
         count = watch.held_out_rows
         other.keep(count, reason=f"after the first {count} (--held-out-rows)")
-        held_out = held_out.first(count)
-        other.use("held out", items.of_prompts(held_out.tokens))
-    of_held_out = [] if held_out is None else [held_out.rows, held_out.tokens]
+        held_out = held_out.fitting(count)
+        other.use("held out", items.of_prompts(held_out.prompts))
+    of_held_out = [] if held_out is None else [held_out.rows, held_out.prompts]
     processes.agree(
-        "the prompts", digests.of_values([data.rows, data.tokens, of_held_out])
+        "the prompts", digests.of_values([data.rows, data.prompts, of_held_out])
     )
     mesh, share = meshes.policy, row_sharding.row_share(meshes.policy)
     put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
     prompts = batches.prompt_batches(
-        data.tokens,
+        data.prompts,
         batch_size=config.batch.batch_size,
         samples_per_prompt=models.recipe.rows_per_prompt,
         seed=config.seed,
@@ -84,7 +85,7 @@ def read_data(
         share=share,
     ).map(put_rows)
     texts = read_texts(watch, start, receipts=receipts)
-    meta = {"data_digest": digests.of_tokens(data.tokens), **start.meta}
+    meta = {"data_digest": digests.of_tokens(data.prompts), **start.meta}
     if pools.reads_rows or watch.judge is not None or config.sampler.environment:
         meta["rows_digest"] = digests.of_rows(data.rows)  # all that they are given
     if (

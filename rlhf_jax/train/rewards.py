@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,9 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.rewards import Environment, Function, Length, Model, Reward
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 from rlhf_jax.train.packed_rollouts import EndPacker
-from rlhf_jax.verification.pool import VerifierPool
+
+if TYPE_CHECKING:
+    from rlhf_jax.verification.pool import VerifierPool
 
 Array = jax.Array
 Early = dict[str, Scores]  # of the rewards that processes compute, by name
@@ -54,10 +56,6 @@ class RewardPools:
     ) -> None:
         """Loads the user's functions; processes start with the first response.
 
-        Args:
-          mesh: of the policy, where scores are wanted.
-          stack: that ends the processes.
-
         Raises:
           InputError: there is no such function or verifier.
         """
@@ -73,13 +71,11 @@ class RewardPools:
             if isinstance(source.source, VerifierChoice):
                 verifier = make_verifier(source.source)
                 self.verifiers[source.name] = verifier
+                # Here, as its processes are modules that no other run needs.
+                from rlhf_jax.verification.pool import VerifierPool
+
                 self.pools[source.name] = stack.enter_context(
-                    VerifierPool(
-                        verifier,
-                        num_workers=config.rewards.num_workers,
-                        timeout=config.rewards.timeout,
-                        on_failure=config.rewards.on_failure,
-                    )
+                    VerifierPool(verifier, **config.rewards.of_pool)
                 )
             if (
                 isinstance(source.source, Environment)
@@ -143,10 +139,7 @@ class RewardList:
 
         Args:
           models: of the config, in its order.
-          pack: of a run, which packs what reward models see or leaves it padded.
-          policy: whose tokenizer decodes.
           rows: that `rollout.index` points into.
-          prompts: their prompts as they were written.
         """
         self._mesh, config = pools.mesh, pools.config
         self._sources = config.sources
@@ -198,12 +191,7 @@ class RewardList:
         }
 
     def finish(self, shown: Rollout, early: Early) -> Array | Scores | None:
-        """The scores of a rollout; None of a run without rewards.
-
-        Args:
-          shown: what the reward sees of it.
-          early: what processes and environments computed.
-        """
+        """The scores of a rollout; None of a run without rewards."""
         scores: dict[str, Array | Scores] = {
             source.name: early[source.name]
             if source.name in early
@@ -229,10 +217,6 @@ class RewardList:
 
 def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) -> None:
     """Stops a run of whose first batch no response could be scored.
-
-    Args:
-      scores: of the first batch.
-      sources: of the config, for the message.
 
     Raises:
       StopError: every response failed.
@@ -277,13 +261,7 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
 def model_reward(
     scorers: Sequence[RewardModel], *, pack: EndPacker, source: Model
 ) -> Programmed:
-    """Reward models, run on their own devices, on packed rows where that is less work.
-
-    Args:
-      scorers: one model, or several to combine.
-      pack: of a run, which packs what it sees or leaves it padded.
-      source: how several are combined.
-    """
+    """Reward models on their own devices, on packed rows where that is less work."""
     # An argument of the program: a closure would bake its parameters in.
     members = [
         rewards.from_model(scorer.frozen, model=scorer.model) for scorer in scorers
@@ -328,11 +306,19 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
       StopError: the module calls `sys.exit` when it is imported.
     """
     name, field, plain = choice.name, choice.answer_field, VerifierChoice(choice.name)
-    if name != "gsm8k" and choice.unmarked != plain.unmarked:
-        raise InputError(
-            f"--verifier {name}: expected unmarked with gsm8k alone, got "
-            f"{choice.unmarked}; leave it out"
-        )
+    for key, has_it, why in (
+        ("unmarked", name == "gsm8k", "unmarked with gsm8k alone"),
+        (
+            "answer_field",
+            ":" not in name,
+            "no answer_field, as the function reads the row",
+        ),
+    ):
+        if not has_it and getattr(choice, key) != getattr(plain, key):
+            raise InputError(
+                f"--verifier {name}: expected {why}, got {getattr(choice, key)}; leave "
+                f"it out"
+            )
     match name:
         case "gsm8k":
             return verifiers.Gsm8k(field, choice.unmarked)
@@ -344,10 +330,5 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
         raise InputError(
             f"--verifier: expected gsm8k, integer, exact or module:function, got "
             f"{name!r}; choose one"
-        )
-    if field != plain.answer_field:
-        raise InputError(
-            f"--verifier {name}: expected no answer_field, as the function reads the "
-            f"row itself, got {field}; leave it out"
         )
     return command_line.load_function(name)

@@ -24,7 +24,6 @@ def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
     """What a run prints of its data and keeps as data.json.
 
     Args:
-      receipts: of all that was read.
       start: whose tokenizer shows an example, its special tokens among them.
     """
     decode = functools.partial(tokenization.decode, start.tokenizer)
@@ -33,11 +32,7 @@ def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
 
 
 def prompts_given(written_prompts: Iterable[Written]) -> dict[str, str]:
-    """What snapshots say of the prompts that a user's function scores, if of messages.
-
-    Args:
-      written_prompts: a text or messages of each row.
-    """
+    """What snapshots say of prompts that a user's function scores, if of messages."""
     of_texts = all(isinstance(prompt, str) for prompt in written_prompts)
     return {} if of_texts else {"prompts_given": "messages"}
 
@@ -52,9 +47,6 @@ def load_start(
     """The checkpoint with its tokenizer, sharded over `mesh`.
 
     Args:
-      path_or_repo_id: The checkpoint, usually --model.
-      options: Tokenizer, dtype, rematerialisation and attention.
-      mesh: The devices of the policy.
       save_dtype: Of what is written; None is that of most weights.
 
     Raises:

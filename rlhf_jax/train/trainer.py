@@ -36,9 +36,8 @@ from rlhf_jax.train.responses import environment_reward
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.start import load_start, receipt_of
-from rlhf_jax.train.watch.held_out import make_held_out, of_held_out
-from rlhf_jax.train.watch.judge import Judge
-from rlhf_jax.train.watch.watcher import Watcher
+from rlhf_jax.train.watch.held_out import HeldOut, of_held_out
+from rlhf_jax.train.watch.watcher import Judge, Watcher
 
 Array = jax.Array
 
@@ -50,11 +49,7 @@ def main(config: PolicyGradientConfig) -> None:
 
 
 def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
-    """From the config to the summary.
-
-    Args:
-      stack: that ends the processes of verifiers, environments and samplers.
-    """
+    """From the config to the summary."""
     started, compiled = time.perf_counter(), compile_counts.so_far()
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
@@ -113,7 +108,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     held_out = None
     if read.held_out is not None:
-        held_out = make_held_out(
+        held_out = HeldOut(
             config,
             read.held_out,
             rewards=rewards,
@@ -151,7 +146,18 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             models.train.policy, programs=programs, reference=models.reference
         )
         summary |= of_held_out(before, "before")
-    with run_of(config, receipts=receipts, start=start) as job:
+    limits = config.watch.alarms.allowing(staleness=config.staleness)
+    check = functools.partial(
+        alarms.check, limits=limits, kl_target=config.kl.kl_control.target_per_response
+    )
+    with run.Run(
+        config,
+        num_steps={config.name: config.num_steps},
+        check=check,
+        stops=config.watch.alarms.stops if config.watch.alarms.stop else None,
+        stop_timeout=config.stop_timeout,
+        data=receipt_of(receipts, start=start),
+    ) as job:
         columns = read.prompts[0].tokens.shape[1] + config.batch.max_new_tokens
         tell(models, programs, start=start, columns=columns, meshes=meshes)
         trained, reference = run_stage(loop, models, job=job, meta=read.meta)
@@ -236,25 +242,6 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     )
 
 
-def run_of(
-    config: PolicyGradientConfig, *, receipts: Receipts, start: Pretrained
-) -> run.Run:
-    """The run folder."""
-    check = functools.partial(
-        alarms.check,
-        limits=config.watch.alarms.allowing(staleness=config.staleness),
-        kl_target=config.kl.kl_control.target_per_response,
-    )
-    return run.Run(
-        config,
-        num_steps={config.name: config.num_steps},
-        check=check,
-        stops=config.watch.alarms.stops if config.watch.alarms.stop else None,
-        stop_timeout=config.stop_timeout,
-        data=receipt_of(receipts, start=start),
-    )
-
-
 def tell(
     models: Models,
     programs: Programs,
@@ -295,7 +282,7 @@ def run_stage(
     queue: RolloutQueue | None = None
     if config.staleness:
         queue = RolloutQueue(
-            loop.draw_ahead,
+            functools.partial(loop.draw, handed=True),
             hand_over=loop.sampler.hand_over,
             prompts=loop.prompts.__getitem__,
             key=loop.root_key,

@@ -11,7 +11,7 @@ from worlds import reviews
 
 from rlhf_jax.runs import command_line
 from rlhf_jax.sweeps import declaration, planned
-from rlhf_jax.train.trainers import TRAINERS
+from rlhf_jax.train.main import TRAINERS
 
 SWEEP = places.EXPERIMENTS / "studies" / "ppo_or_grpo" / "sweep.toml"
 ROWS = {

@@ -25,7 +25,7 @@ from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.hlo.exchanges import Collective
 from rlhf_jax.planning.measured import Alive, Measured
 from rlhf_jax.train.plan import advice, command, job, plan, policy_gradient
-from rlhf_jax.train.plan.options import Options
+from rlhf_jax.train.plan.job import Options
 
 RECORDED = places.RECORDED / "plans"
 GIB = 2**30

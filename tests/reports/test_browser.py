@@ -10,7 +10,6 @@ from toy_runs import lines, run
 from rlhf_jax.reports import watching
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import report
-from rlhf_jax.train.report import runner
 
 webdriver = pytest.importorskip("selenium.webdriver")
 pytest.importorskip("plotly")
@@ -427,7 +426,7 @@ def test_many_groups_are_filtered_in_the_legend(browser, tmp_path):
 def test_watch_follows_a_run_under_way_and_keeps_what_a_reader_chose(browser, tmp_path):
     folder = run(tmp_path / "a", steps=20, done=False)
     options = report.Config(runs=(folder,), watch=True, port=0)
-    source = watching.Source(options.runs, load=lambda: runner.load(options))
+    source = watching.Source(options.runs, load=lambda: report.load(options))
     with watching.serving(source, port=0) as server:
         opened(browser, server.address, offline=False)
         assert until(browser, "document.getElementById('live').textContent") == (

@@ -9,7 +9,6 @@ from toy_runs import run
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, watching
 from rlhf_jax.train import report
-from rlhf_jax.train.report import runner
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def served(tmp_path, monkeypatch):
     monkeypatch.setattr(document, "plotly", lambda: "/* plotly */")
     folder = run(tmp_path / "a", steps=3, done=False)
     options = report.Config(runs=(folder,), watch=True, port=0)
-    source = watching.Source(options.runs, load=lambda: runner.load(options))
+    source = watching.Source(options.runs, load=lambda: report.load(options))
     with watching.serving(source, port=0) as server:
         yield server, folder
 

@@ -29,7 +29,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.capabilities import FEATURES, TABLE
-from rlhf_jax.train.trainers import TRAINERS
+from rlhf_jax.train.main import TRAINERS
 
 MODEL = dataclasses.replace(toy_files.MODEL, num_layers=2, max_positions=32)
 PROMPTS = ("the cat", "a dog was", "it ran", "we sat on")

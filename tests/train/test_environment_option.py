@@ -14,9 +14,9 @@ import rlhf_jax.train.methods.reinforce
 from rlhf_jax.environments import places
 from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.runs import metrics
-from rlhf_jax.train.environment import opened
-from rlhf_jax.train.environment.named import make_environment
+from rlhf_jax.train.environment import sampler
 from rlhf_jax.train.environment.programs import EpisodePrograms
+from rlhf_jax.train.environment.sampler import make_environment
 
 WORDS = ["go", "left", "right", "key", "door", "hall"]
 
@@ -189,7 +189,7 @@ def test_a_run_on_eight_devices_is_that_of_one(files, behind, meshes, monkeypatc
         replicas.add(programs.shares)
         return programs
 
-    monkeypatch.setattr(opened, "EpisodePrograms", made)
+    monkeypatch.setattr(sampler, "EpisodePrograms", made)
     output = train(files, "eight", *options, *meshes)
     assert replicas == {8 if meshes == EIGHT[0] else 4}
     toy_episodes.assert_same_run(output, expected)

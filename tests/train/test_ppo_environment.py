@@ -99,7 +99,7 @@ def by_hand(files):
         data = responder.read(options.data.prompts, pools=pools, receipt=receipt)
         draw = responder.episodes(data, models.recipe, rows=8, base=models.base)
         prompts = batches.prompt_batches(
-            data.tokens, batch_size=8, seed=0, pad_id=start.pad_id
+            data.prompts, batch_size=8, seed=0, pad_id=start.pad_id
         )
         learn = jax.jit(functools.partial(ppo.learn, recipe=models.recipe))
         state, by_step = models.train, []

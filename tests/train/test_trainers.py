@@ -23,7 +23,7 @@ from rlhf_jax.data.files import hold_out
 from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.runs import command_line, metrics, plots
 from rlhf_jax.train import build, trainer
-from rlhf_jax.train.config.critic import Critic
+from rlhf_jax.train.config.optimizer import Critic
 from rlhf_jax.train.config.prompts import Prompts
 from rlhf_jax.train.config.rewards import Model, Rewards
 from rlhf_jax.train.config.start import Start

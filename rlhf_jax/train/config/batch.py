@@ -55,11 +55,7 @@ class Batch:
                 )
 
     def room(self, room: int) -> tuple[int, str]:
-        """Tokens that a prompt may have, and for errors how it may have more.
-
-        Args:
-          room: tokens that the model has for it.
-        """
+        """Tokens that a prompt may have, and for errors how it may have more."""
         width = None if self.packing is None else self.packing.width
         if width is None or width - self.max_new_tokens >= room:
             return room, "lower --max-new-tokens"

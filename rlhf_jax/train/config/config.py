@@ -27,11 +27,9 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.batch import Batch
-from rlhf_jax.train.config.critic import Critic
-from rlhf_jax.train.config.kl import KL
-from rlhf_jax.train.config.optimizer import Optimizer
+from rlhf_jax.train.config.optimizer import Critic, Optimizer
 from rlhf_jax.train.config.prompts import Prompts
-from rlhf_jax.train.config.reference import Reference
+from rlhf_jax.train.config.reference import KL, Reference
 from rlhf_jax.train.config.rewards import Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling
 from rlhf_jax.train.config.start import Start
@@ -75,6 +73,12 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
     name: ClassVar[str]
     """Of the method: its command, its stage and its snapshots."""
     default_kl_coef: ClassVar[float] = 0.05
+    needs_reward: ClassVar[bool] = True
+    """Whether there is nothing to learn from without a reward."""
+    reads_hidden_states: ClassVar[bool] = False
+    """Whether the loss reads hidden states of the reference, through its head."""
+    mixes_reference: ClassVar[bool] = False
+    """Whether responses are sampled from a mixture with the reference."""
 
     method: Annotated[PolicyRecipe, FLAT]
     """Coefficients and choices of the method."""
@@ -113,11 +117,6 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
 
     @property
-    def needs_reward(self) -> bool:
-        """Whether there is nothing to learn from without a reward."""
-        return True
-
-    @property
     def critic(self) -> Critic | None:
         """The options of the critic; None of a method without one."""
         return None
@@ -130,16 +129,6 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
     def optimizers(self) -> dict[str, optax.GradientTransformation]:
         """The optimizers of the trained models, as `algorithm` takes them."""
         return {"policy_optimizer": self.optimizer.make(self.num_steps * self.updates)}
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        """Whether the loss reads hidden states of the reference, through its head."""
-        return False
-
-    @property
-    def mixes_reference(self) -> bool:
-        """Whether responses are sampled from a mixture with the reference."""
-        return False
 
     @property
     def rows_per_prompt(self) -> int:

@@ -15,6 +15,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.command_line.functions import load_function
 
+POLICY, REWARD_MODEL = "policy", "reward_model"  # where a critic starts
 MomentDtype = Literal["float32", "bfloat16"]
 
 
@@ -29,9 +30,7 @@ class Adam:
 
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
         """The transformation, learning rate included."""
-        return optimizers.adam(
-            rate, eps=self.eps, b1=self.b1, b2=self.b2, mu_dtype=self.mu_dtype
-        )
+        return optimizers.adam(rate, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +39,7 @@ class TFAdam(Adam):
 
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
         """The transformation, learning rate included."""
-        return optimizers.adam(
-            rate,
-            eps=self.eps,
-            b1=self.b1,
-            b2=self.b2,
-            mu_dtype=self.mu_dtype,
-            style="tf",
-        )
+        return optimizers.adam(rate, **vars(self), style="tf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +93,7 @@ class Muon:
 
     def make(self, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
         """The transformation, learning rate included."""
-        return optimizers.muon(
-            rate, beta=self.beta, ns_steps=self.ns_steps, weight_decay=self.weight_decay
-        )
+        return optimizers.muon(rate, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,13 +214,20 @@ class Optimizer:
             )
 
     def make(self, updates: int) -> optax.GradientTransformation:
-        """The chain: clip, rule, learning rate.
-
-        Args:
-          updates: optimizer steps of the run.
-        """
+        """The chain of a run of so many updates: clip, rule, learning rate."""
         schedule = self.schedule.make(self.learning_rate, updates)
         rule = self.optimizer.make(schedule)
         if self.max_grad_norm is None:
             return rule
         return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), rule)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Critic(Optimizer):
+    """The critic of PPO, options with the prefix `critic.`."""
+
+    learning_rate: float = 1e-5
+    """Peak learning rate of the critic."""
+    start: str = POLICY
+    """Model whose trunk the critic starts with: policy, reward_model, or a checkpoint
+    of any shape; values start at 0, or as the reward model's scores."""

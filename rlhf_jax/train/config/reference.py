@@ -1,4 +1,4 @@
-"""`reference`: the frozen models that the KL is measured to, and how they live."""
+"""`reference` and `kl`: frozen models, how they live, and the KL coefficient."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import tyro
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.further_references import FurtherReference
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.control import Control, Fixed
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.train.config.watch import refuse_twice
 
 START, NONE = "start", "none"
 Further = tuple[FurtherReference, ...]
@@ -57,10 +59,20 @@ class Reference(OneReference):
     may follow."""
 
     def __post_init__(self) -> None:
-        names = [reference.name for reference in self.references]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise InputError(
-                f"--references: expected each name once, got {', '.join(twice)} twice; "
-                f"rename one"
-            )
+        refuse_twice("--references", [ref.name for ref in self.references])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KL:
+    """The KL coefficient β and its control; the penalty itself is in the method."""
+
+    kl_coef: float | None = None
+    """KL coefficient β, reward units per nat. At 0 the KL is still measured. None is
+    0.05 with a reference (0.1 in online-dpo, 1 in distill), and 0 without."""
+    kl_control: Control = Fixed()
+    """How β changes during the run: fixed; linear,end=E; or adaptive, pi and
+    lagrangian, which keep the KL at target=T nats per unit=response|token."""
+
+    def __post_init__(self) -> None:
+        if self.kl_coef is not None:
+            checks.non_negative(kl_coef=self.kl_coef)

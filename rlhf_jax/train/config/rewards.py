@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
@@ -18,6 +18,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.ensembles import Combine
 from rlhf_jax.runs import choices
+from rlhf_jax.train.config.watch import refuse_twice
 from rlhf_jax.verification.user_objects import OnFailure
 
 
@@ -151,23 +152,24 @@ class Workers:
             checks.positive(num_workers=self.num_workers)
         checks.positive(timeout=self.timeout)
 
+    @property
+    def of_pool(self) -> dict[str, Any]:
+        """These options alone, as pools take them."""
+        return {field.name: getattr(self, field.name) for field in _WORKERS}
+
     def refuse_unread(self, *, has_pool: bool) -> None:
-        """Refuses options of processes that a run does not have.
-
-        Args:
-          has_pool: whether there is a verifier or an environment.
-
-        Raises:
-          InputError: there is none, and an option is set.
-        """
-        for field in dataclasses.fields(Workers):
+        """Refuses a set option of a run without a verifier or environment."""
+        for field in () if has_pool else _WORKERS:
             value = getattr(self, field.name)
-            if not has_pool and value != field.default:
+            if value != field.default:
                 raise InputError(
                     f"--{field.name.replace('_', '-')}: expected --verifier or "
                     f"--environment with it, which it belongs to, got {value} without; "
                     f"give both, or leave it out"
                 )
+
+
+_WORKERS = dataclasses.fields(Workers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,12 +195,7 @@ class Rewards(Workers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = [source.name for source in self.rewards]
-        if len(set(names)) < len(names):
-            raise InputError(
-                f"--rewards: expected each name once, got {', '.join(names)}; rename "
-                f"one"
-            )
+        refuse_twice("--rewards", [source.name for source in self.rewards])
         short = {
             "--reward-model": self.reward_model,
             "--reward": self.reward,
@@ -213,11 +210,7 @@ class Rewards(Workers):
             )
 
     def sources(self, *, environment: bool) -> tuple[Reward, ...]:
-        """Every reward of the run; an environment's own where nothing else is given.
-
-        Args:
-          environment: responses are episodes of one.
-        """
+        """Every reward of the run; an environment's own where nothing else is set."""
         if self.reward_model is not None:
             return (Reward("reward_model", self.reward_model),)
         if self.reward is not None:

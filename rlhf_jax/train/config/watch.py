@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from rlhf_jax.functional import checks
@@ -58,11 +59,17 @@ class WatchTexts:
             eval_every=self.eval_every,
             text_rows=self.text_rows,
         )
-        names = [text.name for text in self.texts]
-        if len(set(names)) < len(names):
-            raise InputError(
-                f"--texts: expected each name once, got {', '.join(names)}"
-            )
+        refuse_twice("--texts", [text.name for text in self.texts])
+
+
+def refuse_twice(option: str, names: Sequence[str]) -> None:
+    """Raises InputError where two entries of an option have one name."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(
+            f"{option}: expected each name once, got {', '.join(twice)} twice; rename "
+            f"one"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,12 +109,9 @@ class Watch(WatchTexts):
         checks.positive(
             sample_every=self.sample_every,
             held_out_rows=self.held_out_rows,
-            **(
-                {}
-                if self.held_out_every is None
-                else {"held_out_every": self.held_out_every}
-            ),
         )
+        if self.held_out_every is not None:
+            checks.positive(held_out_every=self.held_out_every)
         checks.non_negative(
             num_shown=self.num_shown,
             num_alternatives=self.num_alternatives,

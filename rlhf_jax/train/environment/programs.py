@@ -77,14 +77,12 @@ class EpisodePrograms:
         """Compiles nothing yet.
 
         Args:
-          recipe: static.
           columns: P + R, tokens of the longest prompt and of what may follow it.
           places: episodes at a time, of all processes; C is this one's part of them,
             and more where the devices do not divide it.
           chunk: N, columns that are read at a time.
           mesh: whose devices draw: those along `tensor` together, in places of their
             own; None is one.
-          base: the parameters that adapters adapt.
           shaping: for evaluation only.
 
         Raises:
@@ -210,7 +208,6 @@ class EpisodePrograms:
         """Has the weights, for the calls inside; what fails there frees the places.
 
         Args:
-          policy: the policy's parameters, or its adapters.
           key: key[], of any row.
         """
         if self._state is None:

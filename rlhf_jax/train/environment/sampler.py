@@ -1,7 +1,8 @@
-"""Episodes as a sampler of a run: a rollout with its scores."""
+"""An environment in its processes, and episodes as a sampler of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,15 +12,32 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.devices import row_sharding
+from rlhf_jax.environments.calculator import Calculator
 from rlhf_jax.environments.episodes import Limits, Play
+from rlhf_jax.environments.guessing import Guessing
 from rlhf_jax.environments.pool import EnvironmentPool
+from rlhf_jax.environments.programming import Programming
+from rlhf_jax.environments.protocol import Environment
+from rlhf_jax.environments.rooms import Rooms
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.environment.programs import EpisodePrograms
+from rlhf_jax.runs import command_line
+from rlhf_jax.train.config.rewards import Workers
+from rlhf_jax.train.config.sampler import Episodes
+from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
+from rlhf_jax.train.environment.rows import ReadRows, read_begun
 
 Array = jax.Array
 Params = Any
+NAMES = "calculator, guessing, programming, rooms"
 
 
 class Drawn(NamedTuple):
@@ -47,10 +65,7 @@ class EpisodeSampler:
 
         Args:
           programs: whose columns hold a prompt and `limits.tokens`.
-          pool: that answers turns.
-          encoder: of observations.
           decode: token ids -> text of a turn, for the environment.
-          limits: of an episode.
           states: of the environment as episodes begin, by `Prompts.index`.
           home: where rollouts are wanted; None is the host, this process's rows.
         """
@@ -69,7 +84,6 @@ class EpisodeSampler:
         """An episode from every row of prompts.
 
         Args:
-          policy: the policy's parameters, or its adapters.
           prompts: Prompts[B, P], of several processes all rows or this one's, b.
           key: of this step; the sampler takes the first of the two keys split from it.
           version: i32[], of the policy; None stamps no token.
@@ -107,3 +121,155 @@ class EpisodeSampler:
     def free(self) -> None:
         """Lets the cache go, until the next call."""
         self.programs.free()
+
+
+class OpenedEnvironment:
+    """The environment of --environment, which answers until the run ends."""
+
+    def __init__(
+        self,
+        options: Episodes,
+        *,
+        pool: Workers,
+        chat: bool,
+        max_new_tokens: int,
+        start: Pretrained,
+        mesh: Mesh | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Processes start with the first row, and end with `stack`.
+
+        Args:
+          chat: its texts are messages of the user, by the tokenizer's chat template.
+          max_new_tokens: the room of an episode.
+          mesh: of the sampler, whose devices along `tensor` draw episodes together;
+            None is one device. Processes have each their own rows of a batch, and ask
+            an environment of their own.
+
+        Raises:
+          InputError: there is no such environment, or a turn has no room.
+        """
+        turn_tokens = options.max_turn_tokens
+        if turn_tokens is not None and turn_tokens > max_new_tokens:
+            raise InputError(
+                f"--environment: expected max_turn_tokens of at most the "
+                f"{max_new_tokens} tokens of --max-new-tokens, the room of a whole "
+                f"episode, got {turn_tokens}; lower it, or raise --max-new-tokens"
+            )
+        self._pool = stack.enter_context(
+            EnvironmentPool(make_environment(options.name), **pool.of_pool)
+        )
+        self._name = options.name
+        self._encoder = TurnEncoder(start.tokenizer, stop_ids=start.stop_ids, chat=chat)
+        self._decode = start._replace(params=None).decode
+        self._limits = Limits(
+            tokens=max_new_tokens,
+            turn_tokens=max_new_tokens if turn_tokens is None else turn_tokens,
+            turns=options.max_turns,
+            seconds=options.seconds,
+        )
+        self._chunk, self._mesh = options.observation_chunk, mesh
+
+    def read(
+        self,
+        source: str,
+        *,
+        room: int,
+        more: str,
+        overlong: Overlong,
+        receipt: Receipt,
+    ) -> ReadRows:
+        """The rows of a file, as the environment begins with them.
+
+        Args and errors are those of `read_begun`.
+        """
+        receipt.gives(f"--environment {self._name}")
+        return read_begun(
+            source,
+            pool=self._pool,
+            encoder=self._encoder,
+            room=room,
+            more=more,
+            overlong=overlong,
+            receipt=receipt,
+        )
+
+    def sampler(
+        self,
+        recipe: PolicyGradient | Sampled,
+        *,
+        begun: ReadRows,
+        rows: int,
+        home: Mesh,
+        base: Frozen | None = None,
+        greedy: bool | None = None,
+    ) -> EpisodeSampler:
+        """What draws episodes that begin with these rows.
+
+        Args:
+          begun: of `read`, its states by `Prompts.index`.
+          home: where rollouts are wanted.
+          greedy: the likeliest tokens, for evaluation only; False draws for one. It
+            waits for all episodes, as its figures would depend on the clock. None
+            trains.
+        """
+        assert begun.states is not None  # of `read`
+        limits = self._limits
+        if greedy is not None:
+            limits = limits._replace(seconds=None)
+        programs = EpisodePrograms(
+            recipe,
+            columns=max(map(len, begun.prompts)) + limits.tokens,
+            places=min(recipe.continuous_batching or rows, rows),
+            chunk=self._chunk,
+            mesh=self._mesh,
+            base=base,
+            shaping=Shaping(greedy=True) if greedy else None,
+        )
+        return EpisodeSampler(
+            programs,
+            pool=self._pool,
+            encoder=self._encoder,
+            decode=self._decode,
+            limits=limits,
+            states=begun.states,
+            home=home,
+        )
+
+
+def make_environment(name: str) -> Environment:
+    """The environment that --environment names.
+
+    "module:name" is a class of yours, or a function without arguments, whose result is
+    an environment.
+
+    Raises:
+      InputError: there is no such environment, or what it makes is none.
+      StopError: the module calls `sys.exit` when it is imported.
+    """
+    match name:
+        case "calculator":
+            return Calculator()
+        case "guessing":
+            return Guessing()
+        case "programming":
+            return Programming()
+        case "rooms":
+            return Rooms()
+    if ":" not in name:
+        raise InputError(
+            f"--environment: expected {NAMES} or module:name, got {name!r}; choose one"
+        )
+    make, cause = command_line.load_function(name, kind="class"), None
+    try:
+        environment = make()
+        if isinstance(environment, Environment):
+            return environment
+        result = f"{environment!r:.80}"
+    except Exception as error:  # whatever the user's own code raises
+        cause, result = error, f"{type(error).__name__}: {error}"
+    raise InputError(
+        f"--environment {name}: expected what it makes to have the methods reset and "
+        f"step, and a class or function without arguments, got {result}; see "
+        f"environments/README.md"
+    ) from cause

@@ -11,19 +11,15 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.examples import Tokens
-from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.data.text import Written
 from rlhf_jax.environments.finished import EARLY
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.environment.opened import OpenedEnvironment
 from rlhf_jax.train.environment.programs import Sampled
-from rlhf_jax.train.environment.rows import BegunRows
-from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.environment.rows import ReadRows
+from rlhf_jax.train.environment.sampler import EpisodeSampler, OpenedEnvironment
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.scoring import Scored
 
@@ -39,55 +35,19 @@ class Played:
         options: Config,
         *,
         opened: OpenedEnvironment,
-        begun: BegunRows,
+        begun: ReadRows,
         start: Pretrained,
         mesh: Mesh,
     ) -> None:
-        """Compiles nothing yet.
-
-        Args:
-          opened: which answers.
-          begun: of its `read`.
-          start: the policy, whose params are not read.
-          mesh: of all models.
-        """
-        self._options, self._opened, self._begun = options, opened, begun
+        """Compiles nothing yet; `begun` is of the `read` of `opened`."""
+        self._options, self._opened, self.begun = options, opened, begun
         self._start, self._mesh = start, mesh
         self._samplers: dict[tuple[ModelConfig, bool], EpisodeSampler] = {}
-        self._states = [b""] * begun.in_file
-        for number, state in zip(begun.numbers, begun.states, strict=True):
-            self._states[number] = state
-
-    @property
-    def rows(self) -> list[Row]:
-        """Of the file; an empty one in place of each that was dropped."""
-        rows: list[Row] = [{} for _ in range(self._begun.in_file)]
-        for number, row in zip(self._begun.numbers, self._begun.rows, strict=True):
-            rows[number] = row
-        return rows
-
-    @property
-    def written_prompts(self) -> list[Written]:
-        """The prompts as the environment wrote them; "" of rows that were dropped."""
-        prompts: list[Written] = ["" for _ in range(self._begun.in_file)]
-        for number, prompt in zip(
-            self._begun.numbers, self._begun.written_prompts, strict=True
-        ):
-            prompts[number] = prompt
-        return prompts
-
-    @property
-    def tokens(self) -> dict[int, Tokens]:
-        """Of the prompts that leave room, by their row in the file."""
-        return dict(zip(self._begun.numbers, self._begun.prompts, strict=True))
 
     def __call__(
         self, model: Frozen, prompts: Prompts, *, key: Array, greedy: bool
     ) -> tuple[Rollout, Scores]:
-        """An episode from every row of prompts.
-
-        Args:
-          model, prompts, key, greedy: those of `Programs.respond`.
+        """An episode from every row of prompts, as `Programs.respond` takes them.
 
         Raises:
           StopError: the environment failed, with --on-failure stop.
@@ -96,10 +56,9 @@ class Played:
         if (shape, greedy) not in self._samplers:
             self._samplers[shape, greedy] = self._opened.sampler(
                 Sampled(shape, self._start.stop_ids, self._options.temperature),
-                begun=self._begun,
+                begun=self.begun,
                 rows=len(prompts.index),
                 home=self._mesh,
-                states=self._states,
                 greedy=greedy,
             )
         sampler = self._samplers[shape, greedy]
@@ -128,16 +87,9 @@ def begin_episodes(
     reader: Pretrained,
     mesh: Mesh,
     stack: contextlib.ExitStack,
-    receipt: Receipt | None = None,
+    receipt: Receipt,
 ) -> Played:
     """What plays episodes of the held-out rows.
-
-    Args:
-      options: with an environment.
-      reader: the policy, whose params are not read.
-      mesh: of all models.
-      stack: that ends the processes of the environment.
-      receipt: is told of every row, and of those that are left out.
 
     Raises:
       InputError: there is no such environment, it cannot begin with a row, or a prompt

@@ -17,6 +17,12 @@ from rlhf_jax.train.config.sampler import Episodes
 from rlhf_jax.train.config.start import Compute
 
 NUM_TEXTS = 256
+KINDS: dict[str, Kind] = {  # of scores, by the option that computes them
+    "--reward": "reward",
+    "--verifier": "verifier",
+    "--reward-model": "reward",
+    "--environment": "environment",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,21 +119,12 @@ class Config(RunConfig):
 
     def _check_scores(self) -> None:
         """Raises InputError for what cannot score these responses together."""
-        sources = [
-            f"{name} {value}"
-            for name, value in {
-                "--reward": self.reward,
-                "--verifier": self.verifier and self.verifier.name,
-                "--reward-model": self.reward_model,
-                "--environment": self.environment and self.environment.name,
-            }.items()
-            if value is not None
-        ]
-        if len(sources) > 1:
+        if len(self.scorers) > 1:
+            chosen = " and ".join(map(" ".join, self.scorers.items()))
             raise InputError(
                 f"expected one of --reward, --verifier, --reward-model and "
-                f"--environment, or none, got {' and '.join(sources)}; evaluate with "
-                f"each in a run of its own"
+                f"--environment, or none, got {chosen}; evaluate with each in a run of "
+                f"its own"
             )
         self.workers.refuse_unread(has_pool=self.kind in ("verifier", "environment"))
         option = self.data.writing_option
@@ -152,25 +149,27 @@ class Config(RunConfig):
         return tuple(sorted({*powers, self.num_samples}))
 
     @property
+    def scorers(self) -> dict[str, str]:
+        """What scores responses, by its option; at most one."""
+        options = {
+            "--reward": self.reward,
+            "--verifier": self.verifier and self.verifier.name,
+            "--reward-model": self.reward_model,
+            "--environment": self.environment and self.environment.name,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    @property
     def score_called(self) -> str:
         """What messages call the reward or verifier."""
-        if self.environment is not None:
-            return f"--environment {self.environment.name}"
-        if self.verifier is not None:
-            return f"--verifier {self.verifier.name}"
-        if self.reward is not None:
-            return f"--reward {self.reward}"
-        return f"--reward-model {self.reward_model}"
+        return " ".join(*self.scorers.items())
 
     @property
     def kind(self) -> Kind:
         """What scores are."""
-        if self.environment is not None:
-            return "environment"
-        if self.verifier is not None:
-            return "verifier"
-        scored = self.reward is not None or self.reward_model is not None
-        return "reward" if scored else "none"
+        for option in self.scorers:
+            return KINDS[option]
+        return "none"
 
 
 SCREEN = {

@@ -18,7 +18,6 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
@@ -34,8 +33,6 @@ def prompts_of(
     """Some prompts, each `num_samples` times, as wide as the longest of all.
 
     Args:
-      tokens: of all prompts, by their row.
-      rows: which of them.
       num_samples: neighbouring rows with the same prompt.
       pad_id: what stands left of shorter ones.
     """
@@ -55,24 +52,17 @@ class Programs:
     """What is compiled, once for each shape; frozen models are arguments."""
 
     def __init__(self, options: Config, *, start: Pretrained, mesh: Mesh) -> None:
-        self._model, self._mesh = start.model, mesh
-        on = functools.partial(sharding.on, mesh)
+        self._mesh, on = mesh, functools.partial(sharding.on, mesh)
+        shape = functools.partial(frozen.shape_of, policy=start.model)
         sampled = {
             "max_new_tokens": options.max_new_tokens,
             "temperature": options.temperature,
         }
 
-        def respond(
-            frozen_model: Frozen,
-            prompts: Prompts,
-            key: Array,
-            *,
-            model: ModelConfig,
-            greedy: bool,
-        ) -> Rollout:
+        def respond(model: Frozen, prompts: Prompts, key: Array, greedy: bool) -> Any:
             return rollout(
-                frozen.read(frozen_model),
-                model=model,
+                frozen.read(model),
+                model=shape(model),
                 prompts=prompts,
                 key=key,
                 stop_ids=start.stop_ids,
@@ -82,31 +72,26 @@ class Programs:
             )
 
         def divergence(
-            policy: Frozen,
-            reference: Frozen,
-            responses: Rollout,
-            *,
-            ref_model: ModelConfig,
+            policy: Frozen, reference: Frozen, responses: Rollout
         ) -> Divergence:
+            """The KL of the policy's responses to the reference, of each."""
             return evaluation.divergence(
                 frozen.read(policy),
                 frozen.read(reference),
                 rollout=responses,
                 model=start.model,
-                ref_model=ref_model,
+                ref_model=shape(reference),
                 **sampled,
             )
 
-        def text_stats(
-            frozen_model: Frozen, texts: Sequences, *, model: ModelConfig
-        ) -> Any:
+        def text_stats(model: Frozen, texts: Sequences) -> Any:
             return evaluation.text_stats(
-                frozen.read(frozen_model), {"texts": texts}, model=model
+                frozen.read(model), {"texts": texts}, model=shape(model)
             )
 
-        self._respond = jax.jit(on(respond), static_argnames=("model", "greedy"))
-        self._divergence = jax.jit(on(divergence), static_argnames=("ref_model",))
-        self._text_stats = jax.jit(on(text_stats), static_argnames=("model",))
+        self._respond = jax.jit(on(respond), static_argnames="greedy")
+        self.divergence = jax.jit(on(divergence))
+        self._text_stats = jax.jit(on(text_stats))
         self._score = jax.jit(on(lambda reward, responses: reward(responses)))
 
     def respond(
@@ -115,26 +100,12 @@ class Programs:
         """Responses of a frozen model.
 
         Args:
-          model: the policy or the reference.
           prompts: of NumPy, from `prompts_of`, once each where `greedy`.
           key: of this model; each row's is folded from its prompt and sample number.
           greedy: take the most likely tokens.
         """
-        return self._respond(
-            model,
-            row_sharding.put_rows(prompts, mesh=self._mesh),
-            key,
-            model=self._shape(model),
-            greedy=greedy,
-        )
-
-    def divergence(
-        self, policy: Frozen, reference: Frozen, responses: Rollout
-    ) -> Divergence:
-        """The KL of the policy's responses to the reference, of each."""
-        return self._divergence(
-            policy, reference, responses, ref_model=self._shape(reference)
-        )
+        prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
+        return self._respond(model, prompts, key, greedy=greedy)
 
     def score(self, scorer: RewardModel, responses: Rollout) -> Array:
         """f32[B], of a reward model."""
@@ -143,9 +114,5 @@ class Programs:
 
     def text_loss(self, model: Frozen, texts: Sequences) -> float:
         """-(1/N) Σ log π(token) of fixed texts at temperature 1, nats per token."""
-        stats = self._text_stats(model, texts, model=self._shape(model))
-        ((total, weight),) = stats.values()
+        ((total, weight),) = self._text_stats(model, texts).values()
         return float(total) / float(weight)
-
-    def _shape(self, model: Frozen) -> ModelConfig:
-        return frozen.shape_of(model, policy=self._model)

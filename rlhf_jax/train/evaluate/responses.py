@@ -12,9 +12,6 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.examples import Tokens
-from rlhf_jax.data.json_lines import Row
-from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes
 from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
@@ -25,6 +22,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import text
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.verifiers import Answering
+from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.evaluate import episodes
 from rlhf_jax.train.evaluate.episodes import Played
 from rlhf_jax.train.evaluate.programs import Programs, prompts_of
@@ -43,9 +41,7 @@ class Evaluation:
     start: Pretrained  # its params are not read
     models: dict[Model, Frozen]  # the policy, and a reference if there is one
     keys: dict[Model, Array]  # one for each, so that equal models differ in samples
-    rows: list[Row]  # of the file of prompts
-    prompts: list[Written]  # their prompts as they were written
-    tokens: dict[int, Tokens]  # of the prompts that leave room, by their row
+    read: ReadRows  # of the file of prompts
     num_samples: int
     batch_size: int  # prompts
     score: Score | None
@@ -58,7 +54,7 @@ class Evaluation:
     @property
     def num_steps(self) -> int:
         """Batches of prompts."""
-        return -(-len(self.tokens) // self.batch_size)
+        return -(-len(self.read.tokens) // self.batch_size)
 
     def batch(self, step: int, *, guard: Guard) -> list[Response]:
         """The responses to one batch of prompts.
@@ -67,10 +63,9 @@ class Evaluation:
         left out, so that every batch has one shape.
 
         Args:
-          step: of the batches of prompts, in their order.
           guard: a context around the user's code.
         """
-        begin, numbers = step * self.batch_size, list(self.tokens)
+        begin, numbers = step * self.batch_size, list(self.read.tokens)
         count = min(self.batch_size, len(numbers) - begin)
         rows = [numbers[(begin + i) % len(numbers)] for i in range(self.batch_size)]
         responses: list[Response] = []
@@ -94,7 +89,10 @@ class Evaluation:
     ) -> list[Response]:
         model, num_samples = self.models[name], 1 if greedy else self.num_samples
         prompts = prompts_of(
-            self.tokens, rows=rows, num_samples=num_samples, pad_id=self.start.pad_id
+            self.read.tokens,
+            rows=rows,
+            num_samples=num_samples,
+            pad_id=self.start.pad_id,
         )
         rollout, scores = self._drawn(
             model, prompts, key=self.keys[name], greedy=greedy, guard=guard
@@ -112,7 +110,10 @@ class Evaluation:
         shown = first(rollout, count)
         distance = jax.tree.map(lambda leaf: leaf[:count], processes.whole(distance))
         texts = text.read(
-            shown, decode=self.start.decode, rows=self.rows, prompts=self.prompts
+            shown,
+            decode=self.start.decode,
+            rows=self.read.rows,
+            prompts=self.read.written_prompts,
         )
         mask, tokens = np.asarray(shown.response_mask), np.asarray(shown.tokens)
         logprobs = np.asarray(shown.old_logprobs).sum(axis=1)
@@ -190,20 +191,18 @@ class Evaluation:
 
     def _answer(self, response: str) -> str | None:
         assert self.answers is not None
+        cause = None
         try:
             answer = self.answers.answer(response)
+            if answer is None or isinstance(answer, str):
+                return answer
+            result = f"{answer!r:.60}"
         except Exception as error:  # whatever the user's own code raises
-            raise InputError(
-                f"{self.score_called}: expected answer(response) to return a text or "
-                f"None, got {type(error).__name__}: {error} for {response!r:.60}; mend "
-                f"it"
-            ) from error
-        if answer is not None and not isinstance(answer, str):
-            raise InputError(
-                f"{self.score_called}: expected answer(response) to return a text or "
-                f"None, got {answer!r:.60}; mend it"
-            )
-        return answer
+            cause, result = error, f"{type(error).__name__}: {error}"
+        raise InputError(
+            f"{self.score_called}: expected answer(response) to return a text or None, "
+            f"got {result} for {response!r:.60}; mend it"
+        ) from cause
 
     def _judged(
         self,
@@ -219,7 +218,7 @@ class Evaluation:
                 prompts=[response.prompt for response in policy],
                 responses=[response.response for response in policy],
                 ref_responses=[response.response for response in reference],
-                rows=[self.rows[response.row] for response in policy],
+                rows=[self.read.rows[response.row] for response in policy],
                 called=self.judge_called,
             )
         return [

@@ -39,8 +39,6 @@ def collected(
     """The figures of all responses, as JSON; equal for equal responses.
 
     Args:
-      responses: of all prompts.
-      options: of the run.
       answers: whether the verifier reads answers, which majority@k needs.
     """
     names = list(dict.fromkeys(response.model for response in responses))
@@ -53,10 +51,7 @@ def collected(
         "prompts": len(of["policy", "sampled"]),
         "num_samples": options.num_samples,
         "temperature": options.temperature,
-        "scored_by": (options.environment and options.environment.name)
-        or (options.verifier and options.verifier.name)
-        or options.reward
-        or options.reward_model,
+        "scored_by": next(iter(options.scorers.values()), None),
     }
     for name in names:
         results[name] = {

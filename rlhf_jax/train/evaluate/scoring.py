@@ -53,12 +53,7 @@ def opened(
             processes.whole(programs.score(reward_model, rollout))[:count]
         )
     elif verifier is not None:
-        with VerifierPool(
-            verifier,
-            num_workers=options.workers.num_workers,
-            timeout=options.workers.timeout,
-            on_failure=options.workers.on_failure,
-        ) as pool:
+        with VerifierPool(verifier, **options.workers.of_pool) as pool:
             verified = pool.reward(decode=start.decode, rows=rows, prompts=prompts)
 
             def verify(rollout: Rollout, count: int) -> Scored:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,8 @@ import jax
 
 from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import digests, encoding, files, json_lines
-from rlhf_jax.data.examples import Tokens
-from rlhf_jax.data.json_lines import Row, place
+from rlhf_jax.data import digests, json_lines
 from rlhf_jax.data.receipts import Receipt, Receipts, items
-from rlhf_jax.data.text import Written, messages
 from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
@@ -30,12 +26,12 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
+from rlhf_jax.train.environment.rows import ReadRows, read_prompts
 from rlhf_jax.train.evaluate import responses, results, scoring
 from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
-from rlhf_jax.train.responses import put, question
 from rlhf_jax.train.rewards import make_verifier
 from rlhf_jax.train.start import load_start, receipt_of
 
@@ -53,11 +49,7 @@ def main(options: Config) -> None:
 
 
 def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
-    """From the options to the results.
-
-    Args:
-      stack: that ends the processes of an environment.
-    """
+    """From the options to the results."""
     started, compiled = time.perf_counter(), compile_counts.so_far()
     if jax.process_count() > 1:
         raise InputError(
@@ -72,20 +64,19 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     receipts = Receipts()
     data = receipts.source("--prompts", options.data.prompts)
     if options.environment is None:
-        rows, written_prompts, tokens = read_prompts(
-            options, reader=reader, verifier=verifier, receipt=data
-        )
+        read = read_asked(options, reader=reader, verifier=verifier, receipt=data)
     else:
         played = begin_episodes(
             options, reader=reader, mesh=mesh, stack=stack, receipt=data
         )
-        rows, written_prompts, tokens = (
-            played.rows,
-            played.written_prompts,
-            played.tokens,
+        read = played.begun
+    data.use("evaluated", items.of_prompts(read.prompts))
+    dropped = len(read.rows) - len(read.tokens)
+    if dropped:
+        print(
+            f"{dropped} of {len(read.rows)} prompts leave no room for a response and "
+            f"are dropped (--overlong drop)"
         )
-    data.use("evaluated", items.of_prompts(tokens.values()))
-    tell_dropped(len(rows) - len(tokens), of=len(rows))
     texts = None
     if options.texts is not None:
         texts = pretrained.read_texts(
@@ -123,8 +114,8 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         options,
         programs=programs,
         start=start,
-        rows=rows,
-        prompts=written_prompts,
+        rows=read.rows,
+        prompts=read.written_prompts,
         verifier=verifier,
         reward_model=reward_model,
     ) as score:
@@ -136,9 +127,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 name: jax.random.fold_in(key, number)
                 for number, name in enumerate(models)
             },
-            rows=rows,
-            prompts=written_prompts,
-            tokens=tokens,
+            read=read,
             num_samples=options.num_samples,
             batch_size=options.batch_size,
             score=score,
@@ -149,8 +138,8 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             score_called=options.score_called,
         )
         meta = {
-            "data_digest": digests.of_tokens(list(tokens.values())),
-            "rows_digest": digests.of_rows(rows),
+            "data_digest": digests.of_tokens(read.prompts),
+            "rows_digest": digests.of_rows(read.rows),
             **start.meta,
         }
         beside: dict[str, Frozen] = {**models}
@@ -175,23 +164,30 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             for step in stage.steps():
                 batch = evaluation.batch(step, guard=stage.user_code)
                 if step == 0:
-                    check_scored(batch, options=options)
+                    if all(response.failed for response in batch):
+                        raise StopError(
+                            f"{options.score_called}: expected a score for some "
+                            f"response of the first batch, got none for {len(batch)} "
+                            f"of {len(batch)} (the warning above says why); mend it"
+                        )
                     unscored.pop_all()
                 rows_of_batch = [dataclasses.asdict(response) for response in batch]
                 stage.end_step(step, responses.stats(batch), rows_of_batch)
-    read = [
+    evaluated = [
         Response.from_json(row)
         for row in metrics.read(job.folder / "samples.jsonl")
         if row["stage"] == STAGE
     ]
-    expected = len(models) * len(tokens) * (options.num_samples + 1)
-    if len(read) != expected:
+    expected = len(models) * len(read.tokens) * (options.num_samples + 1)
+    if len(evaluated) != expected:
         raise InputError(
             f"{job.folder / 'samples.jsonl'}: expected {expected} rows, one for each "
-            f"response, got {len(read)}; evaluate again with another --out"
+            f"response, got {len(evaluated)}; evaluate again with another --out"
         )
-    collected = results.collected(read, options=options, answers=answers is not None)
-    collected["dropped"] = len(rows) - len(tokens)
+    collected = results.collected(
+        evaluated, options=options, answers=answers is not None
+    )
+    collected["dropped"] = dropped
     if texts is not None:
         losses = {
             f"{name}_loss": programs.text_loss(model, texts)
@@ -215,20 +211,6 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         | profiled.summary(job.folder, profile=options.profile, flops=None),
     )
     print(f"{seconds:.0f} s; results are in {job.folder / 'results.json'}")
-
-
-def check_scored(batch: Sequence[Response], *, options: Config) -> None:
-    """Checks that something of the first batch has a score.
-
-    Raises:
-      StopError: nothing has.
-    """
-    if all(response.failed for response in batch):
-        raise StopError(
-            f"{options.score_called}: expected a score for some response of the first "
-            f"batch, got none for {len(batch)} of {len(batch)} (the warning above says "
-            f"why); mend it"
-        )
 
 
 def empty(run: Path) -> None:
@@ -260,68 +242,32 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
     return verifier, judge
 
 
-def read_prompts(
-    options: Config,
-    *,
-    reader: Pretrained,
-    verifier: Verifier | None,
-    receipt: Receipt | None = None,
-) -> tuple[list[Row], list[Written], dict[int, Tokens]]:
-    """The rows, their prompts, and the tokens of those that leave room, by row.
-
-    Args:
-      options: of the run.
-      reader: the policy, whose params are not read.
-      verifier: which will read the rows.
-      receipt: is told of every row, of what reads its fields, and of rows left out.
+def read_asked(
+    options: Config, *, reader: Pretrained, verifier: Verifier | None, receipt: Receipt
+) -> ReadRows:
+    """The rows, and the prompts of those that leave room.
 
     Raises:
       InputError: the file cannot be read, a prompt is too long, or the verifier cannot
         read the right answer of a row.
     """
-    field = options.data.prompt_field
     if isinstance(verifier, verifiers.Readable):
         located = json_lines.read_located(options.data.prompts)
         verifiers.check_answers(located, verifier=verifier)
-    rows = files.read_prompts(options.data.prompts, field=field, receipt=receipt)
-    if receipt is not None:
-        if options.verifier is not None and ":" in options.verifier.name:
-            receipt.gives(f"--verifier {options.verifier.name}")
-        elif options.verifier is not None:
-            receipt.reads(options.verifier.answer_field)
-        if options.data.chat:  # texts are put as messages
-            receipt.reads(*messages.OF_TEMPLATE)
-        for option, spec in (("--reward", options.reward), ("--judge", options.judge)):
-            if spec is not None:
-                receipt.gives(f"{option} {spec}")
-    written_prompts = [put(row[field], options=options.data) for row in rows]
-    fitting, tokens = encoding.encode_prompts(
-        reader.tokenizer,
-        [
-            row | {"asked": prompt, "number": number}
-            for number, (row, prompt) in enumerate(
-                zip(rows, written_prompts, strict=True)
-            )
-        ],
-        max_length=reader.room(max_new_tokens=options.max_new_tokens),
-        field="asked",
-        questions=[
-            question(row, options=options.data, where=place(row, number))
-            for number, row in enumerate(rows)
-        ],
-        stop_ids=reader.stop_ids,
-        overlong=options.data.overlong,
+    read = read_prompts(
+        options.data.prompts,
+        options=options.data,
+        start=reader,
+        room=reader.room(max_new_tokens=options.max_new_tokens),
         more="lower --max-new-tokens",
         receipt=receipt,
     )
-    numbers = (int(row["number"]) for row in fitting)
-    return rows, written_prompts, dict(zip(numbers, tokens, strict=True))
-
-
-def tell_dropped(count: int, *, of: int) -> None:
-    """Says how many prompts --overlong drop leaves out."""
-    if count:
-        print(
-            f"{count} of {of} prompts leave no room for a response and are dropped "
-            f"(--overlong drop)"
-        )
+    readers = {"--reward": options.reward, "--judge": options.judge}
+    if options.verifier is not None and ":" in options.verifier.name:
+        readers = {"--verifier": options.verifier.name, **readers}
+    elif options.verifier is not None:
+        receipt.reads(options.verifier.answer_field)
+    for option, spec in readers.items():
+        if spec is not None:
+            receipt.gives(f"{option} {spec}")
+    return read

@@ -27,7 +27,7 @@ per response from student to teacher, to fall. OUT/model is a Hugging Face check
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe
@@ -45,6 +45,8 @@ class Config(PolicyGradientConfig):
 
     name: ClassVar[str] = "distill"
     default_kl_coef: ClassVar[float] = 1.0
+    needs_reward: ClassVar[bool] = False  # the teacher alone is enough
+    reads_hidden_states: ClassVar[bool] = True
     method: Annotated[DistillRecipe, FLAT] = RECIPE
     """Coefficients and choices of distillation."""
 
@@ -58,26 +60,12 @@ class Config(PolicyGradientConfig):
                 f"{self.reference.reference}; name one"
             )
 
-    @property
-    def needs_reward(self) -> bool:
-        """The teacher alone is enough."""
-        return False
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        """Whether the loss reads hidden states of the reference, through its head."""
-        return True
-
     def algorithm(self, **shapes: Any) -> Distill:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
         return Distill(**vars(self.recipe), rewarded=bool(self.sources), **shapes)
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax distill`: from a command line to a run."""
-    commands.run(
-        Config,
-        description=__doc__,
-        first=("method.divergence",),
-        argv=argv,
-    )
+command = functools.partial(
+    commands.run, Config, description=__doc__, first=("method.divergence",)
+)
+"""`rlhf-jax distill`: from a command line to a run."""

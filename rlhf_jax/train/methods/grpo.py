@@ -28,7 +28,7 @@ score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms import grpo
@@ -37,9 +37,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
-from rlhf_jax.train.config.kl import KL
 from rlhf_jax.train.config.optimizer import Optimizer
-from rlhf_jax.train.config.reference import Reference
+from rlhf_jax.train.config.reference import KL, Reference
 from rlhf_jax.train.config.sampler import Sampling
 
 RECIPE = GroupRecipe(temperature=1.0)
@@ -98,12 +97,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 """--preset NAME: what was published, where it differs from the defaults."""
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax grpo`: from a command line to a run."""
-    commands.run(
-        Config,
-        description=__doc__,
-        first=("method.group_size",),
-        presets=PRESETS,
-        argv=argv,
-    )
+command = functools.partial(
+    commands.run,
+    Config,
+    description=__doc__,
+    first=("method.group_size",),
+    presets=PRESETS,
+)
+"""`rlhf-jax grpo`: from a command line to a run."""

@@ -11,7 +11,7 @@ to the mixture's, less --kl-coef times the KL.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms.nash_md import NashMD, NashMDRecipe
@@ -27,6 +27,7 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax nash-md`, which trains on half of a batch."""
 
     name: ClassVar[str] = "nash-md"
+    mixes_reference: ClassVar[bool] = True
     method: Annotated[NashMDRecipe, FLAT] = RECIPE
     """Coefficients and choices of Nash-MD."""
 
@@ -43,11 +44,6 @@ class Config(PolicyGradientConfig):
     def rows_per_prompt(self) -> int:
         """A response of the policy and one of the mixture."""
         return 2
-
-    @property
-    def mixes_reference(self) -> bool:
-        """Whether responses are sampled from a mixture with the reference."""
-        return True
 
     @property
     def sampler_tolerance(self) -> float:
@@ -67,6 +63,7 @@ class Config(PolicyGradientConfig):
         return NashMD(**vars(self.recipe), **shapes)
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax nash-md`: from a command line to a run."""
-    commands.run(Config, description=__doc__, first=("method.mixture",), argv=argv)
+command = functools.partial(
+    commands.run, Config, description=__doc__, first=("method.mixture",)
+)
+"""`rlhf-jax nash-md`: from a command line to a run."""

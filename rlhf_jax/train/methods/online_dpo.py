@@ -12,7 +12,7 @@ a stale sampler (--max-staleness) makes older pairs, and nothing corrects for it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms.online_dpo import OnlineDPO, OnlineDPORecipe
@@ -53,11 +53,10 @@ class Config(PolicyGradientConfig):
         return OnlineDPO(**vars(self.recipe), beta=self.kl_coef, **shapes)
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax online-dpo`: from a command line to a run."""
-    commands.run(
-        Config,
-        description=__doc__,
-        first=("method.group_size", "method.labels"),
-        argv=argv,
-    )
+command = functools.partial(
+    commands.run,
+    Config,
+    description=__doc__,
+    first=("method.group_size", "method.labels"),
+)
+"""`rlhf-jax online-dpo`: from a command line to a run."""

@@ -36,7 +36,7 @@ adaptive,target=6,unit=response.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 import optax
@@ -48,9 +48,14 @@ from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
-from rlhf_jax.train.config.critic import REWARD_MODEL, Critic
-from rlhf_jax.train.config.kl import KL
-from rlhf_jax.train.config.optimizer import Adam, Optimizer, TFAdam
+from rlhf_jax.train.config.optimizer import (
+    REWARD_MODEL,
+    Adam,
+    Critic,
+    Optimizer,
+    TFAdam,
+)
+from rlhf_jax.train.config.reference import KL
 
 RECIPE = Recipe(num_minibatches=4, temperature=1.0)
 
@@ -129,12 +134,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 """--preset NAME: what the published runs set, where it differs from the defaults."""
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax ppo`: from a command line to a run."""
-    commands.run(
-        Config,
-        description=__doc__,
-        first=("method.num_minibatches",),
-        presets=PRESETS,
-        argv=argv,
-    )
+command = functools.partial(
+    commands.run,
+    Config,
+    description=__doc__,
+    first=("method.num_minibatches",),
+    presets=PRESETS,
+)
+"""`rlhf-jax ppo`: from a command line to a run."""

@@ -9,7 +9,7 @@ and the advantage of a token is its reward to go, whitened over the rollout.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
@@ -32,6 +32,5 @@ class Config(PolicyGradientConfig):
         return REINFORCE(**vars(self.recipe), **shapes)
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax reinforce`: from a command line to a run."""
-    commands.run(Config, description=__doc__, argv=argv)
+command = functools.partial(commands.run, Config, description=__doc__)
+"""`rlhf-jax reinforce`: from a command line to a run."""

@@ -41,11 +41,9 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         """Starts nothing yet.
 
         Args:
-          sampler: that draws.
           home: the policy's mesh, where rollouts are wanted.
           merge: adapters -> the parameters that they make of their base; None of a
             policy that is all of its parameters.
-          retries: of a hand-over or a draw that failed; None is the default.
           threaded: whether a thread may call it, beside the updates.
         """
         self.threaded = threaded
@@ -83,8 +81,6 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         Args:
           policy: all of its parameters, handed over where they are of another version
             than the last ones.
-          prompts: Prompts[B, P].
-          key: of this step.
           version: i32[], of the policy, `TrainState.step`.
 
         Raises:

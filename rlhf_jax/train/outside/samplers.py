@@ -19,9 +19,7 @@ from rlhf_jax.models.lora import merge as merged
 from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.samplers.process import ProcessSampler
 from rlhf_jax.samplers.retries import Retries
-from rlhf_jax.samplers.server import ServerSampler
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here, Process
@@ -61,10 +59,15 @@ def make_sampler(
         merge = _merging(models.base, recipe.lora, mesh=meshes.policy)
         recipe = dataclasses.replace(recipe, lora=None)
     if isinstance(options, Process):
+        # Here and below, as they are modules that no other run needs.
+        from rlhf_jax.samplers.process import ProcessSampler
+
         outside = ProcessSampler(
             recipe, weights=options.weights, timeout=options.timeout
         )
         return OutsideSampler(outside, home=meshes.policy, merge=merge, retries=retries)
+    from rlhf_jax.samplers.server import ServerSampler
+
     tolerance = options.check_tolerance
     if tolerance is None:
         tolerance = self_check.TOLERANCE[config.start.dtype]

@@ -73,8 +73,6 @@ def largest(
 
     Args:
       alive: n -> bytes; None is too many to be told.
-      known: what is known already.
-      calls: of `alive`, at the most.
 
     Returns:
       n, 0 where not even 1 was seen to fit, and whether n + 1 was seen not to fit.

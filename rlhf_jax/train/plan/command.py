@@ -26,9 +26,9 @@ from rlhf_jax.planning import compiled
 from rlhf_jax.runs import command_line
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.main import TRAINERS
 from rlhf_jax.train.plan import plan
-from rlhf_jax.train.plan.options import Options
-from rlhf_jax.train.trainers import TRAINERS
+from rlhf_jax.train.plan.job import Options
 
 UNREAD = {"prompts": "-", "data": "-", "out": "-"}  # by a plan; a run needs them
 
@@ -43,9 +43,6 @@ def command(argv: Sequence[str]) -> None:
 
 def parse(argv: Sequence[str]) -> tuple[Any, Options]:
     """The run and what is asked of its plan.
-
-    Args:
-      argv: a command and its options, with those of the plan among them.
 
     Raises:
       InputError: there is no such command, or an option is wrong.

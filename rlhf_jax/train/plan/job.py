@@ -1,13 +1,14 @@
-"""A run as shapes: its model for the chips, and the step of its command."""
+"""The options of a plan, and a run as shapes: its model and the step of its command."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import TypeAlias
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice
 from rlhf_jax.models.config import ModelConfig
@@ -19,9 +20,47 @@ from rlhf_jax.train import shapes
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.supervised import SupervisedConfig
 from rlhf_jax.train.plan import policy_gradient, supervised
-from rlhf_jax.train.plan.options import Options
 
 Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The chips that a run is to use, and the lengths of its texts."""
+
+    topology: str | None = None
+    """Chips to compile for, as v5e:2x2, or h100:8x8 for nodes x GPUs; None is this
+    machine's device."""
+    chip: str | None = None
+    """The chip of a topology that names none, as h100 with --topology 8x8; without a
+    topology, the one that this machine's compiler stands in for."""
+    prompt_length: int = 64
+    """Columns of prompts, tokens."""
+    lengths: Path | None = None
+    """File of response lengths, an integer or an object with "length" per line; None
+    is responses of all columns."""
+    find_batch: bool = False
+    """Also look for the largest batch that fits, with some more compiles."""
+    find_sampler_mesh: bool = False
+    """Compare the meshes that the chips allow for sampling, and plan with the fastest
+    that fits; some more compiles."""
+    json: Path | None = None
+    """Where to write the plan."""
+
+    def __post_init__(self) -> None:
+        checks.positive(prompt_length=self.prompt_length)
+        if ":" in (self.topology or "") and self.chip is not None:
+            raise InputError(
+                f"expected --topology or --chip, got {self.topology} and {self.chip}; "
+                f"a topology names its chip"
+            )
+
+    @property
+    def slice(self) -> str | None:
+        """The topology with its chip, as h100:8x8."""
+        if self.topology is None or self.chip is None:
+            return self.topology
+        return f"{self.chip}:{self.topology}"
 
 
 def workload_of(
@@ -34,9 +73,6 @@ def workload_of(
     """The step that is planned.
 
     Args:
-      config: of the run.
-      options: the lengths of its texts.
-      target: the chips.
       lengths: of responses in rising order, tokens; None fills all columns.
 
     Raises:
@@ -113,19 +149,6 @@ def columns_of(config: Config, options: Options) -> int:
     return columns
 
 
-def with_rows(config: Config, rows: int) -> Config:
-    """The run with another batch."""
-    batch: Any = dataclasses.replace(config.batch, batch_size=rows)
-    return dataclasses.replace(config, batch=batch)
-
-
 def minibatches(config: Config) -> int:
     """Updates of a pass over a batch."""
     return getattr(config.method, "num_minibatches", 1)
-
-
-def sampler_mesh(config: Config) -> MeshShape | None:
-    """The mesh of its own that responses are sampled on, over all chips."""
-    if isinstance(config, SupervisedConfig):
-        return None
-    return config.placement.sampler.mesh

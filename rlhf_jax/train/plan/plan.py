@@ -36,10 +36,10 @@ from rlhf_jax.planning import (
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.measured import Target, Waiting
 from rlhf_jax.runs import report
+from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.plan import job, sampler_meshes
 from rlhf_jax.train.plan.advice import advice, largest
-from rlhf_jax.train.plan.job import Config
-from rlhf_jax.train.plan.options import Options
+from rlhf_jax.train.plan.job import Config, Options
 
 
 def silent(what: str) -> AbstractContextManager[None]:
@@ -54,10 +54,7 @@ def plan(
     """The plan, as `--json` writes it.
 
     Args:
-      config: of the run.
-      options: the chips, and the lengths of texts.
       command: line that asks for it, for the record.
-      waiting: shows what is being compiled.
 
     Returns:
       All bytes are of one chip. `held` is what is alive throughout, `programs` what
@@ -85,7 +82,9 @@ def plan(
         )
         config = sampler_meshes.sampled_on(config, layouts[0].mesh)
         work = job.workload_of(config, options, target=target, lengths=lengths)
-    sampler_mesh = job.sampler_mesh(config)
+    sampler_mesh = None
+    if isinstance(config, PolicyGradientConfig):
+        sampler_mesh = config.placement.sampler.mesh
     visits = workload.block_visits(
         work.model,
         columns=job.columns_of(config, options),
@@ -115,9 +114,8 @@ def plan(
     if "KV cache" in within:  # whose rows lie on `context` too
         within["KV cache"] //= mesh.context
     if sampler_mesh is not None and "KV cache" in within:
-        shape = sampler_mesh
-        heads = math.gcd(shape.tensor, work.model.num_kv_heads)
-        shared = shape.data * shape.fsdp * heads
+        heads = math.gcd(sampler_mesh.tensor, work.model.num_kv_heads)
+        shared = sampler_mesh.data * sampler_mesh.fsdp * heads
         within["KV cache"] = work.within["KV cache"] // shared
     result: dict[str, Any] = {
         "command": command,
@@ -168,9 +166,6 @@ def speed(
     """How fast a step can be at most, as JSON values.
 
     Args:
-      programs: from `measured.described`.
-      chip: its peak rate.
-      num_chips: chips.
       tokens: of a step's prompts and responses, without padding.
 
     Returns:
@@ -227,9 +222,9 @@ def _largest_batch(
 
     def alive(steps: int) -> int | None:
         rows = steps * step
-        work = job.workload_of(
-            job.with_rows(config, rows), options, target=target, lengths=lengths
-        )
+        batch: Any = dataclasses.replace(config.batch, batch_size=rows)
+        tried = dataclasses.replace(config, batch=batch)
+        work = job.workload_of(tried, options, target=target, lengths=lengths)
         measurements = measured.measure(
             work.programs, target, rows=rows, waiting=waiting
         )

@@ -6,6 +6,7 @@ sampling ─> each reward model ─> each reference ─> scoring and learning
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -44,9 +45,6 @@ def workload_of(
     """A step of a run.
 
     Args:
-      config: of the run.
-      start: its model, without parameters.
-      mesh: of the policy, over the chips of the plan.
       texts: the lengths of a batch.
 
     Raises:
@@ -68,7 +66,7 @@ def workload_of(
     return Workload(
         model=models.recipe.model,
         parts=parts,
-        programs=programs(config, models, texts=texts),
+        programs=programs(config, models, texts=texts, held=parts),
         tokens=texts.tokens,
         within={
             "KV cache": workload.cache_bytes(sampled, rows=of_cache, columns=columns),
@@ -101,12 +99,15 @@ def sampled_model(config: PolicyGradientConfig, recipe: PolicyGradient) -> Model
 
 
 def programs(
-    config: PolicyGradientConfig, models: Models, *, texts: Texts
+    config: PolicyGradientConfig,
+    models: Models,
+    *,
+    texts: Texts,
+    held: Collection[str],
 ) -> list[Program]:
     """The programs of a step in their order, as the trainer has them.
 
-    Args:
-      texts: the lengths of a batch.
+    `held` are the names of what stays in memory.
 
     Raises:
       InputError: sizes that do not fit.
@@ -120,8 +121,8 @@ def programs(
     prompts = prompts_of(config.batch.batch_size, columns=texts.prompt)
     key = jax.eval_shape(jax.random.key, 0)
     base = (BASE,) if models.base is not None else ()
-    chosen, moving = config.reference, models.adapters_are_the_reference
-    is_base = models.base is not None and chosen.checkpoint is None and not moving
+    moving = models.adapters_are_the_reference
+    own = ("reference",) if "reference" in held else ()  # else it is the base
     sampler = dataclasses.replace(recipe, model=sampled_model(config, recipe))
 
     def sample(policy: Any, frozen: FrozenModels, prompts: Prompts, key: Any) -> Any:
@@ -143,7 +144,7 @@ def programs(
             args=drawn,
             # A copy of the policy is in memory while this runs, beside the policy.
             reads=(() if apart else ("policy", *base))
-            + (("reference",) if mixed is not None and not is_base else ()),
+            + (own if mixed is not None else ()),
             batch=(2,),
             stage="rollout",
             model_flops=model_flops.forward(
@@ -191,7 +192,7 @@ def programs(
     if models.reference is not None:
         adapted = models.base if moving else None
         ref_output = jax.eval_shape(ref, models.reference, adapted, rollout)
-        reads = base if is_base else ("reference", *(base if moving else ()))
+        reads = (*own, *(base if moving else ())) or base
         references.append(("the reference", models.reference, adapted, reads))
     for name, one in models.further.items():
         references.append((f"the reference {name}", one, None, (f"reference {name}",)))
@@ -208,10 +209,8 @@ def programs(
                 model_flops=model_flops.forward(model, texts, head=True),
             )
         )
-    of_step.append(
-        _learning(config, models, rollout, ref_output, texts=texts, is_base=is_base)
-    )
-    return of_step
+    learning = _learning(config, models, rollout, ref_output, texts=texts, held=held)
+    return [*of_step, learning]
 
 
 def _learning(
@@ -221,7 +220,7 @@ def _learning(
     ref_output: ReferenceOutput | None,
     *,
     texts: Texts,
-    is_base: bool,
+    held: Collection[str],
 ) -> Program:
     """The program that scores a rollout and learns from it."""
     recipe, train = models.recipe, models.train
@@ -256,11 +255,9 @@ def _learning(
         )
 
     further = models.further if recipe.penalty.needs_logits else {}
-    names = ["policy", "policy's optimizer"]
     learning = recipe.num_epochs * _training(train.policy, recipe, texts, head=True)
     learning *= config.trained_share
     if train.critic is not None:
-        names += ["critic", "critic's optimizer"]
         assert recipe.critic is not None
         if not recipe.critic.shared_trunk:
             model = recipe.critic.model
@@ -270,13 +267,11 @@ def _learning(
             )
             # And the values before the first update.
             learning += model_flops.forward(model, texts, head=False)
-    if models.base is not None:
-        names.append(BASE)
-    if models.head is not None:
-        names.append("reference's head")
-    if reads_reference and models.reference is not None and not is_base:
-        names.append("reference")
-    names += [f"reference {name}" for name in further]
+    unread = {*memory.reward_names(models)}
+    if not reads_reference:
+        unread |= {"reference"}
+    if not further:
+        unread |= {f"reference {name}" for name in models.further}
     return Program(
         name="learning" if train.critic is None else "scoring and learning",
         function=learn,
@@ -290,7 +285,7 @@ def _learning(
             further,
             jax.eval_shape(jax.random.key, 0),
         ),
-        reads=tuple(names),
+        reads=tuple(name for name in held if name not in unread),
         batch=(2, 3, 4, 5),
         stage="update",
         model_flops=learning,

@@ -11,6 +11,7 @@ A layout costs the time to bring the policy to it, once, and that of the sampler
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,11 +20,10 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import measured, resharding
-from rlhf_jax.planning.measured import Measured, Target, Waiting
+from rlhf_jax.planning.measured import Target, Waiting
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.plan import job
-from rlhf_jax.train.plan.job import Config
-from rlhf_jax.train.plan.options import Options
+from rlhf_jax.train.plan.job import Config, Options
 
 
 class Layout(NamedTuple):
@@ -100,11 +100,8 @@ def compare(
 
     Args:
       config: of the run, whose own --placement.sampler is not read.
-      options: the lengths of texts.
-      target: the chips.
       resident: bytes by name, from `measured.resident`.
       lengths: of responses in rising order, tokens; None fills all columns.
-      waiting: shows what is being compiled.
 
     Raises:
       InputError: the run does not sample.
@@ -113,14 +110,23 @@ def compare(
 
     def layout(mesh: MeshShape | None) -> Layout:
         tried = sampled_on(config, mesh)
+        refused = functools.partial(Layout, mesh, 0, math.inf, None)
         work = job.workload_of(tried, options, target=target, lengths=lengths)
         try:
             [one] = measured.measure(
                 work.programs[:1], target, rows=rows, waiting=waiting
             )
         except InputError as error:  # an axis that does not divide
-            return Layout(mesh, 0, math.inf, None, str(error))
-        return _layout(mesh, one, target, resident=resident)
+            return refused(str(error))
+        if one.refused is not None:
+            return refused(one.refused)
+        total = measured.alive(one, resident).total
+        brought = resharding.described(one, target)
+        drawn = measured.described(one, target.chip)
+        seconds, token = drawn["seconds"]["bound"], drawn["seconds_of_turn"]
+        if brought is not None:
+            seconds += brought["seconds"]["bound"]
+        return Layout(mesh, total, seconds, token and token["bound"], None)
 
     start = job.start_of(config, options, target=target)
     tried = candidates(
@@ -138,28 +144,4 @@ def best_first(layouts: Iterable[Layout], *, memory: int) -> list[Layout]:
             one.refused is not None or one.total > memory,
             one.seconds,
         ),
-    )
-
-
-def _layout(
-    mesh: MeshShape | None,
-    one: Measured,
-    target: Target,
-    *,
-    resident: dict[str, int],
-) -> Layout:
-    if one.refused is not None:
-        return Layout(mesh, 0, math.inf, None, one.refused)
-    brought = resharding.described(one, target)
-    drawn = measured.described(one, target.chip)
-    seconds = drawn["seconds"]["bound"]
-    if brought is not None:
-        seconds += brought["seconds"]["bound"]
-    token = drawn["seconds_of_turn"]
-    return Layout(
-        mesh,
-        measured.alive(one, resident).total,
-        seconds,
-        None if token is None else token["bound"],
-        None,
     )

@@ -50,11 +50,7 @@ def workload_of(
     """One update.
 
     Args:
-      config: of the run.
-      start: its model, without parameters.
-      mesh: over the chips of the plan.
       columns: of a text, tokens.
-      texts: the lengths of a batch.
 
     Raises:
       InputError: sizes that do not fit.

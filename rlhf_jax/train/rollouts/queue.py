@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, Self
@@ -26,7 +27,6 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.rollouts.lanes import Lane
 from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
@@ -88,10 +88,8 @@ class RolloutQueue:
         """A queue that is empty.
 
         Args:
-          draw: of a rollout.
           hand_over: the parameters as draws read them, in buffers that no update
             donates; called at each `submit`.
-          prompts: of a step.
           key: of the run; a step's is `fold_in(key, step)`.
           staleness: k, at least 1.
           num_steps: of the run; no rollout is drawn for a later one.
@@ -132,9 +130,6 @@ class RolloutQueue:
     def first(self, policy: Params, *, version: Array) -> dict[str, Entry]:
         """Draws the rollout of step 0, in this thread.
 
-        Args:
-          policy, version: as the run starts.
-
         Returns:
           What a stage's state begins with: this rollout in every place of the queue,
           of the shapes that a snapshot has.
@@ -149,8 +144,6 @@ class RolloutQueue:
 
         Args:
           state: of the stage, which is at step `start`.
-          start: steps that are done.
-          policy, version: of that step.
 
         Returns:
           The entries of the stage's state from now on.
@@ -188,7 +181,6 @@ class RolloutQueue:
         Args:
           step: that is to learn from it; nothing is drawn where the run ends before.
           policy: not donated before this returns.
-          version: i32[], of the policy.
 
         Returns:
           The entries of the stage's state from now on.
@@ -251,6 +243,54 @@ class RolloutQueue:
         assert last is not None  # after `begin`
         filled = (*pending, *[last] * (self.staleness - len(pending)))
         return dict(zip(self._names, filled, strict=True))
+
+
+class Lane:
+    """A thread that runs jobs in their order."""
+
+    def __init__(self, name: str, *, waits: Waits | None = None) -> None:
+        """A thread that is not started yet.
+
+        Args:
+          waits: where its idle time is counted, as the sampler's; None counts none.
+        """
+        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._waits = waits
+        # A daemon, as a draw that hangs must not keep the process.
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begins with the first job."""
+        self._thread.start()
+
+    def append(self, job: Callable[[], None]) -> None:
+        """Runs a job, which raises nothing, after those before it."""
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def close(self, patience: float) -> None:
+        """Drops what has not begun, and waits so many seconds for what has."""
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        self._thread.join(patience)
+
+    def _work(self) -> None:
+        while True:
+            waiting = contextlib.nullcontext()
+            if self._waits is not None:
+                waiting = self._waits.of("sampler")
+            with self._changed, waiting:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if self._closed:
+                    return
+                job = self._jobs.popleft()
+            job()
+            del job  # and with it the parameters
 
 
 class _Awaited(Future[Entry]):

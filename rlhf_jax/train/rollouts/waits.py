@@ -15,11 +15,7 @@ class Waits:
     """Seconds that each side has waited since they were last read; of any threads."""
 
     def __init__(self, *sides: str) -> None:
-        """Nobody has waited yet.
-
-        Args:
-          sides: names, as "trainer" and "sampler"; each waits once at a time.
-        """
+        """Nobody has waited yet."""
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(sides, 0.0)
         self._since: dict[str, float] = {}  # of the waits that are under way
@@ -59,11 +55,7 @@ class Waits:
 
 
 def waited(run_folder: Path) -> dict[str, float]:
-    """Seconds that each side of the queue waited in a run, for its summary.
-
-    Args:
-      run_folder: whose timings.jsonl is read.
-    """
+    """Seconds that each side of the queue waited in a run, for its summary."""
     total: dict[str, float] = {}
     for row in metrics.read(run_folder / "timings.jsonl"):
         for side, seconds in row.get("waits", {}).items():

@@ -50,10 +50,6 @@ def threaded(sampling: Mesh, *, home: Mesh) -> bool:
 
     Where programs of two threads run on the same devices, several of them, each device
     may be given them in another order, and they wait for each other for ever.
-
-    Args:
-      sampling: mesh of the sampler.
-      home: mesh of the policy.
     """
     shared = set(sampling.devices.flat) & set(home.devices.flat)
     return not shared or home.devices.size == sampling.devices.size == 1
@@ -82,7 +78,6 @@ class Sampler:
         """Compiles nothing yet.
 
         Args:
-          recipe: static.
           mesh: where responses are sampled; `home` brings nothing anywhere.
           home: the policy's mesh, where responses are wanted.
           frozen: of which the base is read, brought to the mesh now, and by a recipe of
@@ -130,8 +125,6 @@ class Sampler:
 
         Args:
           policy: on the policy's mesh.
-          prompts: Prompts[B, P].
-          key: of this step.
           version: i32[], of the policy, `TrainState.step`; None stamps no token.
 
         Raises:
@@ -149,9 +142,6 @@ class Sampler:
         """The parameters as `draw` takes them, which no donation of `policy` touches.
 
         They are cast and resharded; on devices of the policy it is a copy of all.
-
-        Args:
-          policy: on the policy's mesh.
         """
         if self._store is not None:
             policy = self._store(policy)
@@ -171,7 +161,6 @@ class Sampler:
 
         Args:
           policy: of `hand_over`.
-          prompts, key, version: as those of a call.
 
         Raises:
           InputError: the row axes of the sampler's mesh do not divide the rows.

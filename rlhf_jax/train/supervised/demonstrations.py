@@ -82,10 +82,6 @@ def encode(
 ) -> Sequence[Text]:
     """Responses to prompts, episodes of several turns, or blocks of plain text.
 
-    Args:
-      rows: of `read`.
-      receipt: of the same rows; it is told of those that are left out.
-
     Raises:
       InputError: a row is too long, or only some of them have turns.
     """

@@ -32,8 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -242,27 +241,32 @@ class Learner(Task[Config]):
         return {"ref_logprobs": np.zeros(columns, np.float32)}
 
     def prepare(
-        self,
-        initial: SupervisedState,
-        *,
-        session: Session,
-        job: run.Run,
+        self, initial: SupervisedState, *, session: Session, job: run.Run
     ) -> tuple[SupervisedState, Models]:
         """With --precompute the reference log-probs of all rows; it is freed then."""
         models, reference = session.models, session.models.reference
         if not self.config.reference.precompute or reference is None:
             return initial, models
-        self._logprobs, self._held_out_logprobs = (
-            from_cache(
+
+        def cached(rows: list[PackedRow]) -> RefLogprobs:
+            if not rows:
+                return lambda batch: None
+            cache = precomputed.load_or_compute(
                 job.folder / "reference",
-                side.rows,
+                [row.tokens for row in rows],
+                segments=[row.segments for row in rows],
                 reference=reference,
-                algorithm=self._dpo,
+                model=self._dpo.model,
+                temperature=self._dpo.temperature,
                 progress=self.config.progress,
                 **self._shape,
             )
-            for side in (self._training, self._others)
-        )
+            return lambda batch: cache.padded(
+                np.asarray(batch.index), width=batch.tokens.shape[1]
+            )
+
+        self._logprobs = cached(self._training.rows)
+        self._held_out_logprobs = cached(self._others.rows)
         return initial, dataclasses.replace(models, reference=None)
 
     def inputs(self, batch: PackedPreferences) -> dict[str, Any]:
@@ -287,11 +291,7 @@ class Learner(Task[Config]):
         return functools.reduce(masked.add_stats, parts) if parts else {}
 
     def summary(
-        self,
-        before: dict[str, float],
-        after: dict[str, float],
-        *,
-        session: Session,
+        self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
         """Every mean over what is held out, before and after."""
         data = session.data
@@ -326,35 +326,6 @@ def live_logprobs(
     return ref_logprobs
 
 
-def from_cache(
-    folder: Path,
-    rows: list[PackedRow],
-    *,
-    reference: Frozen,
-    algorithm: DPO,
-    batch_size: int,
-    pad_id: int,
-    progress: bool,
-) -> RefLogprobs:
-    """Computes them once for all rows and keeps them in a folder, or reads them."""
-    if not rows:
-        return lambda batch: None
-    cache = precomputed.load_or_compute(
-        folder,
-        [row.tokens for row in rows],
-        segments=[row.segments for row in rows],
-        reference=reference,
-        model=algorithm.model,
-        batch_size=batch_size,
-        pad_id=pad_id,
-        temperature=algorithm.temperature,
-        progress=progress,
-    )
-    return lambda batch: cache.padded(
-        np.asarray(batch.index), width=batch.tokens.shape[1]
-    )
-
-
 COSINE = Cosine(warmup=0.1)
 PRESETS: dict[str, dict[str, Any]] = {
     "simpo": {
@@ -376,15 +347,14 @@ def main(config: Config) -> None:
     loop.main(Learner(config))
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax dpo`: from a command line to a run."""
-    commands.supervised(
-        main,
-        Config,
-        description=__doc__,
-        first=("data.row_width", "watch.held_out"),
-        start=("reference.reference",),
-        training=("method.kind", "method.beta", "reference.precompute"),
-        presets=PRESETS,
-        argv=argv,
-    )
+command = functools.partial(
+    commands.supervised,
+    main,
+    Config,
+    description=__doc__,
+    first=("data.row_width", "watch.held_out"),
+    start=("reference.reference",),
+    training=("method.kind", "method.beta", "reference.precompute"),
+    presets=PRESETS,
+)
+"""`rlhf-jax dpo`: from a command line to a run."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms import state
+from rlhf_jax.algorithms import evaluation, state
+from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.algorithms.state import Optimizer, SupervisedState
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.frozen_models import Load
@@ -30,22 +32,20 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
+from rlhf_jax.models.lora import merge
 from rlhf_jax.planning import memory_check, profiled
 from rlhf_jax.planning.memory_check import Part
-from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference import drift, frozen
+from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import alarms, folder, plots, report, run
 from rlhf_jax.train import shapes
-from rlhf_jax.train.config.supervised import SupervisedConfig
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.reading import read_texts
 from rlhf_jax.train.start import receipt_of
 from rlhf_jax.train.supervised.task import Models, Session, Task
-from rlhf_jax.train.supervised.watcher import Watcher
 
-Array = jax.Array
 Params = Any
-Masks = tuple[Any, Any]  # segments or mask [B, S], response tokens [B, S]
-Config = TypeVar("Config", bound=SupervisedConfig)
 
 
 def main(task: Task[Any]) -> None:
@@ -78,7 +78,14 @@ def main(task: Task[Any]) -> None:
     if isinstance(config.watch, WatchTexts):
         texts = read_texts(config.watch, start, receipts=receipts)
     watcher = Watcher(task, session, texts=texts)
-    with run_of(task, session, receipts=receipts, num_steps=num_steps) as job:
+    limits = config.watch.alarms
+    with run.Run(
+        config,
+        num_steps={config.stage: num_steps},
+        check=functools.partial(alarms.check, limits=limits),
+        stops=limits.stops if limits.stop else None,
+        data=receipt_of(receipts, start=start),
+    ) as job:
         tell(task, session, initial, columns=task.columns(first))
         meta: dict[str, Any] = {
             "data_digest": digests.of_tokens(data.trained_on),
@@ -139,10 +146,7 @@ def build(
     """What is trained, and what is frozen: a pure function of parameters.
 
     Args:
-      task: of the run.
       start: the checkpoint of --model, whose parameters become what is trained.
-      mesh: of what is trained.
-      optimizer: makes its state.
       load: how other checkpoints are read.
 
     Raises:
@@ -201,19 +205,63 @@ def check_memory(task: Task[Any], *, mesh: Mesh) -> None:
     )
 
 
-def run_of(
-    task: Task[Any], session: Session, *, receipts: Receipts, num_steps: int
-) -> run.Run:
-    """The run folder."""
-    config = task.config
-    limits = config.watch.alarms
-    return run.Run(
-        config,
-        num_steps={config.stage: num_steps},
-        check=functools.partial(alarms.check, limits=limits),
-        stops=limits.stops if limits.stop else None,
-        data=receipt_of(receipts, start=session.start),
-    )
+class Watcher:
+    """What a run looks at and does not train on."""
+
+    def __init__(
+        self, task: Task[Any], session: Session, *, texts: Mapping[str, Sequences]
+    ) -> None:
+        """`texts` are {name: Sequences[M, b, S]} of --texts."""
+        self._task, self._texts = task, texts
+        lora, model = task.config.start.lora, session.start.model
+        watch = task.config.watch
+        self._policy = watch if isinstance(watch, WatchTexts) else None
+        self._base: Frozen | None = None
+        self._anchor: Frozen | None = None
+
+        def text_stats(
+            policy: Params, texts: Mapping[str, Sequences], base: Frozen | None
+        ) -> Stats:
+            params = adapted.params(policy, base=base, lora=lora)
+            return evaluation.text_stats(params, texts, model=model)
+
+        def moved(
+            policy: Params, anchor: Frozen, base: Frozen | None
+        ) -> dict[str, Any]:
+            if base is not None and lora is not None:
+                policy = merge(frozen.read(base), policy, lora=lora)
+            return drift.weight_drift(policy, anchor.stored)
+
+        self._text_stats = jax.jit(sharding.on(session.mesh, text_stats))
+        self._moved = jax.jit(moved)
+
+    def anchored(self, models: Models) -> None:
+        """Measures the drift from the reference, or from the base under adapters."""
+        self._base, anchor = models.base, models.reference or models.base
+        if anchor is not None and anchor.model is None:  # of the policy's shape
+            self._anchor = anchor
+
+    def before(self, params: Params, *, step: int) -> Stats:
+        """Statistics of what is trained, before it learns."""
+        stats: Stats = {}
+        watch, every = self._policy, self._task.config.watch.held_out_every
+        if watch is not None and self._texts and step % watch.eval_every == 0:
+            stats |= self._text_stats(params, self._texts, self._base)
+        if every is not None and step % every == 0:
+            held_out = self._task.evaluate(params, self._base)
+            stats |= {
+                f"held_out/{name.replace('/', '_')}": value
+                for name, value in held_out.items()
+            }
+        return stats
+
+    def after(self, params: Params, *, step: int) -> Stats:
+        """`drift/...` of what has learned."""
+        watch, anchor = self._policy, self._anchor
+        if watch is None or anchor is None or step % watch.drift_every:
+            return {}
+        params = frozen.beside(anchor, params)
+        return drift.stats(self._moved(params, anchor, self._base))
 
 
 def tell(

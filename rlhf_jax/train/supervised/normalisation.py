@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
-
-import jax
+from typing import Literal
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
@@ -14,9 +12,6 @@ from rlhf_jax.data.examples import Pair, Tokens
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-
-Array = jax.Array
-Params = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +34,9 @@ class Demonstrations:
 
 
 def prompts_to_answer(
-    pairs: list[Pair],
-    *,
-    max_new_tokens: int,
-    start: Pretrained,
-    receipt: Receipt | None = None,
+    pairs: list[Pair], *, max_new_tokens: int, start: Pretrained, receipt: Receipt
 ) -> list[Tokens]:
-    """The prompts of the pairs that leave room for a response.
-
-    Args:
-      receipt: of the same pairs; it is told of the others.
-    """
+    """The prompts of the pairs that leave room for a response."""
     room = start.room(max_new_tokens=max_new_tokens)
     short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
     if not short:
@@ -58,12 +45,11 @@ def prompts_to_answer(
             f"context of {start.model.max_positions} less max_new_tokens of "
             f"--normalise samples), got none; ask for fewer new tokens"
         )
-    if receipt is not None:
-        for where, pair in zip(receipt.places, pairs, strict=True):
-            if len(pair.prompt) > room:
-                num_tokens = f"{max_new_tokens} tokens"
-                receipt.drop(f"no room for a response of {num_tokens}", where=where)
-        receipt.use("normalised on", items.of_prompts(short))
+    for where, pair in zip(receipt.places, pairs, strict=True):
+        if len(pair.prompt) > room:
+            reason = f"no room for a response of {max_new_tokens} tokens"
+            receipt.drop(reason, where=where)
+    receipt.use("normalised on", items.of_prompts(short))
     return short
 
 
@@ -74,13 +60,9 @@ def demonstrations_to_score(
     max_length: int | None,
     overlong: Literal["error", "drop"],
     batch_size: int,
-    receipt: Receipt | None = None,
+    receipt: Receipt,
 ) -> tuple[list[Sequences], int]:
-    """What people wrote, in batches, and how many rows of them count.
-
-    Args:
-      receipt: is told of every row, and of those that are left out.
-    """
+    """What people wrote, in batches, and how many rows of them count."""
     examples = encoding.encode_demonstrations(
         start.tokenizer,
         files.read_demonstrations(source, receipt=receipt),
@@ -89,8 +71,7 @@ def demonstrations_to_score(
         overlong=overlong,
         receipt=receipt,
     )
-    if receipt is not None:
-        receipt.use("normalised on", items.of_texts(examples))
+    receipt.use("normalised on", items.of_texts(examples))
     texts = batches.sequences_in_order(
         examples, batch_size=batch_size, pad_id=start.pad_id
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
@@ -46,11 +46,6 @@ class Packed(NamedTuple):
     digested: Sequence[Pair | Labelled]  # what a resumed run must find again
     labels: list[bool] | None  # of KTO's texts
 
-    @property
-    def called(self) -> str:
-        """What the data is made of, for a person."""
-        return "pairs" if self.labels is None else "texts"
-
 
 def read(
     options: Preferences, *, labelled: bool, receipt: Receipt | None = None
@@ -59,7 +54,6 @@ def read(
 
     Args:
       labelled: whether they are responses with a label, as KTO reads them.
-      receipt: is told of every row, and of those that are left out.
 
     Raises:
       InputError: the file is empty or malformed, or for KTO all labels are the same.
@@ -81,16 +75,12 @@ def encode(
     """(what is trained on, what is held out), packed into rows.
 
     Args:
-      labelled: as `read` takes it.
       held_out: share that is held out, by prompt.
-      seed: of the split.
-      receipt: of these rows; it is told of those that are left out, and of both uses.
 
     Raises:
       InputError: a text is too long or has no room in a row, or nothing is left to
         train on or to hold out.
     """
-    hold_out: Any = {"share": held_out, "seed": seed, "receipt": receipt}
     limits: Any = {
         "max_length": start.limit(options.max_length),
         "stop_ids": start.stop_ids,
@@ -98,30 +88,30 @@ def encode(
         "widest": options.row_width,
         "receipt": receipt,
     }
-    width = options.row_width
+    texts: Sequence[Any]
+    used: Callable[..., Any]
     if labelled:
         texts = unpaired.encode_labelled(start.tokenizer, rows, seed=seed, **limits)
-        together = itertools.chain.from_iterable(splits.by_prompt(texts))
-        training, others = splits.hold_out([*together], **hold_out)
-        if receipt is not None:
-            receipt.use("training", items.of_labelled(training))
-            receipt.use("held out", items.of_labelled(others))
-        return _pack_labelled(training, width), _pack_labelled(others, width)
-    pairs = encoding.encode_preferences(start.tokenizer, rows, packed=True, **limits)
-    training, others = splits.hold_out(pairs, **hold_out)
-    if receipt is not None:
-        receipt.use("training", items.of_pairs(training))
-        receipt.use("held out", items.of_pairs(others))
-    return (
-        Packed(_pack(training, width), training, None),
-        Packed(_pack(others, width), others, None),
+        texts = [*itertools.chain.from_iterable(splits.by_prompt(texts))]
+        used = items.of_labelled
+    else:
+        texts = encoding.encode_preferences(
+            start.tokenizer, rows, packed=True, **limits
+        )
+        used = items.of_pairs
+    training, others = splits.hold_out(
+        texts, share=held_out, seed=seed, receipt=receipt
     )
+    if receipt is not None:
+        receipt.use("training", used(training))
+        receipt.use("held out", used(others))
 
+    def packed(side: Sequence[Any]) -> Packed:
+        pairs = [text.pair for text in side] if labelled else side
+        return Packed(
+            packing.pack(pairs, width=options.row_width) if pairs else [],
+            side,
+            [text.desirable for text in side] if labelled else None,
+        )
 
-def _pack(pairs: Sequence[Pair], width: int | None) -> list[PackedRow]:
-    return packing.pack(pairs, width=width) if pairs else []
-
-
-def _pack_labelled(texts: Sequence[Labelled], width: int | None) -> Packed:
-    rows = _pack([text.pair for text in texts], width)
-    return Packed(rows, texts, [text.desirable for text in texts])
+    return packed(training), packed(others)

@@ -157,10 +157,7 @@ class RewardModel(Task[Config]):
             receipt=receipt,
         )
         pairs, self._held_out = splits.hold_out(
-            everything,
-            share=config.watch.held_out,
-            seed=config.seed,
-            receipt=receipt,
+            everything, share=config.watch.held_out, seed=config.seed, receipt=receipt
         )
         receipt.use("training", items.of_pairs(pairs))
         receipt.use("held out", items.of_pairs(self._held_out))
@@ -252,11 +249,7 @@ class RewardModel(Task[Config]):
         return {}
 
     def prepare(
-        self,
-        initial: SupervisedState,
-        *,
-        session: Session,
-        job: run.Run,
+        self, initial: SupervisedState, *, session: Session, job: run.Run
     ) -> tuple[SupervisedState, Models]:
         """Samples, and normalises the scores of the samples."""
         del job
@@ -343,11 +336,7 @@ class RewardModel(Task[Config]):
         return params, None
 
     def summary(
-        self,
-        before: dict[str, float],
-        after: dict[str, float],
-        *,
-        session: Session,
+        self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
         """The held-out accuracy, and the scores before they were normalised."""
         count, accuracy = len(session.data.held_out), after.get("accuracy")
@@ -368,10 +357,7 @@ class RewardModel(Task[Config]):
         return summary
 
     def _scores_of(
-        self,
-        params: Params,
-        base: Frozen | None,
-        texts: Sequence[Sequences | Rollout],
+        self, params: Params, base: Frozen | None, texts: Sequence[Sequences | Rollout]
     ) -> np.ndarray:
         """f32[N], a score per text; batches may be filled up beyond what counts."""
         scores = [self._score(params, base, text) for text in texts]
@@ -383,13 +369,12 @@ def main(config: Config) -> None:
     loop.main(RewardModel(config))
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax reward-model`: from a command line to a run."""
-    commands.supervised(
-        main,
-        Config,
-        description=__doc__,
-        first=("data.overlong", "watch.held_out"),
-        training=("method.normalise",),
-        argv=argv,
-    )
+command = functools.partial(
+    commands.supervised,
+    main,
+    Config,
+    description=__doc__,
+    first=("data.overlong", "watch.held_out"),
+    training=("method.normalise",),
+)
+"""`rlhf-jax reward-model`: from a command line to a run."""

@@ -210,11 +210,7 @@ class SFT(Task[Config]):
         return functools.reduce(masked.add_stats, parts) if parts else {}
 
     def summary(
-        self,
-        before: dict[str, float],
-        after: dict[str, float],
-        *,
-        session: Session,
+        self, before: dict[str, float], after: dict[str, float], *, session: Session
     ) -> dict[str, Any]:
         """The held-out loss before and after."""
         name, count = "loss/language_model", len(session.data.held_out)
@@ -285,12 +281,11 @@ def main(config: Config) -> None:
     loop.main(SFT(config))
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax sft`: from a command line to a run."""
-    commands.supervised(
-        main,
-        Config,
-        description=__doc__,
-        first=("data.row_width", "watch.held_out"),
-        argv=argv,
-    )
+command = functools.partial(
+    commands.supervised,
+    main,
+    Config,
+    description=__doc__,
+    first=("data.row_width", "watch.held_out"),
+)
+"""`rlhf-jax sft`: from a command line to a run."""

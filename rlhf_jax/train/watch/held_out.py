@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,13 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.responses import Data, environment_reward
+from rlhf_jax.train.responses import environment_reward
 from rlhf_jax.train.rewards import RewardList
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 Array = jax.Array
 Params = Any
@@ -36,41 +39,34 @@ class HeldOut:
 
     def __init__(
         self,
-        data: Data,
+        config: PolicyGradientConfig,
+        data: ReadRows,
         *,
-        batch_size: int,
-        samples: int,
-        pad_id: int,
+        rewards: Callable[..., RewardList],
+        episodes: Callable[..., EpisodeSampler | None],
+        start: Pretrained,
         mesh: Mesh,
-        rewards: RewardList,
-        environment: str | None,
-        episodes: dict[bool, EpisodeSampler | None],
-        seed: int,
     ) -> None:
         """Compiles nothing yet.
 
         Args:
           data: the rows, every one of which is evaluated.
-          batch_size: responses at a time, which the row axes of the mesh divide.
-          samples: responses drawn for each row; 0 draws none.
-          pad_id: fills up rows of prompts.
-          mesh: of the policy.
-          rewards: of these rows.
-          environment: name of the environment's own reward among them.
-          episodes: draws episodes with the likeliest tokens (True), or from the policy
-            (False); None draws responses.
-          seed: of the samples, the same in every evaluation.
+          rewards: makes the rewards of some rows.
+          episodes: makes what draws episodes of some rows; None draws responses.
         """
-        self._data, self._samples, self._mesh = data, samples, mesh
-        self._rewards, self._environment = rewards, environment
-        self._episodes, self._key = episodes, jax.random.key(seed)
-        self._size = batch_size
+        share = row_sharding.row_share(mesh)  # of rows, which divides every batch
+        whole = -(-len(data.rows) // share.count) * share.count
+        self._size = size = min(config.batch.batch_size, whole)
+        self._data, self._mesh = data, mesh
+        self._samples = config.watch.held_out_samples
+        self._rewards = rewards(rows=data.rows, prompts=data.written_prompts)
+        self._environment = environment_reward(config)
+        self._episodes = {
+            greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
+        }
+        self._key = jax.random.key(config.seed)  # the same in every evaluation
         self._batches = batches.prompt_batches(
-            data.tokens,
-            batch_size=batch_size,
-            seed=0,
-            pad_id=pad_id,
-            share=row_sharding.row_share(mesh),
+            data.prompts, batch_size=size, seed=0, pad_id=start.pad_id, share=share
         )
 
     def __call__(
@@ -79,8 +75,6 @@ class HeldOut:
         """Statistics of greedy responses, and of drawn ones where there are some.
 
         Args:
-          policy: its parameters or adapters.
-          programs: of the run.
           reference: of the KL of drawn responses; None takes none.
 
         Returns:
@@ -139,8 +133,7 @@ class HeldOut:
                 rollout, scores = episodes(
                     policy, prompts=prompts, key=self._key, version=jnp.int32(0)
                 )
-                pooled = self._rewards.begin(rollout)
-                early = self._with(pooled, scores)
+                early = self._with(self._rewards.begin(rollout), scores)
             if waiting is not None:
                 yield self._scored(*waiting)
             waiting = rollout, early
@@ -172,38 +165,6 @@ def _kl(rollout: Rollout, ref_logprobs: Array) -> Array:
 
 def _mean(numbers: HostArray) -> tuple[Array, Array]:
     return jnp.float32(np.sum(numbers, dtype=np.float64)), jnp.float32(numbers.size)
-
-
-def make_held_out(
-    config: PolicyGradientConfig,
-    data: Data,
-    *,
-    rewards: Any,
-    episodes: Any,
-    start: Pretrained,
-    mesh: Mesh,
-) -> HeldOut:
-    """The evaluation on --held-out.
-
-    Args:
-      rewards: makes the rewards of some rows.
-      episodes: makes what draws episodes of some rows.
-    """
-    blocks = row_sharding.row_share(mesh).count  # of rows, which divide every batch
-    size = min(config.batch.batch_size, -(-len(data.rows) // blocks) * blocks)
-    return HeldOut(
-        data,
-        batch_size=size,
-        samples=config.watch.held_out_samples,
-        pad_id=start.pad_id,
-        mesh=mesh,
-        rewards=rewards(rows=data.rows, prompts=data.written_prompts),
-        environment=environment_reward(config),
-        episodes={
-            greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
-        },
-        seed=config.seed,
-    )
 
 
 def of_held_out(stats: Stats, when: str) -> dict[str, float]:

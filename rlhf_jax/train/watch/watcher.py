@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
+from rlhf_jax.algorithms import evaluation
 from rlhf_jax.algorithms.batch import Rollout, Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.text import Written
+from rlhf_jax.devices import row_sharding
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
+from rlhf_jax.inspection import sampled_tokens
+from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards import transcripts
 from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.programs import Programs, Read
-from rlhf_jax.train.sampling.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler, versions
 from rlhf_jax.train.watch.held_out import HeldOut
-from rlhf_jax.train.watch.judge import Judge
-from rlhf_jax.train.watch.samples import sample_rows
 
 if TYPE_CHECKING:
     from rlhf_jax.train.loop import Loop
@@ -42,14 +52,7 @@ class Watcher:
         policy: Pretrained,
         prompts: Sequence[Written],
     ) -> None:
-        """Measures nothing yet.
-
-        Args:
-          texts: {name: Sequences[M, b, S]} of --texts.
-          held_out: of --held-out.
-          policy: that decodes.
-          prompts: the prompts as they were written, by row of the data set.
-        """
+        """`texts` are {name: Sequences[M, b, S]}, `prompts` by row of the data set."""
         self._options, self._programs = options, programs
         self._texts, self._judge, self.held_out = texts, judge, held_out
         self._policy, self._prompts = policy, prompts
@@ -95,36 +98,125 @@ class Watcher:
         step: int,
         version: Array,
     ) -> list[dict[str, Any]]:
-        """Rows of samples.jsonl; none in most steps."""
-        if step % self._options.sample_every:
+        """The first responses of a batch, for samples.jsonl; none in most steps."""
+        options, decode = self._options, self._policy.decode
+        if step % options.sample_every:
             return []
         beside = None
-        if self._options.sample_reference:
+        if options.sample_reference:
             assert reference is not None  # as the capability table has it
-            prompts, key = loop.prompts[step], loop.key(step)
-            if isinstance(loop.sampler, Sampler) and not loop.config.staleness:
-                beside = loop.sampler(
-                    reference.stored,
-                    prompts=prompts,
-                    key=key,
-                    version=version,  # of nothing; it is the same program
-                )
-            else:  # it has the policy's parameters, or may be drawing
-                beside = self._programs.respond(
-                    reference.stored,
-                    prompts=prompts,
-                    key=jax.random.split(key)[0],  # as it takes it
-                    greedy=False,
-                )
-            beside = loop.shown(beside)
-        return sample_rows(
-            loop.shown(rollout),
-            scores,
-            reported=self._programs.recipe.reported,
-            ref_logprobs=None if read.reference is None else read.reference.logprobs,
-            policy=self._policy,
-            prompts=self._prompts,
-            count=self._options.num_shown,
-            beside=beside,
-            likely=likely,
+            beside = self._of_reference(loop, reference, step=step, version=version)
+        if scores is None:  # of a run without rewards
+            scores = jnp.zeros(rollout.index.shape, jnp.float32)
+        total = rewards.scores_of(scores).total
+        ref_logprobs = None if read.reference is None else read.reference.logprobs
+        mine = row_sharding.local_rows(
+            (loop.shown(rollout), total, ref_logprobs, beside)
         )
+        shown, total, ref_logprobs, beside = jax.tree.map(
+            lambda leaf: leaf[: options.num_shown],
+            self._programs.recipe.reported(mine),  # the policy's own responses
+        )
+        rows = [
+            {
+                "row": int(row),
+                "prompt": prompt,
+                "response": response,
+                "score": float(score),
+                "version": drawn_by,
+                **tokens,
+            }
+            for row, score, drawn_by, (prompt, response), tokens in zip(
+                shown.index,
+                total,
+                versions(shown),
+                transcripts.texts(shown, decode=decode, prompts=self._prompts),
+                sampled_tokens.columns(
+                    shown,
+                    logprobs=shown.old_logprobs,
+                    ref_logprobs=ref_logprobs,
+                    decode=decode,
+                ),
+                strict=True,
+            )
+        ]
+        if beside is not None:
+            texts = transcripts.texts(beside, decode=decode, prompts=self._prompts)
+            for row, (_, text) in zip(rows, texts, strict=True):
+                row["reference"] = text
+        if likely is not None:
+            others = sampled_tokens.alternatives(
+                shown, jax.device_get(likely), decode=decode
+            )
+            for row, likeliest in zip(rows, others, strict=True):
+                row["alternatives"] = likeliest
+        return rows
+
+    def _of_reference(
+        self, loop: Loop, reference: Frozen, *, step: int, version: Array
+    ) -> Rollout:
+        """The reference's responses to the prompts of a step, with the same keys."""
+        prompts, key = loop.prompts[step], loop.key(step)
+        if isinstance(loop.sampler, Sampler) and not loop.config.staleness:
+            # The version is of nothing: it makes this the policy's program.
+            responses = loop.sampler(
+                reference.stored, prompts=prompts, key=key, version=version
+            )
+        else:  # it has the policy's parameters, or may be drawing
+            responses = self._programs.respond(
+                reference.stored,
+                prompts=prompts,
+                key=jax.random.split(key)[0],  # as the sampler takes it
+                greedy=False,
+            )
+        return loop.shown(responses)
+
+
+class Judge:
+    """--judge: a Python function of texts; each process judges its own rows."""
+
+    def __init__(self, judge: TextReward, *, mesh: Mesh, may_fail: bool) -> None:
+        self._judge, self._mesh, self._may_fail = judge, mesh, may_fail
+        self._warned = False
+
+    def __call__(self, rollout: Rollout) -> Stats:
+        """`evaluation.judge_stats`; without scores where the judge fails and may.
+
+        Raises:
+          InputError, StopError: as `TextReward`, where it may not.
+        """
+        mine = row_sharding.local_rows(rollout)
+        succeeded = np.ones(len(mine.index), bool)
+        try:
+            scores = self._judge(mine)
+        except (InputError, StopError) as error:
+            if not self._may_fail:
+                raise
+            scores, succeeded = np.zeros(len(succeeded), np.float32), ~succeeded
+            if not self._warned:
+                print(
+                    f"warning: {error}\n--judge-failure warn: the run goes on, without "
+                    f"a judge/score where this happens; later failures are counted in "
+                    f"judge/failed and told at the end",
+                    file=sys.stderr,
+                )
+            self._warned = True
+        scores, succeeded = row_sharding.put_computed(
+            (scores, succeeded), mesh=self._mesh
+        )
+        return evaluation.judge_stats(
+            scores, judged=succeeded if self._may_fail else None
+        )
+
+
+def judge_failures(measured: list[Row]) -> int:
+    """Steps at which a judge that may fail did, told on stderr."""
+    looks = [row["judge/failed"] for row in measured if "judge/failed" in row]
+    failures = sum(share > 0 for share in looks)
+    if failures:
+        print(
+            f"warning: the judge failed at {failures} of the {len(looks)} steps at "
+            f"which it was asked",
+            file=sys.stderr,
+        )
+    return failures

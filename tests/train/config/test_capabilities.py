@@ -12,7 +12,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.capabilities import FEATURES, TABLE
-from rlhf_jax.train.trainers import TRAINERS
+from rlhf_jax.train.main import TRAINERS
 
 # Two features as a user writes them, after the name of the method.
 PAIRS = {

@@ -1,0 +1,144 @@
+"""Runs on one page: which hacked its reward, and on which tokens.
+
+    rlhf-jax report RUN... --html report.html
+    rlhf-jax report RUN --watch
+
+RUN is the folder of a run, or of a sweep for all of its runs. Runs whose configs differ
+in the seed alone are one group, and their curves one line with a band.
+
+The page is one file that needs no network: curves of any metric, the reward beside the
+held-out judge, what differs between the configs, alarms, drift, and the sampled
+responses token by token, shaded by their KL. --watch serves it while a run goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.reports import document, reading, watching
+from rlhf_jax.reports.contents import contents
+from rlhf_jax.runs import folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of `rlhf-jax report`."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, or of sweeps for all of their runs."""
+    html: Path | None = None
+    """File to write the page to."""
+    watch: bool = False
+    """Whether the page is served for runs under way, on 127.0.0.1 alone, and follows
+    them."""
+    port: int = 8321
+    """With --watch: port to serve at; 0 is any that is free."""
+    metrics: tuple[str, ...] = ()
+    """Metrics whose curves are open first; without, reward, judge, KL and others."""
+    title: str | None = None
+    """Title of the page; None is the name of the runs."""
+
+    def check(self) -> None:
+        """What does not fit together, in one line and not in the parser's box.
+
+        Raises:
+          InputError: nothing is asked for, or the file cannot be one.
+        """
+        if not self.runs:
+            raise InputError(
+                "expected the folder of a run, got none; rlhf-jax report RUN --html "
+                "FILE"
+            )
+        if self.html is None and not self.watch:
+            raise InputError(
+                "expected --html FILE, to write the page, or --watch, to serve it; got "
+                "neither"
+            )
+        if self.html is not None and (problem := _problem_of(self.html)) is not None:
+            raise InputError(f"--html {self.html}: expected {problem}")
+        if not 0 <= self.port < 2**16:
+            raise InputError(
+                f"--port: expected 0 to 65535, got {self.port}; choose another"
+            )
+
+
+def _problem_of(html: Path) -> str | None:
+    """Why a page cannot be written to a file, as an error's "expected ..., got ..."."""
+    try:
+        if not html.parent.is_dir():
+            return (
+                f"a file in a folder that exists, got no {html.parent}; make it first"
+            )
+        html.lstat()
+        if html.is_dir():
+            return "a file, got a folder; name a file in it"
+        if not html.is_file():
+            return (
+                "a new file or an earlier report, got no regular file; choose another"
+            )
+        if not document.is_page(html):
+            return (
+                "a new file or an earlier report, got another file, which would be "
+                "lost; choose another name or remove it"
+            )
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return f"a file to write, got: {error.strerror}; choose another"
+    return None
+
+
+def main(options: Config) -> None:
+    """Runs `rlhf-jax report` with its options.
+
+    Raises:
+      InputError: a folder is no run's, runs share no metric, none has one of
+        --metrics, the port is taken, or Plotly is not installed.
+      WriteError: the file cannot be written.
+    """
+    options.check()
+    document.plotly()  # before anything is read or served
+    source = watching.Source(options.runs, load=lambda: load(options))
+    _, data = source.latest()
+    count = len(data["runs"])
+    runs = f"{count} run{'' if count == 1 else 's'}"
+    if options.html is not None:
+        page = document.page(data)
+        folder.write_text(options.html, page)
+        print(f"{runs}, {len(page.encode()) / 1e6:.1f} MB, in {options.html}")
+        for note in data["notes"]:
+            print(note)
+    if options.watch:
+        with watching.Server(source, port=options.port) as server:
+            print(f"{server.address} follows {runs}; Ctrl-C ends it")
+            server.serve_forever()
+
+
+def load(options: Config) -> dict[str, Any]:
+    """The data of the page, of all that the runs have written so far."""
+    runs, waiting = reading.read_all(options.runs)
+    title = options.title
+    if title is None:
+        title = ", ".join(path.resolve().name for path in options.runs[:4])
+        title += ", ..." if len(options.runs) > 4 else ""
+    return contents(runs, title=title, metrics=options.metrics, waiting=waiting).data
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax report`: from a command line to a page."""
+    options: Any = tyro.cli(
+        Config, prog="rlhf-jax report", description=__doc__, args=argv
+    )
+    jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them
+    try:
+        main(options)
+    except KeyboardInterrupt:  # ends --watch
+        print(file=sys.stderr)

@@ -1,0 +1,209 @@
+"""Many runs as one question: a grid of options, seeds, and claims that are answered.
+
+    rlhf-jax sweep sweep.toml --out runs/sweep [--print] [--jobs N]
+
+The file declares a trainer, options of every run, a grid of options, seeds, measures
+and claims (see sweeps/README.md). Each cell of the grid is, for each seed, an ordinary
+run in OUT/runs, whose command --print shows. The same command again goes on: runs that
+are done are left alone, and one that was killed goes on from its newest snapshot. A run
+that fails is told and leaves the others alone.
+
+OUT/results.json has every measure of every seed, means with 95% intervals, differences
+to the first cell seed by seed, and the answers: yes, no, or not enough seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs import command_line, folder, lock
+from rlhf_jax.sweeps import declaration, execution, measures, planned, results
+from rlhf_jax.sweeps.declaration import Sweep
+from rlhf_jax.sweeps.execution import Ended
+from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit, Workers
+from rlhf_jax.sweeps.planned import Planned
+from rlhf_jax.train.commands import RENAMED
+from rlhf_jax.train.main import TRAINERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of `rlhf-jax sweep`."""
+
+    file: tyro.conf.Positional[Path]
+    """What is swept, .toml or .py."""
+    out: Path
+    """Folder of the sweep; the one of an earlier start goes on."""
+    print_: Annotated[bool, tyro.conf.arg(name="print")] = False
+    """Whether the commands of all runs are printed, and nothing is run."""
+    jobs: int = 1
+    """Runs at a time."""
+    map: bool = False
+    """Whether the runs are mapped over --jobs processes that stay, so that cells which
+    differ in numbers alone share compiled programs."""
+    launcher: Literal["local", "slurm"] = "local"
+    """Where runs are started: on this machine, or as jobs of Slurm (extra slurm)."""
+
+    def __post_init__(self) -> None:
+        checks.positive(jobs=self.jobs)
+        if self.map and self.launcher != "local":
+            raise InputError(
+                f"--map: expected --launcher local, whose processes stay from run to "
+                f"run, got {self.launcher}; leave one of them out"
+            )
+
+
+def main(options: Config) -> None:
+    """Runs `rlhf-jax sweep` with its options.
+
+    Raises:
+      InputError: the file is no sweep, an option of a cell is not the trainer's, or
+        the folder is another sweep's.
+      StopError: a run failed; names each, with its last line.
+      Interrupted: a signal came; the runs under way have saved.
+    """
+    sweep = declaration.read(options.file)
+    runs = planned.runs_of(sweep, out=options.out)
+    check_options(sweep, runs)
+    results.check_claims(sweep)
+    if options.print_:
+        for run in runs:
+            print(run.line())
+        return
+    planned.begin(sweep, out=options.out)
+    launcher: Launcher = Workers() if options.map else Local()
+    if options.launcher == "slurm":
+        launcher = Submitit(options.out / "logs" / "slurm", parameters=sweep.slurm)
+    with lock.hold(options.out):
+        done = sum(run.done for run in runs)
+        print(f"{len(runs)} runs of {len(sweep.cells)} cells, {done} done already")
+        began, left = time.monotonic(), len(runs) - done
+        num_ended, warned = 0, False
+
+        def tell(ended: Ended) -> None:
+            nonlocal num_ended, warned
+            num_ended += 1
+            rest = (time.monotonic() - began) / num_ended * (left - num_ended)
+            verdict = f"failed: {ended.why}" if ended.failed else "done"
+            print(
+                f"[{done + num_ended}/{len(runs)}] {ended.run.name}: {verdict} "
+                f"({ended.seconds:.0f} s; about {rest:.0f} s left)",
+                flush=True,
+            )
+            if not ended.failed and not warned:  # by the first run that is done
+                for line in measures.absent(sweep.measures, runs=[ended.run.folder]):
+                    print(f"warning: {line}", file=sys.stderr, flush=True)
+                warned = True
+
+        ended = execution.run_all(runs, launcher=launcher, jobs=options.jobs, tell=tell)
+        of_runs = results.collected(sweep, runs)
+        folder.write_json(options.out / "results.json", results.as_json(sweep, of_runs))
+    if sweep.question:
+        print(f"\n{sweep.question}")
+    results.tell(sweep, of_runs)
+    failed = [run for run in ended if run.failed]
+    if failed:
+        names = "\n".join(
+            f"  {run.run.name} (status {run.status}): {run.why}\n    {run.run.log}"
+            for run in failed
+        )
+        raise StopError(
+            f"{len(failed)} of {len(runs)} runs failed, the others are complete:\n"
+            f"{names}\nsee to them, and give the same command again"
+        )
+    if of_runs.absent:
+        raise InputError("\n".join(of_runs.absent))
+    print(f"results are in {options.out / 'results.json'}")
+
+
+def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
+    """Checks that the trainer has every option, with such values, before anything runs.
+
+    A program of one's own has to be there, and is not asked.
+
+    Raises:
+      InputError: there is no such trainer or program, or it refuses a run's options.
+    """
+    if sweep.program:
+        if not Path(sweep.program[0]).exists():
+            raise InputError(
+                f"program: expected a Python file or folder first, seen from "
+                f"{Path.cwd()}, got {sweep.program[0]}; start the sweep where it is"
+            )
+        return
+    for run in runs:
+        [name] = run.program
+        if name not in TRAINERS:
+            raise InputError(
+                f"trainer: expected one of {', '.join(TRAINERS)}, got {name}; choose "
+                f"one, or give program"
+            )
+    for run in runs:
+        if run.seed == sweep.seeds[0]:
+            _check_run(run, *run.program)
+
+
+def _check_run(run: Planned, name: str) -> None:
+    module, output = TRAINERS[name].load(), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+            command_line.parse(
+                module.Config,
+                description=None,
+                presets=vars(module).get("PRESETS"),
+                renamed=RENAMED,
+                prog=f"rlhf-jax {name}",
+                argv=run.options,
+            )
+    except (InputError, SystemExit) as error:
+        reason = error
+        if isinstance(error, SystemExit):
+            reason = (
+                f"expected options of rlhf-jax {name}, got "
+                f"{_reason(output.getvalue())}; --help-all lists them"
+            )
+        raise InputError(f"{run.cell.name}: {reason}") from None
+
+
+def _reason(box: str) -> str:
+    """What the parser of options says first, below the title of its box."""
+    lines = [line.strip("│| ") for line in box.splitlines()]
+    parts = re.split(r"^\W*[-─]{9,}.*$", "\n".join(lines), flags=re.MULTILINE)
+    texts = [" ".join(part.split()) for part in parts]
+    return next(iter([text for text in texts if text][1:]), "another")
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax sweep`: from a command line to a table."""
+    options: Any = tyro.cli(
+        Config, prog="rlhf-jax sweep", description=__doc__, args=argv
+    )
+    jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them
+    try:
+        main(options)
+    except command_line.Interrupted as stop:
+        print("stopped and saved; the same command goes on", file=sys.stderr)
+        raise SystemExit(128 + stop.signum) from None
+    except KeyboardInterrupt:
+        print("stopped without saving; the same command goes on", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:
+        if not options.print_:
+            raise
+        # The reader of the commands has read enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
