@@ -79,11 +79,13 @@ def figures(out):
 def test_a_sweep_killed_at_random_equals_a_whole_one(file, tmp_path):
     environment = {**os.environ, "PYTHONPATH": places.PYTHONPATH}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
+    began = time.monotonic()
     subprocess.run(command(file, whole), env=environment, check=True)
+    lasts = time.monotonic() - began
     kinds = random.Random(0)
     for kind in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(command(file, killed), env=environment)
-        time.sleep(kinds.uniform(15, 40))
+        time.sleep(lasts * kinds.uniform(0.2, 0.5))
         process.send_signal(kind)
         assert process.wait() != 0, "killed too late to tell anything"
     subprocess.run(command(file, killed), env=environment, check=True)

@@ -86,7 +86,7 @@ class Player:
         )
         self._draw = responder.episodes(data, algorithm, rows=batch, base=None)
         self._prompts = batches.prompt_batches(
-            data.tokens, batch_size=batch, seed=0, pad_id=start.pad_id
+            data.prompts, batch_size=batch, seed=0, pad_id=start.pad_id
         )
         self._reference_logprobs = jax.jit(
             functools.partial(
