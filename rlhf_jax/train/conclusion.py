@@ -12,7 +12,6 @@ from rlhf_jax.runs import drift_report, metrics, plots, report, run
 from rlhf_jax.train.build import Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.rollouts.waits import waited
 from rlhf_jax.train.watch.watcher import judge_failures
 
 MEASURED = {
@@ -90,6 +89,8 @@ def conclude(
         summary["drift_relative"] = float(moved["relative"])
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
     if config.staleness:
+        from rlhf_jax.train.rollouts.waits import waited
+
         summary["waits"] = waited(job.folder)
     plots.draw(job.folder)
     recipe = models.recipe
