@@ -200,6 +200,35 @@ def test_the_arithmetic_loads_neither_transformers_nor_orbax():
     assert {"jax", "rlhf_jax"} <= loaded
 
 
+UNUSED = (  # by a run of PPO that chooses none of what they are for
+    *("functional.kl.hidden_states", "functional.off_policy", "algorithms.sft"),
+    *("functional.preference_losses", "algorithms.flow.selection"),
+    *("models.attention.blockwise", "models.attention.splash", "models.families.llama"),
+    *("models.generation.continuous_batching", "models.generation.page_table"),
+    *("data.layouts", "data.tables", "data.text.chat", "data.text.templates"),
+    *("devices.critic_devices", "checkpoints.peft", "verification.pool"),
+    *("planning.measured", "planning.profiled", "roles.rewards.verifiers"),
+    *("environments", "samplers.connection", "samplers.server", "sweeps", "reports"),
+    *("train.outside.sampler", "train.rollouts", "train.watch.held_out"),
+)
+
+
+def test_a_trainer_loads_no_module_of_what_few_runs_choose():
+    """Those are imported where they are first used."""
+    code = "import sys, rlhf_jax.train.methods.ppo, rlhf_jax.train.trainer"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+    )
+    loaded = set(done.stdout.split())
+    assert "rlhf_jax.train.loop" in loaded
+    assert set(UNUSED) <= {*MODULES}
+    assert not loaded & {f"rlhf_jax.{module}" for module in UNUSED}
+
+
 @pytest.mark.parametrize("name", rlhf_jax.__all__)
 def test_a_name_of_the_front_door_is_the_module_that_type_checkers_see(name):
     """The names under TYPE_CHECKING and the table that loads them say the same."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.checkpoints import hf, peft
+from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.hf import SaveDtype
 from rlhf_jax.data import batches, encoding, files, formats, json_lines, tokenization
 from rlhf_jax.data.examples import Text
@@ -226,6 +226,8 @@ def save(
     """
     if base is not None and lora is not None:
         if not (folder / "adapter").exists():
+            from rlhf_jax.checkpoints import peft
+
             peft.save(
                 folder / "adapter",
                 model=start.model,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from rlhf_jax.data import formats, tables
+from rlhf_jax.data import formats
 from rlhf_jax.data.formats import Format
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
+
+if TYPE_CHECKING:
+    from rlhf_jax.data.tables import Located
 
 Row = dict[str, Any]
 MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's
@@ -64,6 +67,9 @@ def read_located(
       InputError: as `read_jsonl`, or there is no row.
     """
     if str(source).startswith("hf:"):
+        # Here and below: rows of JSON Lines need no library of tables.
+        from rlhf_jax.data import tables
+
         rows = tables.of_hub(str(source))
     elif text is not None and formats.is_text(source):
         lines = _lines(Path(source), _text(Path(source)), receipt=receipt)
@@ -91,11 +97,13 @@ def read_text(path: str | Path) -> str:
 
 def _rows(
     path: Path, *, receipt: Receipt | None
-) -> Iterator[tuple[str, Row]] | tables.Located:
+) -> Iterator[tuple[str, Row]] | Located:
     """The rows of a file of any format."""
     form, text = _read(path)
     if text is None:
         assert form is not None
+        from rlhf_jax.data import tables
+
         if form not in formats.COMPRESSED:
             return tables.of_table(path, form)
         text = tables.unpacked(path, form)
@@ -111,6 +119,8 @@ def _rows(
         return _objects((f"{path}[{n}]", value) for n, value in enumerate(values))
     if form not in formats.WRITTEN:
         raise form.refusal(path)
+    from rlhf_jax.data import tables
+
     return tables.of_csv(path, text, form)
 
 
@@ -185,6 +195,8 @@ def _text(path: Path) -> str:
     assert form is not None
     if form not in formats.COMPRESSED:
         raise form.refusal(path, expected="text")
+    from rlhf_jax.data import tables
+
     return tables.unpacked(path, form)
 
 

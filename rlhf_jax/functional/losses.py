@@ -9,6 +9,7 @@ micro-batch alone and add up too (`masked.add_stats`); no gradient flows into th
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +22,19 @@ from rlhf_jax.functional.aggregation import (
     aggregate,
     token_weights,
 )
-from rlhf_jax.functional.preference_losses import (
-    dpo_loss,
-    kto_kl,
-    kto_loss,
-    orpo_loss,
-    pairwise_loss,
-    simpo_loss,
-)
 from rlhf_jax.functional.ratios import RatioLevel
 from rlhf_jax.functional.surrogates import cispo_loss, ratio_stats, sapo_loss
 from rlhf_jax.functional.value_losses import explained_variance, value_loss
+
+if TYPE_CHECKING:
+    from rlhf_jax.functional.preference_losses import (
+        dpo_loss,
+        kto_kl,
+        kto_loss,
+        orpo_loss,
+        pairwise_loss,
+        simpo_loss,
+    )
 
 __all__ = [
     "Aggregation",
@@ -55,6 +58,15 @@ __all__ = [
 
 Array = jax.Array
 Stats = masked.Stats
+
+
+def __getattr__(name: str) -> Any:
+    """Losses over preferences, which policy gradients have no use for."""
+    if name not in __all__:
+        raise AttributeError(f"{__name__} has no name {name!r}")
+    from rlhf_jax.functional import preference_losses
+
+    return getattr(preference_losses, name)
 
 
 def policy_loss(

@@ -13,16 +13,19 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.planning import chips, measured, model_flops
+from rlhf_jax.planning import chips, model_flops
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.runs import metrics, report
-from rlhf_jax.runs.profile import profiler, trace, window
+from rlhf_jax.runs.profile import profiler, window
 from rlhf_jax.runs.profile.profiler import Profiled, Text
+
+if TYPE_CHECKING:
+    from rlhf_jax.runs.profile.trace import Times
 
 Flops = Callable[[Sequence[Text]], dict[str, float]]
 FORMULA = "model FLOPs / (seconds · devices · peak FLOPs per second of a device)"
@@ -104,6 +107,8 @@ def summary(
     profiled = profiler.read(run_folder, window=steps)
     if profiled is None:
         return {}
+    from rlhf_jax.runs.profile import trace
+
     times = None
     with contextlib.suppress(OSError, ValueError):  # it is gone, or not whole
         times = trace.times(run_folder / profiled.trace)
@@ -122,6 +127,9 @@ def summary(
     def mfu(count: float, seconds: float) -> float | None:
         if chip is None or not count:
             return None
+        # Few runs are profiled: this reads compiled programs.
+        from rlhf_jax.planning import measured
+
         return measured.mfu(count, seconds=seconds, chip=chip, num_chips=devices)
 
     whole = mfu(sum(work.values()), profiled.seconds)
@@ -205,7 +213,7 @@ def _tell(
 
 
 def _seconds(
-    run_folder: Path, profiled: Profiled, times: trace.Times | None
+    run_folder: Path, profiled: Profiled, times: Times | None
 ) -> dict[str, float]:
     """Seconds of all steps by row of the table, in its order."""
     if times is not None:

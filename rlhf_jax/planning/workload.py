@@ -14,9 +14,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import caches
-from rlhf_jax.models.attention import blockwise, blockwise_passes
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import continuous_batching, paged_caches
 
 PyTree = Any
 Stage = Literal["rollout", "score", "update"]
@@ -80,6 +78,9 @@ def batching_turns(
       Turns of the loop between two arrivals, the mean rounded up; then those of the
       loops in fewer places.
     """
+    # Here and below: a run's memory check needs neither pages nor blocks.
+    from rlhf_jax.models.generation import continuous_batching
+
     queue, left = list(responses), list[int]()
     sizes = (*continuous_batching.fewer_places(places), 0)
     turns, arrivals = [0] * len(sizes), 0
@@ -113,6 +114,8 @@ def block_visits(
     Returns:
       Turns by the name of their loop. A packed row of several texts takes fewer.
     """
+    from rlhf_jax.models.attention import blockwise, blockwise_passes
+
     block = blockwise.block_columns(backend)
     blocks = -(-columns // block)
     windows = (
@@ -137,10 +140,13 @@ def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
 
     def places(layer: int) -> int:
         own = rows * caches.width(model, layer, columns=columns)
+        if model.cache_pages is None:
+            return own
+        from rlhf_jax.models.generation import paged_caches
+
         if not paged_caches.in_pages(model, layer, longest=columns):
             return own
-        pages = model.cache_pages
-        return own if pages is None else min(own, pages * model.page_size)
+        return min(own, model.cache_pages * model.page_size)
 
     size = model.head_dim * jnp.dtype(model.dtype).itemsize
     if model.cache == "int8":

@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_jax.devices import processes, table_cells
+from rlhf_jax.devices import processes
 from rlhf_jax.models import axes, engine_choice, leaves
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.runs import alarms, loggers
@@ -188,9 +188,9 @@ def model_table(
         status = "trainable" if trainable else "frozen"
         figures = (role, count, size / 2**20, ", ".join(dtypes) or "none", status)
         if role in meshes:
-            rows.append((*figures, *table_cells.mesh_cells(meshes[role])))
+            rows.append((*figures, *mesh_cells(meshes[role])))
         else:
-            rows.append((*figures, *table_cells.cells(params)))
+            rows.append((*figures, *cells(params)))
     columns = ("role", "parameters", "MiB", "dtype", "status")
     table("Models", (*columns, "devices", "mesh"), rows)
     Console().print(f"{counts[True]:,} trainable, {counts[False]:,} frozen")
@@ -220,3 +220,50 @@ def _cell(value: Any) -> str:
             return f"{value:,}"
         case _:
             return f"{value:.4g}"
+
+
+def cells(params: PyTree) -> tuple[str, str]:
+    """Devices, with their memory, and mesh of arrays, for the table of a run.
+
+    Args:
+      params: Arrays of one role, all in one place. Shapes are in none.
+
+    Returns:
+      For example ("gpu 0-3", "data=2,fsdp=2") or ("gpu 0, pinned_host", "none").
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    shardings = {array.sharding for array in arrays}
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    memories = {
+        sharding.memory_kind
+        for sharding in shardings
+        if sharding.memory_kind is not None
+    }
+    memories -= {"device", *(device.default_memory().kind for device in devices)}
+    meshes = [
+        sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)
+    ]
+    mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+    shown = ", ".join([_devices_cell(devices), *sorted(memories)])
+    return shown, "none" if mesh is None else _mesh_cell(mesh)
+
+
+def mesh_cells(mesh: Mesh) -> tuple[str, str]:
+    """The same for a role that runs on a mesh without parameters of its own."""
+    return _devices_cell(set(mesh.devices.flat)), _mesh_cell(mesh)
+
+
+def _mesh_cell(mesh: Mesh) -> str:
+    """The axes of more than one device."""
+    sizes = (f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    return ",".join(sizes) or "none"
+
+
+def _devices_cell(devices: set[Any]) -> str:
+    parts = []
+    for platform in sorted({device.platform for device in devices}):
+        ids = sorted(device.id for device in devices if device.platform == platform)
+        whole = len(ids) > 1 and ids == list(range(ids[0], ids[-1] + 1))
+        shown = f"{ids[0]}-{ids[-1]}" if whole else ",".join(map(str, ids))
+        parts.append(f"{platform} {shown}")
+    return ", ".join(parts) or "none"

@@ -15,8 +15,7 @@ from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import command_line
-from rlhf_jax.runs.profile.profiler import Masks
-from rlhf_jax.runs.profile.trace import HOST_SCOPE
+from rlhf_jax.runs.profile.profiler import HOST_SCOPE, Masks
 from rlhf_jax.runs.run_config import to_json
 from rlhf_jax.runs.snapshots import beginning, proof, snapshots
 

@@ -17,7 +17,6 @@ import jax
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import state
-from rlhf_jax.algorithms.flow.teacher import head_of
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models, further_references, hf
@@ -171,6 +170,8 @@ def build(
     reference, head = _reference(config, trained, base=base, load=load, **on_mesh), None
     if reference is not None and config.reads_hidden_states:
         place = functools.partial(sharding.place, mesh=mesh)
+        from rlhf_jax.algorithms.flow.teacher import head_of
+
         head = head_of(reference, model=model, place=place)
     further = further_references.load(
         config.reference.references, load=load.model, **on_mesh

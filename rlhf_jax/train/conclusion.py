@@ -6,13 +6,11 @@ import functools
 from typing import Any
 
 from rlhf_jax.devices import processes
-from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import drift_report, metrics, plots, report, run
 from rlhf_jax.train.build import Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.rollouts.waits import waited
 from rlhf_jax.train.watch.watcher import judge_failures
 
 MEASURED = {
@@ -90,31 +88,34 @@ def conclude(
         summary["drift_relative"] = float(moved["relative"])
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
     if config.staleness:
+        from rlhf_jax.train.rollouts.waits import waited
+
         summary["waits"] = waited(job.folder)
     plots.draw(job.folder)
+    summary |= programs.pack.summary()
+    if config.profile is None:
+        return summary
+    from rlhf_jax.planning import profiled
+
     recipe = models.recipe
     references = [models.reference, *models.further.values()]
-    return (
-        summary
-        | programs.pack.summary()
-        | profiled.summary(
-            job.folder,
-            profile=config.profile,
-            flops=functools.partial(
-                profiled.policy_gradient_flops,
-                model=recipe.model,
-                num_epochs=recipe.num_epochs,
-                group_size=recipe.rows_per_prompt,
-                adapters=None if recipe.lora is None else trained,
-                trained=config.trained_share,
-                references=[
-                    frozen.shape_of(reference, policy=recipe.model)
-                    for reference in references
-                    if reference is not None
-                ],
-                rewards=models.reward_shapes,
-                critic=getattr(recipe, "critic_model", None),
-                shared_trunk=getattr(recipe, "shared_trunk", False),
-            ),
-        )
+    return summary | profiled.summary(
+        job.folder,
+        profile=config.profile,
+        flops=functools.partial(
+            profiled.policy_gradient_flops,
+            model=recipe.model,
+            num_epochs=recipe.num_epochs,
+            group_size=recipe.rows_per_prompt,
+            adapters=None if recipe.lora is None else trained,
+            trained=config.trained_share,
+            references=[
+                frozen.shape_of(reference, policy=recipe.model)
+                for reference in references
+                if reference is not None
+            ],
+            rewards=models.reward_shapes,
+            critic=getattr(recipe, "critic_model", None),
+            shared_trunk=getattr(recipe, "shared_trunk", False),
+        ),
     )

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
-from rlhf_jax.algorithms.flow import selection
 from rlhf_jax.algorithms.policy_gradient.iteration import seen_by_reward
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.data.batches import Batches
@@ -31,16 +30,16 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.runs import run
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.responses import Drawn
 from rlhf_jax.train.rewards import Early, RewardList
-from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler
+    from rlhf_jax.train.outside.sampler import OutsideSampler
+    from rlhf_jax.train.rollouts.queue import RolloutQueue
 
 Array = jax.Array
 Params = Any
@@ -135,7 +134,7 @@ def improve(
     train, critic = state["train"], state.get("critic")
     reference = state["reference"] if base is None else base
     moves, outside = config.reference.lifecycle, None
-    if isinstance(loop.sampler, OutsideSampler):
+    if not isinstance(loop.sampler, Sampler):
         outside = loop.sampler
     if queue is not None:
         stage.state |= queue.begin(
@@ -242,6 +241,9 @@ def waits_of(
 def _refilled(
     batch: tuple[Rollout, Scores], drawn: tuple[Rollout, Scores], *, group_size: int
 ) -> tuple[Rollout, Scores]:
+    # Groups that teach nothing are drawn again by few runs.
+    from rlhf_jax.algorithms.flow import selection
+
     return selection.refilled(batch, drawn, group_size=group_size)
 
 

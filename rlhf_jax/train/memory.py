@@ -10,7 +10,6 @@ import jax
 
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.devices import replicas
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part, Passing
 from rlhf_jax.roles.reference import storage
@@ -119,6 +118,8 @@ def check(config: PolicyGradientConfig, *, meshes: Meshes) -> None:
     plays_apart = config.sampler.environment is not None and mesh.size > 1
     if plays_apart:
         handed = copies if config.staleness > 0 else []
+        from rlhf_jax.devices import replicas
+
         sampler_mesh = replicas.of_mesh(sampler_mesh).everyone
         of_player = memory_check.shapes_of(recipe.model)
         copies = [*handed, Part("policy that plays episodes", of_player, sampler_mesh)]

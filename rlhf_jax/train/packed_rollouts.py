@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -18,13 +18,14 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
-from rlhf_jax.data import layouts
-from rlhf_jax.data.layouts.arrays import Form
-from rlhf_jax.data.layouts.sizes import WIDTHS, best_form
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models import engine_choice
 from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.train.config.batch import Packing
+
+if TYPE_CHECKING:
+    from rlhf_jax.data.layouts import Packer
+    from rlhf_jax.data.layouts.arrays import Form
 
 Array = jax.Array
 
@@ -49,8 +50,15 @@ class _Lengths:
         self._options, self._recipe, self._rows = options, recipe, rows
         self._devices = row_sharding.row_share(mesh).count
         self._columns = columns
-        self._packer: layouts.Packer | None = None
-        self._spans = jax.jit(sharding.on(mesh, layouts.spans))
+        self._packer: Packer | None = None
+        self._mesh = mesh
+
+    @functools.cached_property
+    def _spans(self) -> Callable[[Rollout], Array]:
+        # Here and below: `layouts` are loaded by the runs that pack.
+        from rlhf_jax.data import layouts
+
+        return jax.jit(sharding.on(self._mesh, layouts.spans))
 
     def _widths(self, columns: int, *, max_tokens: int | None = None) -> list[int]:
         """Tokens that a packed row may have, the fewest first.
@@ -61,6 +69,8 @@ class _Lengths:
         assert self._options is not None  # of a run that packs
         if self._options.width is not None:
             return [self._options.width]
+        from rlhf_jax.data.layouts.sizes import WIDTHS
+
         widths = [int(share * columns) for share in WIDTHS]
         return widths[:1] + [
             width for width in widths[1:] if max_tokens is None or width <= max_tokens
@@ -85,8 +95,11 @@ class RolloutPacker(_Lengths):
         lengths, order = processes.whole((self._spans(rollout), self._order(key)))
         columns = rollout.tokens.shape[1]
         if self._packer is None:
+            from rlhf_jax.data.layouts import Packer
+            from rlhf_jax.data.layouts.sizes import best_form
+
             form = best_form(self._forms(columns), lengths)
-            self._packer = layouts.Packer(form, sample=lengths)
+            self._packer = Packer(form, sample=lengths)
             if processes.is_first():
                 print(self._packer.describe())
         return self._packer(lengths, order, columns=columns)
@@ -104,6 +117,8 @@ class RolloutPacker(_Lengths):
 
     def _forms(self, columns: int) -> list[Form]:
         """By the widths to choose from, in a run whose first rollout has S columns."""
+        from rlhf_jax.data.layouts.arrays import Form
+
         recipe, options = self._recipe, self._options
         assert options is not None  # of a run that packs
         columns = columns if self._columns is None else self._columns
@@ -148,6 +163,10 @@ class EndPacker(_Lengths):
         lengths = processes.whole(self._spans(rollout))
         columns = rollout.tokens.shape[1]
         if self._packer is None:
+            from rlhf_jax.data.layouts import Packer
+            from rlhf_jax.data.layouts.arrays import Form
+            from rlhf_jax.data.layouts.sizes import best_form
+
             widest = columns if self._columns is None else self._columns
             forms = [
                 Form(
@@ -162,5 +181,5 @@ class EndPacker(_Lengths):
                 for width in self._widths(widest)
             ]
             form = best_form(forms, lengths)
-            self._packer = layouts.Packer(form, sample=lengths)
+            self._packer = Packer(form, sample=lengths)
         return self._packer.whole(lengths, columns=columns + 1)

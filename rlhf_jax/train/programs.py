@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rlhf_jax.algorithms import evaluation, ppo, self_check
+from rlhf_jax.algorithms import ppo, self_check
 from rlhf_jax.algorithms.batch import (
     Prompts,
     ReferenceOutput,
@@ -20,13 +20,12 @@ from rlhf_jax.algorithms.batch import (
     Scored,
     Sequences,
 )
-from rlhf_jax.algorithms.flow import objective, rollout, score, teacher
+from rlhf_jax.algorithms.flow import objective, rollout, score
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.devices.critic_devices import CriticDevices
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.models.generation.sampling import Shaping
@@ -89,6 +88,9 @@ class Programs:
         self._critic = None
         if models.critic is not None:
             assert isinstance(recipe, ppo.PPO)  # which alone has a critic
+            # Here and below: programs of few runs.
+            from rlhf_jax.devices.critic_devices import CriticDevices
+
             self._critic = CriticDevices(
                 recipe=recipe, mesh=meshes.critic, home=mesh, base=models.base
             )
@@ -101,6 +103,8 @@ class Programs:
             score.reference_logprobs, lora=recipe.lora if moving else None, **shape
         )
         if models.head is not None:
+            from rlhf_jax.algorithms.flow import teacher
+
             compute = bind(teacher.teacher_states, **shape)
         self._reference: Callable[..., Any] = jit(placed(compute))
         self._further = {
@@ -153,6 +157,8 @@ class Programs:
         def text_stats(
             policy: Params, texts: Mapping[str, Sequences], base: Frozen | None
         ) -> Stats:
+            from rlhf_jax.algorithms import evaluation
+
             params = adapted.params(policy, base=base, lora=recipe.lora)
             return evaluation.text_stats(params, texts, model=recipe.model)
 

@@ -26,10 +26,8 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import TextReward
-from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.rewards import Environment, Function, Length, Model, Reward
@@ -37,6 +35,7 @@ from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 from rlhf_jax.train.packed_rollouts import EndPacker
 
 if TYPE_CHECKING:
+    from rlhf_jax.roles.rewards.verifiers import Verifier
     from rlhf_jax.verification.pool import VerifierPool
 
 Array = jax.Array
@@ -92,6 +91,8 @@ class RewardPools:
           located: (place, row) of every row, read when a verifier asks for it.
         """
         for verifier in self.verifiers.values():
+            from rlhf_jax.roles.rewards import verifiers
+
             if isinstance(verifier, verifiers.Readable):
                 verifiers.check_answers(located(), verifier=verifier)
 
@@ -305,6 +306,8 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
       InputError: there is no such verifier, or it does not read a key that is set.
       StopError: the module calls `sys.exit` when it is imported.
     """
+    from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier
+
     name, field, plain = choice.name, choice.answer_field, VerifierChoice(choice.name)
     for key, has_it, why in (
         ("unmarked", name == "gsm8k", "unmarked with gsm8k alone"),

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import registry
 from rlhf_jax.planning import memory_check
 from rlhf_jax.roles import critic
 
@@ -41,6 +40,8 @@ def model_of(path: str) -> ModelConfig:
     Raises:
       InputError: there is no such checkpoint.
     """
+    from rlhf_jax.models.families import registry
+
     return registry.KNOWN.get(path) or hf.model_config(path)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -28,16 +28,17 @@ from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Loop, improve
-from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.outside.samplers import make_sampler
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.reading import read_data
 from rlhf_jax.train.responses import environment_reward
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.rollouts.queue import RolloutQueue
+from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.train.start import load_start, receipt_of
-from rlhf_jax.train.watch.held_out import HeldOut, of_held_out
 from rlhf_jax.train.watch.watcher import Judge, Watcher
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.rollouts.queue import RolloutQueue
 
 Array = jax.Array
 
@@ -108,6 +109,8 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     held_out = None
     if read.held_out is not None:
+        from rlhf_jax.train.watch.held_out import HeldOut
+
         held_out = HeldOut(
             config,
             read.held_out,
@@ -137,11 +140,13 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         ),
         root_key=key,
     )
-    if isinstance(loop.sampler, OutsideSampler):
+    if not isinstance(loop.sampler, Sampler):
         stack.enter_context(loop.sampler)
     rehearse(loop, models, judge=judge)
     summary: dict[str, Any] = {}
     if held_out is not None:
+        from rlhf_jax.train.watch.held_out import of_held_out
+
         before = held_out(
             models.train.policy, programs=programs, reference=models.reference
         )
@@ -171,12 +176,14 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         name=config.start.model,
     )
     if held_out is not None:
+        from rlhf_jax.train.watch.held_out import of_held_out
+
         after = held_out(trained, programs=programs, reference=reference)
         summary |= of_held_out(after, "after")
     summary |= conclude(
         config, models, programs, job=job, trained=trained, reference=reference
     )
-    if isinstance(loop.sampler, OutsideSampler):
+    if not isinstance(loop.sampler, Sampler):
         summary["sampler_retries"] = loop.sampler.retries.count
     summary["compiled"] = compile_counts.since(compiled)
     summary["seconds"] = time.perf_counter() - started
@@ -281,6 +288,9 @@ def run_stage(
     saved["reference"] = None if reference is models.base else reference
     queue: RolloutQueue | None = None
     if config.staleness:
+        # Threads and waits of runs whose sampler is behind.
+        from rlhf_jax.train.rollouts.queue import RolloutQueue
+
         queue = RolloutQueue(
             functools.partial(loop.draw, handed=True),
             hand_over=loop.sampler.hand_over,

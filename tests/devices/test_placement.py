@@ -9,7 +9,7 @@ import toys
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
-from rlhf_jax.devices import sharding, table_cells
+from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.devices.placement import (
     Place,
@@ -18,6 +18,7 @@ from rlhf_jax.devices.placement import (
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import frozen
+from rlhf_jax.runs import report
 
 THIRDS = Place.parse("tensor=3")
 TWO, FOUR = MeshShape(data=2), MeshShape(fsdp=4)
@@ -184,7 +185,7 @@ def test_a_frozen_copy_is_where_its_place_says(text, expected):
     mesh, place = four.policy_mesh(), Place.parse(text)
     params = sharding.place(toys.params(), mesh=mesh)
     copy = Storage().freeze(params, place=place, policy=mesh)
-    assert table_cells.cells(copy.stored) == expected
+    assert report.cells(copy.stored) == expected
     assert frozen.fingerprint_of(copy) == frozen.fingerprint_of(
         frozen_models.COPY.freeze(params)
     )
@@ -197,9 +198,9 @@ def test_a_frozen_copy_is_where_its_place_says(text, expected):
 def test_the_table_shows_devices_that_are_not_neighbours():
     devices = np.array(jax.devices())[[1, 3, 4]]
     mesh = jax.sharding.Mesh(devices, ("data",))
-    assert table_cells.mesh_cells(mesh) == ("cpu 1,3,4", "data=3")
-    assert table_cells.mesh_cells(ONE_DEVICE.make()) == ("cpu 0", "none")
-    assert table_cells.cells({"w": jax.ShapeDtypeStruct((2,), "float32")}) == (
+    assert report.mesh_cells(mesh) == ("cpu 1,3,4", "data=3")
+    assert report.mesh_cells(ONE_DEVICE.make()) == ("cpu 0", "none")
+    assert report.cells({"w": jax.ShapeDtypeStruct((2,), "float32")}) == (
         "none",
         "none",
     )

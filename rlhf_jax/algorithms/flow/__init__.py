@@ -6,7 +6,6 @@ from rlhf_jax.algorithms.flow import (
     objective,
     rollout,
     score,
-    selection,
     shaping,
 )
 
@@ -16,6 +15,5 @@ __all__ = [
     "objective",
     "rollout",
     "score",
-    "selection",
     "shaping",
 ]

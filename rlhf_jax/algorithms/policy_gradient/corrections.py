@@ -10,11 +10,12 @@ Truncate, Mask, Reject
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.off_policy import importance
-from rlhf_jax.functional.off_policy.importance import Correction
+
+if TYPE_CHECKING:
+    from rlhf_jax.functional.off_policy.importance import Correction
 
 TokenLevel = Literal["token", "sequence"]
 ResponseLevel = Literal["sequence", "geometric"]
@@ -48,7 +49,7 @@ class Truncate:
 
     def __post_init__(self) -> None:
         checks.one_of(level=self.level, among=get_args(TokenLevel))
-        importance.check_bounds(self.correction, cap=self.cap)
+        _check_bounds(self.correction, cap=self.cap)
 
     @property
     def correction(self) -> Correction:
@@ -71,7 +72,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         checks.one_of(level=self.level, among=get_args(TokenLevel))
-        importance.check_bounds(self.correction, cap=self.cap, floor=self.floor)
+        _check_bounds(self.correction, cap=self.cap, floor=self.floor)
 
     @property
     def correction(self) -> Correction:
@@ -94,12 +95,21 @@ class Reject:
 
     def __post_init__(self) -> None:
         checks.one_of(level=self.level, among=get_args(ResponseLevel))
-        importance.check_bounds(self.correction, cap=self.cap, floor=self.floor)
+        _check_bounds(self.correction, cap=self.cap, floor=self.floor)
 
     @property
     def correction(self) -> Correction:
         """Its formula."""
         return "sequence_reject" if self.level == "sequence" else "geometric_reject"
+
+
+def _check_bounds(
+    correction: Correction, *, cap: float, floor: float | None = None
+) -> None:
+    # Imported here, as most samplers are the trainer and have no weights.
+    from rlhf_jax.functional.off_policy import importance
+
+    importance.check_bounds(correction, cap=cap, floor=floor)
 
 
 Weighted = Truncate | Mask | Reject

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms import sft
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.state import accumulate
@@ -59,6 +58,8 @@ def gradient(
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
     """
+    from rlhf_jax.algorithms import sft  # few runs mix texts in
+
     num_tokens = sft.predicted(texts).sum(dtype=jnp.float32)
 
     def ptx_loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:

@@ -8,7 +8,7 @@ weight                         of π_old / μ, by default min(π_old / μ, cap)
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
 from rlhf_jax.functional import aggregation, masked
-from rlhf_jax.functional.off_policy import importance, mismatch
-from rlhf_jax.functional.off_policy.importance import Correction
 from rlhf_jax.models.packing import SizedPacking
+
+if TYPE_CHECKING:
+    from rlhf_jax.functional.off_policy.importance import Correction
 
 Array = jax.Array
 Params = Any
@@ -103,6 +104,9 @@ def weighted(
       correction: how weights beyond the bounds are cut (`importance.Correction`).
       floor: the smallest weight of the masks and of rejection; None is none.
     """
+    # Few samplers are corrected for.
+    from rlhf_jax.functional.off_policy import importance, mismatch
+
     mask = experience.response_mask
     pair = {
         "logprobs": experience.old_logprobs,

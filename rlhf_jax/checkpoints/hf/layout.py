@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,25 +13,39 @@ from flax import traverse_util
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, heads
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import (
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_neox,
-    keys,
-    llama,
-    mistral,
-    phi3,
-    qwen2,
-    qwen3,
-)
+from rlhf_jax.models.families import keys
 from rlhf_jax.models.families.options import types
 
 Params = Any  # nested dict of arrays
 Leaves = dict[str, Any]  # Params flattened to {"layers/mlp/up/kernel": leaf}
 PathLike = str | os.PathLike[str]
-_MODULES = (gpt2, gpt_neox, llama, mistral, phi3, qwen2, qwen3, gemma2, gemma3)
-FAMILIES = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+_MODULES = {
+    **{name: name for name in ("gpt2", "gpt_neox", "llama", "mistral", "phi3")},
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+}
+
+
+class _Families(Mapping[str, keys.Family]):
+    """{model_type: family}; a family is imported where it is first asked for."""
+
+    def __getitem__(self, name: str) -> keys.Family:
+        module = f"rlhf_jax.models.families.{_MODULES[name]}"
+        return importlib.import_module(module).FAMILY
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _MODULES
+
+
+FAMILIES = _Families()
 # Options of a config.json that no family here implements, and what they stand for.
 UNSUPPORTED = {
     "quantization_config": "quantised weights",
@@ -63,7 +78,7 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
                 f"{name} with {feature} ({option}), which is not supported; use a "
                 f"checkpoint without, of {', '.join(FAMILIES)}"
             )
-    if name not in FAMILIES:
+    if name not in _MODULES:
         code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
         raise InputError(
             f"{CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "

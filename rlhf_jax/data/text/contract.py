@@ -22,23 +22,25 @@ Every trainer, reward, verifier, environment and evaluation goes by these rules:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.examples import Example, Text
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.data.text import chat, messages
+from rlhf_jax.data.text import messages
 from rlhf_jax.data.text.control import Control, RowPieces
-from rlhf_jax.data.text.conversations import OPENING, Conversations
 from rlhf_jax.data.text.joining import Joining
-from rlhf_jax.data.text.messages import Message
+from rlhf_jax.data.text.messages import OPENING, Message
 from rlhf_jax.data.text.question import PLACE, Question, Written
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlhf_jax.data.text.conversations import Conversations
 
 
 class TextContract:
@@ -65,8 +67,14 @@ class TextContract:
         )
         self._pieces = RowPieces(tokenizer, stop_ids=self.stop_ids, receipt=receipt)
         self._joining = Joining(tokenizer, control=self.control)
-        self._conversations = Conversations(
-            tokenizer,
+
+    @functools.cached_property
+    def _conversations(self) -> Conversations:
+        # Here and below: plain texts need no chat template.
+        from rlhf_jax.data.text.conversations import Conversations
+
+        return Conversations(
+            self.tokenizer,
             stop_ids=self.stop_ids,
             pieces=self._pieces,
             joining=self._joining,
@@ -244,6 +252,8 @@ class TextContract:
         Raises:
           InputError: messages that the template does not take.
         """
+        from rlhf_jax.data.text import chat
+
         return chat.render(
             self.tokenizer, conversation, where="a conversation", continued=continued
         )
@@ -346,6 +356,8 @@ class TextContract:
             ids, stop = ids[:-1], ids[-1]
         inside = next((number for number in ids if number in self.stop_ids), None)
         if inside is not None:
+            from rlhf_jax.data.text import chat
+
             shown = chat.shown(self.tokenizer, [inside])
             raise InputError(
                 f"{where}: expected a response that holds a stop token at its end"

@@ -18,7 +18,7 @@ from rlhf_jax.data.examples import Episode, Example, Text
 from rlhf_jax.data.text import chat, messages
 from rlhf_jax.data.text.control import RowPieces
 from rlhf_jax.data.text.joining import Joining
-from rlhf_jax.data.text.messages import Message
+from rlhf_jax.data.text.messages import OPENING, Message
 from rlhf_jax.data.text.question import Question
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PRIVATE = range(0xE000, 0x110000)  # where characters of no meaning begin
-OPENING = {"role": "user", "content": "Hi"}  # to whom a turn responds
 
 
 class Conversations:

@@ -20,6 +20,7 @@ from rlhf_jax.functional.checks import InputError
 Message = dict[str, Any]  # role and content, and whatever else the template reads
 AssistantTurns = Literal["last", "all", "marked"]
 ASSISTANT = "assistant"
+OPENING = {"role": "user", "content": "Hi"}  # to whom a turn responds
 CALLS = "tool_calls"  # of a message: what the assistant asks tools for
 MARKS = ("weight", "train", "loss_mask")  # of a message: whether it is learned
 TOOLS, DOCUMENTS, OPTIONS = "tools", "documents", "chat_template_kwargs"

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.text import Question, TextContract, Written, chat, messages
-from rlhf_jax.data.text.conversations import OPENING
 from rlhf_jax.data.text.joining import OutOfRoom
+from rlhf_jax.data.text.messages import OPENING
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:

@@ -1,12 +1,21 @@
-"""Divergences of the policy from the reference, and how they act."""
+"""Divergences of the policy from the reference, and how they act.
+
+Those of whole distributions are loaded on first use: most runs have none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.functional.kl.estimators import Direction, exact, k1, k2, k3, top_k
-from rlhf_jax.functional.kl.hidden_states import (
-    exact_from_hidden,
-    jensen_shannon_from_hidden,
-    top_k_from_hidden,
-)
-from rlhf_jax.functional.kl.mixtures import jensen_shannon
+
+if TYPE_CHECKING:
+    from rlhf_jax.functional.kl.hidden_states import (
+        exact_from_hidden,
+        jensen_shannon_from_hidden,
+        top_k_from_hidden,
+    )
+    from rlhf_jax.functional.kl.mixtures import jensen_shannon
 
 __all__ = [
     "Direction",
@@ -20,3 +29,11 @@ __all__ = [
     "top_k",
     "top_k_from_hidden",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"{__name__} has no name {name!r}")
+    from rlhf_jax.functional.kl import hidden_states, mixtures
+
+    return getattr(mixtures if name == "jensen_shannon" else hidden_states, name)

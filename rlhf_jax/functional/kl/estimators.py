@@ -32,7 +32,6 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.kl import chunks
 
 Array = jax.Array
 Direction = Literal["reverse", "forward"]
@@ -123,7 +122,7 @@ def exact(
     _check_logits(logits, ref_logits, temperature)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
     ref_logprobs = jax.nn.log_softmax(ref_logits.astype(jnp.float32) / temperature)
-    return chunks.of_buckets(logprobs, ref_logprobs)
+    return _of_buckets(logprobs, ref_logprobs)
 
 
 def top_k(
@@ -172,13 +171,15 @@ def top_k(
         logprobs, ref_logprobs = _bucketed(logprobs, ids), _bucketed(ref_logprobs, ids)
     if direction == "forward":
         logprobs, ref_logprobs = ref_logprobs, logprobs
-    return chunks.of_buckets(logprobs, ref_logprobs)
+    return _of_buckets(logprobs, ref_logprobs)
 
 
 def _bucketed(
     logprobs: Float32[Array, "*shape V"], ids: Int32[Array, "*shape k"]
 ) -> Float32[Array, "*shape k+1"]:
     """The log-probs of the tokens `ids`, then that of all others together."""
+    from rlhf_jax.functional.kl import chunks
+
     alone = jnp.take_along_axis(logprobs, ids, axis=-1)
     # Tokens of probability 0 stay out of the sum: their gradient would be 0·inf.
     other = ~chunks.marked(ids, size=logprobs.shape[-1]) & (logprobs > -jnp.inf)
@@ -192,3 +193,10 @@ def _check_logits(logits: Array, ref_logits: Array, temperature: float | Array) 
     checks.same_shape(logits=logits, ref_logits=ref_logits)
     checks.floating(logits=logits, ref_logits=ref_logits)
     checks.positive(temperature=temperature)
+
+
+def _of_buckets(logprobs: Array, ref_logprobs: Array) -> Array:
+    """`chunks.of_buckets`, which runs with estimates at tokens have no use for."""
+    from rlhf_jax.functional.kl import chunks
+
+    return chunks.of_buckets(logprobs, ref_logprobs)

@@ -1,6 +1,5 @@
 """Attention of tokens to the keys and values of a row, by several engines."""
 
-from rlhf_jax.models.attention.blockwise import attend_blockwise
 from rlhf_jax.models.attention.cache import Cached, Columns, KeyValue, append, quantise
 from rlhf_jax.models.attention.engines import attend
 from rlhf_jax.models.attention.pages import (
@@ -21,7 +20,6 @@ __all__ = [
     "append",
     "append_to_pages",
     "attend",
-    "attend_blockwise",
     "attend_to",
     "attend_to_pages",
     "attend_xla",

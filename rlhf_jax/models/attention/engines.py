@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice
-from rlhf_jax.models.attention.blockwise import attend_blockwise
 from rlhf_jax.models.attention.cache import KeyValue
-from rlhf_jax.models.attention.cudnn import attend_cudnn
-from rlhf_jax.models.attention.per_device import Engine, attend_per_device
 from rlhf_jax.models.attention.record import AttentionMask
-from rlhf_jax.models.attention.splash import attend_splash
 from rlhf_jax.models.attention.xla import attend_xla
 from rlhf_jax.models.config import ModelConfig
 
+if TYPE_CHECKING:
+    from rlhf_jax.models.attention.per_device import Engine
+
 Array = jax.Array
-# What a device computes for rows and heads of its own. xla, whose operations are
-# partitioned, needs that for columns alone.
-ENGINES: dict[str, Engine] = {
-    "xla": attend_xla,
-    "blockwise": attend_blockwise,
-    "splash": attend_splash,
-    "cudnn": attend_cudnn,
-}
 
 
 def attend(
@@ -61,4 +54,29 @@ def attend(
             f"share a prefix, got {engine}; choose one of them, or let no texts share "
             f"one"
         )
-    return attend_per_device(query, keys_values, mask=mask, engine=ENGINES[engine])
+    from rlhf_jax.models.attention.per_device import attend_per_device
+
+    one_device = _engine(engine)
+    return attend_per_device(query, keys_values, mask=mask, engine=one_device)
+
+
+def _engine(name: str) -> Engine:
+    """What a device computes for rows and heads of its own.
+
+    xla, whose operations are partitioned, needs that for columns alone.
+    """
+    # A run has one engine, mostly xla without this: the others are not imported.
+    match name:
+        case "blockwise":
+            from rlhf_jax.models.attention.blockwise import attend_blockwise
+
+            return attend_blockwise
+        case "splash":
+            from rlhf_jax.models.attention.splash import attend_splash
+
+            return attend_splash
+        case "cudnn":
+            from rlhf_jax.models.attention.cudnn import attend_cudnn
+
+            return attend_cudnn
+    return attend_xla

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
@@ -30,9 +30,10 @@ from rlhf_jax.models.caches import Caches, growing_widths, widened
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import loop
 from rlhf_jax.models.generation.loop import Decoder, Draw, Drawn
-from rlhf_jax.models.generation.places import Responses
-from rlhf_jax.models.generation.row_shares import respond
 from rlhf_jax.models.generation.sampling import Shaping
+
+if TYPE_CHECKING:
+    from rlhf_jax.models.generation.places import Responses
 
 Array = jax.Array
 Params = Any
@@ -126,6 +127,9 @@ def generate(
     """
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
     if continuous_batching is not None:
+        # Its places and pages are loaded by the runs that choose them.
+        from rlhf_jax.models.generation.row_shares import respond
+
         _check(
             model,
             tokens=tokens,

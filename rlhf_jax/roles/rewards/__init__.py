@@ -57,7 +57,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"rlhf_jax.roles.rewards has no name {name!r}")
-    from rlhf_jax.roles.rewards import ensembles, model, normalisation, scores, text
+    from rlhf_jax.roles.rewards import ensembles, normalisation, scores, text
 
-    modules = (ensembles, model, normalisation, scores, text)
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
+    for module in (ensembles, normalisation, scores, text):
+        if hasattr(module, name):
+            return getattr(module, name)
+    from rlhf_jax.roles.rewards import model  # of runs with a reward model
+
+    return getattr(model, name)

@@ -14,7 +14,7 @@ import tyro
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import choices, folder, run_config
-from rlhf_jax.runs.command_line import config_file, help_screen
+from rlhf_jax.runs.command_line import help_screen
 from rlhf_jax.runs.run_config import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -67,6 +67,8 @@ def parse(
         config_class = _with_defaults(config_class, presets[preset])
     if arguments.config is not None:
         path = arguments.config
+        from rlhf_jax.runs.command_line import config_file
+
         fields = config_file.read(path)
         options = [
             *run_config.arguments(config_class, fields, source=path, renamed=renamed),

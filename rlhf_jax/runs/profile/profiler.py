@@ -29,6 +29,7 @@ from rlhf_jax.runs.profile.window import Window
 
 Array = jax.Array
 Masks = tuple[Array, Array]  # segments or mask [B, S], response tokens [B, S]
+HOST_SCOPE = "reward"  # that user code has on the host
 FOLDER, WINDOW, TRACES = "profile", "window.json", "*.xplane.pb"
 
 

@@ -21,10 +21,10 @@ from jax.profiler import ProfileData
 from numpy.typing import NDArray
 
 from rlhf_jax.runs.profile.op_names import OpNames, op_names
+from rlhf_jax.runs.profile.profiler import HOST_SCOPE
 
 SCOPES = ("rollout", "reference", "reward", "values", "loss", "optimizer")
 """The scopes that a step has, in its order."""
-HOST_SCOPE = "reward"  # that user code has on the host
 # Also inside transformations, "jit(learn)/transpose(jvp(loss))/dot_general". A function
 # of that name is none: "jit(values)".
 SCOPE = re.compile(rf"(?:^|/|(?<!jit)\()({'|'.join(SCOPES)})(?=[/)]|$)")

@@ -12,7 +12,7 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import PAGE_SIZE, Cache, ModelConfig
-from rlhf_jax.samplers import connection, retries
+from rlhf_jax.samplers import retries
 
 Recipe = TypeVar("Recipe", bound=PolicyRecipe)
 
@@ -89,6 +89,8 @@ class Server:
     check_tolerance: float | None = None
 
     def __post_init__(self) -> None:
+        from rlhf_jax.samplers import connection
+
         if not connection.is_address(self.address):
             raise InputError(
                 f"--sampler: expected here, process or http://HOST:PORT, got "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,10 @@ from rlhf_jax.samplers.retries import Retries
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here, Process
-from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.outside.sampler import OutsideSampler
 
 
 def make_sampler(
@@ -54,12 +56,14 @@ def make_sampler(
             f"--sampler: expected a trainer of one process with a sampler outside, got "
             f"{jax.process_count()}; leave out --coordinator, or --sampler"
         )
+    # Here and below, as they are modules that no other run needs.
+    from rlhf_jax.train.outside.sampler import OutsideSampler
+
     retries, merge = Retries(options.tries), None
     if models.base is not None and recipe.lora is not None:
         merge = _merging(models.base, recipe.lora, mesh=meshes.policy)
         recipe = dataclasses.replace(recipe, lora=None)
     if isinstance(options, Process):
-        # Here and below, as they are modules that no other run needs.
         from rlhf_jax.samplers.process import ProcessSampler
 
         outside = ProcessSampler(

@@ -17,7 +17,6 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
-from rlhf_jax.models.generation.page_table import pages_of
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.storage import store
@@ -211,6 +210,8 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
                 f"--placement.sampler"
             )
     # A prompt has one token or more, and the last token of a response is not run.
+    from rlhf_jax.models.generation.page_table import pages_of
+
     least = pages_of(recipe.max_new_tokens, size=size) * shares
     if pages < least:
         raise InputError(

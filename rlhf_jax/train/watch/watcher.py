@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms import evaluation
 from rlhf_jax.algorithms.batch import Rollout, Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
@@ -29,10 +28,10 @@ from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.programs import Programs, Read
 from rlhf_jax.train.sampling.sampler import Sampler, versions
-from rlhf_jax.train.watch.held_out import HeldOut
 
 if TYPE_CHECKING:
     from rlhf_jax.train.loop import Loop
+    from rlhf_jax.train.watch.held_out import HeldOut
 
 Array = jax.Array
 Params = Any
@@ -204,6 +203,8 @@ class Judge:
         scores, succeeded = row_sharding.put_computed(
             (scores, succeeded), mesh=self._mesh
         )
+        from rlhf_jax.algorithms import evaluation
+
         return evaluation.judge_stats(
             scores, judged=succeeded if self._may_fail else None
         )

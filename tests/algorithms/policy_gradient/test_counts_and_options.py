@@ -11,7 +11,7 @@ import optax
 import pytest
 import toys
 
-from rlhf_jax.algorithms import batch, reinforce, state
+from rlhf_jax.algorithms import batch, reinforce, sft, state
 from rlhf_jax.algorithms.policy_gradient import algorithm, loss, ptx_texts
 from rlhf_jax.algorithms.policy_gradient.corrections import Reject, Truncate
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
@@ -416,7 +416,7 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
         stats = {"loss/language_model": (params["w"] * count, count)}
         return params["w"] * count / num_tokens, stats
 
-    monkeypatch.setattr(ptx_texts.sft, "loss", loss)
+    monkeypatch.setattr(sft, "loss", loss)
     params = {"w": jnp.float32(3)}
     gradient, stats = ptx_texts.gradient(params, texts, recipe=recipe, frozen=NO_MODELS)
     assert float(gradient["w"]) == 0.5

@@ -5,8 +5,8 @@ import tokenizer_zoo
 
 from rlhf_jax.data import encoding, tokenization
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train import responses
 from rlhf_jax.train.config.prompts import AskedPrompts
+from rlhf_jax.train.environment import rows
 
 ZOO = tokenizer_zoo.zoo()
 CHAT = ZOO["chat"]
@@ -133,7 +133,7 @@ def test_the_run_s_own_template_holds_control_tokens_and_the_question_none():
     )
 
     def put(text):
-        question = responses.question({"q": text}, options=options, where="a.jsonl:1")
+        question = rows._question({"q": text}, options=options, where="a.jsonl:1")
         _, [ids] = encoding.encode_prompts(
             reader,
             [{"asked": options.template.replace("{prompt}", text)}],

@@ -15,11 +15,11 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice, layout
 from rlhf_jax.models.attention import (
     AttentionMask,
-    attend_blockwise,
     attend_xla,
     cudnn,
     splash,
 )
+from rlhf_jax.models.attention.blockwise import attend_blockwise
 from rlhf_jax.models.attention.cudnn import attend_cudnn
 
 # Four blocks of 29 columns, the last of them with room.
