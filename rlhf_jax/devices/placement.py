@@ -233,15 +233,6 @@ class ReferencePlacement(PolicyPlacement):
     alone, keeps the reference in host memory."""
 
 
-def _refuse_context(sampler: Place) -> None:
-    """InputError for a layout of sampling that shares columns."""
-    if sampler.mesh is not None and sampler.mesh.context > 1:
-        raise InputError(
-            f"--placement.sampler: expected data, fsdp and tensor, got {sampler}; a "
-            f"token that is decoded has no columns to share: give context to data"
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutPlacement(ReferencePlacement):
     """Where the policy, sampler, reference and reward model are."""
@@ -254,13 +245,18 @@ class RolloutPlacement(ReferencePlacement):
     """Place of the reward model, in the forms of --placement.reference."""
 
     def __post_init__(self) -> None:
-        if self.sampler.devices == "cpu" or self.sampler.memory == PINNED:
+        mesh = self.sampler.mesh
+        if (
+            self.sampler.devices == "cpu"
+            or self.sampler.memory == PINNED
+            or (mesh is not None and mesh.context > 1)
+        ):
             raise InputError(
                 f"--placement.sampler: expected policy, AXIS=SIZE,... or "
-                f"last:AXIS=SIZE,..., got {self.sampler}; the other places are for "
-                f"frozen models"
+                f"last:AXIS=SIZE,... of data, fsdp and tensor, got {self.sampler}; the "
+                f"other places are for frozen models, and a token that is decoded has "
+                f"no columns to share: give context to data"
             )
-        _refuse_context(self.sampler)
 
     @property
     def samples_ahead(self) -> bool:

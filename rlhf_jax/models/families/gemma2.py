@@ -32,11 +32,7 @@ NORMS = {
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Gemma2 `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Gemma2 `config.json`."""
     options = SOFTCAPS | dict(config)
     return dataclasses.replace(
         decoder_from_hf(options, family="gemma2", local=lambda layer: layer % 2 == 0),

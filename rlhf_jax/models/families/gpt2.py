@@ -11,11 +11,7 @@ from rlhf_jax.models.families.options import values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a GPT-2 `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a GPT-2 `config.json`."""
     values.only(
         config,
         {

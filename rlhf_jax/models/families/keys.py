@@ -187,8 +187,9 @@ class Family:
     name: str  # `model_type` in config.json
     causal: str  # architecture with a language-model head
     classifier: str  # architecture with a score
+    # InputError names an option that the decoder does not implement.
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    config_to_hf: Callable[[ModelConfig], dict[str, Any]]
+    config_to_hf: Callable[[ModelConfig], dict[str, Any]]  # that it reads back
     key_table: Callable[[ModelConfig], Table]
 
 

@@ -90,11 +90,7 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Llama `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Llama `config.json`."""
     return decoder_from_hf(config, family="llama")
 
 

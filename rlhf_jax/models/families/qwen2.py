@@ -16,11 +16,7 @@ from rlhf_jax.models.families.options import values, windows
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Qwen2 `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Qwen2 `config.json`."""
     model = llama.decoder_from_hf(config, family="qwen2")
     return dataclasses.replace(
         with_windows(model, config), attention_bias=True, attention_output_bias=False
