@@ -67,8 +67,6 @@ class Storage:
         """A copy of parameters that are on the policy's mesh.
 
         Args:
-          params: pytree of arrays.
-          place: where the copy is to be.
           policy: the policy's mesh; needed for a place apart from the policy's alone.
           model: their shape, where it is not the policy's.
 
@@ -124,12 +122,8 @@ def load_reference(
 
     Args:
       path_or_repo_id: folder or hub id; None copies the policy's parameters.
-      policy: whose tokens it scores.
-      storage: dtype of the copy.
-      place: where the copy is to be.
       mesh: the policy's mesh; needed for a place apart from the policy's alone.
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
-      load: reads a checkpoint.
 
     Raises:
       InputError: there is no such checkpoint, it has other token ids, a smaller
@@ -147,11 +141,6 @@ def reference_shape(
     name: str, *, model: ModelConfig, policy: Pretrained
 ) -> ModelConfig | None:
     """The shape that a reference scores the policy's rollouts with.
-
-    Args:
-      name: of its checkpoint, for messages.
-      model: of the checkpoint.
-      policy: of the policy.
 
     Returns:
       None where it is the policy's, but for how each computes. Otherwise its own, of
@@ -195,7 +184,6 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
     """Refuses a teacher of other tokens by its small files, before weights are read.
 
     Args:
-      teacher, student: folders or hub ids.
       tokenizer: of the student, a folder or hub id; None takes the one in `student`.
 
     Raises:
@@ -209,10 +197,6 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
 
 def check_reference(reference: str, *, policy: Pretrained) -> None:
     """Refuses a reference of other tokens by its small files, before weights are read.
-
-    Args:
-      reference: folder or hub id.
-      policy: whose tokens it is to score; its params are not read.
 
     Raises:
       InputError: there is no such checkpoint, or it has other token ids, a smaller

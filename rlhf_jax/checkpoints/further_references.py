@@ -123,14 +123,7 @@ def load(
     sharding: Any = None,
     load: frozen_models.Load = hf.load,
 ) -> dict[str, Frozen]:
-    """Reads, checks and freezes them, by name.
-
-    Args:
-      references: of the command line.
-      policy: whose tokens they score.
-      mesh: the policy's mesh.
-      sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
-      load: reads a checkpoint.
+    """Reads, checks and freezes them, by name; the arguments are `load_reference`'s.
 
     Raises:
       InputError: a checkpoint cannot be read, or reads other tokens than the policy.

@@ -69,12 +69,9 @@ def save(
     """Writes adapters that `peft.PeftModel.from_pretrained` loads: all, or nothing.
 
     Args:
-      path: a folder that does not exist yet, or is empty.
       adapters: a decoder's, or a reward model's {"trunk", "score"}. Theirs has no bias:
         ours stands in the metadata, so that their scores are ours less that constant.
-      lora: that they were made by.
       base_fingerprint: `frozen.source_fingerprint_of(base).root`, for `load`.
-      base_name: folder or hub id of the base, where PEFT is to look for it.
       dtype: of the file, to which adapters are rounded to nearest even, but for a
         reward model's score; None is their own.
 
@@ -138,8 +135,6 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
 
     Args:
       path: a folder with adapter_config.json and adapter_model.safetensors.
-      model: shape of the base.
-      base: that they are to adapt.
 
     Returns:
       How they were made, and the adapters; of sequence classification with one label

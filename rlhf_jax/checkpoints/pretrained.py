@@ -123,10 +123,6 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
 
     Its model predicts no id that the tokenizer has no token for.
 
-    Args:
-      path_or_repo_id: a folder, or a hub id.
-      tokenizer: where the tokenizer is; None for in the checkpoint.
-
     Raises:
       InputError: either is missing or unreadable, or the tokenizer has ids that the
         model lacks.
@@ -174,11 +170,8 @@ def load(
     """Reads a checkpoint to train, and checks that its tokenizer fits it.
 
     Args:
-      path_or_repo_id: a folder, or a hub id.
       tokenizer: where the tokenizer is; None for in the checkpoint.
       dtype: of activations; the parameters are float32.
-      remat: what of a layer a gradient computes again.
-      attention: what computes that of whole sequences.
       sharding: of the parameters, as `hf.load` takes it.
 
     Raises:
@@ -219,7 +212,6 @@ def save(
       trained: parameters, or adapters with a base.
       start: what they were trained from; its params are not read.
       base, lora: of the adapters, else None. The model is written with them merged.
-      name: folder or hub id of the base, where PEFT is to look for it.
 
     Raises:
       InputError: start.save_dtype cannot hold a weight.
@@ -312,9 +304,6 @@ def read_texts(
 
     Args:
       source, max_length: as `read_examples`; responses are read.
-      batch_size: rows held at a time.
-      max_rows: blocks or demonstrations, from the beginning.
-      receipt: as in `read_examples`, and of those beyond `max_rows`.
 
     Returns:
       Sequences[M, batch_size, S] of NumPy arrays.

@@ -103,11 +103,7 @@ class Place:
         return ONE_DEVICE if self.mesh is None else self.mesh
 
     def mesh_beside(self, policy: Mesh) -> Mesh | None:
-        """The mesh that programs of this role run on; None is the host's processor.
-
-        Raises:
-          InputError: The mesh does not fit the devices.
-        """
+        """The mesh that programs of this role run on; None is the host's processor."""
         if self.devices == "cpu":
             return None
         if not self.apart:
@@ -119,19 +115,11 @@ class Place:
         )
 
     def memory_mesh(self, policy: Mesh) -> Mesh | None:
-        """The mesh whose memory keeps the parameters; None is the host's memory.
-
-        Raises:
-          InputError: The mesh does not fit the devices.
-        """
+        """The mesh whose memory keeps the parameters; None is the host's memory."""
         return None if self.memory == PINNED else self.mesh_beside(policy)
 
     def sharding(self, params: Params, *, policy: Mesh | None) -> Any:
         """Shardings of a copy of parameters that are on the policy's mesh.
-
-        Args:
-          params: Arrays, or their shapes.
-          policy: The policy's mesh; None where the role is with the policy.
 
         Returns:
           A tree like `params`, one sharding for all of it, or None for the sharding
@@ -145,7 +133,7 @@ class Place:
             return _host()
         if not self.apart:
             return None
-        assert policy is not None  # as the docstring asks
+        assert policy is not None
         return sharding.shardings(params, mesh=self.mesh_beside(policy))
 
 
@@ -185,9 +173,6 @@ class PolicyPlacement:
 
     def policy_mesh(self, *, further: Mapping[str, Place] | None = None) -> Mesh:
         """The mesh of the policy: over all devices but the last ones that roles take.
-
-        Args:
-          further: Places of other models beside the policy, by the option of each.
 
         Raises:
           InputError: A mesh does not fit the devices, JAX has no CPU for a role that is

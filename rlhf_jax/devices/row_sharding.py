@@ -80,10 +80,6 @@ def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
 def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
     """How a batch is sharded: its rows over the row axes of the mesh.
 
-    Args:
-      batch: arrays or shapes [B, ...], all rows of the global batch.
-      mesh: None is the one that is set.
-
     Returns:
       A tree of `NamedSharding`s.
 
@@ -100,7 +96,6 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
     Args:
       batch: arrays [b, ...] of NumPy's, this process's rows of the global batch
         (`row_share`); or of JAX, all of its rows.
-      mesh: None is the one that is set.
 
     Raises:
       InputError: the row axes do not divide the rows.

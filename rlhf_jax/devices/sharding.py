@@ -51,9 +51,6 @@ def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree
 
     While it is traced the decoder knows the mesh, and keeps the rows of activations
     apart (`axes.rows_apart`); nothing else hears of it.
-
-    Args:
-      mesh: None is one device, or the mesh that is set.
     """
     if mesh is None:
         return function

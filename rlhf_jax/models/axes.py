@@ -87,11 +87,7 @@ def of(path: tuple[str, ...]) -> Names | None:
 
 
 def rows_apart(x: Array) -> Array:
-    """The array with its rows on the row axes of the mesh that is set, if one is.
-
-    Args:
-      x: [B, ...].
-    """
+    """The array with its rows on the row axes of the mesh that is set, if one is."""
     sizes = _auto_axes()
     if not sizes:
         return x  # with explicit axes the arrays say it themselves
@@ -167,7 +163,6 @@ def row_axes(
     """The axes that rows lie on: those of `among`, as far as they divide them.
 
     Args:
-      sizes: of the mesh's axes, by name.
       among: `ROW_AXES` for the rows of records.
     """
     present = tuple(axis for axis in among if sizes.get(axis, 1) > 1)

@@ -131,9 +131,7 @@ def change_if(flag: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tr
     devices may differ. `vmap` makes a choice of the branch.
 
     Args:
-      flag: bool[].
       change: keeps structure, shapes and dtypes.
-      tree: pytree of arrays.
     """
 
     def branch(flag: jax.Array, tree: Tree) -> Tree:

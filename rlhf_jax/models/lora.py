@@ -109,11 +109,6 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
 def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     """Adapters that change nothing yet: A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0.
 
-    Args:
-      key: key[], draws A.
-      model: static shape of the base.
-      lora: rank, scale and adapted layers.
-
     Returns:
       {"layers": {..., "lora_a": f32[L, in, rank], "lora_b": f32[L, rank, out]}}.
 
@@ -141,7 +136,6 @@ def attach(base: Params, adapters: Params, *, lora: LoRA) -> Params:
     Args:
       base: a decoder's, stored in any way; the result shares its leaves.
       adapters: a decoder's, or a scalar model's {"trunk", "score"}.
-      lora: that they were made by.
 
     Returns:
       base with `lora_a` and scaled `lora_b` beside the adapted kernels; for a scalar
@@ -171,9 +165,6 @@ def merge(
     """Plain parameters W + (alpha / rank) · A B, which `hf.save` can write.
 
     Args:
-      base: a decoder's, stored in any way.
-      adapters: a decoder's, or a scalar model's {"trunk", "score"}.
-      lora: that they were made by.
       rounded_to: dtype that the result is cast to next. Adapted kernels of a base of
         another dtype are float32 then, so that they are rounded once.
 
@@ -192,11 +183,6 @@ def merge(
 
 def unmerge(merged: Params, adapters: Params, *, lora: LoRA) -> Params:
     """The base of merged parameters, up to rounding: W - (alpha / rank) · A B.
-
-    Args:
-      merged: what `merge` returned.
-      adapters: a decoder's, or a scalar model's {"trunk", "score"}.
-      lora: that they were made by.
 
     Returns:
       A decoder's parameters, without a score.

@@ -59,9 +59,6 @@ class Packing:
     def pack(self, x: Array) -> Array:
         """An array of padded rows at the places of packed ones, without a gradient.
 
-        Args:
-          x: [B, S].
-
         Returns:
           [N, W], 0 where no token stands.
         """
@@ -201,7 +198,6 @@ def texts_of(
     """Rows as a head reads them.
 
     Args:
-      tokens: i32[B, S], padded on either side.
       mask: bool[B, S], True at tokens; read without a packing alone.
       first_column: columns before it are not computed and are 0; read without a
         packing alone, which reads the responses it was made for.

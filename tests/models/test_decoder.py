@@ -231,7 +231,9 @@ def test_parameter_counts():
 
 def test_bad_shapes_and_configs_are_named():
     params = tiny.params(tiny.GPT2)
-    with pytest.raises(InputError, match=r"mask of the shape of .*\(2, 5\), got \(2, 4\)"):
+    with pytest.raises(
+        InputError, match=r"mask of the shape of .*\(2, 5\), got \(2, 4\)"
+    ):
         decoder.hidden_states(
             params,
             model=tiny.GPT2,

@@ -48,9 +48,6 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
 
     Code that comes with a checkpoint (`auto_map`) is never run.
 
-    Args:
-      config: the content of its config.json.
-
     Raises:
       InputError: no family has its `model_type`, or it sets an option of `UNSUPPORTED`.
     """
@@ -78,8 +75,6 @@ def expect_architecture(
     """Checks which head the checkpoint has.
 
     Args:
-      config: the content of its config.json.
-      architecture: expected, for instance "GPT2LMHeadModel".
       elsewhere: {another architecture: what to do with a checkpoint of it}.
 
     Raises:

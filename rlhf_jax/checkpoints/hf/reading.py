@@ -98,13 +98,7 @@ def load(
 def load_reward(
     path_or_repo_id: PathLike, *, dtype: DTypeLike | None = None, sharding: Any = None
 ) -> tuple[ModelConfig, Params]:
-    """Reads a reward model: sequence classification with one label.
-
-    Args:
-      path_or_repo_id: a folder with config.json and safetensors, or "owner/name".
-      dtype: of the parameters; None keeps the checkpoint's.
-      sharding: one `jax.sharding.Sharding`, a tree of them, or a function from the
-        parameters' shapes to such a tree; None is the default device.
+    """Reads a reward model, sequence classification with one label, as `load` does.
 
     Returns:
       The model and {"trunk": ..., "score": {"kernel": [D], "bias": f32[]}}. The bias is

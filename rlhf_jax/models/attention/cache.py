@@ -52,7 +52,6 @@ def plain(columns: Columns, *, dtype: jnp.dtype) -> tuple[Array, Array | None]:
     """What products read of keys or values in `dtype`, and f32[B, K, S] or None.
 
     Args:
-      columns: [B, K, S, head_dim].
       dtype: of the products; exact for integers of int8 in bfloat16 too.
     """
     if isinstance(columns, Int8Columns):
@@ -64,8 +63,6 @@ def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
     """The cache with the keys and values of new tokens written from `column` on.
 
     Args:
-      cache: keys and values of the columns so far.
-      new: of the new tokens.
       column: i32[], the same in all rows, or i32[B], of each row.
     """
 

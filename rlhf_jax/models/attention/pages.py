@@ -53,7 +53,6 @@ def ring(position: Array, *, size: int, going: Array) -> Pages:
     Args:
       position: i32[B], tokens before the new one.
       size: columns of a page: the window of a local layer.
-      going: bool[B], rows whose new token is written.
 
     Returns:
       Pages of B rows in as many pages.
@@ -78,7 +77,6 @@ def append_to_pages(cache: Cached, new: KeyValue, *, pages: Pages) -> Cached:
     Args:
       cache: [N, K, C, head_dim] each.
       new: [B, K, 1, head_dim] each.
-      pages: where they go.
     """
 
     def write(old: Columns, fresh: Array) -> Columns:
@@ -107,9 +105,6 @@ def attend_to_pages(
     Args:
       query: [B, H, 1, head_dim].
       keys_values: [N, K, C, head_dim] each, also in int8.
-      pages: which of them a row's are.
-      scale: dimensionless; None is 1 / sqrt(head_dim).
-      softcap: c of logits c·tanh(x / c); None leaves them.
 
     Returns:
       [B, H, 1, head_dim], in query's dtype; logits and softmax are float32. A row of

@@ -18,16 +18,7 @@ Array = jax.Array
 
 
 def attend_xla(query: Array, keys_values: KeyValue, *, mask: AttentionMask) -> Array:
-    """softmax(scale · q·kᵀ)·v over what the mask allows.
-
-    Args:
-      query: [B, H, T, head_dim], of the last T columns.
-      keys_values: [B, K, S, head_dim] each.
-      mask: of S columns.
-
-    Returns:
-      [B, H, T, head_dim], in query's dtype.
-    """
+    """softmax(scale · q·kᵀ)·v over what the mask allows."""
     return attend_to(
         query,
         keys_values,

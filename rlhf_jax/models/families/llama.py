@@ -30,7 +30,6 @@ def decoder_from_hf(
 
     Args:
       partial_rotary: whether the family's heads may rotate in part.
-      activation: the option that names the activation.
 
     Raises:
       InputError: an option that the decoder does not implement, by name.
@@ -134,11 +133,7 @@ def table(
     *projections: keys.Key,
     norms: Mapping[str, str] = NORMS,
 ) -> keys.Table:
-    """Llama's names around the projections of a layer; linear layers are [out, in].
-
-    Args:
-      norms: of a layer, their names and ours.
-    """
+    """Llama's names around the projections of a layer; linear layers are [out, in]."""
     layer = "model.layers.{layer}"
     head = keys.Key("lm_head.weight", ("head/kernel",), "vocabulary")
     return keys.Table(
