@@ -20,6 +20,7 @@ from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.devices.placement import WITH_POLICY, Place
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
@@ -43,6 +44,8 @@ class Storage:
     """Dtype of embeddings and output head where the others are int8; None is int8."""
 
     def __post_init__(self) -> None:
+        checks.one_of(dtype=self.dtype, among=(*hf.SAVE_DTYPES, "int8"))
+        checks.one_of(embeddings=self.embeddings, among=(*hf.SAVE_DTYPES, None))
         if self.embeddings is not None and self.dtype != "int8":
             raise InputError(
                 f"embeddings: expected None where dtype is {self.dtype}, got "

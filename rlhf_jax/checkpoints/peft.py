@@ -32,6 +32,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.leaves import misfits
 from rlhf_jax.models.lora import LoRA, attach, paths
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -201,15 +202,7 @@ def _read(
         linears.append((linear, k))
     if config.get("task_type") != "SEQ_CLS":
         expected.pop(_SCORE)
-    problems += [f"missing: {name}" for name in expected if name not in tensors]
-    for name, tensor in tensors.items():
-        if name not in expected:
-            problems.append(f"unknown: {name} {list(tensor.shape)}")
-        elif tensor.shape != expected[name]:
-            problems.append(
-                f"misshapen: {name}, expected {list(expected[name])}, got "
-                f"{list(tensor.shape)}"
-            )
+    problems += misfits(tensors, shapes=expected)
     if problems or not linears:
         raise InputError(
             f"expected adapters of the linear layers of this {model.family} with "

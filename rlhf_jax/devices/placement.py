@@ -68,18 +68,15 @@ class Place:
         """
         whole = f"policy@{PINNED}" if text.strip() == PINNED else text.strip()
         where, at, memory = whole.partition("@")
-        if at and memory != PINNED:
-            raise InputError(
-                f"place: expected @{PINNED} or nothing after the devices, got {text!r}"
-            )
         place_memory: Any = PINNED if at else "device"
-        if where in ("policy", "last", "cpu"):
-            return cls(where, memory=place_memory)
         devices, colon, axes = where.partition(":")
-        if not colon and "=" in where:
-            return cls("policy", MeshShape.parse(where), place_memory)
-        if colon and devices == "last":
-            return cls("last", MeshShape.parse(axes), place_memory)
+        if not at or memory == PINNED:
+            if where in ("policy", "last", "cpu"):
+                return cls(where, memory=place_memory)
+            if not colon and "=" in where:
+                return cls("policy", MeshShape.parse(where), place_memory)
+            if colon and devices == "last":
+                return cls("last", MeshShape.parse(axes), place_memory)
         raise InputError(f"place: expected {FORMS}, got {text!r}; @{PINNED} may follow")
 
     def __str__(self) -> str:

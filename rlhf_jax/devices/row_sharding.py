@@ -41,13 +41,17 @@ class Share:
         Raises:
           InputError: the blocks do not divide the rows.
         """
-        if rows < 1 or rows % self.count:
-            raise InputError(
-                f"expected a batch size that the {self.count} devices which share its "
-                f"rows divide, got {rows}; change it, or the mesh"
-            )
+        _check_divided(rows, count=self.count)
         size = rows // self.count
         return [block * size + i for block in self.blocks for i in range(size)]
+
+
+def _check_divided(rows: int, *, count: int) -> None:
+    if rows % count:
+        raise InputError(
+            f"expected a batch size that the {count} devices which share its rows "
+            f"divide, got {rows}; change it, or the mesh"
+        )
 
 
 WHOLE = Share((0,), 1)
@@ -186,13 +190,7 @@ def _mesh_of(leaf: Array) -> Mesh:
 
 
 def _divided(mesh: Mesh, *, rows: int) -> NamedSharding:
-    count = _num_blocks(mesh)
-    if rows % count:
-        raise InputError(
-            f"batch: expected rows that the {count} devices of axes "
-            f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch size "
-            f"or the mesh"
-        )
+    _check_divided(rows, count=_num_blocks(mesh))
     return _over_rows(mesh, rows=rows)
 
 

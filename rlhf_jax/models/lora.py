@@ -245,12 +245,7 @@ def _check(base: Params, adapters: Params, *, lora: LoRA) -> None:
             layers, size_in, size_out = kernel.shape
             expected[f"{at}/lora_a"] = (layers, size_in, lora.rank)
             expected[f"{at}/lora_b"] = (layers, lora.rank, size_out)
-    problems = [f"unknown: {path}" for path in flat if path not in expected]
-    for path, shape in expected.items():
-        got = flat[path].shape if path in flat else None
-        if got != shape:
-            problems.append(f"{path}: expected {shape}, got {got}")
-    if problems:
+    if problems := leaves.misfits(flat, shapes=expected):
         raise InputError(
             f"expected adapters of rank {lora.rank} for the layers of this base, got "
             f"others; were they made for another model or with another LoRA?\n  "

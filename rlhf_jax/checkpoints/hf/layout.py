@@ -70,7 +70,7 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
 
 
 def expect_architecture(
-    config: Mapping[str, Any], *, architecture: str, elsewhere: dict[str, str]
+    config: Mapping[str, Any], architecture: str, *, elsewhere: dict[str, str]
 ) -> None:
     """Checks which head the checkpoint has.
 

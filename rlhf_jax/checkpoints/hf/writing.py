@@ -15,6 +15,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys, mapping
+from rlhf_jax.models.leaves import misfits
 
 if TYPE_CHECKING:  # its import announces on the terminal that torch is not there
     from transformers import PreTrainedTokenizerBase
@@ -119,16 +120,8 @@ def save_reward(
 def _leaves_of(params: Params, *, shapes: Leaves) -> Leaves:
     """The leaves of params, which must be those of the model."""
     leaves = layout.flatten(params)
-    problems = [f"missing: {path}" for path in shapes if path not in leaves]
-    for path, leaf in leaves.items():
-        if path not in shapes:
-            problems.append(f"unknown: {path} {list(leaf.shape)}")
-        elif leaf.shape != shapes[path].shape:
-            problems.append(
-                f"misshapen: {path}, expected {list(shapes[path].shape)}, got "
-                f"{list(leaf.shape)}"
-            )
-    if problems:
+    expected = {path: leaf.shape for path, leaf in shapes.items()}
+    if problems := misfits(leaves, shapes=expected):
         raise InputError(
             "expected the parameters of the model that is to be saved, got others:\n  "
             + "\n  ".join(problems)

@@ -19,14 +19,20 @@ Source: pages are those of Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention.cache import Cached, Columns, KeyValue, plain, quantise
+from rlhf_jax.models.attention.cache import (
+    Cached,
+    Columns,
+    KeyValue,
+    as_cached,
+    logits_of,
+    plain,
+)
 
 Array = jax.Array
 
@@ -85,7 +91,7 @@ def append_to_pages(cache: Cached, new: KeyValue, *, pages: Pages) -> Cached:
                 one[:, :, 0], mode="drop"
             ),
             old,
-            fresh if isinstance(old, Array) else quantise(fresh),
+            as_cached(fresh, cache=old),
         )
 
     key, value = map(write, cache, new)
@@ -121,11 +127,9 @@ def attend_to_pages(
         key,
         preferred_element_type=jnp.float32,
     )
-    if key_scales is not None:
-        logits = logits * key_scales[:, :, None]
-    logits = logits / math.sqrt(head_dim) if scale is None else logits * scale
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    logits = logits_of(
+        logits, key_scales=key_scales, head_dim=head_dim, scale=scale, softcap=softcap
+    )
     visible = pages.seen[:, None, None]
     lowest = -0.7 * jnp.finfo(jnp.float32).max
     logits = jnp.where(visible, logits, lowest)

@@ -111,11 +111,4 @@ def key_table(model: ModelConfig) -> keys.Table:
     return llama.table(model, *projections, norms=NORMS)
 
 
-FAMILY = keys.Family(
-    name="gemma2",
-    causal="Gemma2ForCausalLM",
-    classifier="Gemma2ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
-)
+FAMILY = keys.Family("gemma2", "Gemma2", config_from_hf, config_to_hf, key_table)

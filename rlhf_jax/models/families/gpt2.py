@@ -92,10 +92,5 @@ def key_table(model: ModelConfig) -> keys.Table:
 
 
 FAMILY = keys.Family(
-    name="gpt2",
-    causal="GPT2LMHeadModel",
-    classifier="GPT2ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
+    "gpt2", "GPT2", config_from_hf, config_to_hf, key_table, causal_suffix="LMHeadModel"
 )

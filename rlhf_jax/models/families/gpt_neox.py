@@ -100,11 +100,4 @@ def key_table(model: ModelConfig) -> keys.Table:
     )
 
 
-FAMILY = keys.Family(
-    name="gpt_neox",
-    causal="GPTNeoXForCausalLM",
-    classifier="GPTNeoXForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
-)
+FAMILY = keys.Family("gpt_neox", "GPTNeoX", config_from_hf, config_to_hf, key_table)

@@ -163,11 +163,4 @@ def key_table(model: ModelConfig) -> keys.Table:
     return table(model, *attention_keys(model), *mlp_keys(model))
 
 
-FAMILY = keys.Family(
-    name="llama",
-    causal="LlamaForCausalLM",
-    classifier="LlamaForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
-)
+FAMILY = keys.Family("llama", "Llama", config_from_hf, config_to_hf, key_table)

@@ -30,10 +30,5 @@ def in_every_layer(model: ModelConfig, *, window: int | None) -> ModelConfig:
 
 
 FAMILY = keys.Family(
-    name="mistral",
-    causal="MistralForCausalLM",
-    classifier="MistralForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=llama.key_table,
+    "mistral", "Mistral", config_from_hf, config_to_hf, llama.key_table
 )

@@ -55,11 +55,4 @@ def key_table(model: ModelConfig) -> keys.Table:
     )
 
 
-FAMILY = keys.Family(
-    name="phi3",
-    causal="Phi3ForCausalLM",
-    classifier="Phi3ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
-)
+FAMILY = keys.Family("phi3", "Phi3", config_from_hf, config_to_hf, key_table)

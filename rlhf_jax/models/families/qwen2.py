@@ -56,11 +56,4 @@ def windows_to_hf(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = keys.Family(
-    name="qwen2",
-    causal="Qwen2ForCausalLM",
-    classifier="Qwen2ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=llama.key_table,
-)
+FAMILY = keys.Family("qwen2", "Qwen2", config_from_hf, config_to_hf, llama.key_table)

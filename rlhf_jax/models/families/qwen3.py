@@ -27,11 +27,4 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = keys.Family(
-    name="qwen3",
-    causal="Qwen3ForCausalLM",
-    classifier="Qwen3ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=llama.key_table,
-)
+FAMILY = keys.Family("qwen3", "Qwen3", config_from_hf, config_to_hf, llama.key_table)

@@ -316,13 +316,10 @@ def _check(
             f"expected temperature > 0, got {temperature}; for the most likely token "
             f"use Shaping(greedy=True)"
         )
-    if max_new_tokens < 1 or tokens.shape[1] < 1:
+    prompt = tokens.shape[1]
+    if min(prompt, max_new_tokens) < 1 or prompt + max_new_tokens > model.max_positions:
         raise InputError(
-            f"expected at least one prompt column and one new token, got "
-            f"{tokens.shape[1]} and {max_new_tokens}"
-        )
-    if tokens.shape[1] + max_new_tokens > model.max_positions:
-        raise InputError(
-            f"expected prompt and response within {model.max_positions} positions, got "
-            f"{tokens.shape[1]} + {max_new_tokens}; shorten either"
+            f"expected prompt and response of at least one column each, within "
+            f"{model.max_positions} positions, got {prompt} + {max_new_tokens}; shorten "
+            f"either, and leave neither out"
         )

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
-from rlhf_jax.models.attention import Cached, Columns, quantise, ring
-from rlhf_jax.models.attention.cache import Int8Columns
+from rlhf_jax.models.attention import Cached, Columns, ring
+from rlhf_jax.models.attention.cache import Int8Columns, as_cached
 from rlhf_jax.models.cached_decoder import Seen
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
@@ -97,9 +97,7 @@ def filled(
     in_order = pad + jnp.arange(slots * size, dtype=jnp.int32)[None]
 
     def one(pool: Columns, prompt: Columns, layer: int) -> Columns:
-        window, fresh = model.sliding_window, prompt
-        if isinstance(pool, Int8Columns) and isinstance(prompt, Array):
-            fresh = quantise(prompt)
+        window, fresh = model.sliding_window, as_cached(prompt, cache=pool)
         if window is None or in_pages(model, layer, longest=longest):
 
             def put(all_: Array, new: Array) -> Array:
