@@ -320,6 +320,6 @@ def _check(
     if min(prompt, max_new_tokens) < 1 or prompt + max_new_tokens > model.max_positions:
         raise InputError(
             f"expected prompt and response of at least one column each, within "
-            f"{model.max_positions} positions, got {prompt} + {max_new_tokens}; shorten "
-            f"either, and leave neither out"
+            f"{model.max_positions} positions, got {prompt} + {max_new_tokens}; "
+            f"shorten either, and leave neither out"
         )
