@@ -80,10 +80,9 @@ def save(
       InputError: the folder is in use, dtype cannot hold a weight, or the adapters are
         not the model's.
     """
-    shapes = jax.eval_shape(
-        lambda key: decoder.init(key, model=model), jax.random.key(0)
+    jax.eval_shape(
+        lambda base: attach(base, adapters, lora=lora), decoder.shapes(model)
     )
-    jax.eval_shape(lambda base: attach(base, adapters, lora=lora), shapes)
     trunk = adapters["trunk"] if "score" in adapters else adapters
     casting.check(traverse_util.flatten_dict(trunk, sep="/"), dtype=dtype)
     adapters = processes.whole(adapters)

@@ -70,11 +70,7 @@ class Cut:
         return self._relabelled(x, self.by_part, self.by_column)
 
     def balanced_parts(self, x: Array) -> Array:
-        """[B, S', ...] -> [B·c, S'/c, ...], balanced; of what every device has.
-
-        Args:
-          x: small, as token ids are: devices have the columns of others before.
-        """
+        """[B, S', ...] -> [B·c, S'/c, ...], balanced; of what every device has."""
         return self.parts(x[:, balanced(x.shape[1], count=self.count)])
 
     def whole_of_balanced(self, x: Array) -> Array:

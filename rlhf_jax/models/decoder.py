@@ -13,6 +13,7 @@ new tokens against a cache in `cached_decoder.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -61,12 +62,17 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     return params
 
 
+@functools.cache
+def shapes(model: ModelConfig) -> Params:
+    """Shapes of the parameters that `init` makes, traced once per model."""
+    return jax.eval_shape(lambda key: init(key, model=model), jax.random.key(0))
+
+
 def num_parameters(model: ModelConfig) -> int:
     """Number of parameters with the true vocabulary; allocates none of them."""
-    shapes = jax.eval_shape(lambda key: init(key, model=model), jax.random.key(0))
     padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size
     copies = 1 if model.tied_head else 2
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes)) - copies * padding
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes(model))) - copies * padding
 
 
 def hidden_states(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 import math
 from typing import Any
 
@@ -60,12 +59,6 @@ class LoRA:
         return self.alpha / self.rank
 
 
-@functools.cache
-def _shapes(model: ModelConfig) -> Params:
-    """Shapes of the decoder's parameters, traced once per model."""
-    return jax.eval_shape(lambda key: decoder.init(key, model=model), jax.random.key(0))
-
-
 def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
     """The layers that are adapted, {"attention/query": (in, out)}.
 
@@ -76,7 +69,7 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
     """
     linear = {
         path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape[1:]
-        for path, leaf in _flat(_shapes(model)).items()
+        for path, leaf in _flat(decoder.shapes(model)).items()
         if path.startswith(_LAYERS) and path.endswith(_KERNEL)
     }
     for pattern in lora.modules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -90,24 +90,14 @@ def expect_architecture(
 
 def shapes_of(model: ModelConfig) -> Leaves:
     """Shape and dtype of every leaf of a decoder, by path."""
-    return _eval_shapes(decoder.init, model)
+    return flatten(decoder.shapes(model))
 
 
 def scalar_shapes_of(model: ModelConfig) -> Leaves:
     """Shape and dtype of every leaf of a reward model, by path."""
-    return _eval_shapes(_init_scalar, model)
-
-
-def _init_scalar(key: jax.Array, *, model: ModelConfig) -> Params:
-    trunk = decoder.init(key, model=model)
-    trunk.pop("head", None)
-    return {"trunk": trunk, "score": heads.zero_score(model=model)}
-
-
-def _eval_shapes(init: Callable[..., Params], model: ModelConfig) -> Leaves:
-    # Under jit, which traces a function and a model once.
-    traced = jax.jit(init, static_argnames="model")
-    return flatten(traced.eval_shape(jax.random.key(0), model=model))
+    trunk = {key: leaf for key, leaf in decoder.shapes(model).items() if key != "head"}
+    score = jax.eval_shape(lambda: heads.zero_score(model=model))
+    return flatten({"trunk": trunk, "score": score})
 
 
 def flatten(tree: Params) -> Leaves:
