@@ -181,7 +181,7 @@ def _read(
     rank, alpha = config["r"], config["lora_alpha"]
     sizes = fused_adapters.layer_sizes(model)
     problems, expected = [], {_SCORE: (1, model.hidden_size)}
-    linears: list[tuple[Linear, int]] = []
+    linears: list[tuple[Linear, list[tuple[str, str]]]] = []
     for linear in fused_adapters.linears(model):
         names = [linear.tensors(layer) for layer in range(model.num_layers)]
         if not any(name in tensors for pair in names for name in pair):
@@ -198,7 +198,7 @@ def _read(
         size_out = sum(sizes[path][1] for path in linear.paths)
         for name_a, name_b in names:
             expected |= {name_a: (k, size_in), name_b: (size_out, k)}
-        linears.append((linear, k))
+        linears.append((linear, names))
     if config.get("task_type") != "SEQ_CLS":
         expected.pop(_SCORE)
     problems += misfits(tensors, shapes=expected)
@@ -210,8 +210,7 @@ def _read(
             + "\n  ".join(problems)
         )
     adapters: dict[str, Any] = {}
-    for linear, _ in linears:
-        names = [linear.tensors(layer) for layer in range(model.num_layers)]
+    for linear, names in linears:
         down = np.stack([tensors[name].T for name, _ in names])
         up = np.stack([tensors[name].T for _, name in names])
         widths = [sizes[path][1] for path in linear.paths]

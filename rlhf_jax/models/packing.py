@@ -236,15 +236,10 @@ def _read(hidden: Array, states: Array, columns: Array) -> Array:
     return _rows_at(hidden, states)
 
 
-def _read_forward(hidden: Array, states: Array, columns: Array) -> tuple[Array, Array]:
-    return _rows_at(hidden, states), columns
-
-
-def _read_backward(columns: Array, cotangent: Array) -> tuple[Array, None, None]:
-    return _rows_at(cotangent, columns), None, None
-
-
-_read.defvjp(_read_forward, _read_backward)
+_read.defvjp(
+    lambda hidden, states, columns: (_rows_at(hidden, states), columns),
+    lambda columns, cotangent: (_rows_at(cotangent, columns), None, None),
+)
 
 
 @jax.custom_vjp
@@ -253,12 +248,7 @@ def _spread(x: Array, places: Array, about: Array) -> Array:
     return _gather(x.reshape(-1), places)
 
 
-def _spread_forward(x: Array, places: Array, about: Array) -> tuple[Array, Array]:
-    return _gather(x.reshape(-1), places), about
-
-
-def _spread_backward(about: Array, cotangent: Array) -> tuple[Array, None, None]:
-    return _gather(cotangent.reshape(-1), about), None, None
-
-
-_spread.defvjp(_spread_forward, _spread_backward)
+_spread.defvjp(
+    lambda x, places, about: (_gather(x.reshape(-1), places), about),
+    lambda about, cotangent: (_gather(cotangent.reshape(-1), about), None, None),
+)

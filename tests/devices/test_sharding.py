@@ -241,7 +241,9 @@ def test_meshes_that_are_refused():
         MeshShape(data=2, fsdp=2).make()
     with pytest.raises(InputError, match="mesh fsdp: expected at least 1 device"):
         MeshShape(fsdp=0)
-    with pytest.raises(InputError, match="axes data and fsdp divide, got 3; change"):
+    with pytest.raises(
+        InputError, match="8 devices which share its rows divide, got 3; change"
+    ):
         row_sharding.put_rows(toys.prompts((4, 2, 3)), mesh=MeshShape(data=8).make())
 
 

@@ -68,9 +68,9 @@ def decoder_from_hf(
     )
     if "layer_types" not in options:  # which local layers there are, null does not say
         values.required(DEFAULTS | dict(config), "sliding_window")
-    window, local_layers = windows.from_hf(
+    model = windows.from_hf(
+        model,
         config,
-        num_layers=model.num_layers,
         window=config.get("sliding_window", DEFAULTS["sliding_window"]),
         default=local,
     )
@@ -78,8 +78,6 @@ def decoder_from_hf(
         model,
         norm_from_one=True,
         post_norms=True,
-        sliding_window=window,
-        local_layers=local_layers,
         query_scale=options["query_pre_attn_scalar"] ** -0.5,
         embed_scale=model.hidden_size**0.5,
     )

@@ -31,9 +31,9 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
     """The model with the sliding windows that Qwen's options say."""
     first = values.option(config, "max_window_layers", 28)
-    window, local = windows.from_hf(
+    return windows.from_hf(
+        model,
         config,
-        num_layers=model.num_layers,
         window=(
             values.option(config, "sliding_window", 4096)
             if values.option(config, "use_sliding_window", False)
@@ -41,7 +41,6 @@ def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
         ),
         default=lambda layer: layer >= first,
     )
-    return dataclasses.replace(model, sliding_window=window, local_layers=local)
 
 
 def windows_to_hf(model: ModelConfig) -> dict[str, Any]:
