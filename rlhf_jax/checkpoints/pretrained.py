@@ -69,16 +69,11 @@ class Pretrained(NamedTuple):
           InputError: max_length is below 1 or beyond the context.
         """
         context = self.model.max_positions
-        if max_length is not None and max_length < 1:
+        if max_length is not None and not 1 <= max_length <= context:
             raise InputError(
-                f"max_length: expected at least 1 token, got {max_length}; ask for "
-                f"more, or leave it out"
-            )
-        if max_length is not None and max_length > context:
-            raise InputError(
-                f"max_length: expected at most the context of the model, {context} "
-                f"tokens, got {max_length}; ask for less, or leave it out"
-                f"{self._longer}"
+                f"max_length: expected at least 1 token, and at most the context of "
+                f"the model, {context} tokens, got {max_length}; change it, or leave "
+                f"it out{self._longer}"
             )
         return context if max_length is None else max_length
 
