@@ -14,7 +14,6 @@ import numpy as np
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families.keys import Key, Table
-from rlhf_jax.models.leaves import misfits
 
 FLOATS = {  # dtypes of safetensors that we read
     "F32": jnp.dtype("float32"),
@@ -51,7 +50,7 @@ def check(
             f"and the weights belong together?"
         )
     expected = {
-        name: key.shape(leaves, model.vocab_size)
+        name: (key.shape(leaves, model.vocab_size), key)
         for key in table.keys
         for name in key.names(model.num_layers)
     }
@@ -60,24 +59,33 @@ def check(
         for name in (*table.ignored, *([table.tied] if table.tied else []))
         for layer in range(model.num_layers)
     }
-    of_model = {
-        name: header
-        for name, header in headers.items()
-        if name in expected or name not in ignored
-    }
-    problems = misfits(of_model, shapes=expected)
-    problems += [
-        f"misshapen: {name}, expected {', '.join(FLOATS)}, got {header.dtype}"
-        for name, header in of_model.items()
-        if name in expected and header.dtype not in FLOATS
-    ]
+    problems = [f"missing: {name}" for name in expected if name not in headers]
+    for name, header in headers.items():
+        if name not in expected:
+            if name not in ignored:
+                problems.append(f"unknown: {name} {list(header.shape)}")
+            continue
+        shape, key = expected[name]
+        if header.shape != shape:
+            hint = (
+                " (rows are the vocabulary: config.json's vocab_size disagrees)"
+                if key.layout == "vocabulary" and header.shape[1:] == shape[1:]
+                else ""
+            )
+            problems.append(
+                f"misshapen: {name}, expected {list(shape)}, got "
+                f"{list(header.shape)}{hint}"
+            )
+        elif header.dtype not in FLOATS:
+            problems.append(
+                f"misshapen: {name}, expected {', '.join(FLOATS)}, got {header.dtype}"
+            )
     if problems:
         raise InputError(
             f"expected the {len(expected)} tensors of a {model.family} with "
             f"{model.num_layers} layers, got {len(headers)} tensors with "
             f"{len(problems)} problems; do config.json and the weights belong "
-            f"together (the rows of an embedding are vocab_size)?\n  "
-            + "\n  ".join(problems)
+            "together?\n  " + "\n  ".join(problems)
         )
 
 
