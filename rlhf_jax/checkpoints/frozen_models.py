@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -20,6 +20,7 @@ from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.devices.placement import WITH_POLICY, Place
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
@@ -43,6 +44,8 @@ class Storage:
     """Dtype of embeddings and output head where the others are int8; None is int8."""
 
     def __post_init__(self) -> None:
+        checks.one_of(dtype=self.dtype, among=(*hf.SAVE_DTYPES, "int8"))
+        checks.one_of(embeddings=self.embeddings, among=(*hf.SAVE_DTYPES, None))
         if self.embeddings is not None and self.dtype != "int8":
             raise InputError(
                 f"embeddings: expected None where dtype is {self.dtype}, got "
@@ -67,8 +70,6 @@ class Storage:
         """A copy of parameters that are on the policy's mesh.
 
         Args:
-          params: pytree of arrays.
-          place: where the copy is to be.
           policy: the policy's mesh; needed for a place apart from the policy's alone.
           model: their shape, where it is not the policy's.
 
@@ -124,12 +125,8 @@ def load_reference(
 
     Args:
       path_or_repo_id: folder or hub id; None copies the policy's parameters.
-      policy: whose tokens it scores.
-      storage: dtype of the copy.
-      place: where the copy is to be.
       mesh: the policy's mesh; needed for a place apart from the policy's alone.
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
-      load: reads a checkpoint.
 
     Raises:
       InputError: there is no such checkpoint, it has other token ids, a smaller
@@ -148,11 +145,6 @@ def reference_shape(
 ) -> ModelConfig | None:
     """The shape that a reference scores the policy's rollouts with.
 
-    Args:
-      name: of its checkpoint, for messages.
-      model: of the checkpoint.
-      policy: of the policy.
-
     Returns:
       None where it is the policy's, but for how each computes. Otherwise its own, of
       any family, width and depth, computed as the policy is; ids beyond the policy's
@@ -170,17 +162,24 @@ def reference_shape(
     )
 
 
-def _check_sizes(named: str, *, model: ModelConfig, policy: ModelConfig) -> None:
+def _check_sizes(
+    named: str,
+    *,
+    model: ModelConfig,
+    policy: ModelConfig,
+    fields: Sequence[str] = ("vocab_size", "max_positions"),
+) -> None:
+    """Refuses a model that knows fewer ids, or shorter texts, than the policy."""
     small = [
         f"{field} {getattr(model, field)} for {getattr(policy, field)}"
-        for field in ("vocab_size", "max_positions")
+        for field in fields
         if getattr(model, field) < getattr(policy, field)
     ]
     if small:
         raise InputError(
             f"{named}: expected a model that reads the policy's tokens, got "
             f"{', '.join(small)}; take one with the policy's vocabulary and a context "
-            f"as long, or leave it out for the policy as it starts"
+            f"as long, or one that was trained on top of this policy"
         )
 
 
@@ -188,7 +187,6 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
     """Refuses a teacher of other tokens by its small files, before weights are read.
 
     Args:
-      teacher, student: folders or hub ids.
       tokenizer: of the student, a folder or hub id; None takes the one in `student`.
 
     Raises:
@@ -197,48 +195,23 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
     """
     shape = hf.model_config(student)  # or the tokenizer is blamed for what is missing
     reader = tokenization.load_tokenizer(student if tokenizer is None else tokenizer)
-    _check_files(
-        teacher,
-        option="--reference",
-        shape=shape,
-        whose="the student's",
-        own=reader,
-        role="teacher",
-    )
+    _check_files(teacher, policy=shape, own=reader, role="teacher")
 
 
 def check_reference(reference: str, *, policy: Pretrained) -> None:
     """Refuses a reference of other tokens by its small files, before weights are read.
 
-    Args:
-      reference: folder or hub id.
-      policy: whose tokens it is to score; its params are not read.
-
     Raises:
       InputError: there is no such checkpoint, or it has other token ids, a smaller
         vocabulary or a shorter context.
     """
-    _check_files(
-        reference,
-        option="--reference",
-        shape=policy.model,
-        whose="the policy's",
-        own=policy.tokenizer,
-        role="reference",
-    )
+    own = policy.tokenizer
+    _check_files(reference, policy=policy.model, own=own, role="reference")
 
 
-def _check_files(
-    name: str, *, option: str, shape: ModelConfig, whose: str, own: Any, role: str
-) -> None:
+def _check_files(name: str, *, policy: ModelConfig, own: Any, role: str) -> None:
     model = hf.model_config(name)
-    for field, what in {"vocab_size": "vocabulary", "max_positions": "context"}.items():
-        if getattr(model, field) < getattr(shape, field):
-            raise InputError(
-                f"{option} {name}: expected a {what} of at least {whose} "
-                f"{getattr(shape, field)} tokens, got {getattr(model, field)}; take "
-                f"models of one vocabulary, and a {role} that reads texts as long"
-            )
+    _check_sizes(f"--reference {name}", model=model, policy=policy)
     _check_ids(name, own=own, role=role)
 
 
@@ -269,11 +242,7 @@ def load_critic(
 ) -> tuple[ModelConfig, Params]:
     """A critic on the trunk of a language model of any shape, whose values start at 0.
 
-    Args:
-      path_or_repo_id: folder or hub id.
-      policy: whose tokens it reads.
-      sharding: how the checkpoint is sharded when it is read, as for `hf.load`.
-      load: reads a checkpoint.
+    The arguments are those of `load_reference`.
 
     Returns:
       Its shape, which runs as the policy does, and its parameters, to be trained.
@@ -300,26 +269,15 @@ def load_reward_model(
 ) -> RewardModel:
     """A reward model, which must read the policy's tokens as they are.
 
-    Args:
-      path_or_repo_id: folder or hub id.
-      policy: whose tokens it scores.
-      storage: dtype of the copy.
-      place: where the copy is to be.
-      mesh: the policy's mesh; needed for a place apart from the policy's alone.
-      sharding: how the checkpoint is sharded when it is read, as for `hf.load`.
-      load: reads a checkpoint of a reward model.
+    The arguments are those of `load_reference`.
 
     Raises:
       InputError: there is no such checkpoint, its vocabulary is another, or the place
         cannot be had.
     """
     model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    if model.vocab_size < policy.model.vocab_size:
-        raise InputError(
-            f"reward model {path_or_repo_id}: expected the policy's vocabulary of "
-            f"{policy.model.vocab_size} ids, got {model.vocab_size}; train one on top "
-            f"of this policy (reward_model.py)"
-        )
+    named = f"reward model {path_or_repo_id}"
+    _check_sizes(named, model=model, policy=policy.model, fields=["vocab_size"])
     _check_ids(path_or_repo_id, own=policy.tokenizer, role="reward model")
     # A critic that is trained from it takes this shape, and how it computes with it.
     return RewardModel(

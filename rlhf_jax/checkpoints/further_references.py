@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -73,7 +72,7 @@ class FurtherReference:
                 name,
                 path,
                 _number(fields.get("weight", "1")),
-                _storage(**kinds),
+                Storage(**kinds),
                 Place.parse(fields["place"]) if "place" in fields else WITH_POLICY,
             )
         except InputError as error:
@@ -102,19 +101,6 @@ def _number(text: str) -> float:
         raise InputError(f"expected a number as its weight, got {text!r}") from None
 
 
-def _storage(**kinds: Any) -> Storage:
-    hints = typing.get_type_hints(Storage)
-    for key, kind in kinds.items():
-        parts = (hints[key], *typing.get_args(hints[key]))  # a Literal, or None too
-        known = [choice for part in parts for choice in typing.get_args(part)]
-        known = [choice for choice in known if isinstance(choice, str)]
-        if kind not in known:
-            raise InputError(
-                f"expected {key} to be one of {', '.join(known)}, got {kind!r}"
-            )
-    return Storage(**kinds)
-
-
 def load(
     references: Sequence[FurtherReference],
     *,
@@ -123,14 +109,7 @@ def load(
     sharding: Any = None,
     load: frozen_models.Load = hf.load,
 ) -> dict[str, Frozen]:
-    """Reads, checks and freezes them, by name.
-
-    Args:
-      references: of the command line.
-      policy: whose tokens they score.
-      mesh: the policy's mesh.
-      sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
-      load: reads a checkpoint.
+    """Reads, checks and freezes them, by name; the arguments are `load_reference`'s.
 
     Raises:
       InputError: a checkpoint cannot be read, or reads other tokens than the policy.

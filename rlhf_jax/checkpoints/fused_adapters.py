@@ -62,9 +62,7 @@ def to_theirs(
     """lora_A f32[L, k, in] and lora_B f32[L, out, k] of a layer of theirs.
 
     Args:
-      linear: the layer of theirs, in which n of ours are fused.
       adapters: ours by path, {"attention/query/lora_a": f32[L, in, r], ...}.
-      model: shape of the base.
       rank: r. k is r where all of ours share one A, n·r otherwise.
     """
     sizes = layer_sizes(model)

@@ -32,6 +32,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.leaves import misfits
 from rlhf_jax.models.lora import LoRA, attach, paths
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -69,12 +70,9 @@ def save(
     """Writes adapters that `peft.PeftModel.from_pretrained` loads: all, or nothing.
 
     Args:
-      path: a folder that does not exist yet, or is empty.
       adapters: a decoder's, or a reward model's {"trunk", "score"}. Theirs has no bias:
         ours stands in the metadata, so that their scores are ours less that constant.
-      lora: that they were made by.
       base_fingerprint: `frozen.source_fingerprint_of(base).root`, for `load`.
-      base_name: folder or hub id of the base, where PEFT is to look for it.
       dtype: of the file, to which adapters are rounded to nearest even, but for a
         reward model's score; None is their own.
 
@@ -82,10 +80,9 @@ def save(
       InputError: the folder is in use, dtype cannot hold a weight, or the adapters are
         not the model's.
     """
-    shapes = jax.eval_shape(
-        lambda key: decoder.init(key, model=model), jax.random.key(0)
+    jax.eval_shape(
+        lambda base: attach(base, adapters, lora=lora), decoder.shapes(model)
     )
-    jax.eval_shape(lambda base: attach(base, adapters, lora=lora), shapes)
     trunk = adapters["trunk"] if "score" in adapters else adapters
     casting.check(traverse_util.flatten_dict(trunk, sep="/"), dtype=dtype)
     adapters = processes.whole(adapters)
@@ -138,8 +135,6 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
 
     Args:
       path: a folder with adapter_config.json and adapter_model.safetensors.
-      model: shape of the base.
-      base: that they are to adapt.
 
     Returns:
       How they were made, and the adapters; of sequence classification with one label
@@ -186,7 +181,7 @@ def _read(
     rank, alpha = config["r"], config["lora_alpha"]
     sizes = fused_adapters.layer_sizes(model)
     problems, expected = [], {_SCORE: (1, model.hidden_size)}
-    linears: list[tuple[Linear, int]] = []
+    linears: list[tuple[Linear, list[tuple[str, str]]]] = []
     for linear in fused_adapters.linears(model):
         names = [linear.tensors(layer) for layer in range(model.num_layers)]
         if not any(name in tensors for pair in names for name in pair):
@@ -203,18 +198,10 @@ def _read(
         size_out = sum(sizes[path][1] for path in linear.paths)
         for name_a, name_b in names:
             expected |= {name_a: (k, size_in), name_b: (size_out, k)}
-        linears.append((linear, k))
+        linears.append((linear, names))
     if config.get("task_type") != "SEQ_CLS":
         expected.pop(_SCORE)
-    problems += [f"missing: {name}" for name in expected if name not in tensors]
-    for name, tensor in tensors.items():
-        if name not in expected:
-            problems.append(f"unknown: {name} {list(tensor.shape)}")
-        elif tensor.shape != expected[name]:
-            problems.append(
-                f"misshapen: {name}, expected {list(expected[name])}, got "
-                f"{list(tensor.shape)}"
-            )
+    problems += misfits(tensors, shapes=expected)
     if problems or not linears:
         raise InputError(
             f"expected adapters of the linear layers of this {model.family} with "
@@ -223,8 +210,7 @@ def _read(
             + "\n  ".join(problems)
         )
     adapters: dict[str, Any] = {}
-    for linear, _ in linears:
-        names = [linear.tensors(layer) for layer in range(model.num_layers)]
+    for linear, names in linears:
         down = np.stack([tensors[name].T for name, _ in names])
         up = np.stack([tensors[name].T for _, name in names])
         widths = [sizes[path][1] for path in linear.paths]

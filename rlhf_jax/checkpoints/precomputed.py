@@ -94,13 +94,9 @@ def load_or_compute(
       folder: for such files, of any models and data sets; made if it is missing.
       rows: token lists, prompt and response together.
       reference: frozen, stored in any way; it is verified first.
-      model: shape of the reference.
       batch_size: rows of a batch, all padded to the longest row.
-      pad_id: token id of the padding.
       segments: the text of its row that each token belongs to, from 1, where rows have
         several (`decoder.hidden_states`); None is one text per row.
-      temperature: divides the logits, as it does the policy's.
-      progress: whether to show a progress bar.
 
     Returns:
       The log-probs of all rows, mapped from the disk.

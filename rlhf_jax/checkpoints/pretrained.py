@@ -69,16 +69,11 @@ class Pretrained(NamedTuple):
           InputError: max_length is below 1 or beyond the context.
         """
         context = self.model.max_positions
-        if max_length is not None and max_length < 1:
+        if max_length is not None and not 1 <= max_length <= context:
             raise InputError(
-                f"max_length: expected at least 1 token, got {max_length}; ask for "
-                f"more, or leave it out"
-            )
-        if max_length is not None and max_length > context:
-            raise InputError(
-                f"max_length: expected at most the context of the model, {context} "
-                f"tokens, got {max_length}; ask for less, or leave it out"
-                f"{self._longer}"
+                f"max_length: expected at least 1 token, and at most the context of "
+                f"the model, {context} tokens, got {max_length}; change it, or leave "
+                f"it out{self._longer}"
             )
         return context if max_length is None else max_length
 
@@ -122,10 +117,6 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
     """A checkpoint by its small files: everything but its parameters, which are None.
 
     Its model predicts no id that the tokenizer has no token for.
-
-    Args:
-      path_or_repo_id: a folder, or a hub id.
-      tokenizer: where the tokenizer is; None for in the checkpoint.
 
     Raises:
       InputError: either is missing or unreadable, or the tokenizer has ids that the
@@ -174,11 +165,8 @@ def load(
     """Reads a checkpoint to train, and checks that its tokenizer fits it.
 
     Args:
-      path_or_repo_id: a folder, or a hub id.
       tokenizer: where the tokenizer is; None for in the checkpoint.
       dtype: of activations; the parameters are float32.
-      remat: what of a layer a gradient computes again.
-      attention: what computes that of whole sequences.
       sharding: of the parameters, as `hf.load` takes it.
 
     Raises:
@@ -219,7 +207,6 @@ def save(
       trained: parameters, or adapters with a base.
       start: what they were trained from; its params are not read.
       base, lora: of the adapters, else None. The model is written with them merged.
-      name: folder or hub id of the base, where PEFT is to look for it.
 
     Raises:
       InputError: start.save_dtype cannot hold a weight.
@@ -314,9 +301,6 @@ def read_texts(
 
     Args:
       source, max_length: as `read_examples`; responses are read.
-      batch_size: rows held at a time.
-      max_rows: blocks or demonstrations, from the beginning.
-      receipt: as in `read_examples`, and of those beyond `max_rows`.
 
     Returns:
       Sequences[M, batch_size, S] of NumPy arrays.

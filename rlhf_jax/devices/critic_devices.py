@@ -42,8 +42,6 @@ class CriticDevices:
         """Compiles nothing yet.
 
         Args:
-          recipe: static in both programs.
-          mesh: of the critic.
           home: of rollouts and experience, where the values go.
           base: that the critic's adapters adapt, copied to `mesh`; None without.
 

@@ -68,18 +68,15 @@ class Place:
         """
         whole = f"policy@{PINNED}" if text.strip() == PINNED else text.strip()
         where, at, memory = whole.partition("@")
-        if at and memory != PINNED:
-            raise InputError(
-                f"place: expected @{PINNED} or nothing after the devices, got {text!r}"
-            )
         place_memory: Any = PINNED if at else "device"
-        if where in ("policy", "last", "cpu"):
-            return cls(where, memory=place_memory)
         devices, colon, axes = where.partition(":")
-        if not colon and "=" in where:
-            return cls("policy", MeshShape.parse(where), place_memory)
-        if colon and devices == "last":
-            return cls("last", MeshShape.parse(axes), place_memory)
+        if not at or memory == PINNED:
+            if where in ("policy", "last", "cpu"):
+                return cls(where, memory=place_memory)
+            if not colon and "=" in where:
+                return cls("policy", MeshShape.parse(where), place_memory)
+            if colon and devices == "last":
+                return cls("last", MeshShape.parse(axes), place_memory)
         raise InputError(f"place: expected {FORMS}, got {text!r}; @{PINNED} may follow")
 
     def __str__(self) -> str:
@@ -103,11 +100,7 @@ class Place:
         return ONE_DEVICE if self.mesh is None else self.mesh
 
     def mesh_beside(self, policy: Mesh) -> Mesh | None:
-        """The mesh that programs of this role run on; None is the host's processor.
-
-        Raises:
-          InputError: The mesh does not fit the devices.
-        """
+        """The mesh that programs of this role run on; None is the host's processor."""
         if self.devices == "cpu":
             return None
         if not self.apart:
@@ -119,19 +112,11 @@ class Place:
         )
 
     def memory_mesh(self, policy: Mesh) -> Mesh | None:
-        """The mesh whose memory keeps the parameters; None is the host's memory.
-
-        Raises:
-          InputError: The mesh does not fit the devices.
-        """
+        """The mesh whose memory keeps the parameters; None is the host's memory."""
         return None if self.memory == PINNED else self.mesh_beside(policy)
 
     def sharding(self, params: Params, *, policy: Mesh | None) -> Any:
         """Shardings of a copy of parameters that are on the policy's mesh.
-
-        Args:
-          params: Arrays, or their shapes.
-          policy: The policy's mesh; None where the role is with the policy.
 
         Returns:
           A tree like `params`, one sharding for all of it, or None for the sharding
@@ -145,7 +130,7 @@ class Place:
             return _host()
         if not self.apart:
             return None
-        assert policy is not None  # as the docstring asks
+        assert policy is not None
         return sharding.shardings(params, mesh=self.mesh_beside(policy))
 
 
@@ -185,9 +170,6 @@ class PolicyPlacement:
 
     def policy_mesh(self, *, further: Mapping[str, Place] | None = None) -> Mesh:
         """The mesh of the policy: over all devices but the last ones that roles take.
-
-        Args:
-          further: Places of other models beside the policy, by the option of each.
 
         Raises:
           InputError: A mesh does not fit the devices, JAX has no CPU for a role that is
@@ -233,15 +215,6 @@ class ReferencePlacement(PolicyPlacement):
     alone, keeps the reference in host memory."""
 
 
-def _refuse_context(sampler: Place) -> None:
-    """InputError for a layout of sampling that shares columns."""
-    if sampler.mesh is not None and sampler.mesh.context > 1:
-        raise InputError(
-            f"--placement.sampler: expected data, fsdp and tensor, got {sampler}; a "
-            f"token that is decoded has no columns to share: give context to data"
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutPlacement(ReferencePlacement):
     """Where the policy, sampler, reference and reward model are."""
@@ -254,13 +227,18 @@ class RolloutPlacement(ReferencePlacement):
     """Place of the reward model, in the forms of --placement.reference."""
 
     def __post_init__(self) -> None:
-        if self.sampler.devices == "cpu" or self.sampler.memory == PINNED:
+        mesh = self.sampler.mesh
+        if (
+            self.sampler.devices == "cpu"
+            or self.sampler.memory == PINNED
+            or (mesh is not None and mesh.context > 1)
+        ):
             raise InputError(
                 f"--placement.sampler: expected policy, AXIS=SIZE,... or "
-                f"last:AXIS=SIZE,..., got {self.sampler}; the other places are for "
-                f"frozen models"
+                f"last:AXIS=SIZE,... of data, fsdp and tensor, got {self.sampler}; the "
+                f"other places are for frozen models, and a token that is decoded has "
+                f"no columns to share: give context to data"
             )
-        _refuse_context(self.sampler)
 
     @property
     def samples_ahead(self) -> bool:

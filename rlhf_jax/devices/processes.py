@@ -43,29 +43,24 @@ class Group:
     process_id: int | None = None  # from 0
 
     def __post_init__(self) -> None:
-        numbers = (self.num_processes, self.process_id)
-        if self.coordinator == AUTO:
-            if numbers != (None, None):
-                raise InputError(
-                    "--coordinator auto: expected neither --num-processes nor "
-                    "--process-id, which it finds out; leave them out"
-                )
-            return
+        count, number = self.num_processes, self.process_id
+        auto = self.coordinator == AUTO
         host, _, port = self.coordinator.rpartition(":")
-        if not host or not port.isdecimal():
+        if not auto and (not host or not port.isdecimal()):
             raise InputError(
                 f"--coordinator: expected HOST:PORT of the first process, or auto, got "
                 f"{self.coordinator!r}"
             )
-        if self.num_processes is None or self.process_id is None:
+        if (count is None) is not auto or (number is None) is not auto:
             raise InputError(
-                "--coordinator HOST:PORT: expected --num-processes and --process-id "
-                "with it; give both, or --coordinator auto on a TPU pod or Slurm"
+                f"--coordinator {self.coordinator}: expected --num-processes and "
+                f"--process-id with HOST:PORT, and neither with auto, which finds them "
+                f"out on a TPU pod or Slurm; got {count} and {number}"
             )
-        if not 0 <= self.process_id < self.num_processes:
+        if count is not None and number is not None and not 0 <= number < count:
             raise InputError(
-                f"--process-id: expected 0 to {self.num_processes - 1}, got "
-                f"{self.process_id}; number the processes from 0"
+                f"--process-id: expected 0 to {count - 1}, got {number}; number the "
+                f"processes from 0"
             )
 
     def join(self) -> None:

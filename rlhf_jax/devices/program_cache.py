@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import tempfile
 from pathlib import Path
 
 import jax
@@ -69,16 +70,12 @@ def use(folder: Path | None) -> None:
     folder = folder.expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise InputError(
-            f"--compilation-cache: expected a folder, or one that can be made, got "
-            f"{folder}: {error.strerror}; name another, or None"
+            f"--compilation-cache: expected a folder, or one that can be made, that "
+            f"can be written to, got {folder}: {error.strerror}; name another, or None"
         ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(
-            f"--compilation-cache: expected a folder that can be written to, got "
-            f"{folder}; name another, or None"
-        )
     if processes.is_first():
         prune(folder, max_bytes=MAX_BYTES)
     jax.config.update("jax_compilation_cache_dir", os.fspath(folder))

@@ -41,13 +41,17 @@ class Share:
         Raises:
           InputError: the blocks do not divide the rows.
         """
-        if rows < 1 or rows % self.count:
-            raise InputError(
-                f"expected a batch size that the {self.count} devices which share its "
-                f"rows divide, got {rows}; change it, or the mesh"
-            )
+        _check_divided(rows, count=self.count)
         size = rows // self.count
         return [block * size + i for block in self.blocks for i in range(size)]
+
+
+def _check_divided(rows: int, *, count: int) -> None:
+    if rows % count:
+        raise InputError(
+            f"expected a batch size that the {count} devices which share its rows "
+            f"divide, got {rows}; change it, or the mesh"
+        )
 
 
 WHOLE = Share((0,), 1)
@@ -80,10 +84,6 @@ def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
 def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
     """How a batch is sharded: its rows over the row axes of the mesh.
 
-    Args:
-      batch: arrays or shapes [B, ...], all rows of the global batch.
-      mesh: None is the one that is set.
-
     Returns:
       A tree of `NamedSharding`s.
 
@@ -100,7 +100,6 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
     Args:
       batch: arrays [b, ...] of NumPy's, this process's rows of the global batch
         (`row_share`); or of JAX, all of its rows.
-      mesh: None is the one that is set.
 
     Raises:
       InputError: the row axes do not divide the rows.
@@ -191,13 +190,7 @@ def _mesh_of(leaf: Array) -> Mesh:
 
 
 def _divided(mesh: Mesh, *, rows: int) -> NamedSharding:
-    count = _num_blocks(mesh)
-    if rows % count:
-        raise InputError(
-            f"batch: expected rows that the {count} devices of axes "
-            f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch size "
-            f"or the mesh"
-        )
+    _check_divided(rows, count=_num_blocks(mesh))
     return _over_rows(mesh, rows=rows)
 
 

@@ -51,9 +51,6 @@ def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree
 
     While it is traced the decoder knows the mesh, and keeps the rows of activations
     apart (`axes.rows_apart`); nothing else hears of it.
-
-    Args:
-      mesh: None is one device, or the mesh that is set.
     """
     if mesh is None:
         return function
@@ -168,18 +165,13 @@ def _spec(
 
 
 def _axes(name: str, *, rules: Rules, sizes: dict[str, int]) -> tuple[str, ...]:
-    if name not in rules:
-        raise InputError(
-            f"rules: expected one for {name!r}, got {', '.join(rules)}; add it, None "
-            f"for every device"
-        )
-    rule = rules[name]
+    rule = rules.get(name, "no rule")
     if isinstance(rule, tuple):  # of these, a mesh has those that it needs
         return tuple(axis for axis in rule if axis in sizes)
     if rule is not None and rule not in sizes:
         raise InputError(
             f"rules: expected an axis of the mesh, {', '.join(sizes)}, for {name!r}, "
-            f"got {rule!r}; name one of them, or None"
+            f"got {rule!r}; name one of them, or None for every device"
         )
     return () if rule is None else (rule,)
 
@@ -203,12 +195,7 @@ def create(
 
     Args:
       make: returns parameters or a state; traced.
-      mesh: None is the one that is set (`jax.set_mesh`).
-      rules: logical axis -> axis of the mesh.
-      small: elements; larger leaves must be sharded by some rule.
-
-    Raises:
-      InputError: `shardings` refuses the mesh, the rules or a leaf; names the leaf.
+      mesh, rules, small: as in `shardings`, which may refuse them.
     """
     where = shardings(jax.eval_shape(make), mesh=mesh, rules=rules, small=small)
     return jax.jit(on(mesh, make), out_shardings=where)()
@@ -222,14 +209,7 @@ def place(
     Leaves that are there already are shared: do not read the source after donating the
     result. Leaves that every process has for itself must be the same in all of them.
 
-    Args:
-      tree: arrays, with parameters at any depth.
-      mesh: None is the one that is set (`jax.set_mesh`).
-      rules: logical axis -> axis of the mesh.
-      small: elements; larger leaves must be sharded by some rule.
-
-    Raises:
-      InputError: `shardings` refuses the mesh, the rules or a leaf; names the leaf.
+    The arguments are those of `shardings`, which may refuse them.
     """
     where = shardings(tree, mesh=mesh, rules=rules, small=small)
     return jax.tree.map(_put, tree, where)

@@ -28,32 +28,32 @@ CONTEXT_AXIS = "context"  # of a mesh, that shares the columns of a row
 ACTIVATION_AXES = (*ROW_AXES, CONTEXT_AXIS)
 VOCABULARY_AXIS = "tensor"  # of a mesh, that shares the tokens of a vocabulary
 
+_LINEAR = {  # of a layer: what goes in, and what comes out
+    ("attention", "query"): ("embed", "heads"),
+    ("attention", "key"): ("embed", "kv_heads"),
+    ("attention", "value"): ("embed", "kv_heads"),
+    ("attention", "output"): ("heads", "embed"),
+    ("mlp", "up"): ("embed", "mlp"),
+    ("mlp", "gate"): ("embed", "mlp"),
+    ("mlp", "down"): ("mlp", "embed"),
+}
+_NORMS = (
+    *(("attention", "query_norm"), ("attention", "key_norm")),
+    *(("attention_norm",), ("mlp_norm",)),
+    *(("attention_post_norm",), ("mlp_post_norm",)),
+)
 # By the end of the path; layers are stacked, and so begin with "layers".
 PARAMETERS: dict[tuple[str, ...], Names] = {
     ("embed", "tokens"): ("vocab", "embed"),
     ("embed", "positions"): ("positions", "embed"),
-    ("attention", "query", "kernel"): ("layers", "embed", "heads"),
-    ("attention", "query", "bias"): ("layers", "heads"),
-    ("attention", "key", "kernel"): ("layers", "embed", "kv_heads"),
-    ("attention", "key", "bias"): ("layers", "kv_heads"),
-    ("attention", "value", "kernel"): ("layers", "embed", "kv_heads"),
-    ("attention", "value", "bias"): ("layers", "kv_heads"),
-    ("attention", "output", "kernel"): ("layers", "heads", "embed"),
-    ("attention", "output", "bias"): ("layers", None),
-    ("mlp", "up", "kernel"): ("layers", "embed", "mlp"),
-    ("mlp", "up", "bias"): ("layers", "mlp"),
-    ("mlp", "gate", "kernel"): ("layers", "embed", "mlp"),
-    ("mlp", "gate", "bias"): ("layers", "mlp"),
-    ("mlp", "down", "kernel"): ("layers", "mlp", "embed"),
-    ("mlp", "down", "bias"): ("layers", None),
-    ("attention", "query_norm", "scale"): ("layers", None),
-    ("attention", "key_norm", "scale"): ("layers", None),
-    ("attention_norm", "scale"): ("layers", None),
-    ("attention_norm", "bias"): ("layers", None),
-    ("mlp_norm", "scale"): ("layers", None),
-    ("mlp_norm", "bias"): ("layers", None),
-    ("attention_post_norm", "scale"): ("layers", None),
-    ("mlp_post_norm", "scale"): ("layers", None),
+    **{(*path, "kernel"): ("layers", *names) for path, names in _LINEAR.items()},
+    **{
+        (*path, "bias"): ("layers", None if out == "embed" else out)
+        for path, (_, out) in _LINEAR.items()
+    },
+    **{
+        (*path, leaf): ("layers", None) for path in _NORMS for leaf in ("scale", "bias")
+    },
     ("final_norm", "scale"): (None,),
     ("final_norm", "bias"): (None,),
     ("head", "kernel"): ("vocab", "embed"),
@@ -87,11 +87,7 @@ def of(path: tuple[str, ...]) -> Names | None:
 
 
 def rows_apart(x: Array) -> Array:
-    """The array with its rows on the row axes of the mesh that is set, if one is.
-
-    Args:
-      x: [B, ...].
-    """
+    """The array with its rows on the row axes of the mesh that is set, if one is."""
     sizes = _auto_axes()
     if not sizes:
         return x  # with explicit axes the arrays say it themselves
@@ -167,7 +163,6 @@ def row_axes(
     """The axes that rows lie on: those of `among`, as far as they divide them.
 
     Args:
-      sizes: of the mesh's axes, by name.
       among: `ROW_AXES` for the rows of records.
     """
     present = tuple(axis for axis in among if sizes.get(axis, 1) > 1)

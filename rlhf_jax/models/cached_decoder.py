@@ -36,7 +36,6 @@ def layers_to_decode(
     """The layers as `decode_step` reads them fastest; once, before its loop.
 
     Args:
-      params: the decoder's.
       rows: B, of that step.
 
     Returns:

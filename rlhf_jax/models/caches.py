@@ -53,7 +53,6 @@ def placed(
       caches: of every layer, [B, K, P, head_dim] each, of columns end - P to end - 1;
         with `model.cache` they are kept in int8.
       columns: places of a layer that sees all; P or more.
-      end: i32[].
     """
     windows = []
     for layer, (key, value) in enumerate(caches):
@@ -103,7 +102,6 @@ def near(attend: Array, *, window: int, column: Array) -> Array:
     Args:
       attend: bool[B, W], places of the others that it may see, its own included.
       window: columns that are seen, its own included.
-      column: i32[], its number.
 
     Returns:
       bool[B, min(W, window)].

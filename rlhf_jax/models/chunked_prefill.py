@@ -30,7 +30,6 @@ def prefill(
     """Hidden states of the last column, and keys and values for a cache.
 
     Args:
-      params: the decoder's.
       model: with `prefill_chunk` N columns are run at a time, else all at once.
       tokens, mask: i32[B, P] and bool[B, P], left-padded prompts.
 

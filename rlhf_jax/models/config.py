@@ -134,11 +134,28 @@ class ModelConfig:
             "query_scale": self.query_scale,
             "attention_softcap": self.attention_softcap,
             "logit_softcap": self.logit_softcap,
+            "prefill_chunk": self.prefill_chunk,
+            "cache_pages": self.cache_pages,
+            "page_size": self.page_size,
         }
         checks.positive(**{k: v for k, v in optional.items() if v is not None})
+        checks.one_of(attention=self.attention, among=get_args(Attention))
+        checks.one_of(remat=self.remat, among=get_args(Remat))
+        if self.dtype not in ("float32", "bfloat16"):
+            raise InputError(
+                f"expected dtype float32 or bfloat16, got {self.dtype!r}; float16 is "
+                f"for stored parameters, its range being too small for activations"
+            )
         self._check_heads()
         self._check_layers()
-        self._check_computation()
+        if self.attention == "cudnn" and (
+            self.dtype != "bfloat16" or self.attention_softcap is not None
+        ):
+            raise InputError(
+                f"expected dtype bfloat16 with attention cudnn, and no "
+                f"attention_softcap, got {self.dtype!r} and {self.attention_softcap}; "
+                f"change them, or choose attention auto"
+            )
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -146,17 +163,14 @@ class ModelConfig:
                 f"expected num_kv_heads to divide num_heads, got "
                 f"{self.num_kv_heads} and {self.num_heads}; change either"
             )
-        if self.positions == "rope" and self.head_dim % 2:
-            raise InputError(
-                f"rotary positions rotate pairs: expected an even head_dim, got "
-                f"{self.head_dim}"
-            )
-        if self.rotary_dim is not None and (
-            self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim
+        rotated = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        if self.positions == "rope" and (
+            rotated % 2 or not 0 < rotated <= self.head_dim
         ):
+            name = "head_dim" if self.rotary_dim is None else "rotary_dim"
             raise InputError(
-                f"rotary positions rotate pairs: expected an even rotary_dim from 2 to "
-                f"head_dim = {self.head_dim}, got {self.rotary_dim}"
+                f"rotary positions rotate pairs: expected an even {name} from 2 to "
+                f"head_dim = {self.head_dim}, got {rotated}"
             )
 
     def _check_layers(self) -> None:
@@ -169,40 +183,6 @@ class ModelConfig:
             raise InputError(
                 f"expected a sliding_window if, and only if, some layer is local, got "
                 f"{self.sliding_window} with {sum(self.local_layers)} local layers"
-            )
-
-    def _check_computation(self) -> None:
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise InputError(
-                f"prefill_chunk: expected at least 1 column, got {self.prefill_chunk}; "
-                f"None runs prompts whole"
-            )
-        if self.cache_pages is not None:
-            checks.positive(cache_pages=self.cache_pages, page_size=self.page_size)
-        if self.attention == "cudnn" and self.attention_softcap is not None:
-            raise InputError(
-                f"expected attention auto with an attention_softcap "
-                f"({self.attention_softcap:g}), which cudnn does not have"
-            )
-        if self.dtype not in ("float32", "bfloat16"):
-            raise InputError(
-                f"expected dtype float32 or bfloat16, got {self.dtype!r}; float16 is "
-                f"for stored parameters, its range being too small for activations"
-            )
-        if self.attention not in get_args(Attention):
-            raise InputError(
-                f"expected attention {', '.join(get_args(Attention))}, got "
-                f"{self.attention!r}; choose one, xla being on every backend"
-            )
-        if self.attention == "cudnn" and self.dtype != "bfloat16":
-            raise InputError(
-                f"expected dtype bfloat16 with attention cudnn, got {self.dtype!r}; "
-                f"change either"
-            )
-        if self.remat not in get_args(Remat):
-            raise InputError(
-                f"expected remat {', '.join(get_args(Remat))}, got {self.remat!r}; "
-                f"choose one, none being the fastest where memory suffices"
             )
 
     def run_as(self, other: ModelConfig) -> ModelConfig:

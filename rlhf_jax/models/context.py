@@ -70,11 +70,7 @@ class Cut:
         return self._relabelled(x, self.by_part, self.by_column)
 
     def balanced_parts(self, x: Array) -> Array:
-        """[B, S', ...] -> [B·c, S'/c, ...], balanced; of what every device has.
-
-        Args:
-          x: small, as token ids are: devices have the columns of others before.
-        """
+        """[B, S', ...] -> [B·c, S'/c, ...], balanced; of what every device has."""
         return self.parts(x[:, balanced(x.shape[1], count=self.count)])
 
     def whole_of_balanced(self, x: Array) -> Array:
@@ -133,7 +129,6 @@ def per_token(function: Callable[..., Tree], *arrays: Array) -> Tree:
     Args:
       function: of [N, T, ...] arrays; returns [N, T] arrays. It may not look at other
         tokens. On a mesh with a context axis N is B·c and T is S/c.
-      arrays: [B, S, ...].
 
     Returns:
       Arrays [B, S].
@@ -168,9 +163,6 @@ def per_prediction(
       function: of hidden states [N, T, D] each and tokens i32[N, T]; returns [N, T]
         arrays, whose column t is about tokens[:, t] given hidden[:, t - 1] alone and
         which are 0 before `first_column`, at least 1.
-      hidden: [B, S, D] each.
-      tokens: i32[B, S].
-      first_column: the first column that is wanted.
 
     Returns:
       Arrays [B, S], 0 before `first_column`.

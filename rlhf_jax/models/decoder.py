@@ -13,6 +13,7 @@ new tokens against a cache in `cached_decoder.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -61,12 +62,17 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     return params
 
 
+@functools.cache
+def shapes(model: ModelConfig) -> Params:
+    """Shapes of the parameters that `init` makes, traced once per model."""
+    return jax.eval_shape(lambda key: init(key, model=model), jax.random.key(0))
+
+
 def num_parameters(model: ModelConfig) -> int:
     """Number of parameters with the true vocabulary; allocates none of them."""
-    shapes = jax.eval_shape(lambda key: init(key, model=model), jax.random.key(0))
     padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size
     copies = 1 if model.tied_head else 2
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes)) - copies * padding
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes(model))) - copies * padding
 
 
 def hidden_states(
@@ -126,37 +132,24 @@ def prefill(
     model: ModelConfig,
     tokens: Array,
     mask: Array,
-    segments: Array | None = None,
-    prefixes: Array | None = None,
     first_column: int = 0,
 ) -> tuple[Array, KeyValue]:
-    """Hidden states of whole rows, and keys and values of every layer for a cache.
-
-    Args:
-      params: the decoder's.
-      model: static shape.
-      tokens: i32[B, S], padded on either side; what stands at padding is not read.
-      mask: bool[B, S], True at tokens.
-      segments: i32[B, S], which text of the row a token is of, 0 at padding; None is
-        one text per row.
-      prefixes: i32[B, S], a segment further left that a token sees too; None is none.
-      first_column: hidden states of earlier columns come back as 0.
+    """`hidden_states` of one text a row, and what a cache keeps of every layer.
 
     Returns:
       [B, S, D], and keys and values [L, B, K, S, head_dim] each, in `model.dtype`,
-      of all columns.
+      of all columns. On a mesh with `context` nothing is cut.
 
     Raises:
-      InputError: tokens, mask and segments differ in shape, or there are more columns
-        than learned positions.
+      InputError: as `hidden_states`.
     """
     return _run(
         params,
         model=model,
         tokens=tokens,
         mask=mask,
-        segments=segments,
-        prefixes=prefixes,
+        segments=None,
+        prefixes=None,
         first_column=first_column,
         cut=None,
     )
@@ -219,16 +212,12 @@ def _check(
     segments: Array | None,
     prefixes: Array | None,
 ) -> None:
-    if tokens.ndim != 2 or tokens.shape != mask.shape:
-        raise InputError(
-            f"expected tokens and mask of one shape [B, S], got {tokens.shape} and "
-            f"{mask.shape}"
-        )
-    if segments is not None and segments.shape != tokens.shape:
-        raise InputError(
-            f"expected segments of the shape of tokens, {tokens.shape}, got "
-            f"{segments.shape}"
-        )
+    for name, array in {"mask": mask, "segments": segments}.items():
+        if array is not None and (tokens.ndim != 2 or tokens.shape != array.shape):
+            raise InputError(
+                f"expected tokens [B, S] and {name} of the shape of tokens, "
+                f"{tokens.shape}, got {array.shape}"
+            )
     learned = model.positions == "learned" and segments is None
     if learned and tokens.shape[1] > model.max_positions:
         raise InputError(

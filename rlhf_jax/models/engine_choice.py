@@ -46,8 +46,6 @@ def choose(
     """The engine for rows of a model.
 
     Args:
-      model: its `attention`, dtype, heads and soft cap are read.
-      columns: S, of a row.
       backend: "cpu", "gpu" or "tpu"; None is that of the mesh that is set, or else the
         default one of this process.
       context: devices that share the columns of a row; None is as on the mesh that is
@@ -109,9 +107,6 @@ def refuse(model: ModelConfig, *, backend: str) -> None:
 
 def refuse_context(engine: Attention) -> None:
     """Stops where an engine cannot compute a row whose columns are shared.
-
-    Args:
-      engine: on a mesh with a context axis.
 
     Raises:
       InputError: says which engines compute a row whose columns are cut.

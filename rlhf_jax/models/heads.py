@@ -30,7 +30,6 @@ def logits(
     Ids that no token has (`model.unused_ids`) are at -inf.
 
     Args:
-      params: the decoder's.
       hidden: [..., D], after the final norm.
       spread: rows go to all devices that share the vocabulary too, each of them whole
         (`axes.rows_spread`), for a draw from every row.
@@ -72,12 +71,7 @@ def zero_score(*, model: ModelConfig) -> Params:
 
 
 def scores(params: Params, hidden: Array) -> Array:
-    """f32[...]: hidden · kernel + bias, in float32.
-
-    Args:
-      params: {"kernel": [D], "bias": []}.
-      hidden: [..., D].
-    """
+    """f32[...]: hidden · kernel + bias, in float32."""
     params = leaves.read(params)
     kernel = params["kernel"].astype(jnp.float32)
     rows = hidden.astype(jnp.float32).reshape(-1, hidden.shape[-1])

@@ -45,11 +45,9 @@ def run(
     """All layers, one after another.
 
     Args:
-      layers: `params["layers"]`, every leaf [L, ...].
       x: [B, S, D] in `model.dtype`, the embeddings.
       mask: of S columns. With a cut x and positions are the balanced parts of rows,
         [B·c, S/c, ...].
-      positions: i32[B, S].
       first_column: earlier columns are left out of the hidden states; with
         `model.unroll` the last layer does not compute them.
 
@@ -118,15 +116,7 @@ def _layer(
 
 
 def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
-    """Takes stacked layers (or caches) apart, once, before a decode loop.
-
-    Args:
-      tree: pytree whose leaves are [L, ...].
-      num_layers: L.
-
-    Returns:
-      L pytrees of [...] leaves.
-    """
+    """Takes stacked layers (or caches) apart, once, before a decode loop."""
     leaves, structure = jax.tree.flatten(tree)
     # Of a split the gradient is one concatenation; of L slices it would be a sum of L
     # arrays as large as the whole.

@@ -80,12 +80,6 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-def _product_forward(
-    x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return x @ w, (x, w)
-
-
 def _product_backward(
     factors: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +93,7 @@ def _product_backward(
     return gradient @ w.mT, of_w
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda x, w: (x @ w, (x, w)), _product_backward)
 
 
 def transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -131,9 +125,7 @@ def change_if(flag: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tr
     devices may differ. `vmap` makes a choice of the branch.
 
     Args:
-      flag: bool[].
       change: keeps structure, shapes and dtypes.
-      tree: pytree of arrays.
     """
 
     def branch(flag: jax.Array, tree: Tree) -> Tree:

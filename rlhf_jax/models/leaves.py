@@ -10,6 +10,7 @@ comes to it: what is held is small or far, and one layer at a time is neither.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -58,6 +59,20 @@ class OnHost:
     def rows(self, index: Array) -> Array:
         """Rows of a table, which is brought to the device whole."""
         return rows(jax.device_put(self.held, jax.memory.Space.Device), index)
+
+
+def misfits(arrays: Mapping[str, Any], *, shapes: Mapping[str, Any]) -> list[str]:
+    """A line for every array that is missing, unknown or not of its shape, by name."""
+    problems = [f"missing: {name}" for name in shapes if name not in arrays]
+    for name, array in arrays.items():
+        if name not in shapes:
+            problems.append(f"unknown: {name} {list(array.shape)}")
+        elif tuple(array.shape) != tuple(shapes[name]):
+            problems.append(
+                f"misshapen: {name}, expected {list(shapes[name])}, got "
+                f"{list(array.shape)}"
+            )
+    return problems
 
 
 def is_stored(leaf: Any) -> bool:

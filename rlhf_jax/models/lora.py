@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 import math
 from typing import Any
 
@@ -60,12 +59,6 @@ class LoRA:
         return self.alpha / self.rank
 
 
-@functools.cache
-def _shapes(model: ModelConfig) -> Params:
-    """Shapes of the decoder's parameters, traced once per model."""
-    return jax.eval_shape(lambda key: decoder.init(key, model=model), jax.random.key(0))
-
-
 def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
     """The layers that are adapted, {"attention/query": (in, out)}.
 
@@ -76,7 +69,7 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
     """
     linear = {
         path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape[1:]
-        for path, leaf in _flat(_shapes(model)).items()
+        for path, leaf in _flat(decoder.shapes(model)).items()
         if path.startswith(_LAYERS) and path.endswith(_KERNEL)
     }
     for pattern in lora.modules:
@@ -109,11 +102,6 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
 def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     """Adapters that change nothing yet: A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0.
 
-    Args:
-      key: key[], draws A.
-      model: static shape of the base.
-      lora: rank, scale and adapted layers.
-
     Returns:
       {"layers": {..., "lora_a": f32[L, in, rank], "lora_b": f32[L, rank, out]}}.
 
@@ -141,7 +129,6 @@ def attach(base: Params, adapters: Params, *, lora: LoRA) -> Params:
     Args:
       base: a decoder's, stored in any way; the result shares its leaves.
       adapters: a decoder's, or a scalar model's {"trunk", "score"}.
-      lora: that they were made by.
 
     Returns:
       base with `lora_a` and scaled `lora_b` beside the adapted kernels; for a scalar
@@ -171,9 +158,6 @@ def merge(
     """Plain parameters W + (alpha / rank) · A B, which `hf.save` can write.
 
     Args:
-      base: a decoder's, stored in any way.
-      adapters: a decoder's, or a scalar model's {"trunk", "score"}.
-      lora: that they were made by.
       rounded_to: dtype that the result is cast to next. Adapted kernels of a base of
         another dtype are float32 then, so that they are rounded once.
 
@@ -192,11 +176,6 @@ def merge(
 
 def unmerge(merged: Params, adapters: Params, *, lora: LoRA) -> Params:
     """The base of merged parameters, up to rounding: W - (alpha / rank) · A B.
-
-    Args:
-      merged: what `merge` returned.
-      adapters: a decoder's, or a scalar model's {"trunk", "score"}.
-      lora: that they were made by.
 
     Returns:
       A decoder's parameters, without a score.
@@ -259,12 +238,7 @@ def _check(base: Params, adapters: Params, *, lora: LoRA) -> None:
             layers, size_in, size_out = kernel.shape
             expected[f"{at}/lora_a"] = (layers, size_in, lora.rank)
             expected[f"{at}/lora_b"] = (layers, lora.rank, size_out)
-    problems = [f"unknown: {path}" for path in flat if path not in expected]
-    for path, shape in expected.items():
-        got = flat[path].shape if path in flat else None
-        if got != shape:
-            problems.append(f"{path}: expected {shape}, got {got}")
-    if problems:
+    if problems := leaves.misfits(flat, shapes=expected):
         raise InputError(
             f"expected adapters of rank {lora.rank} for the layers of this base, got "
             f"others; were they made for another model or with another LoRA?\n  "

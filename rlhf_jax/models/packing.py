@@ -59,9 +59,6 @@ class Packing:
     def pack(self, x: Array) -> Array:
         """An array of padded rows at the places of packed ones, without a gradient.
 
-        Args:
-          x: [B, S].
-
         Returns:
           [N, W], 0 where no token stands.
         """
@@ -201,7 +198,6 @@ def texts_of(
     """Rows as a head reads them.
 
     Args:
-      tokens: i32[B, S], padded on either side.
       mask: bool[B, S], True at tokens; read without a packing alone.
       first_column: columns before it are not computed and are 0; read without a
         packing alone, which reads the responses it was made for.
@@ -240,15 +236,10 @@ def _read(hidden: Array, states: Array, columns: Array) -> Array:
     return _rows_at(hidden, states)
 
 
-def _read_forward(hidden: Array, states: Array, columns: Array) -> tuple[Array, Array]:
-    return _rows_at(hidden, states), columns
-
-
-def _read_backward(columns: Array, cotangent: Array) -> tuple[Array, None, None]:
-    return _rows_at(cotangent, columns), None, None
-
-
-_read.defvjp(_read_forward, _read_backward)
+_read.defvjp(
+    lambda hidden, states, columns: (_rows_at(hidden, states), columns),
+    lambda columns, cotangent: (_rows_at(cotangent, columns), None, None),
+)
 
 
 @jax.custom_vjp
@@ -257,12 +248,7 @@ def _spread(x: Array, places: Array, about: Array) -> Array:
     return _gather(x.reshape(-1), places)
 
 
-def _spread_forward(x: Array, places: Array, about: Array) -> tuple[Array, Array]:
-    return _gather(x.reshape(-1), places), about
-
-
-def _spread_backward(about: Array, cotangent: Array) -> tuple[Array, None, None]:
-    return _gather(cotangent.reshape(-1), about), None, None
-
-
-_spread.defvjp(_spread_forward, _spread_backward)
+_spread.defvjp(
+    lambda x, places, about: (_gather(x.reshape(-1), places), about),
+    lambda about, cotangent: (_gather(cotangent.reshape(-1), about), None, None),
+)

@@ -93,7 +93,7 @@ def test_the_limit_of_a_row(tmp_path):
     assert start.limit(16) == 16
     assert start.limit(3) == 3
     message = (
-        "at most the context of the model, 16 tokens, got 17; ask for less, or leave it"
+        "at most the context of the model, 16 tokens, got 17; change it, or leave it"
     )
     with pytest.raises(InputError, match=message) as learned:
         start.limit(17)

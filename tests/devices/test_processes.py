@@ -414,7 +414,10 @@ def test_every_row_of_a_tpu_slice_has_a_process(topology, shape):
             {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
             "--process-id: expected 0 to 1, got 2",
         ),
-        ({"coordinator": "auto", "process_id": 0}, "which it finds out"),
+        (
+            {"coordinator": "auto", "process_id": 0},
+            "neither with auto, which finds them out",
+        ),
     ],
 )
 def test_groups_that_are_none(options, message):

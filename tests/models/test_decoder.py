@@ -231,7 +231,9 @@ def test_parameter_counts():
 
 def test_bad_shapes_and_configs_are_named():
     params = tiny.params(tiny.GPT2)
-    with pytest.raises(InputError, match=r"one shape .* got \(2, 5\) and \(2, 4\)"):
+    with pytest.raises(
+        InputError, match=r"mask of the shape of .*\(2, 5\), got \(2, 4\)"
+    ):
         decoder.hidden_states(
             params,
             model=tiny.GPT2,
@@ -247,7 +249,7 @@ def test_bad_shapes_and_configs_are_named():
         )
     for change, message in [
         ({"num_kv_heads": 3}, "num_kv_heads to divide num_heads, got 3 and 4"),
-        ({"head_dim": 7}, "expected an even head_dim, got 7"),
+        ({"head_dim": 7}, "expected an even head_dim from 2 to head_dim = 7, got 7"),
         ({"dtype": "float64"}, "expected dtype float32 or bfloat16, got 'float64'"),
         ({"dtype": "float16"}, "got 'float16'; float16 is for stored parameters"),
     ]:

@@ -621,14 +621,14 @@ def test_adapters_of_another_model_or_rank_are_named():
     with pytest.raises(InputError) as error:
         lora.attach(base, trained(toys.LLAMA), lora=ALL)
     assert "unknown: layers/mlp/gate/lora_a" in str(error.value)
-    assert "layers/mlp/up/lora_b: expected (1, 2, 64), got (1, 2, 24)" in str(
+    assert "layers/mlp/up/lora_b, expected [1, 2, 64], got [1, 2, 24]" in str(
         error.value
     )
     with pytest.raises(InputError, match="of rank 3 for the layers of this base"):
         lora.merge(base, trained(toys.GPT2), lora=FEW)
     half = trained(toys.GPT2)
     del half["layers"]["mlp"]["up"]["lora_b"]
-    with pytest.raises(InputError, match=r"up/lora_b: expected .*, got None"):
+    with pytest.raises(InputError, match="missing: layers/mlp/up/lora_b"):
         lora.attach(base, half, lora=ALL)
 
 

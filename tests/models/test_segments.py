@@ -209,7 +209,7 @@ def test_texts_that_share_a_beginning():
     [
         (
             {"attention": "splash"},
-            "attention xla, blockwise, cudnn for texts that share",
+            "attention xla, blockwise, cudnn on a mesh without",
         ),
         ({"sliding_window": 2, "local_layers": (True, True)}, "without a sliding win"),
     ],

@@ -593,7 +593,10 @@ def other_scorer(folder, *, words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (toy_files.WORDS[1:], "expected the policy's vocabulary of 24 ids, got 23"),
+        (
+            toy_files.WORDS[1:],
+            "reads the policy's tokens, got vocab_size 23 for 24",
+        ),
         (toy_files.WORDS[::-1], "expected the policy's tokenizer, got one that gives"),
     ],
 )

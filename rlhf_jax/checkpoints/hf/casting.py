@@ -39,7 +39,6 @@ def check(leaves: Leaves, *, dtype: SaveDtype | None) -> None:
 
     Args:
       leaves: arrays by path; sharded ones are not gathered.
-      dtype: that they will be cast to; None is their own.
 
     Raises:
       InputError: a finite weight would become infinite; names every such leaf.
@@ -75,11 +74,7 @@ def cast_all(
     dtype: SaveDtype | None,
     but: Collection[str] = (),
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors in the dtype in which they are written; None keeps their own.
-
-    Args:
-      but: names of tensors that keep theirs.
-    """
+    """Tensors in the dtype in which they are written; None keeps their own."""
     for name, tensor in tensors:
         yield name, tensor if dtype is None or name in but else cast(tensor, dtype)
 

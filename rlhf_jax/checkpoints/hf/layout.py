@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -63,9 +63,6 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
 
     Code that comes with a checkpoint (`auto_map`) is never run.
 
-    Args:
-      config: the content of its config.json.
-
     Raises:
       InputError: no family has its `model_type`, or it sets an option of `UNSUPPORTED`.
     """
@@ -88,13 +85,11 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
 
 
 def expect_architecture(
-    config: Mapping[str, Any], *, architecture: str, elsewhere: dict[str, str]
+    config: Mapping[str, Any], architecture: str, *, elsewhere: dict[str, str]
 ) -> None:
     """Checks which head the checkpoint has.
 
     Args:
-      config: the content of its config.json.
-      architecture: expected, for instance "GPT2LMHeadModel".
       elsewhere: {another architecture: what to do with a checkpoint of it}.
 
     Raises:
@@ -110,24 +105,14 @@ def expect_architecture(
 
 def shapes_of(model: ModelConfig) -> Leaves:
     """Shape and dtype of every leaf of a decoder, by path."""
-    return _eval_shapes(decoder.init, model)
+    return flatten(decoder.shapes(model))
 
 
 def scalar_shapes_of(model: ModelConfig) -> Leaves:
     """Shape and dtype of every leaf of a reward model, by path."""
-    return _eval_shapes(_init_scalar, model)
-
-
-def _init_scalar(key: jax.Array, *, model: ModelConfig) -> Params:
-    trunk = decoder.init(key, model=model)
-    trunk.pop("head", None)
-    return {"trunk": trunk, "score": heads.zero_score(model=model)}
-
-
-def _eval_shapes(init: Callable[..., Params], model: ModelConfig) -> Leaves:
-    # Under jit, which traces a function and a model once.
-    traced = jax.jit(init, static_argnames="model")
-    return flatten(traced.eval_shape(jax.random.key(0), model=model))
+    trunk = {key: leaf for key, leaf in decoder.shapes(model).items() if key != "head"}
+    score = jax.eval_shape(lambda: heads.zero_score(model=model))
+    return flatten({"trunk": trunk, "score": score})
 
 
 def flatten(tree: Params) -> Leaves:

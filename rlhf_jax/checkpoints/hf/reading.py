@@ -71,11 +71,8 @@ def load(
     with _reading(path_or_repo_id) as folder:
         config = shards.read_json(folder / layout.CONFIG)
         family = layout.family_of(config)
-        layout.expect_architecture(
-            config,
-            architecture=family.causal,
-            elsewhere={family.classifier: "read it with hf.load_reward"},
-        )
+        elsewhere = {family.classifier: "read it with hf.load_reward"}
+        layout.expect_architecture(config, family.causal, elsewhere=elsewhere)
         tensors = _tensors(folder, of=path_or_repo_id)
         tied = family.config_from_hf(config)
         model = _tied_as_stored(tied, family=family, tensors=tensors)
@@ -98,13 +95,7 @@ def load(
 def load_reward(
     path_or_repo_id: PathLike, *, dtype: DTypeLike | None = None, sharding: Any = None
 ) -> tuple[ModelConfig, Params]:
-    """Reads a reward model: sequence classification with one label.
-
-    Args:
-      path_or_repo_id: a folder with config.json and safetensors, or "owner/name".
-      dtype: of the parameters; None keeps the checkpoint's.
-      sharding: one `jax.sharding.Sharding`, a tree of them, or a function from the
-        parameters' shapes to such a tree; None is the default device.
+    """Reads a reward model, sequence classification with one label, as `load` does.
 
     Returns:
       The model and {"trunk": ..., "score": {"kernel": [D], "bias": f32[]}}. The bias is
@@ -119,11 +110,8 @@ def load_reward(
     with _reading(path_or_repo_id) as folder:
         config = shards.read_json(folder / layout.CONFIG)
         family = layout.family_of(config)
-        layout.expect_architecture(
-            config,
-            architecture=family.classifier,
-            elsewhere={family.causal: "read it with hf.load"},
-        )
+        elsewhere = {family.causal: "read it with hf.load"}
+        layout.expect_architecture(config, family.classifier, elsewhere=elsewhere)
         labels = config.get("num_labels", len(config.get("id2label", "ab")))
         if labels != 1:
             raise InputError(

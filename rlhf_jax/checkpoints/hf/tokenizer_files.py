@@ -39,12 +39,7 @@ _LEFT_OUT = (
 def write(
     tokenizer: PreTrainedTokenizerBase, folder: Path, *, max_positions: int
 ) -> None:
-    """Writes a tokenizer beside a model.
-
-    Args:
-      folder: of the model.
-      max_positions: context of the model, tokens, which `model_max_length` is.
-    """
+    """Writes a tokenizer beside a model of that context, in tokens."""
     tokenizer.save_pretrained(folder)
     file = folder / _CONFIG
     if not file.exists():  # of a format of its own

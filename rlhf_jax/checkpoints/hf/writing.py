@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rlhf_jax.checkpoints import shards
 from rlhf_jax.checkpoints.hf import casting, layout, tokenizer_files
@@ -17,6 +15,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys, mapping
+from rlhf_jax.models.leaves import misfits
 
 if TYPE_CHECKING:  # its import announces on the terminal that torch is not there
     from transformers import PreTrainedTokenizerBase
@@ -53,22 +52,16 @@ def save(
     family = layout.FAMILIES[model.family]
     leaves = _leaves_of(params, shapes=layout.shapes_of(model))
     casting.check(leaves, dtype=dtype)
-    config = {
-        "architectures": [family.causal],
-        **_config_to_hf(family, model),
-        **_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
-        **_dtype(leaves["embed/tokens"].dtype.name if dtype is None else dtype),
-    }
-    table = family.key_table(model)
-    tensors = mapping.write(table, model=model, leaves=leaves, fetch=processes.whole)
-    tensors = casting.cast_all(tensors, dtype=dtype)
     _write(
         path,
-        config,
-        tensors,
+        leaves,
+        model=model,
+        table=family.key_table(model),
+        architecture=family.causal,
+        ids=_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
         tokenizer=tokenizer,
-        max_positions=model.max_positions,
         max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
     )
 
 
@@ -93,59 +86,42 @@ def save_reward(
     it themselves.
 
     Args:
-      path: a folder that does not exist yet, or is empty.
       params: {"trunk": ..., "score": ...}.
-      tokenizer: written beside the weights.
-      stop_ids, pad_id: `eos_token_id` and `pad_token_id` of config.json; None takes the
-        tokenizer's. `transformers` needs `pad_id` to score a batch.
-      max_shard_bytes: tensors beyond this many bytes go into a next file.
-      dtype: of the trunk, to which its weights are rounded to nearest even; None is
-        that of the parameters.
+      dtype: of the trunk; None is that of the parameters.
+      path, tokenizer, stop_ids, pad_id, max_shard_bytes: as `save`; `transformers`
+        needs `pad_id` to score a batch.
 
     Raises:
-      InputError: the folder is in use, the parameters are not the model's, dtype cannot
-        hold one of them, or the family's config.json cannot express the model.
+      InputError: as `save`.
     """
     family = layout.FAMILIES[model.family]
     leaves = _leaves_of(params, shapes=layout.scalar_shapes_of(model))
     trunk = {path: x for path, x in leaves.items() if path.startswith("trunk/")}
     casting.check(trunk, dtype=dtype)
     bias = float(leaves["score/bias"])
-    config = {
-        "architectures": [family.classifier],
-        **_config_to_hf(family, model),
-        **_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
-        **_dtype(leaves["trunk/embed/tokens"].dtype.name if dtype is None else dtype),
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-        **({"score_bias": bias} if bias != 0.0 else {}),
-    }
-    table = family.key_table(model).scalar()
-    tensors = mapping.write(table, model=model, leaves=leaves, fetch=processes.whole)
-    tensors = casting.cast_all(tensors, dtype=dtype, but={keys.SCORE})
     _write(
         path,
-        config,
-        tensors,
+        leaves,
+        model=model,
+        table=family.key_table(model).scalar(),
+        architecture=family.classifier,
+        labels={
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            **({"score_bias": bias} if bias != 0.0 else {}),
+        },
+        ids=_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
         tokenizer=tokenizer,
-        max_positions=model.max_positions,
         max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
     )
 
 
 def _leaves_of(params: Params, *, shapes: Leaves) -> Leaves:
     """The leaves of params, which must be those of the model."""
     leaves = layout.flatten(params)
-    problems = [f"missing: {path}" for path in shapes if path not in leaves]
-    for path, leaf in leaves.items():
-        if path not in shapes:
-            problems.append(f"unknown: {path} {list(leaf.shape)}")
-        elif leaf.shape != shapes[path].shape:
-            problems.append(
-                f"misshapen: {path}, expected {list(shapes[path].shape)}, got "
-                f"{list(leaf.shape)}"
-            )
-    if problems:
+    expected = {path: leaf.shape for path, leaf in shapes.items()}
+    if problems := misfits(leaves, shapes=expected):
         raise InputError(
             "expected the parameters of the model that is to be saved, got others:\n  "
             + "\n  ".join(problems)
@@ -172,11 +148,6 @@ def _config_to_hf(family: keys.Family, model: ModelConfig) -> dict[str, Any]:
     return {"model_type": family.name, **config}
 
 
-def _dtype(name: str) -> dict[str, str]:
-    """As transformers calls it, and as its versions before 4.56 and servers do."""
-    return {"dtype": name, "torch_dtype": name}
-
-
 def _special_ids(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
@@ -201,13 +172,31 @@ def _special_ids(
 
 def _write(
     path: PathLike,
-    config: dict[str, Any],
-    tensors: Iterable[tuple[str, np.ndarray]],
+    leaves: Leaves,
     *,
+    model: ModelConfig,
+    table: keys.Table,
+    architecture: str,
+    ids: dict[str, Any],
+    labels: dict[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None,
-    max_positions: int,
     max_shard_bytes: int,
+    dtype: SaveDtype | None,
 ) -> None:
+    """Writes config.json, of which `ids` and `labels` are parts, weights, tokenizer."""
+    embedding = leaves[table.embedding.paths[0]]
+    stored = embedding.dtype.name if dtype is None else dtype
+    config = {
+        "architectures": [architecture],
+        **_config_to_hf(layout.FAMILIES[model.family], model),
+        **ids,
+        # As transformers calls it, and as its versions before 4.56 and servers do.
+        "dtype": stored,
+        "torch_dtype": stored,
+        **(labels or {}),
+    }
+    tensors = mapping.write(table, model=model, leaves=leaves, fetch=processes.whole)
+    tensors = casting.cast_all(tensors, dtype=dtype, but={keys.SCORE})
     if not processes.is_first():
         for _ in tensors:  # every process takes part in the transfers to the first
             pass
@@ -216,4 +205,4 @@ def _write(
         shards.write_json(folder / layout.CONFIG, config)
         shards.write(folder, tensors, max_shard_bytes=max_shard_bytes)
         if tokenizer is not None:
-            tokenizer_files.write(tokenizer, folder, max_positions=max_positions)
+            tokenizer_files.write(tokenizer, folder, max_positions=model.max_positions)

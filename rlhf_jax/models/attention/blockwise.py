@@ -50,10 +50,8 @@ def attend_blockwise(
     JAX has none of loops whose length depends on data; `xla` has both.
 
     Args:
-      query: [B, H, T, head_dim], at `mask.query_columns`.
       keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
         keys. What stands at padding is not read, not even NaN.
-      mask: of S columns.
       block: columns of a block; None is as measured for this backend.
 
     Returns:

@@ -49,10 +49,6 @@ class Form(NamedTuple):
 def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array]:
     """What attention returns, and the logarithm of each softmax's denominator.
 
-    Args:
-      arrays: q, k and v.
-      masked: segments of queries and of keys, and the window.
-
     Returns:
       [B, n, K, Q, d] in q's dtype, 0 where nothing is attended to; f32[B, n, K, Q].
     """
@@ -101,7 +97,6 @@ def backward(residuals: Any, gradient: Array, *, form: Form) -> Blocks:
     and values are summed where they are; the queries' are summed block by block.
 
     Args:
-      residuals: arrays and mask of `forward`, and what it returned.
       gradient: [B, n, K, Q, d], of what `forward` returned.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import flax.struct
 import jax
@@ -52,7 +53,6 @@ def plain(columns: Columns, *, dtype: jnp.dtype) -> tuple[Array, Array | None]:
     """What products read of keys or values in `dtype`, and f32[B, K, S] or None.
 
     Args:
-      columns: [B, K, S, head_dim].
       dtype: of the products; exact for integers of int8 in bfloat16 too.
     """
     if isinstance(columns, Int8Columns):
@@ -60,12 +60,39 @@ def plain(columns: Columns, *, dtype: jnp.dtype) -> tuple[Array, Array | None]:
     return columns, None
 
 
+def logits_of(
+    products: Array,
+    *,
+    key_scales: Array | None,
+    head_dim: int,
+    scale: float | None,
+    softcap: float | None,
+) -> Array:
+    """f32 logits of products q·k, scaled and soft-capped.
+
+    Args:
+      key_scales: of keys in int8, from `plain`.
+      scale: dimensionless; None is 1 / sqrt(head_dim).
+      softcap: c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None
+        leaves them.
+    """
+    if key_scales is not None:
+        products = products * key_scales[:, :, None]
+    logits = products / math.sqrt(head_dim) if scale is None else products * scale
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def as_cached(fresh: Columns, *, cache: Columns) -> Columns:
+    """Keys or values in the form that a cache has: quantised where it is."""
+    if isinstance(cache, Int8Columns) and isinstance(fresh, Array):
+        return quantise(fresh)
+    return fresh
+
+
 def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
     """The cache with the keys and values of new tokens written from `column` on.
 
     Args:
-      cache: keys and values of the columns so far.
-      new: of the new tokens.
       column: i32[], the same in all rows, or i32[B], of each row.
     """
 
@@ -77,9 +104,7 @@ def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
         return jax.vmap(of_row)(all_, one, column)
 
     def write(old: Columns, fresh: Array) -> Columns:
-        return jax.tree.map(
-            put, old, quantise(fresh) if isinstance(old, Int8Columns) else fresh
-        )
+        return jax.tree.map(put, old, as_cached(fresh, cache=old))
 
     key, value = map(write, cache, new)
     return key, value

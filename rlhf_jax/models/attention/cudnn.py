@@ -31,7 +31,6 @@ def attend_cudnn(
 
     Args:
       query: [B, H, T, head_dim], of the last T columns, in bfloat16.
-      keys_values: [B, K, S, head_dim] each.
       mask: of S columns, without a soft cap; a traced window of rows that are not
         packed has its values in `windows`.
       implementation: "xla" is the same function without the kernel, for tests.

@@ -43,16 +43,13 @@ def attend(
         engine_choice.refuse_context(engine)
     if engine == "xla" and mask.cut is None:
         return attend_xla(query, keys_values, mask=mask)
-    if mask.prefixes is not None and mask.cut is not None:
+    whole = mask.cut is None and engine in engine_choice.PREFIXES
+    if mask.prefixes is not None and not whole:
+        count = 1 if mask.cut is None else mask.cut.count
         raise InputError(
-            f"expected a mesh without a context axis for texts that share a prefix, "
-            f"got context={mask.cut.count}; let no texts share one"
-        )
-    if mask.prefixes is not None and engine not in engine_choice.PREFIXES:
-        raise InputError(
-            f"expected attention {', '.join(engine_choice.PREFIXES)} for texts that "
-            f"share a prefix, got {engine}; choose one of them, or let no texts share "
-            f"one"
+            f"expected attention {', '.join(engine_choice.PREFIXES)} on a mesh without "
+            f"a context axis for texts that share a prefix, got {engine} with "
+            f"context={count}; change it, or let no texts share one"
         )
     from rlhf_jax.models.attention.per_device import attend_per_device
 

@@ -19,14 +19,20 @@ Source: pages are those of Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention.cache import Cached, Columns, KeyValue, plain, quantise
+from rlhf_jax.models.attention.cache import (
+    Cached,
+    Columns,
+    KeyValue,
+    as_cached,
+    logits_of,
+    plain,
+)
 
 Array = jax.Array
 
@@ -53,7 +59,6 @@ def ring(position: Array, *, size: int, going: Array) -> Pages:
     Args:
       position: i32[B], tokens before the new one.
       size: columns of a page: the window of a local layer.
-      going: bool[B], rows whose new token is written.
 
     Returns:
       Pages of B rows in as many pages.
@@ -78,7 +83,6 @@ def append_to_pages(cache: Cached, new: KeyValue, *, pages: Pages) -> Cached:
     Args:
       cache: [N, K, C, head_dim] each.
       new: [B, K, 1, head_dim] each.
-      pages: where they go.
     """
 
     def write(old: Columns, fresh: Array) -> Columns:
@@ -87,7 +91,7 @@ def append_to_pages(cache: Cached, new: KeyValue, *, pages: Pages) -> Cached:
                 one[:, :, 0], mode="drop"
             ),
             old,
-            fresh if isinstance(old, Array) else quantise(fresh),
+            as_cached(fresh, cache=old),
         )
 
     key, value = map(write, cache, new)
@@ -107,9 +111,6 @@ def attend_to_pages(
     Args:
       query: [B, H, 1, head_dim].
       keys_values: [N, K, C, head_dim] each, also in int8.
-      pages: which of them a row's are.
-      scale: dimensionless; None is 1 / sqrt(head_dim).
-      softcap: c of logits c·tanh(x / c); None leaves them.
 
     Returns:
       [B, H, 1, head_dim], in query's dtype; logits and softmax are float32. A row of
@@ -126,11 +127,9 @@ def attend_to_pages(
         key,
         preferred_element_type=jnp.float32,
     )
-    if key_scales is not None:
-        logits = logits * key_scales[:, :, None]
-    logits = logits / math.sqrt(head_dim) if scale is None else logits * scale
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    logits = logits_of(
+        logits, key_scales=key_scales, head_dim=head_dim, scale=scale, softcap=softcap
+    )
     visible = pages.seen[:, None, None]
     lowest = -0.7 * jnp.finfo(jnp.float32).max
     logits = jnp.where(visible, logits, lowest)

@@ -35,15 +35,6 @@ def attend_per_device(
     `tensor` where it divides the query heads; fewer key heads than that are repeated.
     Without a mesh, or within `jax.shard_map` over all axes, it is the plain call.
     Within one over some axes, as those of rows, the other axes share what is left.
-
-    Args:
-      query: [B, H, T, head_dim]; with a cut [B·c, H, S/c, head_dim].
-      keys_values: [B, K, S, head_dim] each; with a cut [B·c, K, S/c, head_dim].
-      mask: of S columns.
-      engine: what each device computes of its rows and heads.
-
-    Returns:
-      In the shape of query.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {

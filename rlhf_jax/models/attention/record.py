@@ -94,7 +94,6 @@ def with_static_window(
 
     Args:
       mask: with `windows` where its window is traced.
-      attend: attention by an engine that takes no traced window.
     """
     if mask.window is None or isinstance(mask.window, int):
         return attend(mask)
@@ -121,9 +120,6 @@ def mask_of(
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], from 1 at tokens; None is one text per row.
       prefixes: i32[B, S], the segment that a token sees beside its own, or 0.
-      scale: factor of the scores; None is 1/√(head size).
-      softcap: c of c·tanh(score/c); None caps nothing.
-      cut: the columns that the devices of a context axis hold; None is one device.
     """
     text = mask.astype(jnp.int32)
     return AttentionMask(
@@ -138,9 +134,6 @@ def mask_of(
 
 def allowed(mask: AttentionMask, *, queries: int) -> Array:
     """The record as an array, for an engine that takes no other form.
-
-    Args:
-      queries: T, at `mask.query_columns`.
 
     Returns:
       bool[B, T, S], True where a query attends to a key.

@@ -37,8 +37,6 @@ def attend_splash(
     their own dtype. JAX has reverse mode alone of this kernel.
 
     Args:
-      query: [B, H, T, head_dim], at `mask.query_columns`.
-      keys_values: [B, K, S, head_dim] each; K divides H.
       mask: of S columns; a traced window has its values in `windows`.
       interpret: the kernel's operations one by one, on any backend, for tests.
 

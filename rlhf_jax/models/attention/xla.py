@@ -5,29 +5,18 @@ Shapes: B rows, T new tokens, S tokens attended to, H query heads, K key-value h
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import layout
-from rlhf_jax.models.attention.cache import Cached, KeyValue, plain
+from rlhf_jax.models.attention.cache import Cached, KeyValue, logits_of, plain
 from rlhf_jax.models.attention.record import AttentionMask, allowed
 
 Array = jax.Array
 
 
 def attend_xla(query: Array, keys_values: KeyValue, *, mask: AttentionMask) -> Array:
-    """softmax(scale · q·kᵀ)·v over what the mask allows.
-
-    Args:
-      query: [B, H, T, head_dim], of the last T columns.
-      keys_values: [B, K, S, head_dim] each.
-      mask: of S columns.
-
-    Returns:
-      [B, H, T, head_dim], in query's dtype.
-    """
+    """softmax(scale · q·kᵀ)·v over what the mask allows."""
     return attend_to(
         query,
         keys_values,
@@ -52,9 +41,7 @@ def attend_to(
       keys_values: [B, K, S, head_dim] each, also in int8; H/K query heads in a row
         read the same keys.
       attend: bool[B, T, S].
-      scale: dimensionless; None is 1 / sqrt(head_dim).
-      softcap: c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None
-        leaves them.
+      scale, softcap: those of `cache.logits_of`.
 
     Returns:
       [B, H, T, head_dim], in query's dtype; logits and softmax are float32.
@@ -71,11 +58,9 @@ def attend_to(
     logits = jnp.einsum(
         "bktd,bksd->bkts", grouped, key, preferred_element_type=jnp.float32
     )
-    if key_scales is not None:
-        logits = logits * key_scales[:, :, None]
-    logits = logits / math.sqrt(head_dim) if scale is None else logits * scale
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    logits = logits_of(
+        logits, key_scales=key_scales, head_dim=head_dim, scale=scale, softcap=softcap
+    )
     allowed = jnp.tile(attend, (1, group, 1))[:, None]
     # Not -inf: padding that may attend to nothing would be NaN.
     lowest = -0.7 * jnp.finfo(jnp.float32).max

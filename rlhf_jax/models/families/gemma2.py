@@ -32,11 +32,7 @@ NORMS = {
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Gemma2 `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Gemma2 `config.json`."""
     options = SOFTCAPS | dict(config)
     return dataclasses.replace(
         decoder_from_hf(options, family="gemma2", local=lambda layer: layer % 2 == 0),
@@ -72,9 +68,9 @@ def decoder_from_hf(
     )
     if "layer_types" not in options:  # which local layers there are, null does not say
         values.required(DEFAULTS | dict(config), "sliding_window")
-    window, local_layers = windows.from_hf(
+    model = windows.from_hf(
+        model,
         config,
-        num_layers=model.num_layers,
         window=config.get("sliding_window", DEFAULTS["sliding_window"]),
         default=local,
     )
@@ -82,8 +78,6 @@ def decoder_from_hf(
         model,
         norm_from_one=True,
         post_norms=True,
-        sliding_window=window,
-        local_layers=local_layers,
         query_scale=options["query_pre_attn_scalar"] ** -0.5,
         embed_scale=model.hidden_size**0.5,
     )
@@ -115,11 +109,4 @@ def key_table(model: ModelConfig) -> keys.Table:
     return llama.table(model, *projections, norms=NORMS)
 
 
-FAMILY = keys.Family(
-    name="gemma2",
-    causal="Gemma2ForCausalLM",
-    classifier="Gemma2ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
-)
+FAMILY = keys.Family("gemma2", "Gemma2", config_from_hf, config_to_hf, key_table)

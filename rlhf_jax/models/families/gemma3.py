@@ -63,10 +63,10 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = keys.Family(
-    name="gemma3_text",
-    causal="Gemma3ForCausalLM",
-    classifier="Gemma3TextForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=gemma2.key_table,
+    "gemma3_text",
+    "Gemma3",
+    config_from_hf,
+    config_to_hf,
+    gemma2.key_table,
+    classifier_suffix="TextForSequenceClassification",
 )

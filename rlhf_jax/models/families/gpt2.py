@@ -11,11 +11,7 @@ from rlhf_jax.models.families.options import values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a GPT-2 `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a GPT-2 `config.json`."""
     values.only(
         config,
         {
@@ -96,10 +92,5 @@ def key_table(model: ModelConfig) -> keys.Table:
 
 
 FAMILY = keys.Family(
-    name="gpt2",
-    causal="GPT2LMHeadModel",
-    classifier="GPT2ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
+    "gpt2", "GPT2", config_from_hf, config_to_hf, key_table, causal_suffix="LMHeadModel"
 )

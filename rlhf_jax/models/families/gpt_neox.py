@@ -11,11 +11,7 @@ from rlhf_jax.models.families.options import rotary, values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a GPT-NeoX `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a GPT-NeoX `config.json`."""
     hidden_size = values.required(config, "hidden_size")
     num_heads = values.required(config, "num_attention_heads")
     head_dim = head_dim_of(hidden_size, num_heads)
@@ -104,11 +100,4 @@ def key_table(model: ModelConfig) -> keys.Table:
     )
 
 
-FAMILY = keys.Family(
-    name="gpt_neox",
-    causal="GPTNeoXForCausalLM",
-    classifier="GPTNeoXForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
-)
+FAMILY = keys.Family("gpt_neox", "GPTNeoX", config_from_hf, config_to_hf, key_table)

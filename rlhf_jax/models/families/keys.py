@@ -185,11 +185,23 @@ class Family:
     """What reading and writing a checkpoint needs to know of a family."""
 
     name: str  # `model_type` in config.json
-    causal: str  # architecture with a language-model head
-    classifier: str  # architecture with a score
+    stem: str  # of its architectures, as in LlamaForCausalLM
+    # InputError names an option that the decoder does not implement.
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    config_to_hf: Callable[[ModelConfig], dict[str, Any]]
+    config_to_hf: Callable[[ModelConfig], dict[str, Any]]  # that it reads back
     key_table: Callable[[ModelConfig], Table]
+    causal_suffix: str = "ForCausalLM"
+    classifier_suffix: str = "ForSequenceClassification"
+
+    @property
+    def causal(self) -> str:
+        """The architecture with a language-model head."""
+        return self.stem + self.causal_suffix
+
+    @property
+    def classifier(self) -> str:
+        """The architecture with a score."""
+        return self.stem + self.classifier_suffix
 
 
 def linear(

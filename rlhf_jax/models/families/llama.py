@@ -30,7 +30,6 @@ def decoder_from_hf(
 
     Args:
       partial_rotary: whether the family's heads may rotate in part.
-      activation: the option that names the activation.
 
     Raises:
       InputError: an option that the decoder does not implement, by name.
@@ -90,11 +89,7 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Llama `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Llama `config.json`."""
     return decoder_from_hf(config, family="llama")
 
 
@@ -138,11 +133,7 @@ def table(
     *projections: keys.Key,
     norms: Mapping[str, str] = NORMS,
 ) -> keys.Table:
-    """Llama's names around the projections of a layer; linear layers are [out, in].
-
-    Args:
-      norms: of a layer, their names and ours.
-    """
+    """Llama's names around the projections of a layer; linear layers are [out, in]."""
     layer = "model.layers.{layer}"
     head = keys.Key("lm_head.weight", ("head/kernel",), "vocabulary")
     return keys.Table(
@@ -172,11 +163,4 @@ def key_table(model: ModelConfig) -> keys.Table:
     return table(model, *attention_keys(model), *mlp_keys(model))
 
 
-FAMILY = keys.Family(
-    name="llama",
-    causal="LlamaForCausalLM",
-    classifier="LlamaForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
-)
+FAMILY = keys.Family("llama", "Llama", config_from_hf, config_to_hf, key_table)

@@ -11,11 +11,7 @@ from rlhf_jax.models.families import keys, llama
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Mistral `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Mistral `config.json`."""
     return in_every_layer(
         llama.decoder_from_hf(config, family="mistral"),
         window=config.get("sliding_window", 4096),
@@ -34,10 +30,5 @@ def in_every_layer(model: ModelConfig, *, window: int | None) -> ModelConfig:
 
 
 FAMILY = keys.Family(
-    name="mistral",
-    causal="MistralForCausalLM",
-    classifier="MistralForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=llama.key_table,
+    "mistral", "Mistral", config_from_hf, config_to_hf, llama.key_table
 )

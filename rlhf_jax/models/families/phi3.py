@@ -12,11 +12,7 @@ from rlhf_jax.models.families.options import rotary, values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Phi3 `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Phi3 `config.json`."""
     scaling = rotary.parameters(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
@@ -59,11 +55,4 @@ def key_table(model: ModelConfig) -> keys.Table:
     )
 
 
-FAMILY = keys.Family(
-    name="phi3",
-    causal="Phi3ForCausalLM",
-    classifier="Phi3ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=key_table,
-)
+FAMILY = keys.Family("phi3", "Phi3", config_from_hf, config_to_hf, key_table)

@@ -16,11 +16,7 @@ from rlhf_jax.models.families.options import values, windows
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Qwen2 `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Qwen2 `config.json`."""
     model = llama.decoder_from_hf(config, family="qwen2")
     return dataclasses.replace(
         with_windows(model, config), attention_bias=True, attention_output_bias=False
@@ -35,9 +31,9 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
     """The model with the sliding windows that Qwen's options say."""
     first = values.option(config, "max_window_layers", 28)
-    window, local = windows.from_hf(
+    return windows.from_hf(
+        model,
         config,
-        num_layers=model.num_layers,
         window=(
             values.option(config, "sliding_window", 4096)
             if values.option(config, "use_sliding_window", False)
@@ -45,7 +41,6 @@ def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
         ),
         default=lambda layer: layer >= first,
     )
-    return dataclasses.replace(model, sliding_window=window, local_layers=local)
 
 
 def windows_to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -60,11 +55,4 @@ def windows_to_hf(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = keys.Family(
-    name="qwen2",
-    causal="Qwen2ForCausalLM",
-    classifier="Qwen2ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=llama.key_table,
-)
+FAMILY = keys.Family("qwen2", "Qwen2", config_from_hf, config_to_hf, llama.key_table)

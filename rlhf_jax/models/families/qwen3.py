@@ -12,11 +12,7 @@ from rlhf_jax.models.families.options import values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The decoder of a Qwen3 `config.json`.
-
-    Raises:
-      InputError: an option that the decoder does not implement, by name.
-    """
+    """The decoder of a Qwen3 `config.json`."""
     options = dict(config) | {"head_dim": values.option(config, "head_dim", 128)}
     model = llama.decoder_from_hf(options, family="qwen3")
     return dataclasses.replace(qwen2.with_windows(model, config), query_key_norm=True)
@@ -31,11 +27,4 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = keys.Family(
-    name="qwen3",
-    causal="Qwen3ForCausalLM",
-    classifier="Qwen3ForSequenceClassification",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
-    key_table=llama.key_table,
-)
+FAMILY = keys.Family("qwen3", "Qwen3", config_from_hf, config_to_hf, llama.key_table)

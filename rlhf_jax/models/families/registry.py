@@ -12,59 +12,21 @@ from typing import Any
 
 from rlhf_jax.models import config
 from rlhf_jax.models.config import ModelConfig, RopeScaling
-
-LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0)
-LLAMA_3_2 = RopeScaling(kind="llama3", factor=32.0)
+from rlhf_jax.models.families.mistral import in_every_layer
 
 
-def _llama(**shape: Any) -> ModelConfig:
-    return dataclasses.replace(config.llama(**shape), norm_eps=1e-5)
-
-
-_gpt2 = functools.partial(config.gpt2, vocab_size=50257, max_positions=1024)
-_llama_2 = functools.partial(_llama, vocab_size=32000, max_positions=4096)
-_llama_3 = functools.partial(
-    _llama, vocab_size=128256, rope_theta=500_000.0, num_kv_heads=8
-)
-_llama_3_1 = functools.partial(_llama_3, max_positions=131_072, rope_scaling=LLAMA_3_1)
-_llama_3_2 = functools.partial(
-    _llama_3, max_positions=131_072, rope_scaling=LLAMA_3_2, tied_head=True
-)
-_8b: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_layers": 32,
-    "num_heads": 32,
-    "intermediate_size": 14336,
-}
-_70b: dict[str, Any] = {
-    "hidden_size": 8192,
-    "num_layers": 80,
-    "num_heads": 64,
-    "intermediate_size": 28672,
-}
-
-
-def _qwen2(**shape: Any) -> ModelConfig:
-    """Qwen 2.5, whose windows are switched off."""
-    return dataclasses.replace(
-        config.llama(rope_theta=1e6, **shape), family="qwen2", attention_bias=True
+def _gpt2(
+    hidden_size: int, num_layers: int, num_heads: int, **others: Any
+) -> ModelConfig:
+    """The columns of GPT-2's and Pythia's rows below."""
+    others = {"vocab_size": 50_257, "max_positions": 1024} | others
+    return config.gpt2(
+        hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **others
     )
 
 
-def _qwen3(**shape: Any) -> ModelConfig:
-    plain = config.llama(
-        rope_theta=1e6,
-        vocab_size=151_936,
-        max_positions=40_960,
-        num_kv_heads=8,
-        head_dim=128,
-        **shape,
-    )
-    return dataclasses.replace(plain, family="qwen3", query_key_norm=True)
-
-
-def _pythia(*, vocab_size: int = 50_304, **shape: Any) -> ModelConfig:
-    plain = config.gpt2(vocab_size=vocab_size, max_positions=2048, **shape)
+def _pythia(*sizes: int, vocab_size: int = 50_304) -> ModelConfig:
+    plain = _gpt2(*sizes, vocab_size=vocab_size, max_positions=2048)
     return dataclasses.replace(
         plain,
         family="gpt_neox",
@@ -76,14 +38,72 @@ def _pythia(*, vocab_size: int = 50_304, **shape: Any) -> ModelConfig:
     )
 
 
+def _llama(
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
+    *,
+    norm_eps: float = 1e-5,
+    **others: Any,
+) -> ModelConfig:
+    """The columns of all other rows below."""
+    plain = config.llama(
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        **others,
+    )
+    return dataclasses.replace(plain, norm_eps=norm_eps)
+
+
+_llama_2 = functools.partial(_llama, vocab_size=32_000, max_positions=4096)
+_llama_3 = functools.partial(
+    _llama, vocab_size=128_256, rope_theta=500_000.0, max_positions=8192
+)
+_llama_3_1 = functools.partial(
+    _llama_3, max_positions=131_072, rope_scaling=RopeScaling("llama3", 8.0)
+)
+_llama_3_2 = functools.partial(
+    _llama_3,
+    max_positions=131_072,
+    rope_scaling=RopeScaling("llama3", 32.0),
+    tied_head=True,
+)
+_8B = (4096, 32, 32, 8, 14_336)
+_70B = (8192, 80, 64, 8, 28_672)
+
+
+def _qwen2(*sizes: int, norm_eps: float = 1e-6, **others: Any) -> ModelConfig:
+    """Qwen 2.5, whose windows are switched off."""
+    plain = _llama(*sizes, norm_eps=norm_eps, rope_theta=1e6, **others)
+    return dataclasses.replace(plain, family="qwen2", attention_bias=True)
+
+
+def _qwen3(*sizes: int, tied_head: bool = False) -> ModelConfig:
+    plain = _llama(
+        *sizes,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        vocab_size=151_936,
+        max_positions=40_960,
+        head_dim=128,
+        tied_head=tied_head,
+    )
+    return dataclasses.replace(plain, family="qwen3", query_key_norm=True)
+
+
 def _gemma(
-    *, family: str, query_scalar: int, window: int, period: int, **shape: Any
+    *sizes: int, query_scalar: int = 256, window: int, period: int, **others: Any
 ) -> ModelConfig:
     """Every `period`-th layer is global; queries are scaled by query_scalar ** -0.5."""
-    plain = config.llama(tied_head=True, **shape)
+    others = {"norm_eps": 1e-6, "tied_head": True, "head_dim": 256} | others
+    plain = _llama(*sizes, **others)
     return dataclasses.replace(
         plain,
-        family=family,
         activation="gelu_tanh",
         norm_from_one=True,
         post_norms=True,
@@ -94,198 +114,97 @@ def _gemma(
     )
 
 
-def _gemma_2(
-    *, query_scalar: int = 256, head_dim: int = 256, **shape: Any
-) -> ModelConfig:
-    plain = _gemma(
-        family="gemma2",
-        query_scalar=query_scalar,
-        window=4096,
-        period=2,
-        vocab_size=256_000,
-        max_positions=8192,
-        head_dim=head_dim,
-        **shape,
-    )
-    return dataclasses.replace(plain, attention_softcap=50.0, logit_softcap=30.0)
-
-
-def _in_every_layer(plain: ModelConfig, *, family: str, window: int) -> ModelConfig:
-    """A Llama of another family, with a sliding window in every layer."""
-    local = (True,) * plain.num_layers
+def _gemma_2(*sizes: int, **others: Any) -> ModelConfig:
+    lengths = {"vocab_size": 256_000, "max_positions": 8192, "window": 4096}
     return dataclasses.replace(
-        plain, family=family, sliding_window=window, local_layers=local
+        _gemma(*sizes, **lengths, period=2, **others),
+        family="gemma2",
+        attention_softcap=50.0,
+        logit_softcap=30.0,
     )
+
+
+def _gemma_3(*sizes: int) -> ModelConfig:
+    lengths = {"vocab_size": 262_144, "max_positions": 32_768, "window": 512}
+    return dataclasses.replace(
+        _gemma(*sizes, **lengths, period=6, rope_theta=1e6),
+        family="gemma3_text",
+        query_key_norm=True,
+        rope_local_theta=1e4,
+    )
+
+
+def _windowed(family: str, plain: ModelConfig, *, window: int) -> ModelConfig:
+    """A Llama of another family, with a sliding window in every layer."""
+    return dataclasses.replace(in_every_layer(plain, window=window), family=family)
 
 
 KNOWN: dict[str, ModelConfig] = {
     # Radford et al. 2019, table 2.
-    "gpt2": _gpt2(hidden_size=768, num_layers=12, num_heads=12),
-    "gpt2-medium": _gpt2(hidden_size=1024, num_layers=24, num_heads=16),
-    "gpt2-large": _gpt2(hidden_size=1280, num_layers=36, num_heads=20),
-    "gpt2-xl": _gpt2(hidden_size=1600, num_layers=48, num_heads=25),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
     # Touvron et al. 2023, arXiv:2307.09288.
-    "llama-2-7b": _llama_2(
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        intermediate_size=11008,
-    ),
-    "llama-2-13b": _llama_2(
-        hidden_size=5120,
-        num_layers=40,
-        num_heads=40,
-        num_kv_heads=40,
-        intermediate_size=13824,
-    ),
-    "llama-2-70b": _llama_2(**_70b, num_kv_heads=8),
+    "llama-2-7b": _llama_2(4096, 32, 32, 32, 11_008),
+    "llama-2-13b": _llama_2(5120, 40, 40, 40, 13_824),
+    "llama-2-70b": _llama_2(*_70B),
     # Grattafiori et al. 2024, arXiv:2407.21783, table 3.
-    "llama-3-8b": _llama_3(**_8b, max_positions=8192),
-    "llama-3-70b": _llama_3(**_70b, max_positions=8192),
-    "llama-3.1-8b": _llama_3_1(**_8b),
-    "llama-3.1-70b": _llama_3_1(**_70b),
-    "llama-3.2-1b": _llama_3_2(
-        hidden_size=2048,
-        num_layers=16,
-        num_heads=32,
-        head_dim=64,
-        intermediate_size=8192,
-    ),
-    "llama-3.2-3b": _llama_3_2(
-        hidden_size=3072,
-        num_layers=28,
-        num_heads=24,
-        head_dim=128,
-        intermediate_size=8192,
-    ),
+    "llama-3-8b": _llama_3(*_8B),
+    "llama-3-70b": _llama_3(*_70B),
+    "llama-3.1-8b": _llama_3_1(*_8B),
+    "llama-3.1-70b": _llama_3_1(*_70B),
+    "llama-3.2-1b": _llama_3_2(2048, 16, 32, 8, 8192, head_dim=64),
+    "llama-3.2-3b": _llama_3_2(3072, 28, 24, 8, 8192, head_dim=128),
     # Qwen team 2024, arXiv:2412.15115, table 1.
     "qwen2.5-0.5b": _qwen2(
+        *(896, 24, 14, 2, 4864),
         vocab_size=151_936,
-        hidden_size=896,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-        intermediate_size=4864,
         max_positions=32_768,
         tied_head=True,
     ),
     "qwen2.5-1.5b": _qwen2(
+        *(1536, 28, 12, 2, 8960),
         vocab_size=151_936,
-        hidden_size=1536,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-        intermediate_size=8960,
         max_positions=131_072,
         tied_head=True,
     ),
     "qwen2.5-7b": _qwen2(
-        vocab_size=152_064,
-        hidden_size=3584,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-        intermediate_size=18_944,
-        max_positions=131_072,
+        *(3584, 28, 28, 4, 18_944), vocab_size=152_064, max_positions=131_072
     ),
-    "qwen2.5-72b": dataclasses.replace(
-        _qwen2(
-            vocab_size=152_064,
-            hidden_size=8192,
-            num_layers=80,
-            num_heads=64,
-            num_kv_heads=8,
-            intermediate_size=29_568,
-            max_positions=131_072,
-        ),
+    "qwen2.5-72b": _qwen2(
+        *(8192, 80, 64, 8, 29_568),
+        vocab_size=152_064,
+        max_positions=131_072,
         norm_eps=1e-5,
     ),
     # Qwen team 2025, arXiv:2505.09388, table 1.
-    "qwen3-0.6b": _qwen3(
-        hidden_size=1024,
-        num_layers=28,
-        num_heads=16,
-        intermediate_size=3072,
-        tied_head=True,
-    ),
-    "qwen3-8b": _qwen3(
-        hidden_size=4096, num_layers=36, num_heads=32, intermediate_size=12_288
-    ),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tied_head=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 8, 12_288),
     # Jiang et al. 2023, arXiv:2310.06825, table 1.
-    "mistral-7b": _in_every_layer(
-        _llama(**_8b, num_kv_heads=8, vocab_size=32_000, max_positions=32_768),
-        family="mistral",
-        window=4096,
+    "mistral-7b": _windowed(
+        "mistral", _llama(*_8B, vocab_size=32_000, max_positions=32_768), window=4096
     ),
     # Biderman et al. 2023, arXiv:2304.01373, table 1.
-    "pythia-160m": _pythia(hidden_size=768, num_layers=12, num_heads=12),
-    "pythia-410m": _pythia(hidden_size=1024, num_layers=24, num_heads=16),
-    "pythia-1b": _pythia(hidden_size=2048, num_layers=16, num_heads=8),
-    "pythia-1.4b": _pythia(hidden_size=2048, num_layers=24, num_heads=16),
-    "pythia-2.8b": _pythia(hidden_size=2560, num_layers=32, num_heads=32),
-    "pythia-6.9b": _pythia(
-        vocab_size=50_432, hidden_size=4096, num_layers=32, num_heads=32
-    ),
-    "pythia-12b": _pythia(
-        vocab_size=50_688, hidden_size=5120, num_layers=36, num_heads=40
-    ),
+    "pythia-160m": _pythia(768, 12, 12),
+    "pythia-410m": _pythia(1024, 24, 16),
+    "pythia-1b": _pythia(2048, 16, 8),
+    "pythia-1.4b": _pythia(2048, 24, 16),
+    "pythia-2.8b": _pythia(2560, 32, 32),
+    "pythia-6.9b": _pythia(4096, 32, 32, vocab_size=50_432),
+    "pythia-12b": _pythia(5120, 36, 40, vocab_size=50_688),
     # Gemma team 2024, arXiv:2408.00118, table 1.
-    "gemma-2-2b": _gemma_2(
-        hidden_size=2304,
-        num_layers=26,
-        num_heads=8,
-        num_kv_heads=4,
-        intermediate_size=9216,
-    ),
-    "gemma-2-9b": _gemma_2(
-        hidden_size=3584,
-        num_layers=42,
-        num_heads=16,
-        num_kv_heads=8,
-        intermediate_size=14_336,
-    ),
+    "gemma-2-2b": _gemma_2(2304, 26, 8, 4, 9216),
+    "gemma-2-9b": _gemma_2(3584, 42, 16, 8, 14_336),
     "gemma-2-27b": _gemma_2(
-        hidden_size=4608,
-        num_layers=46,
-        num_heads=32,
-        num_kv_heads=16,
-        intermediate_size=36_864,
-        head_dim=128,
-        query_scalar=144,
+        *(4608, 46, 32, 16, 36_864), head_dim=128, query_scalar=144
     ),
     # Gemma team 2025, arXiv:2503.19786, tables 1 and 2.
-    "gemma-3-1b": dataclasses.replace(
-        _gemma(
-            family="gemma3_text",
-            query_scalar=256,
-            window=512,
-            period=6,
-            vocab_size=262_144,
-            hidden_size=1152,
-            num_layers=26,
-            num_heads=4,
-            num_kv_heads=1,
-            head_dim=256,
-            intermediate_size=6912,
-            max_positions=32_768,
-            rope_theta=1e6,
-        ),
-        query_key_norm=True,
-        rope_local_theta=1e4,
-    ),
+    "gemma-3-1b": _gemma_3(1152, 26, 4, 1, 6912),
     # Abdin et al. 2024, arXiv:2404.14219, section 2.
-    "phi-3-mini-4k": _in_every_layer(
-        _llama(
-            vocab_size=32_064,
-            hidden_size=3072,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=32,
-            intermediate_size=8192,
-            max_positions=4096,
-        ),
-        family="phi3",
+    "phi-3-mini-4k": _windowed(
+        "phi3",
+        _llama(3072, 32, 32, 32, 8192, vocab_size=32_064, max_positions=4096),
         window=2047,
     ),
 }

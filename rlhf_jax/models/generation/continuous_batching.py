@@ -67,14 +67,9 @@ def respond(
     """Samples a response to every prompt, `places` rows at a time.
 
     Args:
-      params: of the policy.
-      model: static.
       tokens: i32[N, P], prompts, left-padded; those of a group are the same.
-      mask: bool[N, P], False at padding.
       keys: key[N], of the rows, independent of N.
       places: C, from group_size to N.
-      max_new_tokens: R.
-      draw: how tokens are drawn.
       group_size: neighbouring rows of the same prompt, which is run once.
       axis: of a `jax.shard_map`, whose shares all go on until none has too many rows,
         as devices that exchange something must for every token; None is each by itself.
@@ -248,11 +243,6 @@ def prompts_at_a_time(
     model: ModelConfig, *, places: int, prompt: int, new: int, group_size: int
 ) -> int:
     """How many prompts come in at once: `refill_size`, or as many as have pages.
-
-    Args:
-      places: C.
-      prompt, new: P and R, columns.
-      group_size: rows of one prompt.
 
     Raises:
       InputError: not one group has, with its longest responses.

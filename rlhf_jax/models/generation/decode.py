@@ -99,7 +99,6 @@ def generate(
     `start` and `finish` in one program, where the cache never leaves the loop.
 
     Args:
-      params: the decoder's.
       tokens, mask: i32[B, P] and bool[B, P], left-padded prompts. The first token of
         an empty one is drawn uniformly, with log-prob and entropy 0 (`sample_token`).
       keys: key[B], from `row_keys`; response token t is drawn with
@@ -108,7 +107,6 @@ def generate(
       stop_ids: a row ends with the first of these (which counts as a response token),
         the loop with the last row. Empty: every response has R tokens.
       temperature: > 0, divides the logits, dimensionless.
-      shaping: for evaluation only; None samples from the policy itself.
       group_size: G, rows g·G to g·G + G - 1 hold the same prompt, which is run once.
       continuous_batching: rows that are decoded at a time, so that the others take
         the places of rows that finish (`continuous_batching.respond`). The samples
@@ -182,7 +180,6 @@ def start(
 
     Args:
       decoders: whose logits are drawn from, mostly one.
-      draw: how.
       tokens, mask, keys, max_new_tokens, group_size: the arguments of `generate`.
 
     Returns:
@@ -237,7 +234,6 @@ def finish(
     """Draws the other tokens, one column per turn, until every row has stopped.
 
     Args:
-      decoders, keys, draw: those of `start`.
       state: from `start`. Donate it where this is a program of its own: the loop then
         writes into that cache.
     """
@@ -324,13 +320,10 @@ def _check(
             f"expected temperature > 0, got {temperature}; for the most likely token "
             f"use Shaping(greedy=True)"
         )
-    if max_new_tokens < 1 or tokens.shape[1] < 1:
+    prompt = tokens.shape[1]
+    if min(prompt, max_new_tokens) < 1 or prompt + max_new_tokens > model.max_positions:
         raise InputError(
-            f"expected at least one prompt column and one new token, got "
-            f"{tokens.shape[1]} and {max_new_tokens}"
-        )
-    if tokens.shape[1] + max_new_tokens > model.max_positions:
-        raise InputError(
-            f"expected prompt and response within {model.max_positions} positions, got "
-            f"{tokens.shape[1]} + {max_new_tokens}; shorten either"
+            f"expected prompt and response of at least one column each, within "
+            f"{model.max_positions} positions, got {prompt} + {max_new_tokens}; "
+            f"shorten either, and leave neither out"
         )

@@ -52,7 +52,6 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
     """Places without an episode.
 
     Args:
-      places: C.
       columns: W: of the longest row, and those that `read` takes at a time.
       key: key[], of any row.
     """
@@ -105,12 +104,7 @@ def copied(state: Episodes, *, source: Array, place: Array, keys: Array) -> Epis
     """Copies what some places have read of a prompt to others.
 
     Args:
-      state: Episodes[C].
       source: i32[A], places that have read it.
       place: i32[A], places that get it; C is none.
-      keys: key[A], of the rows of the places that get it.
-
-    Returns:
-      Episodes[C], in which only the places of `place` have changed.
     """
     return put(state, dataclasses.replace(rows(state, source), keys=keys), place=place)

@@ -48,14 +48,9 @@ def read(
     """The places with those columns read, and a token drawn behind them where asked.
 
     Args:
-      params: the decoder's.
-      state: Episodes[C].
       arrivals: Arrivals[A], for places whose turn has ended, or that are free.
       layers: of `cached_decoder.layers_to_decode` for C rows, once per rollout.
-      model: static.
       stop_ids: tokens that end a turn, themselves kept.
-      temperature: divides the logits, dimensionless.
-      shaping: for evaluation only.
 
     Returns:
       Episodes[C]. Places that nothing arrives in are as they were.
@@ -126,11 +121,8 @@ def advance(
     """Draws on until at most so many turns go on, or for so many tokens.
 
     Args:
-      params: the decoder's.
-      state: Episodes[C].
       until: i32[], turns that go on.
       steps: i32[], tokens.
-      layers, model, stop_ids, temperature, shaping: the arguments of `read`.
       axis: of a `shard_map`, along which all go on until none has too many turns, as
         devices that exchange something must for every token; None is each by itself.
 

@@ -152,7 +152,6 @@ def step(
       decoders, caches: with layers, and of each the keys and values.
       tokens, positions: i32[B], those tokens, and how many stand before each.
       attend, column: what they see and where they are written, as `decode_step` has it.
-      draw, keys, number: how the next tokens are drawn, and with which keys.
     """
     logits, updated = [], []
     for (params, model, layers), cache in zip(decoders, caches, strict=True):
@@ -181,8 +180,6 @@ def run(
     """Advances a state as long as there is more to do.
 
     Args:
-      advance: makes a `step` and records what was drawn.
-      more: bool[], of a state.
       axis: of a `shard_map`, along which all go on until none has more to do, as
         devices that exchange something must for every token; None is each by itself.
     """

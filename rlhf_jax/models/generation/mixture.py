@@ -38,8 +38,6 @@ def generate(
       share: m, the weight of μ's log-probs, between 0 and 1.
       tokens, mask: i32[B, P] and bool[B, P], left-padded prompts of at least one token.
       keys: key[B], from `decode.row_keys`.
-      max_new_tokens: R, the response columns.
-      stop_ids: tokens that end a response.
       temperature: > 0, divides the logits of both.
 
     Returns:

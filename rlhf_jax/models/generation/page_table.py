@@ -59,15 +59,10 @@ def arrivals_at_most(
 ) -> int:
     """How many prompts can come in at once, whatever their lengths, in whole groups.
 
-    With no row at work all N pages are free, and A prompts of p pages are safe if
+    With no row at work all N = `pages` are free, and A prompts of p pages are safe if
     N >= J + (A - 1)·p, where J is the pages of a longest response with its prompt.
 
     Args:
-      pages: N.
-      size: C, columns of a page.
-      prompt: P, columns of prompts.
-      new: R, columns of responses, of which the last is never run.
-      group_size: rows of one prompt.
       shares: how many such pools there are, for the error.
 
     Returns:
@@ -76,7 +71,7 @@ def arrivals_at_most(
     Raises:
       InputError: not even one group can.
     """
-    longest = pages_of(prompt + new - 1, size=size)
+    longest = pages_of(prompt + new - 1, size=size)  # the last token is never run
     one = pages_of(prompt, size=size)
     least = longest + (group_size - 1) * one
     if pages < least:
@@ -93,14 +88,7 @@ def arrivals_at_most(
 
 
 def empty(*, places: int, pages: int, size: int, longest: int) -> PageTable:
-    """A table of free pages.
-
-    Args:
-      places: B.
-      pages: N.
-      size: C.
-      longest: tokens of the longest row, J·C at most.
-    """
+    """B places without pages, and N free pages, for rows of up to `longest` tokens."""
     slots = pages_of(longest, size=size)
     return PageTable(
         table=jnp.full((places, slots), pages, jnp.int32),
@@ -118,7 +106,6 @@ def safe(*, held: Array, more: Array, pages: Array | int) -> Array:
     Args:
       held: i32[B], h.
       more: i32[B], r, what a row may take beyond that. Both are 0 where there is none.
-      pages: N, of which Σ h are held.
     """
     slack = _slack(held=held, more=more, pages=pages, before=_before(more))
     return (slack >= 0).all()
@@ -167,7 +154,6 @@ def view(table: PageTable, *, going: Array) -> Pages:
 
     Args:
       table: with a column for that token where a row is going.
-      going: bool[B].
     """
     pages, places = table.owner.shape[0], going.shape[0]
     last = jnp.minimum(table.tokens // table.size, table.table.shape[1] - 1)
@@ -189,7 +175,6 @@ def advanced(table: PageTable, *, going: Array, alive: Array) -> PageTable:
 
     Args:
       going: bool[B], rows whose token was run.
-      alive: bool[B], rows that go on.
     """
     pages, places = table.owner.shape[0], alive.shape[0]
     kept = jnp.append(alive, False)[table.owner]
@@ -206,9 +191,7 @@ def admissible(table: PageTable, *, lengths: Array, new: int) -> Array:
     """bool[]: prompts of those lengths can come in.
 
     Args:
-      table: safe.
       lengths: i32[A], tokens of each prompt; below 0 there is none.
-      new: R, columns of responses.
     """
     taken, most = claim(lengths, size=table.size, new=new)
     held = jnp.concatenate([table.held, taken])
@@ -237,11 +220,9 @@ def claim(lengths: Array, *, size: int, new: int) -> tuple[Array, Array]:
 
     Args:
       lengths: i32[A], tokens of each prompt; below 0 there is none, of 0 pages.
-      size: C.
-      new: R, of which the last token is never run.
     """
     taken = pages_of(jnp.maximum(lengths, 0), size=size)
-    most = pages_of(lengths + new - 1, size=size)
+    most = pages_of(lengths + new - 1, size=size)  # the last token is never run
     return taken, jnp.where(lengths < 0, 0, most)
 
 
@@ -254,7 +235,6 @@ def admit(
       table: with rooms for them (`admissible`), as their places were left.
       place: i32[A], of each prompt, all different; B where there is none.
       lengths: i32[A], tokens of each; below 0 where there is none.
-      new: R, columns of responses.
 
     Returns:
       The table, and i32[A, J]: the pages of each prompt, N where it has none.
@@ -291,8 +271,6 @@ def moved(
     """The table of the rows that go on, whose pages lie side by side now.
 
     Args:
-      alive: bool[B], the rows that go on, at most `places`.
-      places: B'.
       pages: N', as many as they hold or more, up to N.
 
     Returns:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
-from rlhf_jax.models.attention import Cached, Columns, quantise, ring
-from rlhf_jax.models.attention.cache import Int8Columns
+from rlhf_jax.models.attention import Cached, Columns, ring
+from rlhf_jax.models.attention.cache import Int8Columns, as_cached
 from rlhf_jax.models.cached_decoder import Seen
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
@@ -56,13 +56,7 @@ def check(model: ModelConfig, *, longest: int) -> None:
 
 
 def empty(model: ModelConfig, *, places: int, pages: int, longest: int) -> Caches:
-    """Caches of no tokens.
-
-    Args:
-      places: B.
-      pages: N.
-      longest: tokens of the longest row.
-    """
+    """Caches of no tokens: of B places, and of N pages."""
 
     def zeros(layer: int) -> Columns:
         count, columns = places, model.sliding_window
@@ -92,10 +86,7 @@ def filled(
     """The caches with those of prompts that come in.
 
     Args:
-      caches: of every layer.
       prompts: of every layer, [A, K, P, head_dim] each, left-padded.
-      lengths: i32[A], tokens of each prompt.
-      longest: tokens of the longest row.
       page: i32[A, J], their pages in the order of their tokens; N is none.
       place: i32[A], their places; B is none.
     """
@@ -106,9 +97,7 @@ def filled(
     in_order = pad + jnp.arange(slots * size, dtype=jnp.int32)[None]
 
     def one(pool: Columns, prompt: Columns, layer: int) -> Columns:
-        window, fresh = model.sliding_window, prompt
-        if isinstance(pool, Int8Columns) and isinstance(prompt, Array):
-            fresh = quantise(prompt)
+        window, fresh = model.sliding_window, as_cached(prompt, cache=pool)
         if window is None or in_pages(model, layer, longest=longest):
 
             def put(all_: Array, new: Array) -> Array:
@@ -133,13 +122,7 @@ def filled(
 
 
 def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) -> Seen:
-    """What the next token of every row sees, and where it is written.
-
-    Args:
-      pages: of the pools.
-      longest: tokens of the longest row.
-      going: bool[B], rows that have a column for it.
-    """
+    """What the next token of every row sees, and where it is written."""
     everything = page_table.view(pages, going=going)
     window, size = everything, model.sliding_window
     if size is not None and size < longest:
@@ -153,8 +136,6 @@ def moved(
     """The caches of some pages and places.
 
     Args:
-      caches: of every layer.
-      longest: tokens of the longest row.
       page: i32[N'], which page each was; N for none.
       place: i32[B'], which place each was.
     """

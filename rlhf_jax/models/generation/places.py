@@ -53,15 +53,7 @@ def none(rows: int, size: int) -> Responses:
 def empty(
     shapes: Places, *, places: int, rows: int, model: ModelConfig, longest: int
 ) -> Places:
-    """Places that are free, like those of `shapes` but for their number.
-
-    Args:
-      shapes: of prompts that come in.
-      places: C.
-      rows: N.
-      model: whose caches lie in pages with `cache_pages`.
-      longest: tokens of the longest row.
-    """
+    """Places that are free, like those of `shapes` but for their number."""
     if model.cache_pages is not None:
         shapes = dataclasses.replace(shapes, caches=())
     state = jax.tree.map(
@@ -110,8 +102,6 @@ def come_in(
       state: with pages for those prompts (`page_table.admissible`).
       arrived: [A], with caches as `continuous_batching` has them, or as they came.
       place: i32[A], where each goes; C for a prompt that is none.
-      mask: bool[A, P], of the prompts.
-      longest: tokens of the longest row.
     """
 
     def put(old: Places, new: Places) -> Places:
@@ -151,12 +141,7 @@ def come_in(
 def moved(
     state: Places, *, size: int, rows: int, model: ModelConfig, longest: int
 ) -> Places:
-    """The responses that go on, at most `size`, in as many places.
-
-    Args:
-      rows: N.
-      longest: tokens of the longest row.
-    """
+    """The responses that go on, at most `size`, in as many places."""
     [going] = jnp.nonzero(state.alive, size=size)  # beyond them 0, which is a copy
     kept = jnp.arange(size) < state.alive.sum()
     pages, caches = state.pages, state.caches

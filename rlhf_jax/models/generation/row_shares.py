@@ -48,20 +48,8 @@ def respond(
 ) -> Responses:
     """`continuous_batching.respond`, on a mesh with a pool of pages for every share.
 
-    Samples are those of one pool: a draw depends on its row's key alone.
-
-    Args:
-      params: of the policy, the same in every share.
-      model: static; `cache_pages` are those of all shares together.
-      tokens, mask: i32[N, P] and bool[N, P], prompts, left-padded.
-      keys: key[N], of the rows.
-      places: C, of all shares together.
-      max_new_tokens: R.
-      draw: how tokens are drawn.
-      group_size: neighbouring rows of the same prompt, which stay together.
-
-    Returns:
-      Responses[N, R], rows on `data`.
+    `places` and `model.cache_pages` are those of all shares together. Samples are those
+    of one pool: a draw depends on its row's key alone.
 
     Raises:
       InputError: as `check_shares`, or as `continuous_batching.respond`.
@@ -120,11 +108,6 @@ def check_shares(
     shares: int, *, rows: int, places: int, pages: int, group_size: int
 ) -> None:
     """Checks that shares of the rows can have places and pages of their own.
-
-    Args:
-      shares: size of `data`.
-      rows, places, pages: of all shares together.
-      group_size: rows of a prompt, which stay together.
 
     Raises:
       InputError: `shares` does not divide one of them, or a group has fewer places

@@ -133,10 +133,6 @@ def _reached(weights: Array, *, share: Array) -> tuple[Array, Array]:
     round: where they do, the neighbour of a likely token comes too often, at 1e-7
     instead of its own probability.
 
-    Args:
-      weights: f32[B, N].
-      share: f32[B], above 0 and below 1.
-
     Returns:
       i32[B], of a count above 0, and f32[B], above 0 and below 1: how far the share
       reaches into that weight.
@@ -159,9 +155,6 @@ def shape_logits(logits: Array, *, shaping: Shaping) -> Array:
 
     top-k, top-p and min-p act in turn, each on what the one before has left, as in
     `transformers`. Tokens that tie with the last one kept are kept.
-
-    Args:
-      logits: f32[B, V], already divided by the temperature.
 
     Returns:
       f32[B, V].

@@ -7,6 +7,7 @@ q - k < `sliding_window`: that many tokens, its own included (transformers 5,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,13 +21,13 @@ _NAMES = {local: name for name, local in _LOCAL.items()}
 
 
 def from_hf(
+    model: ModelConfig,
     config: Mapping[str, Any],
     *,
-    num_layers: int,
     window: int | None,
     default: Local,
-) -> tuple[int | None, tuple[bool, ...]]:
-    """`sliding_window` and `local_layers` of the decoder.
+) -> ModelConfig:
+    """The model with the windows of a config.json.
 
     Args:
       config: whose `layer_types` say which layers are local, if it has any.
@@ -38,7 +39,9 @@ def from_hf(
     """
     types = config.get("layer_types")
     if types is None:
-        local = tuple(window is not None and default(i) for i in range(num_layers))
+        local = tuple(
+            window is not None and default(i) for i in range(model.num_layers)
+        )
     else:
         unknown = sorted(set(types) - set(_LOCAL))
         if unknown:
@@ -53,7 +56,9 @@ def from_hf(
                 "sliding_attention, got none (null, or use_sliding_window false); "
                 "correct either"
             )
-    return (window, local) if any(local) else (None, ())
+    if not any(local):
+        window, local = None, ()
+    return dataclasses.replace(model, sliding_window=window, local_layers=local)
 
 
 def layer_types(model: ModelConfig) -> list[str]:
