@@ -1,6 +1,7 @@
 """An episode that waits for a slow tool gives up its place, and loses no bit."""
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -35,8 +36,13 @@ class Slow(Script):
         return answer
 
 
-def counted(sampler):
-    """How many places were taken, and given back."""
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts how many places of a sampler are taken, and given back."""
+    return functools.partial(_counted, monkeypatch)
+
+
+def _counted(monkeypatch, sampler):
     programs, counts = sampler.programs, {"take": 0, "put": 0}
     take, put = programs.take, programs.put
 
@@ -44,8 +50,12 @@ def counted(sampler):
         counts[name] += int((place < programs.places).sum())
         return place
 
-    programs.take = lambda *, place: take(place=count("take", place))
-    programs.put = lambda rows, *, place: put(rows, place=count("put", place))
+    monkeypatch.setattr(
+        programs, "take", lambda *, place: take(place=count("take", place))
+    )
+    monkeypatch.setattr(
+        programs, "put", lambda rows, *, place: put(rows, place=count("put", place))
+    )
     return counts
 
 
@@ -55,7 +65,7 @@ OFTEN = tuple(range(1, 6))  # tokens that end a turn
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch):
+def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch, counted):
     options = {"places": 2, "limits": LIMITS, "stop_ids": OFTEN}
     script, params = Script(turns=3), params_of(model)
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
@@ -71,7 +81,7 @@ def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [MeshShape(data=2), MeshShape(data=2, tensor=2)])
-def test_they_come_back_to_any_replica(shape, monkeypatch):
+def test_they_come_back_to_any_replica(shape, monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
     model = dataclasses.replace(tiny.GPT2, vocab_multiple=4)
     mesh = shape.make(jax.devices()[: shape.size])
@@ -86,7 +96,7 @@ def test_they_come_back_to_any_replica(shape, monkeypatch):
     assert counts["put"] >= 1
 
 
-def test_nobody_leaves_a_place_that_nobody_needs(monkeypatch):
+def test_nobody_leaves_a_place_that_nobody_needs(monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 0.0)
     late = Script(latency=lambda row, turn: 0.05)
     sampler = sampler_of(tiny.GPT2, late, places=ROWS)
@@ -95,7 +105,7 @@ def test_nobody_leaves_a_place_that_nobody_needs(monkeypatch):
     assert counts == {"take": 0, "put": 0}
 
 
-def test_nor_one_whose_answer_comes_at_once(monkeypatch):
+def test_nor_one_whose_answer_comes_at_once(monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
     late = Script(latency=lambda row, turn: 0.02)
     sampler = sampler_of(tiny.GPT2, late, places=2)
@@ -104,7 +114,7 @@ def test_nor_one_whose_answer_comes_at_once(monkeypatch):
     assert counts == {"take": 0, "put": 0}
 
 
-def test_the_clock_ends_episodes_without_a_place(monkeypatch):
+def test_the_clock_ends_episodes_without_a_place(monkeypatch, counted):
     """They keep the turns that they had."""
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
     model, params = tiny.GPT2, params_of(tiny.GPT2)
