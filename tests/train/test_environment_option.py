@@ -18,6 +18,7 @@ from rlhf_jax.train.environment import opened
 from rlhf_jax.train.environment.named import make_environment
 from rlhf_jax.train.environment.programs import EpisodePrograms
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
 
 
