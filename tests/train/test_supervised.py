@@ -51,7 +51,9 @@ def trunk_of(params):
 # --- LoRA ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("sft", marks=SLOW), "dpo", "reward-model"]
+)
 def test_adapters_alone_are_trained(name, files, tmp_path):
     """OUT/model is the base with OUT/adapter merged in, and the rest of it the base."""
     argv = ("--lora=2,modules=attention/*", "--learning-rate=1e-2", "--num-steps=3")
