@@ -1,12 +1,14 @@
 """Episodes of a script: what an environment answers without one, and a tiny sampler."""
 
 import concurrent.futures
+import contextlib
 import functools
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.grpo import GRPO
@@ -111,6 +113,18 @@ def recipe_of(model, **options):
     )
 
 
+@functools.cache
+def programs_of(model, *, tokens, places, chunk, mesh, **options):
+    """Of every sampler with these options, so that they are compiled once."""
+    return EpisodePrograms(
+        recipe_of(model, **options),
+        columns=PROMPT + tokens,
+        places=places,
+        chunk=chunk,
+        mesh=mesh,
+    )
+
+
 def sampler_of(
     model,
     pool,
@@ -123,21 +137,29 @@ def sampler_of(
     **options,
 ):
     limits = limits or episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4)
-    programs = EpisodePrograms(
-        recipe_of(model, **options),
-        columns=PROMPT + limits.tokens,
-        places=places,
-        chunk=chunk,
-        mesh=mesh,
-    )
+    sizes = {"tokens": limits.tokens, "places": places, "chunk": chunk}
     return EpisodeSampler(
-        programs,
+        programs_of(model, mesh=mesh, **sizes, **options),
         pool=pool,
         encoder=Encoder(rejects),
         decode=shown,
         limits=limits,
         states=[bytes([row, 0]) for row in range(256)],
     )
+
+
+@contextlib.contextmanager
+def prompt_columns_read(programs):
+    """A list of how many columns of prompts each read has."""
+    counts, read = [], programs.read
+
+    def counted(rows):
+        counts.append(int(np.sum(rows.count[rows.prompt])))
+        return read(rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "read", counted)
+        yield counts
 
 
 def draw(sampler, params):

@@ -19,6 +19,7 @@ from toy_episodes import (
     draw,
     drawn,
     params_of,
+    prompt_columns_read,
     prompts,
     sampler_of,
     sharing,
@@ -79,6 +80,7 @@ def test_rewards_stand_at_the_ends_of_turns(model):
         assert set(at) <= set(stops)
 
 
+@pytest.mark.cases(quick=2)
 def test_bits_do_not_depend_on_latency_places_or_order(model):
     params = params_of(model)
     whole = drawn(model, params, Script())
@@ -89,7 +91,7 @@ def test_bits_do_not_depend_on_latency_places_or_order(model):
     ):
         jax.tree.map(np.testing.assert_array_equal, whole, other)
     # Fewer places are other products, which round otherwise.
-    few = drawn(model, params, late, places=2)
+    few = drawn(model, params, late, places=4)
     np.testing.assert_array_equal(whole.rollout.tokens, few.rollout.tokens)
     np.testing.assert_allclose(
         whole.rollout.old_logprobs, few.rollout.old_logprobs, atol=1e-5
@@ -115,6 +117,7 @@ def test_bits_do_not_depend_on_latency_with_optimised_kernels():
     assert process.stdout == "0 numbers differ\n"
 
 
+@pytest.mark.cases(quick=2)
 def test_one_turn_is_what_a_sampler_draws(model):
     params = params_of(model)
     limits = episodes.Limits(tokens=ROOM, turn_tokens=ROOM, turns=1)
@@ -207,26 +210,22 @@ def test_a_slow_answer_ends_its_episode_alone():
     assert (rollout.tokens[1][mask] == whole.rollout.tokens[1][mask]).all()
 
 
+@pytest.mark.cases(quick=2)
 def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypatch):
     """Rows 0 to 3 are of one prompt; apart from each other each reads all of it."""
     params = params_of(model)
     shared = sharing([0, 0, 0, 0, 4, 5], sample=[0, 1, 2, 3, 0, 0])
 
     def play(*, places=ROWS):
-        sampler, read = sampler_of(model, Script(), places=places, chunk=2), []
-        whole = sampler.programs.read
-        sampler.programs.read = lambda rows: read.append(rows) or whole(rows)
-        output = sampler(
-            params,
-            prompts=shared,
-            key=jax.random.key(7),
-        )
-        return output, sum(int(np.sum(rows.count[rows.prompt])) for rows in read)
+        sampler = sampler_of(model, Script(), places=places)
+        with prompt_columns_read(sampler.programs) as counts:
+            output = sampler(params, prompts=shared, key=jax.random.key(7))
+        return output, sum(counts)
 
     (output, count), (few, count_of_few) = play(), play(places=4)
     sizes = shared.mask.sum(axis=1)
-    # The first reads all, and of the other three each its last column of five.
-    assert count == sizes[0] + 3 * 1 + sizes[4] + sizes[5]
+    # The first reads all, and of the other three each what follows a chunk of three.
+    assert count == sizes[0] + 3 * 2 + sizes[4] + sizes[5]
     np.testing.assert_array_equal(few.rollout.tokens, output.rollout.tokens)
     assert count_of_few == count
     find = episodes.Play._begin

@@ -1,6 +1,7 @@
 """An episode that waits for a slow tool gives up its place, and loses no bit."""
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -14,7 +15,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.environments import episodes, places
 
 INT8 = dataclasses.replace(tiny.GPT2, cache="int8")
-MODELS = {"gpt2": tiny.GPT2, "mixed": tiny.MIXED, "int8": INT8}
+MODELS = {"int8": INT8, "mixed": tiny.MIXED, "gpt2": tiny.GPT2}
 
 
 class Slow(Script):
@@ -35,8 +36,13 @@ class Slow(Script):
         return answer
 
 
-def counted(sampler):
-    """How many places were taken, and given back."""
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts how many places of a sampler are taken, and given back."""
+    return functools.partial(_counted, monkeypatch)
+
+
+def _counted(monkeypatch, sampler):
     programs, counts = sampler.programs, {"take": 0, "put": 0}
     take, put = programs.take, programs.put
 
@@ -44,8 +50,12 @@ def counted(sampler):
         counts[name] += int((place < programs.places).sum())
         return place
 
-    programs.take = lambda *, place: take(place=count("take", place))
-    programs.put = lambda rows, *, place: put(rows, place=count("put", place))
+    monkeypatch.setattr(
+        programs, "take", lambda *, place: take(place=count("take", place))
+    )
+    monkeypatch.setattr(
+        programs, "put", lambda rows, *, place: put(rows, place=count("put", place))
+    )
     return counts
 
 
@@ -54,8 +64,9 @@ LIMITS = episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4)
 OFTEN = tuple(range(1, 6))  # tokens that end a turn
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch):
+def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch, counted):
     options = {"places": 2, "limits": LIMITS, "stop_ids": OFTEN}
     script, params = Script(turns=3), params_of(model)
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
@@ -70,8 +81,9 @@ def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch):
     assert (whole.scores.parts["turns"] > 1).sum() >= 2
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("shape", [MeshShape(data=2), MeshShape(data=2, tensor=2)])
-def test_they_come_back_to_any_replica(shape, monkeypatch):
+def test_they_come_back_to_any_replica(shape, monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
     model = dataclasses.replace(tiny.GPT2, vocab_multiple=4)
     mesh = shape.make(jax.devices()[: shape.size])
@@ -86,7 +98,7 @@ def test_they_come_back_to_any_replica(shape, monkeypatch):
     assert counts["put"] >= 1
 
 
-def test_nobody_leaves_a_place_that_nobody_needs(monkeypatch):
+def test_nobody_leaves_a_place_that_nobody_needs(monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 0.0)
     late = Script(latency=lambda row, turn: 0.05)
     sampler = sampler_of(tiny.GPT2, late, places=ROWS)
@@ -95,7 +107,7 @@ def test_nobody_leaves_a_place_that_nobody_needs(monkeypatch):
     assert counts == {"take": 0, "put": 0}
 
 
-def test_nor_one_whose_answer_comes_at_once(monkeypatch):
+def test_nor_one_whose_answer_comes_at_once(monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
     late = Script(latency=lambda row, turn: 0.02)
     sampler = sampler_of(tiny.GPT2, late, places=2)
@@ -104,7 +116,7 @@ def test_nor_one_whose_answer_comes_at_once(monkeypatch):
     assert counts == {"take": 0, "put": 0}
 
 
-def test_the_clock_ends_episodes_without_a_place(monkeypatch):
+def test_the_clock_ends_episodes_without_a_place(monkeypatch, counted):
     """They keep the turns that they had."""
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
     model, params = tiny.GPT2, params_of(tiny.GPT2)

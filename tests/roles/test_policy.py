@@ -94,6 +94,7 @@ def of_used(size):
     return np.where(mask, np.array(USED)[tokens % len(USED)], 0).astype(np.int32), mask
 
 
+@pytest.mark.cases(quick=1)
 @for_each_family
 def test_ids_without_a_token_have_probability_0_in_every_role(model):
     """By the logits; KL(π, π) is 0 and every KL is that of the used ids."""

@@ -137,8 +137,8 @@ def raised(sampler, steps):
     ("lie", "alarm"),
     [
         ("off by 0.2", "trust_distance"),
-        ("wrong ids", "trust_distance"),
-        ("swapped", "trust_distance"),
+        pytest.param("wrong ids", "trust_distance", marks=pytest.mark.slow),
+        pytest.param("swapped", "trust_distance", marks=pytest.mark.slow),
         ("greedy", "trust_entropy"),
         ("previous weights", "trust_distance"),
         ("one seed", "trust_duplicates"),
@@ -162,6 +162,7 @@ def test_an_honest_server_raises_nothing():
         assert raised(sampler, MANY) == {}
 
 
+@pytest.mark.slow
 def test_our_decoder_raises_nothing():
     with ProcessSampler(RECIPE) as sampler:
         assert raised(sampler, 50) == {}

@@ -133,6 +133,7 @@ def test_a_process_that_dies_or_hangs_may_be_tried_again():
             until_it_dies()
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("pause", [0.0, 0.5])
 def test_a_process_that_is_killed_while_idle_gets_its_weights_again(
     pause, capsys, monkeypatch

@@ -204,13 +204,22 @@ def config_of(row):
 
     Its own check of all options is left out; `test_pairs.py` parses every row.
     """
-    config = parsed(tuple(words({METHOD: row.get(METHOD, first(METHOD))})))
-    base = parsed(tuple(words({})))
+    config = _alone(METHOD, row.get(METHOD, first(METHOD)))
     for name, choice in row.items():
         if name != METHOD:
-            one = parsed(tuple(words({name: choice})))
-            config = _changed(config, _changes(base, one))
+            config = _changed(config, _changes_of(name, choice))
     return config
+
+
+@functools.cache
+def _alone(name, choice):
+    """The config of one choice, with nothing else."""
+    return parsed(tuple(words({name: choice})))
+
+
+@functools.cache
+def _changes_of(name, choice):
+    return _changes(_alone(METHOD, first(METHOD)), _alone(name, choice))
 
 
 def _changes(before, after):

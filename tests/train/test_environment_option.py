@@ -18,6 +18,7 @@ from rlhf_jax.train.environment import sampler
 from rlhf_jax.train.environment.programs import EpisodePrograms
 from rlhf_jax.train.environment.sampler import make_environment
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
 
 

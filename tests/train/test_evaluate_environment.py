@@ -133,6 +133,7 @@ def test_the_figures_are_those_of_the_episodes(whole):
     assert results["policy"]["sampled"]["score"]["low"] is not None
 
 
+@pytest.mark.slow
 def test_it_goes_on_to_the_same_results(files, whole, tmp_path):
     out, _ = whole
     run = tmp_path / "run"

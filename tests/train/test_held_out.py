@@ -121,9 +121,7 @@ def test_rows_of_one_prompt_are_all_trained_on_and_the_receipt_says_so(
             in_folder(
                 *(reward_model, files, tmp_path),
                 data="one",
-                method=reward_model.Method(
-                    normalise=reward_model.Samples(max_new_tokens=4)
-                ),
+                method=reward_model.Method(normalise=None),
             ),
         ),
         "dpo": (dpo.main, of_kind("sigmoid", files, tmp_path, data="one")),

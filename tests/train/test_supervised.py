@@ -14,6 +14,7 @@ from rlhf_jax.runs import metrics
 from rlhf_jax.train.supervised import dpo, reward_model, sft
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+SLOW = pytest.mark.slow
 RUNS = {
     "sft": (sft, "answers.jsonl", ()),
     "dpo": (dpo, "pairs.jsonl", ()),
@@ -50,7 +51,9 @@ def trunk_of(params):
 # --- LoRA ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("sft", marks=SLOW), "dpo", "reward-model"]
+)
 def test_adapters_alone_are_trained(name, files, tmp_path):
     """OUT/model is the base with OUT/adapter merged in, and the rest of it the base."""
     argv = ("--lora=2,modules=attention/*", "--learning-rate=1e-2", "--num-steps=3")
@@ -115,9 +118,12 @@ SCHEDULES = {  # sums over four updates of a peak of 1/64
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        *(("sft", schedule) for schedule in SCHEDULES),
-        *(("dpo", schedule) for schedule in ("linear", "constant")),
-        *(("reward-model", schedule) for schedule in ("linear", "wsd,decay=0.5")),
+        ("sft", "linear"),
+        *(pytest.param("sft", schedule, marks=SLOW) for schedule in [*SCHEDULES][1:]),
+        ("dpo", "constant,warmup=0.5"),
+        pytest.param("dpo", "linear", marks=SLOW),
+        ("reward-model", "wsd,decay=0.5"),
+        pytest.param("reward-model", "linear", marks=SLOW),
     ],
 )
 def test_rule_and_schedule_reach_the_update(
@@ -149,16 +155,20 @@ def test_defaults_are_those_of_policy_gradients_but_for_the_rate():
 
 # --- memory -------------------------------------------------------------------
 
+ONE_STEP = ("--num-steps=1", "--held-out=0")
+
+
+def most(name):
+    """Bytes of parameters, two moments and gradients; of DPO the reference too."""
+    size = 4 * sum(leaf.size for leaf in jax.tree.leaves(toy_files.params()))
+    return {"sft": 4, "dpo": 5, "reward-model": 4}[name] * size
+
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_cannot_fit_is_refused(name, files, tmp_path, monkeypatch, capsys):
-    """Parameters, two moments, gradients; of DPO the reference too."""
-    size = 4 * sum(leaf.size for leaf in jax.tree.leaves(toy_files.params()))
-    most = {"sft": 4, "dpo": 5, "reward-model": 4}[name] * size
-    argv = ("--num-steps=1", "--held-out=0")
-    monkeypatch.setattr(memory_check, "limit", lambda place: int(0.95 * most))
+    monkeypatch.setattr(memory_check, "limit", lambda place: int(0.95 * most(name)))
     with pytest.raises(SystemExit) as stopped:
-        train(name, files, tmp_path / "run", *argv)
+        train(name, files, tmp_path / "run", *ONE_STEP)
     assert stopped.value.code == 2
     message = capsys.readouterr().err
     role = "reward model" if name == "reward-model" else "policy"
@@ -167,9 +177,16 @@ def test_a_run_that_cannot_fit_is_refused(name, files, tmp_path, monkeypatch, ca
         assert f"\n  {part}: " in message
     assert "--lora" in message
     assert not (tmp_path / "run").exists()
-    train(name, files, tmp_path / "adapters", *argv, "--lora=1")
-    monkeypatch.setattr(memory_check, "limit", lambda place: int(1.05 * most))
-    train(name, files, tmp_path / "fits", *argv)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] * (name != "dpo")) for name in RUNS]
+)
+def test_a_run_that_can_fit_is_not(name, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_check, "limit", lambda place: int(0.95 * most(name)))
+    train(name, files, tmp_path / "adapters", *ONE_STEP, "--lora=1")
+    monkeypatch.setattr(memory_check, "limit", lambda place: int(1.05 * most(name)))
+    train(name, files, tmp_path / "fits", *ONE_STEP)
 
 
 # --- what is watched ----------------------------------------------------------

@@ -81,10 +81,11 @@ def sampled():
     "changes",
     [
         {},
-        {
+        pytest.param(
             # Both rows that are off.
-            "sampler_correction": Reject(1.2, floor=0.9, level="geometric"),
-        },
+            {"sampler_correction": Reject(1.2, floor=0.9, level="geometric")},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["the sampler's log-probs", "recomputed"],
 )

@@ -97,8 +97,8 @@ def learned(recipe, *, rollout, score, left_out=OUT):
         pytest.param("RLOO", marks=pytest.mark.slow),
         pytest.param("DAPO", marks=pytest.mark.slow),
         pytest.param("REINFORCE++", marks=pytest.mark.slow),
-        "online DPO",
-        "Nash-MD",
+        pytest.param("online DPO", marks=pytest.mark.slow),
+        pytest.param("Nash-MD", marks=pytest.mark.slow),
         "distillation",
     ],
 )
@@ -126,6 +126,7 @@ def test_a_failure_pays_no_more_than_an_empty_response(name):
     assert not toys.leaves_equal(counted.policy, expected.policy)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("name", ["PPO", "N+", "REINFORCE++", "distillation"])
 def test_what_is_whitened_is_what_it_is_without_the_row(name):
     recipe = dataclasses.replace(RECIPES[name], num_minibatches=1)
