@@ -19,8 +19,9 @@ from rlhf_jax.algorithms.self_check import TOLERANCE
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import build, loop, responses
+from rlhf_jax.train import build, loop
 from rlhf_jax.train.config.prompts import AskedPrompts
+from rlhf_jax.train.environment import rows as asked
 from rlhf_jax.train.methods import nash_md, online_dpo, reinforce
 from rlhf_jax.train.outside.samplers import make_sampler
 
@@ -529,14 +530,14 @@ def test_the_real_files_without_a_reference(shared_data, tmp_path):
 
 def test_a_question_is_put_as_text_or_as_a_message():
     options = AskedPrompts(prompts="", template="Q: {prompt}")
-    assert responses.put("Why?", options=options) == "Q: Why?"
+    assert asked._put("Why?", options=options) == "Q: Why?"
     messages = [{"role": "user", "content": "Q: Why?"}]
     chat = dataclasses.replace(options, chat=True)
-    assert responses.put("Why?", options=chat) == messages
+    assert asked._put("Why?", options=chat) == messages
     system = {"role": "system", "content": "{prompt}"}
     question = [system, {"role": "user", "content": "Why?"}]
     for choice in (options, chat):  # a row's own messages stay, but for the last
-        assert responses.put(question, options=choice) == [system, *messages]
+        assert asked._put(question, options=choice) == [system, *messages]
 
 
 UNMARKED = {"question": "what is one ?", "answer": "one"}

@@ -237,7 +237,7 @@ URL = "--sampler=http://localhost:9"
             ["--sampler=process,model=m"],
             "expected weights, timeout, tries, each with = and a",
         ),
-        (["--sampler=process,cache=int8"], "got 'cache=int8'; choose one"),
+        (["--sampler=process,cache=int8"], "got 'cache=int8'; give each once"),
         ([f"{URL},timeout=0"], "timeout: expected"),
         (["--sampler=process,tries=0"], "tries: expected"),
         (

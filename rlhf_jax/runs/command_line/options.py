@@ -59,7 +59,7 @@ def parse(
         if preset not in presets or recorded:
             expected = f"one of {', '.join(presets)}"
             if recorded:
-                expected = "none with a recorded run, whose options hold its preset's"
+                expected = "none with the --config of a recorded run, which has its own"
             raise InputError(
                 f"--preset: expected {expected}, got {preset}; choose another, or "
                 f"leave it out"
