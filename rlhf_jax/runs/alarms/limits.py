@@ -77,8 +77,7 @@ class Limits:
                 f"window: expected at least 4 values, two in each half, got "
                 f"{self.window}; take more"
             )
-        if self.trust_age is not None:
-            checks.non_negative(trust_age=self.trust_age)
+        checks.non_negative(trust_age=self.trust_age)
         for name, limit in vars(self).items():
             if limit is not None and name not in ("stop", "trust_age"):
                 checks.positive(**{name: limit})

@@ -205,8 +205,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         checks.positive(learning_rate=self.learning_rate)
-        if self.max_grad_norm is not None:
-            checks.positive(max_grad_norm=self.max_grad_norm)
+        checks.positive(max_grad_norm=self.max_grad_norm)
         warmup = self.schedule.warmup
         if not 0 <= warmup < 1:
             raise InputError(

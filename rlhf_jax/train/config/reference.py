@@ -74,5 +74,4 @@ class KL:
     lagrangian, which keep the KL at target=T nats per unit=response|token."""
 
     def __post_init__(self) -> None:
-        if self.kl_coef is not None:
-            checks.non_negative(kl_coef=self.kl_coef)
+        checks.non_negative(kl_coef=self.kl_coef)

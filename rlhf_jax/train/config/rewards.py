@@ -148,8 +148,7 @@ class Workers:
     stop ends the run. Failures are counted in reward/failed and reward/left_out."""
 
     def __post_init__(self) -> None:
-        if self.num_workers is not None:
-            checks.positive(num_workers=self.num_workers)
+        checks.positive(num_workers=self.num_workers)
         checks.positive(timeout=self.timeout)
 
     @property

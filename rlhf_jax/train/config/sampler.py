@@ -97,8 +97,7 @@ class Server:
                 f"{self.address!r}; choose one"
             )
         checks.positive(timeout=self.timeout, tries=self.tries)
-        if self.check_tolerance is not None:
-            checks.positive(check_tolerance=self.check_tolerance)
+        checks.positive(check_tolerance=self.check_tolerance)
 
     def tolerance(self, compute: str) -> float:
         """What a larger tolerance of its own adds, nats per token."""
@@ -158,8 +157,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks.non_negative(max_redraws=self.max_redraws)
-        if self.max_staleness is not None:
-            checks.non_negative(max_staleness=self.max_staleness)
+        checks.non_negative(max_staleness=self.max_staleness)
 
     @property
     def is_outside(self) -> bool:

@@ -53,8 +53,7 @@ class HeldOut:
     """Limits beyond which the run asks for a look."""
 
     def __post_init__(self) -> None:
-        if self.held_out_every is not None:
-            checks.positive(held_out_every=self.held_out_every)
+        checks.positive(held_out_every=self.held_out_every)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +95,7 @@ class SupervisedConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_steps is not None:
-            checks.positive(num_steps=self.num_steps)
+        checks.positive(num_steps=self.num_steps)
         stored = self.reference.reference_storage != frozen_models.COPY
         if stored and self.start.lora is None and not self.has_reference:
             raise InputError(

@@ -110,8 +110,7 @@ class Watch(WatchTexts):
             sample_every=self.sample_every,
             held_out_rows=self.held_out_rows,
         )
-        if self.held_out_every is not None:
-            checks.positive(held_out_every=self.held_out_every)
+        checks.positive(held_out_every=self.held_out_every)
         checks.non_negative(
             num_shown=self.num_shown,
             num_alternatives=self.num_alternatives,

@@ -40,8 +40,7 @@ class Demonstrations:
     example."""
 
     def __post_init__(self) -> None:
-        if self.row_width is not None:
-            checks.positive(row_width=self.row_width)
+        checks.positive(row_width=self.row_width)
         if self.row_width is not None and self.buckets is not None:
             raise InputError(
                 f"--row-width: expected no --buckets, as all rows are as wide as the "

@@ -35,8 +35,7 @@ class Preferences:
     """Width of a row that packs pairs, tokens; None is one row per pair."""
 
     def __post_init__(self) -> None:
-        if self.row_width is not None:
-            checks.positive(row_width=self.row_width)
+        checks.positive(row_width=self.row_width)
 
 
 class Packed(NamedTuple):

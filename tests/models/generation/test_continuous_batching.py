@@ -15,7 +15,7 @@ from rlhf_jax import decode, decoder, grpo, policy, ppo
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.generation import continuous_batching, loop
+from rlhf_jax.models.generation import continuous_batching, loop, row_shares
 from rlhf_jax.models.generation.sampling import Shaping
 
 STATIC = (
@@ -271,13 +271,13 @@ def test_on_a_mesh():
 def test_a_recipe_passes_its_places_on(monkeypatch):
     """No number would show it."""
     places_of_calls = []
-    respond = continuous_batching.respond
+    respond = row_shares.respond
 
     def recording(*args, places, group_size, **options):
         places_of_calls.append((places, group_size))
         return respond(*args, places=places, group_size=group_size, **options)
 
-    monkeypatch.setattr(decode, "respond", recording)
+    monkeypatch.setattr(row_shares, "respond", recording)
     groups = grpo.GRPO(**RECIPE, group_size=2, continuous_batching=2)
     for run, places in (
         (
