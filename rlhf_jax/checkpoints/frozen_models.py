@@ -154,7 +154,9 @@ def reference_shape(
     Raises:
       InputError: it knows fewer ids or shorter texts than the policy.
     """
-    _check_sizes(f"reference {name}", model=model, policy=policy.model)
+    _check_sizes(
+        f"reference {name}", model=model, policy=policy.model, instead=_AS_IT_STARTS
+    )
     if model.run_as(policy.model) == policy.model:
         return None
     return dataclasses.replace(
@@ -162,11 +164,18 @@ def reference_shape(
     )
 
 
+_AS_IT_STARTS = (
+    "take one with the policy's vocabulary and a context as long, or leave it out for "
+    "the policy as it starts"
+)
+
+
 def _check_sizes(
     named: str,
     *,
     model: ModelConfig,
     policy: ModelConfig,
+    instead: str,
     fields: Sequence[str] = ("vocab_size", "max_positions"),
 ) -> None:
     """Refuses a model that knows fewer ids, or shorter texts, than the policy."""
@@ -178,8 +187,7 @@ def _check_sizes(
     if small:
         raise InputError(
             f"{named}: expected a model that reads the policy's tokens, got "
-            f"{', '.join(small)}; take one with the policy's vocabulary and a context "
-            f"as long, or one that was trained on top of this policy"
+            f"{', '.join(small)}; {instead}"
         )
 
 
@@ -211,7 +219,12 @@ def check_reference(reference: str, *, policy: Pretrained) -> None:
 
 def _check_files(name: str, *, policy: ModelConfig, own: Any, role: str) -> None:
     model = hf.model_config(name)
-    _check_sizes(f"--reference {name}", model=model, policy=policy)
+    _check_sizes(
+        f"--reference {name}",
+        model=model,
+        policy=policy,
+        instead="take a teacher with the student's vocabulary and a context as long",
+    )
     _check_ids(name, own=own, role=role)
 
 
@@ -251,7 +264,12 @@ def load_critic(
       InputError: the checkpoint cannot be read, or reads other tokens than the policy.
     """
     model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    _check_sizes(f"critic {path_or_repo_id}", model=model, policy=policy.model)
+    _check_sizes(
+        f"critic {path_or_repo_id}",
+        model=model,
+        policy=policy.model,
+        instead=_AS_IT_STARTS,
+    )
     _check_ids(path_or_repo_id, own=policy.tokenizer, role="critic")
     shape = run_beside_policy(model, policy=policy)
     return shape, critic.from_policy(params, model=shape)
@@ -277,7 +295,13 @@ def load_reward_model(
     """
     model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     named = f"reward model {path_or_repo_id}"
-    _check_sizes(named, model=model, policy=policy.model, fields=["vocab_size"])
+    _check_sizes(
+        named,
+        model=model,
+        policy=policy.model,
+        fields=["vocab_size"],
+        instead="take one that `rlhf-jax reward-model` trained on top of this policy",
+    )
     _check_ids(path_or_repo_id, own=policy.tokenizer, role="reward model")
     # A critic that is trained from it takes this shape, and how it computes with it.
     return RewardModel(

@@ -47,9 +47,9 @@ class Share:
 
 
 def _check_divided(rows: int, *, count: int) -> None:
-    if rows % count:
+    if rows < 1 or rows % count:
         raise InputError(
-            f"expected a batch size that the {count} devices which share its rows "
+            f"expected a batch size that the {count} devices of the axes data and fsdp "
             f"divide, got {rows}; change it, or the mesh"
         )
 

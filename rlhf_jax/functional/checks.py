@@ -10,11 +10,12 @@ number comes from a user. Of numbers, None (off) and arrays pass and are not rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_jax.functional.errors import InputError as InputError
 from rlhf_jax.functional.errors import StopError as StopError
@@ -126,8 +127,8 @@ def within(
     """
     bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
     stated = " and ".join(f"{w} {x}" for w, x in bounds.items() if x is not None)
-    for name, number in numbers.items():
-        if isinstance(number, int | float) and not (
+    for name, number in _read(numbers):
+        if not (
             -math.inf < number < math.inf
             and (above is None or above < number)
             and (least is None or least <= number)
@@ -185,9 +186,7 @@ def _require(
     advice: str,
 ) -> None:
     """InputError for a Python number that does not fit, or that no array can hold."""
-    for name, number in numbers.items():
-        if not isinstance(number, int | float):
-            continue
+    for name, number in _read(numbers):
         wanted, advised = expected, advice.format(name=name)
         if fits(number):
             if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
@@ -201,6 +200,15 @@ def _require(
             else:
                 continue
         raise InputError(f"{name}: expected {wanted}, got {_shown(number)}; {advised}")
+
+
+def _read(numbers: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Python's and NumPy's numbers; None is off, and arrays may be traced."""
+    for name, number in numbers.items():
+        if isinstance(number, np.generic):
+            number = number.item()
+        if isinstance(number, int | float):
+            yield name, number
 
 
 def _shown(number: float) -> str:

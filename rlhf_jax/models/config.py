@@ -164,7 +164,7 @@ class ModelConfig:
                 f"{self.num_kv_heads} and {self.num_heads}; change either"
             )
         rotated = self.head_dim if self.rotary_dim is None else self.rotary_dim
-        if self.positions == "rope" and (
+        if (self.positions == "rope" or self.rotary_dim is not None) and (
             rotated % 2 or not 0 < rotated <= self.head_dim
         ):
             name = "head_dim" if self.rotary_dim is None else "rotary_dim"

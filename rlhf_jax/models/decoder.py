@@ -65,7 +65,9 @@ def init(key: Array, *, model: ModelConfig) -> Params:
 @functools.cache
 def shapes(model: ModelConfig) -> Params:
     """Shapes of the parameters that `init` makes, traced once per model."""
-    return jax.eval_shape(lambda key: init(key, model=model), jax.random.key(0))
+    made = jax.eval_shape(lambda key: init(key, model=model), jax.random.key(0))
+    # Without the mesh that was set when this model was asked for first.
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
 
 
 def num_parameters(model: ModelConfig) -> int:

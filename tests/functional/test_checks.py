@@ -75,3 +75,12 @@ def test_numbers_at_the_edge_pass():
     for number in (-math.inf, math.inf, math.nan):
         with pytest.raises(checks.InputError, match="x: expected a finite number, got"):
             checks.finite(x=number)
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64])
+def test_numbers_of_numpy_are_read_as_python_s(kind):
+    with pytest.raises(InputError, match="dual_clip: expected a number above 1"):
+        checks.within(above=1, advice="choose 3", dual_clip=kind(0.5))
+    with pytest.raises(InputError, match="clip_range: expected a finite number"):
+        checks.positive(clip_range=kind(-1))
+    checks.within(above=1, advice="choose 3", dual_clip=kind(3))

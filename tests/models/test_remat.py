@@ -145,8 +145,6 @@ def test_a_stored_base_is_not_kept_as_it_was_read():
 def test_a_name_that_is_none():
     expected = r"remat: expected one of 'none', 'dots', 'full', got 'all'"
     with pytest.raises(InputError, match=expected):
-        InputError, match=r"remat: expected one of 'none', 'dots', 'full', got 'all'"
-    ):
         dataclasses.replace(GPT2, remat="all")
 
 

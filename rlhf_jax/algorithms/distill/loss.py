@@ -41,7 +41,8 @@ def distillation_loss(
 
     D is `recipe.divergence` of the distributions of token t, over the vocabulary, and w
     the weights of `recipe.aggregation`. The prefixes are the student's samples and are
-    not differentiated. The policy loss is there where something reads its advantages.
+    not differentiated, and the gradient reaches the student's parameters alone. The
+    policy loss is there where something reads its advantages.
 
     Args:
       frozen: whose reference is the teacher, or its head where the experience has its

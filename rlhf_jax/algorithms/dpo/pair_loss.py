@@ -29,7 +29,7 @@ Params = Any
 def reference_logprobs(
     reference: Frozen, *, batch: PackedPreferences, dpo: DPO
 ) -> Array:
-    """log π_ref of every token of every pair."""
+    """log π_ref of every token of every pair, as `token_logprobs`; without gradient."""
     model = frozen.shape_of(reference, policy=dpo.model)
     own = dataclasses.replace(dpo, model=model)
     return token_logprobs(frozen.read(reference), batch=batch, dpo=own)

@@ -143,7 +143,11 @@ def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
 
 
 def verify(frozen: Frozen) -> None:
-    """Computes the digests again and compares them with those taken at freezing."""
+    """Computes the digests again and compares them with those taken at freezing.
+
+    Raises:
+      ReferenceMovedError: they differ; names the leaves.
+    """
     digests = np.asarray(fingerprint.digests(frozen.stored))
     expected = np.asarray(frozen.stored_digests)
     if digests.shape != expected.shape:
@@ -162,7 +166,7 @@ def verify(frozen: Frozen) -> None:
 
 
 def verify_all(models: Mapping[str, Frozen]) -> None:
-    """`verify` of several models, whose name the message begins with."""
+    """`verify` of several models, whose name its ReferenceMovedError begins with."""
     for name, model in models.items():
         try:
             verify(model)

@@ -60,29 +60,26 @@ def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
     """
     scores = returned if isinstance(returned, Scores) else Scores(total=returned)
     total, turns, left_out = scores.total, scores.turns, scores.left_out
-    for array, fits, expected in (
-        (
-            total,
-            rows is None or total.shape == (rows,),
-            f"the reward to return {rows} numbers, one a response",
-        ),
-        (
+    wrong, expected = None, ""
+    if rows is not None and total.shape != (rows,):
+        wrong, expected = total, f"the reward to return {rows} numbers, one a response"
+    elif turns is not None and (turns.ndim != 2 or turns.shape[:1] != total.shape):
+        wrong, expected = (
             turns,
-            turns is None or (turns.ndim == 2 and turns.shape[:1] == total.shape),
-            f"the rewards of turns as f32[B, S] beside {total.shape} totals, one at "
-            f"each turn's last sampled token",
-        ),
-        (
-            left_out,
-            left_out is None
-            or (left_out.shape == total.shape and left_out.dtype == bool),
-            f"left_out as bool{list(total.shape)}, one a response",
-        ),
+            (
+                f"the rewards of turns as f32[B, S] beside {total.shape} totals, one at "
+                f"each turn's last sampled token"
+            ),
+        )
+    elif left_out is not None and (
+        left_out.shape != total.shape or left_out.dtype != bool
     ):
-        if array is not None and not fits:
-            raise InputError(
-                f"expected {expected}, got {array.dtype} of shape {array.shape}"
-            )
+        wrong = left_out
+        expected = f"left_out as bool{list(total.shape)}, one a response"
+    if wrong is not None:
+        raise InputError(
+            f"expected {expected}, got {wrong.dtype} of shape {wrong.shape}"
+        )
     return scores
 
 

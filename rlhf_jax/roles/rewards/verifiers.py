@@ -271,9 +271,10 @@ def _gold_in(row: Row, field: str, *, expected: str, read: Callable[[Any], Any])
         )
     value = read(row[field])
     if value is None:
+        gold = row[field][-60:] if isinstance(row[field], str) else row[field]
         raise ValueError(
-            f"expected {expected} {field!r}, got {row[field]!r:.60}; correct it, or "
-            f"remove the row"
+            f"expected {expected} {field!r}, got {gold!r:.80}; correct it, or remove "
+            f"the row"
         )
     return value
 
