@@ -67,8 +67,8 @@ def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
         wrong, expected = (
             turns,
             (
-                f"the rewards of turns as f32[B, S] beside {total.shape} totals, one at "
-                f"each turn's last sampled token"
+                f"the rewards of turns as f32[B, S] beside {total.shape} totals, one "
+                f"at each turn's last sampled token"
             ),
         )
     elif left_out is not None and (
