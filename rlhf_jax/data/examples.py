@@ -44,7 +44,7 @@ class Episode(NamedTuple):
 
     @property
     def trained(self) -> list[bool]:
-        """As of an `Example`, but for what was observed."""
+        """Whether the loss reads each token: as in `Example`, and nothing observed."""
         trained, before = Example(self.prompt, self.response).trained, len(self.prompt)
         for start, end in self.observed:
             trained[before + start : before + end] = [False] * (end - start)

@@ -9,7 +9,6 @@ read from a file knows its line (`json_lines`), so that every later error can na
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -335,14 +334,17 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
 
 def _check_encodable(where: str, field: str, value: Any) -> None:
     """InputError for half a surrogate pair, which neither UTF-8 nor a tokenizer has."""
-    text = value
-    if not isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where}: expected Unicode text in {field!r}, got {text[error.start]!r},"
-            f" half a surrogate pair, at character {error.start} of {text!r:.40};"
-            " remove it, or write the whole character"
-        ) from None
+    if isinstance(value, dict | list):
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        for part in inner:
+            _check_encodable(where, field, part)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{where}: expected Unicode text in {field!r}, got "
+                f"{value[error.start]!r}, half a surrogate pair, at character "
+                f"{error.start} of {value!r:.40}; remove it, or write the whole "
+                f"character"
+            ) from None

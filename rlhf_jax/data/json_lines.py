@@ -80,7 +80,9 @@ def read_located(
         (where, LocatedRow(row, where=where)) for where, row in rows
     ]
     if not located:
-        raise InputError(f"{source}: expected at least one row, got none")
+        raise InputError(
+            f"{source}: expected at least one row, got none; is the file empty?"
+        )
     return located
 
 
@@ -176,7 +178,7 @@ def _deeper_than(depth: int, value: Any) -> bool:
 
 
 def _lines(path: Path, text: str, *, receipt: Receipt | None) -> list[tuple[str, str]]:
-    """The lines that are not blank; only "\n" ends one, as JSON Lines has it."""
+    """The lines that are not blank; only a line feed ends one, as JSON Lines has it."""
     lines = []
     # What follows the last "\n" is no line.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):

@@ -127,7 +127,7 @@ def _probabilities(returned: Any, *, count: int, called: str) -> list[float]:
     if len(numbers) != count or wrong:
         raise InputError(
             f"expected {called} to return {count} probabilities, one for each pair, "
-            f"that the first response is better, got {got}; return a list of so many "
+            f"that the first response is better, got {got}; return a list of {count} "
             f"numbers from 0 to 1"
         )
     return numbers

@@ -251,5 +251,5 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         got = f"one that is not JSON: {error}"
     raise InputError(
         f"{path}: expected the {CONFIG} of a run, with the objects 'config' and "
-        f"'versions', got {got}; give the path of another"
+        f"'versions', got {got}; restore it, or give the folder of another run"
     )

@@ -23,7 +23,7 @@ class Sink(Protocol):
     """Somewhere else for the rows of metrics.jsonl: a terminal, TensorBoard, W&B."""
 
     def begin(self, stage: str, step: int) -> None:
-        """A stage starts, or goes on, at `step`; rows name it, so that is all."""
+        """Called where a stage starts or goes on at `step`; does nothing by default."""
 
     def write(
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()

@@ -90,7 +90,11 @@ def of_iqm(values: Floats) -> Interval:
 def half_widths(values: Floats) -> Floats:
     """f[K], half of the t interval of each mean, t(0.975, n - 1)·s/√n.
 
-    Of f[n, K], n values of K numbers, NaN is no value. With one value it is NaN.
+    Args:
+      values: f[n, K], n values of K numbers; NaN stands for a missing one.
+
+    Returns:
+      f[K] in the units of `values`; NaN where there are fewer than two.
     """
     count = np.sum(~np.isnan(values), axis=0)
     several = count > 1

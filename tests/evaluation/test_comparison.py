@@ -68,8 +68,8 @@ def stops(*_):
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
-        (lambda *_: None, "2 probabilities, .* got None; return a list of so"),
-        (lambda *_: [0.5], "2 probabilities, .* got 1; return a list of so many"),
+        (lambda *_: None, "2 probabilities, .* got None; return a list of 2"),
+        (lambda *_: [0.5], "2 probabilities, .* got 1; return a list of 2"),
         (lambda *_: [0.5, 2.0], "got 2.0 at index 1; .* numbers from 0 to 1"),
         (lambda *_: [float("nan"), 0.5], "got nan at index 0"),
         (lambda *_: {}["x"], "--judge raised KeyError: 'x' for a batch of 2 pairs"),

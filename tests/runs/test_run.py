@@ -80,7 +80,9 @@ def test_a_run_without_stages_has_a_folder_and_no_profile(tmp_path):
         assert job.alarms == []
     assert (tmp_path / "run" / "config.json").exists()
     profiled = dataclasses.replace(config, out=tmp_path / "other", profile="2:4")
-    with pytest.raises(InputError, match="2:4: expected steps of a run that has 0"):
+    with pytest.raises(
+        InputError, match="2:4: expected a program that trains step by step"
+    ):
         run.Run(profiled, num_steps={})
     assert not (tmp_path / "other").exists()
 

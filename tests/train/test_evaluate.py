@@ -16,7 +16,7 @@ from rlhf_jax.functional import best_of_n
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import evaluate
-from rlhf_jax.train.evaluate import trainer
+from rlhf_jax.train.evaluate import options, trainer
 from rlhf_jax.train.evaluate.responses import Evaluation
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -344,6 +344,13 @@ def test_a_verifier_that_reads_no_answers_has_no_majority(files, tmp_path, capsy
     assert not any(name.startswith("majority") for name in figures)
     assert "measures:has_a" in results["left_out"]["majority"]
     assert "left out: majority@k, as measures:has_a has no" in capsys.readouterr().out
+
+
+def test_without_a_reward_messages_name_none(tmp_path):
+    start = options.Evaluated(model="m")
+    data = options.AskedPrompts(prompts="p.jsonl")
+    config = options.Config(start=start, data=data, out=tmp_path)
+    assert config.score_called == ""
 
 
 @slow

@@ -110,5 +110,5 @@ def test_steps_beyond_the_run_stop_it_before_a_file_is_read(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(
-        "error: --profile 2:5: expected steps of a run that has 3"
+        "error: --profile 2:5: expected steps 0 to 2, which the run has"
     )

@@ -1,6 +1,9 @@
 import json
 import os
+import subprocess
+import sys
 
+import places
 import pytest
 
 from rlhf_jax import verifiers
@@ -273,3 +276,15 @@ def test_tests_that_cannot_be_run_are_named_with_file_and_line(tmp_path, row, me
 def test_limits_that_are_none(option, value):
     with pytest.raises(InputError, match=f"{option}: expected a finite number above 0"):
         PythonTests(**{option: value})
+
+
+def test_its_processes_load_no_jax():
+    made = "import sys; from rlhf_jax.verification.code.verifier import PythonTests; "
+    code = made + "PythonTests(); sys.exit('jax' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": places.PYTHONPATH}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+def test_a_limit_that_is_none_is_refused():
+    with pytest.raises(InputError, match="seconds: expected a finite number above 0"):
+        verifier.PythonTests(seconds=0)

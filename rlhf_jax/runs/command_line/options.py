@@ -57,12 +57,13 @@ def parse(
     if preset is not None:
         recorded = arguments.config and arguments.config.name == folder.CONFIG
         if preset not in presets or recorded:
-            expected = f"one of {', '.join(presets)}"
+            expected, remedy = f"one of {', '.join(presets)}", "choose another"
             if recorded:
                 expected = "none with the --config of a recorded run, which has its own"
+                remedy = "give one of the two alone"
             raise InputError(
-                f"--preset: expected {expected}, got {preset}; choose another, or "
-                f"leave it out"
+                f"--preset: expected {expected}, got {preset}; {remedy}, or leave it "
+                f"out"
             )
         config_class = _with_defaults(config_class, presets[preset])
     if arguments.config is not None:

@@ -21,10 +21,14 @@ class Window(NamedTuple):
           InputError: it has fewer.
         """
         if self.end > num_steps:
+            expected = f"steps 0 to {num_steps - 1}, which the run has"
+            remedy = "profile earlier ones, raise --num-steps, or leave --profile out"
+            if not num_steps:
+                expected = "a program that trains step by step"
+                remedy = "leave --profile out"
             raise InputError(
-                f"--profile {self.first}:{self.end}: expected steps of a run that has "
-                f"{num_steps}, the first of them 0, got {self.end - 1} for the last; "
-                f"profile earlier ones, raise --num-steps, or leave --profile out"
+                f"--profile {self.first}:{self.end}: expected {expected}, got step "
+                f"{self.end - 1} as the last; {remedy}"
             )
 
 

@@ -269,7 +269,7 @@ def make_environment(name: str) -> Environment:
     except Exception as error:  # whatever the user's own code raises
         cause, result = error, f"{type(error).__name__}: {error}"
     raise InputError(
-        f"--environment {name}: expected what it makes to have the methods reset and "
-        f"step, and a class or function without arguments, got {result}; see "
+        f"--environment {name}: expected a class or a function without arguments that "
+        f"makes an object with the methods reset and step, got {result}; see "
         f"environments/README.md"
     ) from cause

@@ -161,8 +161,8 @@ class Config(RunConfig):
 
     @property
     def score_called(self) -> str:
-        """What messages call the reward or verifier."""
-        return " ".join(*self.scorers.items())
+        """What messages call the reward or verifier; "" without one."""
+        return " ".join(word for pair in self.scorers.items() for word in pair)
 
     @property
     def kind(self) -> Kind:

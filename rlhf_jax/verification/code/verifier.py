@@ -76,10 +76,15 @@ class PythonTests:
     """Of all files together, MiB; there may be 10,000."""
 
     def __post_init__(self) -> None:
-        # Not imported above: processes that verify have no use for JAX, which it loads.
-        from rlhf_jax.functional import checks
+        for name, most in self._limits.items():
+            if not 0 < most < float("inf"):
+                # Its neighbours' checks load JAX, of which these processes have no use.
+                from rlhf_jax.functional.errors import InputError
 
-        checks.positive(**self._limits)
+                raise InputError(
+                    f"{name}: expected a finite number above 0, got {most}; choose "
+                    f"{name} > 0"
+                )
         _say_isolation()
 
     def __call__(self, prompt: str, response: str, row: Mapping[str, Any]) -> float:

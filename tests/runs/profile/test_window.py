@@ -32,9 +32,7 @@ def test_what_is_no_window_is_refused_when_options_are_read(tmp_path, text):
 def test_steps_beyond_the_run_are_refused_before_anything_is_loaded(tmp_path):
     Config(out=tmp_path / "run", profile="4:6")
     late = Config(out=tmp_path / "run", profile="4:7")
-    message = (
-        r"--profile 4:7: expected steps of a run that has 6, the first of them 0, got 6"
-    )
+    message = r"--profile 4:7: expected steps 0 to 5, which the run has, got step 6"
     with pytest.raises(InputError, match=message):
         folder.check_run(late)
     # Where the number of steps follows from the data, when that has been read.
