@@ -133,5 +133,5 @@ def test_a_verifier_that_scores_nothing_is_told_before_anything_is_written(
     assert stop.value.code == 1
     message = capsys.readouterr().err
     assert "got none for 8 of 8 (the warning above says why)" in message
-    assert "which is not a number for prompt" in message
+    assert "expected a finite number as the score" in message
     assert not out.exists()
