@@ -344,7 +344,7 @@ def test_a_job_of_submitit_is_a_run(tmp_path):
     statuses = {run_ended.run.cell.name: run_ended.status for run_ended in ended}
     assert statuses == {"slope=2": 0, "slope=13": 1}
     assert runs[0].done
-    with pytest.raises(InputError, match="expected the package submitit, a cluster and"):
+    with pytest.raises(InputError, match="expected the package submitit, a"):
         launchers.Submitit(tmp_path / "jobs", parameters={"gpus": 1}, cluster="local")
 
 
