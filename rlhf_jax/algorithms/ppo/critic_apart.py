@@ -75,6 +75,7 @@ def update(
     """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
 
     Args:
+      critic: donated by the caller's `jit`.
       key: that of `ppo.update`, `ppo.shuffle_key`.
 
     Returns:
