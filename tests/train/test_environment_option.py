@@ -238,7 +238,7 @@ def test_reinforce_has_rewards_of_turns(files):
         ),
         (
             ["--environment=test_environment_option:Dark"],
-            "expected what it makes to have the methods reset and step",
+            "expected a class or a function without arguments that makes an object",
         ),
         (["--environment=calculator"], "rows.jsonl:1: expected a row that the environ"),
     ],
