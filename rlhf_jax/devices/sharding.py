@@ -169,9 +169,10 @@ def _axes(name: str, *, rules: Rules, sizes: dict[str, int]) -> tuple[str, ...]:
     if isinstance(rule, tuple):  # of these, a mesh has those that it needs
         return tuple(axis for axis in rule if axis in sizes)
     if rule is not None and rule not in sizes:
+        got = repr(rule) if name in rules else "no rule"
         raise InputError(
             f"rules: expected an axis of the mesh, {', '.join(sizes)}, for {name!r}, "
-            f"got {rule!r}; name one of them, or None for every device"
+            f"got {got}; name one of them, or None for every device"
         )
     return () if rule is None else (rule,)
 
