@@ -25,7 +25,7 @@ are stored in int8 or on the host `none` is `full`.
 
 Cache = Literal["same", "int8"]
 """How decoding keeps keys and values: in the compute dtype, or in int8 with a scale for
-each vector of a head (`attention/cache.py`)."""
+each vector of a head (`caches.py`)."""
 
 PAGE_SIZE = 64  # columns of a page of keys and values, unless another is chosen
 Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn"]
@@ -33,7 +33,7 @@ Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn"]
 
 `xla` holds the logits, [B, H, S, S]; the others do not. `blockwise` is plain JAX and
 runs everywhere; `splash` needs a TPU; `cudnn` needs an NVIDIA GPU and activations in
-bfloat16. `auto` chooses by backend, length and model (`engine_choice.py`).
+bfloat16. `auto` chooses by backend, length and model (`layout.py`).
 """
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import context, heads
+from rlhf_jax.models import context, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.models.packing import Packing, texts_of
@@ -28,7 +28,7 @@ Params = Any
 def from_policy(params: Params, *, model: ModelConfig) -> Params:
     """A critic on a copy of the policy's trunk whose values start at 0 (OAI)."""
     trunk = {name: params[name] for name in ("embed", "layers", "final_norm")}
-    return {"trunk": storage.store(trunk), "score": heads.zero_score(model=model)}
+    return {"trunk": storage.store(trunk), "score": decoder.zero_score(model=model)}
 
 
 def on_policy_trunk(*, model: ModelConfig) -> Params:
@@ -37,7 +37,7 @@ def on_policy_trunk(*, model: ModelConfig) -> Params:
     {"score": {"kernel": [D], "bias": []}}: the trunk is the policy's own, and the value
     loss trains it too.
     """
-    return {"score": heads.zero_score(model=model)}
+    return {"score": decoder.zero_score(model=model)}
 
 
 def from_reward_model(params: Params) -> Params:
@@ -48,7 +48,7 @@ def from_reward_model(params: Params) -> Params:
 def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     """A critic of adapters over the policy's base, whose values start at 0."""
     trunk = init(key, model=model, lora=lora)
-    return {"trunk": trunk, "score": heads.zero_score(model=model)}
+    return {"trunk": trunk, "score": decoder.zero_score(model=model)}
 
 
 def values(
@@ -86,7 +86,7 @@ def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
     Args:
       hidden: floats[B, S, D], the trunk's.
     """
-    after = context.per_token(functools.partial(heads.scores, score), hidden)
+    after = context.per_token(functools.partial(decoder.scores, score), hidden)
     # Column t has seen tokens[:, t]
     before, known = (
         jnp.pad(array[:, :-1], ((0, 0), (1, 0))) for array in (after, mask)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import kl
 from rlhf_jax.functional.logprobs import MAX_LOGITS, token_logprobs_from_hidden
-from rlhf_jax.models import axes, context, decoder, heads
+from rlhf_jax.models import axes, context, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing, texts_of
 
@@ -30,7 +30,7 @@ def logits(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) ->
       f32[B, S, V]; entry t is about the token after tokens[:, t].
     """
     hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
-    return heads.logits(params, hidden, model=model)
+    return decoder.logits(params, hidden, model=model)
 
 
 def logprobs(
@@ -130,7 +130,7 @@ def logprobs_from_hidden(
       hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask
         and segments, from column `first_column - 1` on at least.
     """
-    head = heads.vocabulary_head(params, model=model)
+    head = decoder.vocabulary_head(params, model=model)
     # Its chunks hold tokens of every device that shares the vocabulary.
     shared = axes.vocabulary_devices(head.shape[0])
 
@@ -189,9 +189,9 @@ def exact_kl(
       f32[B, S], nats; column t is about the distribution tokens[:, t] was drawn from.
       0 at padding and at the first token of a row.
     """
-    head = heads.vocabulary_head(params, model=model)
+    head = decoder.vocabulary_head(params, model=model)
     ref_model = model if ref_model is None else ref_model
-    ref_head = heads.vocabulary_head(ref_params, model=ref_model)
+    ref_head = decoder.vocabulary_head(ref_params, model=ref_model)
     ref_head = jax.lax.stop_gradient(ref_head)
     ref_hidden = jax.lax.stop_gradient(ref_hidden)
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_jax.devices import processes
-from rlhf_jax.models import axes, engine_choice, leaves
+from rlhf_jax.models import axes, layout, leaves
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.runs import alarms, loggers
 from rlhf_jax.runs.alarms import Alarm
@@ -198,8 +198,8 @@ def model_table(
 
 def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
     """Prints which engine computes the attention of the rows trained on, and why."""
-    backend = engine_choice.backend_of(mesh.abstract_mesh)
-    chosen = engine_choice.choose(
+    backend = layout.backend_of(mesh.abstract_mesh)
+    chosen = layout.choose(
         model,
         columns=columns,
         backend=backend,

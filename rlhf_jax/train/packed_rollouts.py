@@ -19,7 +19,7 @@ from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.models import engine_choice
+from rlhf_jax.models import layout
 from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.train.config.batch import Packing
 
@@ -145,8 +145,8 @@ class RolloutPacker(_Lengths):
     def _shares(self, width: int) -> bool:
         """Whether attention lets responses of a group share their prompt."""
         model = self._recipe.model
-        engine, _ = engine_choice.choose(model, columns=width)
-        return engine in engine_choice.PREFIXES and model.sliding_window is None
+        engine, _ = layout.choose(model, columns=width)
+        return engine in layout.PREFIXES and model.sliding_window is None
 
 
 class EndPacker(_Lengths):

@@ -16,7 +16,7 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.data.text import Question
 from rlhf_jax.data.text.question import Written
 from rlhf_jax.devices import sharding
-from rlhf_jax.models import axes, engine_choice
+from rlhf_jax.models import axes, layout
 from rlhf_jax.train.config.start import Compute
 
 
@@ -54,7 +54,7 @@ def load_start(
         that is asked for cannot, or --save-dtype does not hold the parameters.
     """
     if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
-        engine_choice.refuse_context(options.attention)
+        layout.refuse_context(options.attention)
     start = pretrained.load(
         path_or_repo_id,
         tokenizer=options.tokenizer,

@@ -23,7 +23,6 @@ from rlhf_jax import config, decoder, hf
 from rlhf_jax.checkpoints import shards
 from rlhf_jax.data import hub, tokenization
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.models import heads
 from rlhf_jax.models.families import gpt2, llama
 
 CAUSAL = ("gpt2", "llama_sharded", "llama_bf16")
@@ -64,7 +63,7 @@ def test_logits_are_those_of_transformers(name, side):
     recorded = np.load(FIXTURES / name / "recorded.npz")
     mask = recorded[f"{side}_mask"]
     hidden = hidden_states(params, model, recorded[f"{side}_tokens"], mask)
-    logits = np.asarray(heads.logits(params, hidden, model=model))
+    logits = np.asarray(decoder.logits(params, hidden, model=model))
     np.testing.assert_allclose(logits[mask], recorded[f"{side}_logits"], atol=1e-4)
 
 
@@ -75,7 +74,7 @@ def test_scores_are_those_of_transformers(name, side):
     recorded = np.load(FIXTURES / name / "recorded.npz")
     mask = recorded[f"{side}_mask"]
     hidden = hidden_states(params["trunk"], model, recorded[f"{side}_tokens"], mask)
-    scores = np.asarray(heads.scores(params["score"], hidden))
+    scores = np.asarray(decoder.scores(params["score"], hidden))
     last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
     np.testing.assert_allclose(
         scores[np.arange(len(mask)), last], recorded[f"{side}_scores"], atol=1e-4

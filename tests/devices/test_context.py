@@ -12,7 +12,7 @@ from rlhf_jax import config, decoder
 from rlhf_jax.devices import placement, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import context, engine_choice
+from rlhf_jax.models import context, layout
 from rlhf_jax.roles import critic, policy, rewards
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.methods import grpo
@@ -167,8 +167,8 @@ def test_what_cannot_share_columns_is_refused(capsys):
     with pytest.raises(InputError, match="no columns to share"):
         placement.Placement(sampler=sampler)
     with pytest.raises(InputError, match="expected attention xla, blockwise or splash"):
-        engine_choice.refuse_context("cudnn")
-    engine_choice.refuse_context("auto")
+        layout.refuse_context("cudnn")
+    layout.refuse_context("auto")
     words = ("--out=o", "--model=m", "--prompts=p", "--verifier=exact")
     with pytest.raises(SystemExit):
         command_line.parse(
@@ -183,6 +183,6 @@ def test_what_cannot_share_columns_is_refused(capsys):
 def test_auto_leaves_an_engine_that_has_no_context_axis():
     model = dataclasses.replace(LLAMA, dtype="bfloat16", attention="auto")
     options = {"columns": 4096, "backend": "gpu"}
-    assert engine_choice.choose(model, **options).engine == "cudnn"
-    choice = engine_choice.choose(model, **options, context=4)
+    assert layout.choose(model, **options).engine == "cudnn"
+    choice = layout.choose(model, **options, context=4)
     assert choice == ("blockwise", "as cudnn has no context axis")

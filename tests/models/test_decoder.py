@@ -11,7 +11,6 @@ from tiers import one_in
 
 from rlhf_jax import config, decoder, policy
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import heads
 from rlhf_jax.models.positions import positions_of
 
 hidden_states = jax.jit(decoder.hidden_states, static_argnames="model")
@@ -160,7 +159,7 @@ def test_the_vocabulary_s_padding_never_matters(model):
             logits_of(params, model=model, tokens=tokens, mask=mask),
         )
         if np.isfinite(value):
-            head = heads.vocabulary_head(gradient, model=model)
+            head = decoder.vocabulary_head(gradient, model=model)
             np.testing.assert_array_equal(head[model.vocab_size :], 0.0)
             assert np.abs(np.asarray(head[: model.vocab_size])).min() > 0
             for leaf in jax.tree.leaves(gradient):

@@ -10,7 +10,7 @@ import tiny
 from tiers import one_in
 
 from rlhf_jax import decoder, policy
-from rlhf_jax.models import heads, layout
+from rlhf_jax.models import layout
 from rlhf_jax.roles import critic
 
 LENGTHS, SIZE = (6, 4, 1, 5), 6
@@ -46,7 +46,7 @@ def hidden_states(params, model):
 
 
 def logits(params, model):
-    return heads.logits(params, hidden_states(params, model), model=model)
+    return decoder.logits(params, hidden_states(params, model), model=model)
 
 
 QUICK, LONG = [logprobs_and_entropy, exact_kl], [values, hidden_states, logits]

@@ -11,7 +11,7 @@ import jax
 from flax import traverse_util
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import decoder, heads
+from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys
 from rlhf_jax.models.families.options import types
@@ -111,7 +111,7 @@ def shapes_of(model: ModelConfig) -> Leaves:
 def scalar_shapes_of(model: ModelConfig) -> Leaves:
     """Shape and dtype of every leaf of a reward model, by path."""
     trunk = {key: leaf for key, leaf in decoder.shapes(model).items() if key != "head"}
-    score = jax.eval_shape(lambda: heads.zero_score(model=model))
+    score = jax.eval_shape(lambda: decoder.zero_score(model=model))
     return flatten({"trunk": trunk, "score": score})
 
 

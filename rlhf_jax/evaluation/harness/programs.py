@@ -27,7 +27,7 @@ from rlhf_jax.data.examples import Tokens
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.logprobs import MAX_LOGITS
-from rlhf_jax.models import axes, decoder, heads
+from rlhf_jax.models import axes, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode
 from rlhf_jax.models.generation.sampling import Shaping
@@ -229,7 +229,7 @@ def score(
 
     def of_columns(part: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, targets = part
-        logits = heads.logits(params, hidden, model=model)
+        logits = decoder.logits(params, hidden, model=model)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
         return chosen, jnp.argmax(logits, axis=-1) == targets

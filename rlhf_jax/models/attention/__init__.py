@@ -1,7 +1,6 @@
 """Attention of tokens to the keys and values of a row, by several engines."""
 
-from rlhf_jax.models.attention.cache import Cached, Columns, KeyValue, append, quantise
-from rlhf_jax.models.attention.engines import attend
+from rlhf_jax.models.attention.engines import attend, attend_to, attend_xla
 from rlhf_jax.models.attention.pages import (
     Pages,
     append_to_pages,
@@ -9,7 +8,7 @@ from rlhf_jax.models.attention.pages import (
     ring,
 )
 from rlhf_jax.models.attention.record import AttentionMask, mask_of
-from rlhf_jax.models.attention.xla import attend_to, attend_xla
+from rlhf_jax.models.caches import Cached, Columns, KeyValue, append, quantise
 
 __all__ = [
     "AttentionMask",

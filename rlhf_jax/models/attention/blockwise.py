@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import engine_choice
+from rlhf_jax.models import layout
 from rlhf_jax.models.attention import blockwise_passes
 from rlhf_jax.models.attention.blockwise_passes import Form, Masked
-from rlhf_jax.models.attention.cache import KeyValue
 from rlhf_jax.models.attention.record import AttentionMask
+from rlhf_jax.models.caches import KeyValue
 
 Array = jax.Array
 # Columns of a block. A CPU's caches hold the logits of small ones, and little of a
@@ -63,7 +63,7 @@ def attend_blockwise(
     group = heads // kv_heads
     if block is None:
         mesh = jax.sharding.get_abstract_mesh()
-        block = block_columns(engine_choice.backend_of(mesh))
+        block = block_columns(layout.backend_of(mesh))
     block_q, block_k = (min(block, -(-count // 8) * 8) for count in (queries, size))
     form = Form(
         scale=1 / math.sqrt(head_dim) if mask.scale is None else mask.scale,

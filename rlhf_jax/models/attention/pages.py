@@ -25,7 +25,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention.cache import (
+from rlhf_jax.models.caches import (
     Cached,
     Columns,
     KeyValue,

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from rlhf_jax.models import axes, context
-from rlhf_jax.models.attention.cache import KeyValue
 from rlhf_jax.models.attention.record import AttentionMask
+from rlhf_jax.models.caches import KeyValue
 
 Array = jax.Array
 Engine = Callable[..., Array]  # (query, keys_values, *, mask) -> [B, H, T, head_dim]

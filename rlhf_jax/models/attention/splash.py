@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from rlhf_jax.models.attention.cache import KeyValue
 from rlhf_jax.models.attention.record import AttentionMask, with_static_window
+from rlhf_jax.models.caches import KeyValue
 from rlhf_jax.models.context import balanced
 
 Array = jax.Array

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import cached_decoder, heads
+from rlhf_jax.models import cached_decoder, decoder
 from rlhf_jax.models.cached_decoder import Seen
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import episode_places, loop
@@ -97,7 +97,7 @@ def read(
     )
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
     drawn = draw(
-        heads.logits(params, hidden, model=model, spread=True),
+        decoder.logits(params, hidden, model=model, spread=True),
         keys=of.keys,
         number=of.length - of.prompt,
         predicted=length > 0,

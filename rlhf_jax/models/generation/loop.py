@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.unused_ids import Ranges
-from rlhf_jax.models import cached_decoder, heads
-from rlhf_jax.models.cached_decoder import Seen
+from rlhf_jax.models import cached_decoder, decoder
+from rlhf_jax.models.cached_decoder import Seen, prefill
 from rlhf_jax.models.caches import Caches, placed
-from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Shaping, sample_token
 from rlhf_jax.models.layers import unstack
@@ -106,7 +105,7 @@ class Draw:
 
 
 def read_prompts(
-    decoder: Decoder,
+    sampled: Decoder,
     *,
     tokens: Array,
     mask: Array,
@@ -121,7 +120,7 @@ def read_prompts(
       group_size: consecutive rows with one prompt, which is run once for all of them.
       columns, end: those of `caches.placed`; None leaves the cache as it came.
     """
-    params, model, _ = decoder
+    params, model, _ = sampled
     last, key_values = prefill(
         params, model=model, tokens=tokens[::group_size], mask=mask[::group_size]
     )
@@ -131,7 +130,7 @@ def read_prompts(
     )
     if columns is not None:
         caches = placed(caches, model=model, columns=columns, end=end)
-    return heads.logits(params, last, model=model, spread=True), caches
+    return decoder.logits(params, last, model=model, spread=True), caches
 
 
 def step(
@@ -165,7 +164,7 @@ def step(
             caches=cache,
             column=column,
         )
-        logits.append(heads.logits(params, hidden[:, 0], model=model, spread=True))
+        logits.append(decoder.logits(params, hidden[:, 0], model=model, spread=True))
         updated.append(cache)
     return draw(*logits, keys=keys, number=number), tuple(updated)
 

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 from rlhf_jax.models.attention import Cached, Columns, ring
-from rlhf_jax.models.attention.cache import Int8Columns, as_cached
 from rlhf_jax.models.cached_decoder import Seen
-from rlhf_jax.models.caches import Caches
+from rlhf_jax.models.caches import Caches, Int8Columns, as_cached
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import page_table
 from rlhf_jax.models.generation.page_table import PageTable, pages_of

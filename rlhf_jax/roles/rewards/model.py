@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import context, decoder, heads
+from rlhf_jax.models import context, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
@@ -32,7 +32,7 @@ def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
     trained = {name: trunk[name] for name in ("embed", "layers", "final_norm")}
     return {
         "trunk": storage.store(trained),
-        "score": heads.init_score(key, model=model),
+        "score": decoder.init_score(key, model=model),
     }
 
 
@@ -45,7 +45,7 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     trunk_key, score_key = jax.random.split(key)
     return {
         "trunk": adapted.init(trunk_key, model=model, lora=lora),
-        "score": heads.init_score(score_key, model=model),
+        "score": decoder.init_score(score_key, model=model),
     }
 
 
@@ -78,11 +78,11 @@ def sequence_scores(
     )
     if context.cut_of(tokens.shape[0]) is not None:  # the last token is on one device
         of_all = context.per_token(
-            functools.partial(heads.scores, params["score"]), hidden
+            functools.partial(decoder.scores, params["score"]), hidden
         )
         return jnp.take_along_axis(of_all, last[:, None], axis=1)[:, 0]
     final = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return heads.scores(params["score"], final)
+    return decoder.scores(params["score"], final)
 
 
 def from_model(

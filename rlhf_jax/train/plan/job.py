@@ -10,7 +10,7 @@ from typing import TypeAlias
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import engine_choice
+from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import histogram
 from rlhf_jax.planning.measured import Target
@@ -108,15 +108,15 @@ def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
     """
     start, context = config.start, config.placement.policy.context
     if context > 1:
-        engine_choice.refuse_context(start.attention)
+        layout.refuse_context(start.attention)
     model = dataclasses.replace(
         _shape(config),
         dtype=start.dtype,
         remat=start.remat,
         attention=start.attention,
     )
-    backend = engine_choice.backend_of(target.mesh.abstract_mesh)
-    choice = engine_choice.choose(
+    backend = layout.backend_of(target.mesh.abstract_mesh)
+    choice = layout.choose(
         model,
         columns=columns_of(config, options),
         backend=backend,

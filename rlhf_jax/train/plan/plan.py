@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from rlhf_jax.models import decoder, engine_choice
+from rlhf_jax.models import decoder, layout
 from rlhf_jax.planning import (
     gpu_targets,
     histogram,
@@ -89,7 +89,7 @@ def plan(
         work.model,
         columns=job.columns_of(config, options),
         context=mesh.context,
-        backend=engine_choice.backend_of(target.mesh.abstract_mesh),
+        backend=layout.backend_of(target.mesh.abstract_mesh),
     )
     measurements = measured.measure(
         work.programs,

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_jax import config
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import engine_choice, layout
+from rlhf_jax.models import layout
 from rlhf_jax.models.attention import (
     AttentionMask,
     attend_xla,
@@ -244,7 +244,7 @@ def model(**changes):
 def test_auto_says_what_it_takes_and_why(changes, backend, columns, engine, reason):
     if "num_heads" in changes:
         changes = {**changes, "head_dim": 16, "num_kv_heads": 2}
-    chosen = engine_choice.choose(model(**changes), columns=columns, backend=backend)
+    chosen = layout.choose(model(**changes), columns=columns, backend=backend)
     assert chosen.engine == engine
     assert chosen.reason.startswith(reason)
 
@@ -258,4 +258,4 @@ def test_an_engine_that_cannot_run_is_refused_by_name():
     with pytest.raises(InputError, match="no kernel for heads of 16 numbers; choose"):
         layout.fastest(small, backend="tpu")
     llama = dataclasses.replace(LLAMA, attention="xla")
-    assert engine_choice.choose(llama, columns=9999) == ("xla", "as asked")
+    assert layout.choose(llama, columns=9999) == ("xla", "as asked")

@@ -18,7 +18,6 @@ from tiers import one_in
 from rlhf_jax import decode, decoder, frozen, hf, lora
 from rlhf_jax.checkpoints import peft
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import heads
 from rlhf_jax.models.config import RopeScaling
 from rlhf_jax.models.families import keys, mapping, registry
 from rlhf_jax.models.generation.sampling import Shaping
@@ -79,7 +78,7 @@ def test_logits_are_those_of_transformers(name):
     hidden, mask, recorded = hidden_and_recorded(
         params, model=model, folder=FIXTURES / name
     )
-    logits = np.asarray(heads.logits(params, hidden, model=model))[mask]
+    logits = np.asarray(decoder.logits(params, hidden, model=model))[mask]
     expected = [recorded[f"{side}_logits"] for side in ("left", "right")]
     np.testing.assert_allclose(logits, np.concatenate(expected), atol=1e-4)
 
@@ -91,7 +90,7 @@ def test_scores_are_those_of_transformers(name):
     hidden, mask, recorded = hidden_and_recorded(
         params["trunk"], model=model, folder=folder
     )
-    scores = np.asarray(heads.scores(params["score"], hidden))
+    scores = np.asarray(decoder.scores(params["score"], hidden))
     last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
     expected = [recorded[f"{side}_scores"] for side in ("left", "right")]
     np.testing.assert_allclose(

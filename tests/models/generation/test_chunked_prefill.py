@@ -9,7 +9,7 @@ import pytest
 import toys
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import chunked_prefill
+from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.generation import decode
 
 LOCAL = dataclasses.replace(
@@ -20,7 +20,7 @@ PROMPTS = toys.prompts((7, 2, 5, 1), width=7)
 
 def prefilled(model, chunk, params):
     run = functools.partial(
-        chunked_prefill.prefill, model=dataclasses.replace(model, prefill_chunk=chunk)
+        cached_decoder.prefill, model=dataclasses.replace(model, prefill_chunk=chunk)
     )
     return toys.jit(run)(params, tokens=PROMPTS.tokens, mask=PROMPTS.mask)
 
@@ -77,7 +77,7 @@ def test_memory_follows_the_chunk_and_not_the_prompt():
 
     def temporary(chunk):
         run = functools.partial(
-            chunked_prefill.prefill,
+            cached_decoder.prefill,
             model=dataclasses.replace(model, prefill_chunk=chunk),
         )
         compiled = (
