@@ -1,0 +1,618 @@
+"""Every formula of an update against float64: one tiny step for each set of options.
+
+`oracle_updates` computes the loss before the step and along directions through the
+parameters; the step, by SGD, has to move along them as its slope says. Options stand
+together where that costs no program: each changes the number by itself. Bounds are no
+reciprocals of each other, groups are of three, weights are unequal, responses have five
+lengths, two never stop, and the vocabulary is read in several chunks.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle_updates
+import oracles
+import pytest
+import toys
+from oracle_updates import KL, Rows, Shaping, Surrogate
+
+from rlhf_jax import frozen, grpo, kl_control, masked, ppo, reinforce, state
+from rlhf_jax.algorithms import batch
+from rlhf_jax.algorithms.distill import Distill
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient import corrections
+from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
+from rlhf_jax.functional.kl.penalty import UNBIASED_K3, Penalty
+from rlhf_jax.roles import policy
+from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.further import Further
+
+MODEL = toys.GPT2
+CAPPED = dataclasses.replace(MODEL, logit_softcap=1.5)
+POLICY, REFERENCE, SECOND, CRITIC = (
+    toys.params(seed=0),
+    toys.params(seed=5),
+    toys.params(seed=6),
+    toys.scorer(seed=1),
+)
+TEMPERATURE, BETA, SHARE = 0.8, 0.3, 0.4  # SHARE: the weight of the second reference
+STEP = 1e-4  # of the differences, along directions of unit length
+PROMPT, SIZE = 3, 5
+CLIP, AS_IT_IS = Surrogate(), Shaping()
+LENGTHS, UNFINISHED = (5, 3, 1, 4, 5, 2), (0, 4)
+FIXED: dict[str, Any] = {
+    "model": MODEL,
+    "policy_optimizer": optax.sgd(1.0),
+    "max_new_tokens": SIZE,
+    "stop_ids": toys.STOP,
+    "temperature": TEMPERATURE,
+    "num_epochs": 1,
+}
+OF_GROUPS = {"group_size": 3, **FIXED}
+
+learn = toys.jit(ppo.learn, static_argnames=("recipe",))
+
+
+@functools.cache
+def texts() -> Rows:
+    """Prompts and responses, with log-probs to come."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, MODEL.vocab_size, (6, PROMPT + SIZE))
+    mask = np.ones(tokens.shape, bool)
+    tokens[:, :PROMPT] = np.repeat(tokens[::3, :PROMPT], 3, axis=0)
+    mask[:3, 0] = False
+    for row, length in enumerate(LENGTHS):
+        mask[row, PROMPT + length :] = False
+        if row not in UNFINISHED:
+            tokens[row, PROMPT + length - 1] = toys.STOP[row % 2]
+    tokens[~mask] = 0
+    return Rows(
+        tokens=tokens,
+        mask=mask,
+        response_mask=mask & (np.arange(PROMPT + SIZE) >= PROMPT),
+        sampler_logprobs=np.zeros(tokens.shape),
+        scores=np.array([1.5, -0.5, 0.25, 2.0, -1.0, 0.75]),
+        group=3,
+        stops=toys.STOP,
+    )
+
+
+@functools.cache
+def rows() -> Rows:
+    """The same, drawn by a sampler that is not the policy."""
+    drawn = texts()
+    own = oracle_updates.picked(table(), drawn)
+    noise = np.random.default_rng(1).normal(0, 0.4, own.shape)
+    logprobs = np.where(drawn.response_mask, own + noise, 0.0).astype(np.float32)
+    return dataclasses.replace(drawn, sampler_logprobs=logprobs.astype(np.float64))
+
+
+@functools.cache
+def directions():
+    """Of unit length, over the policy and the critic alike."""
+    rng = np.random.default_rng(3)
+
+    def one():
+        drawn = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), (POLICY, CRITIC))
+        size = math.sqrt(sum((x**2).sum() for x in jax.tree.leaves(drawn)))
+        return jax.tree.map(lambda x: x / size, drawn)
+
+    return [one(), one()]
+
+
+def moved(params, part: int, number: int, step: float):
+    toward = directions()[number][part]
+    return jax.tree.map(
+        lambda leaf, to: np.asarray(leaf, np.float64) + step * to, params, toward
+    )
+
+
+@functools.cache
+def raw(number: int = 0, step: float = 0.0):
+    """Logits of the policy, so far along a direction."""
+    return oracle_updates.logits(moved(POLICY, 0, number, step), MODEL, texts())
+
+
+def table(number: int = 0, step: float = 0.0):
+    return oracle_updates.table(raw(number, step), TEMPERATURE)
+
+
+@functools.cache
+def of_reference(seed: int, softcap: float | None = None):
+    params = jax.tree.map(np.asarray, toys.params(seed=seed))
+    of_texts = oracle_updates.logits(params, MODEL, texts())
+    return oracle_updates.table(of_texts, TEMPERATURE, softcap)
+
+
+@functools.cache
+def critic_values(number: int = 0, step: float = 0.0):
+    """f64[B, S]: hidden·kernel + bias of the state before each response token."""
+    critic = moved(CRITIC, 1, number, step)
+    identity = np.eye(MODEL.hidden_size)
+    trunk = {**critic["trunk"], "head": {"kernel": identity}}
+    shape = dataclasses.replace(
+        MODEL, tied_head=False, vocab_size=MODEL.hidden_size, vocab_multiple=1
+    )
+    hidden = oracle_updates.logits(trunk, shape, texts())
+    values = hidden @ critic["score"]["kernel"] + critic["score"]["bias"]
+    return np.where(texts().response_mask, values, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is run, and the same in the oracle's words."""
+
+    recipe: Callable[[], Any]
+    kl: KL | None = None  # None where no KL is penalised
+    surrogate: Surrogate = CLIP
+    shaping: Shaping = AS_IT_IS
+    further: bool = False
+    softcap: float | None = None  # of the reference
+    entropy: float = 0.0
+    aggregation: str = "token_mean"
+    scale: float | None = None
+    advantages: str = "groups"
+    groups: tuple[tuple[str, Any], ...] = ()
+    whiten: bool = False
+    # (correction of `oracles.importance_weights`, cap, floor); None has no weights.
+    weights: tuple[str, float, float | None] | None = None
+    recomputes: bool = False
+    value_clip: float | None = None
+    vf_coef: float = 0.0
+    divergence: tuple[str, float | None, int | None] | None = None
+    policy_loss: bool = True
+
+
+class Oracle:
+    """A case in float64: `loss` along a direction, and the stats before the step."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, everything = case, rows()
+        self.references = [(of_reference(5, case.softcap), 1.0)]
+        if case.further:
+            self.references.append((of_reference(6), SHARE))
+        start = table()
+        own = oracle_updates.picked(start, everything)
+        self.behaviour = everything.sampler_logprobs
+        self.old = own if case.recomputes else self.behaviour
+        shaped = case.shaping.of(everything)
+        kl = np.zeros(own.shape)
+        if case.kl is not None and case.kl.placement in ("reward", "both"):
+            for reference, weight in self.references:
+                added = case.kl.in_reward(everything, self.old, start, reference)
+                kl += weight * added
+        self.rewards = oracles.token_rewards(shaped, kl, everything.response_mask, BETA)
+        self.penalty = -BETA * kl.sum() / len(own)
+        trained: Any = [True] * len(own)
+        advantages = np.zeros(own.shape)
+        if case.advantages == "groups":
+            options: dict[str, Any] = {"baseline": "group", "normalise": None}
+            options |= {"overlong_mask": None, "equal_groups": "keep"}
+            options |= dict(case.groups)
+            of_rows, trained = oracle_updates.over_groups(
+                everything, self.rewards, **options
+            )
+            advantages += of_rows[:, None]
+        elif case.advantages == "gae":
+            self.values = critic_values().astype(np.float32).astype(np.float64)
+            advantages, self.returns = oracles.gae(
+                self.rewards, self.values, everything.response_mask, 0.9, 0.8
+            )
+        else:
+            advantages = oracle_updates.to_go(everything, self.rewards, whiten=False)
+        self.rows = oracle_updates.kept(everything, trained)
+        advantages = np.where(self.rows.response_mask, advantages, 0.0)
+        if case.whiten:
+            advantages = oracles.masked_whiten(advantages, self.rows.response_mask)
+        if case.weights is not None:
+            correction, cap, floor = case.weights
+            log_ratio = self.old - self.behaviour
+            weights, left = oracles.importance_weights(
+                log_ratio, self.rows.response_mask, correction, cap, floor
+            )
+            advantages = advantages * weights
+            if correction.endswith("_reject"):
+                self.rows = oracle_updates.kept(self.rows, left)
+        self.advantages = advantages
+        self.weights = oracle_updates.token_weights(
+            self.rows, case.aggregation, case.scale
+        )
+
+    def loss(
+        self, number: int = 0, step: float = 0.0
+    ) -> tuple[float, dict[str, float]]:
+        case, now, start = self.case, table(number, step), table()
+        cells, weights = oracles.entries(self.rows.response_mask), self.weights
+        token = {"now": oracle_updates.picked(now, self.rows), "old": self.old}
+        token["start"] = oracle_updates.picked(start, self.rows)
+        terms, bounded = case.surrogate.terms(
+            self.rows, **token, advantages=self.advantages
+        )
+        loss = math.fsum(weights[cell] * terms[cell] for cell in cells)
+        ratios = case.surrogate.ratios(self.rows, **token)
+        log_ratios = [token["now"][cell] - self.old[cell] for cell in cells]
+        stats = {
+            "loss/policy": loss,
+            "policy/approxkl": np.mean([x * x / 2 for x in log_ratios]),
+            "policy/ratio_mean": np.mean([ratios[cell] for cell in cells]),
+            "policy/ratio_max": max(ratios[cell] for cell in cells),
+        }
+        if bounded:
+            stats["policy/clipfrac"] = np.mean([bounded[cell] for cell in cells])
+        if not case.policy_loss:
+            loss, stats = 0.0, {}
+        if case.entropy:
+            entropy = {
+                cell: -math.fsum(np.exp(now[cell]) * now[cell]) for cell in cells
+            }
+            bonus = math.fsum(weights[cell] * entropy[cell] for cell in cells)
+            loss -= case.entropy * bonus
+            stats["loss/entropy"] = -bonus
+        if case.kl is not None and case.kl.placement in ("loss", "both"):
+            total = 0.0
+            for reference, weight in self.references:
+                kl, values = case.kl.in_loss(
+                    self.rows,
+                    start=start,
+                    now=now,
+                    reference=reference,
+                    behaviour=self.behaviour,
+                    weights=weights,
+                )
+                loss += BETA * weight * kl
+                total += weight * values
+            stats["loss/kl"] = total / len(cells)
+        if case.divergence is not None:
+            kind, share, top_k = case.divergence
+            reference = self.references[0][0]
+            if kind == "jensen_shannon":
+                of_cells = {
+                    cell: oracles.jensen_shannon(
+                        now[cell], reference[cell], share, top_k
+                    )
+                    for cell in cells
+                }
+            else:
+                exact = KL(direction=kind, top_k=top_k)
+                of_all = exact.exact(now, reference, self.rows.response_mask)
+                of_cells = {cell: of_all[cell] for cell in cells}
+            loss += BETA * math.fsum(weights[cell] * of_cells[cell] for cell in cells)
+            stats["loss/divergence"] = np.mean(list(of_cells.values()))
+        if case.advantages == "gae":
+            values = critic_values(number, step)
+            of_values = oracles.value_terms(
+                values,
+                self.values,
+                self.returns,
+                rows().response_mask,
+                case.value_clip,
+            )
+            value = np.mean(of_values["loss"])
+            loss += case.vf_coef * value
+            stats["loss/value"] = value
+        return loss, stats
+
+
+def run(case: Case):
+    """One step of the method, and the stats of its iteration."""
+    drawn, recipe = rows(), case.recipe()
+    floats = functools.partial(jnp.asarray, dtype=jnp.float32)
+    index = np.arange(6) // 3
+    rollout = batch.Rollout(
+        tokens=jnp.asarray(drawn.tokens, jnp.int32),
+        mask=jnp.asarray(drawn.mask),
+        response_mask=jnp.asarray(drawn.response_mask),
+        old_logprobs=floats(drawn.sampler_logprobs),
+        entropy=jnp.zeros(drawn.tokens.shape, jnp.float32),
+        index=jnp.asarray(index, jnp.int32),
+        sample=jnp.asarray(np.arange(6) % 3, jnp.int32),
+    )
+    own = jax.tree.map(jnp.copy, POLICY)
+    if recipe.critic is None:
+        start = state.grpo_state(
+            policy=own,
+            policy_optimizer=recipe.policy_optimizer,
+            kl=kl_control.fixed(BETA),
+        )
+    else:
+        start = state.ppo_state(
+            policy=own,
+            critic=jax.tree.map(jnp.copy, CRITIC),
+            policy_optimizer=recipe.policy_optimizer,
+            critic_optimizer=recipe.critic_optimizer,
+            kl=kl_control.fixed(BETA),
+        )
+    model = None if case.softcap is None else CAPPED
+    models = FrozenModels(reference=frozen.freeze(REFERENCE, model=model))
+    if case.further:
+        second = Further(frozen.freeze(SECOND), None, SHARE)
+        models = dataclasses.replace(models, further={"second": second})
+    after, stats, _ = learn(
+        start,
+        rollout=rollout,
+        scores=floats(drawn.scores),
+        frozen=models,
+        key=jax.random.key(0),
+        recipe=recipe,
+    )
+    means = {name: float(x) for name, x in masked.mean_stats(stats).items()}
+    return (after.policy, after.critic), means
+
+
+CASES = {
+    "clip-higher, k1 with the gradient of k2, two references, entropy": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=Clip(0.2, clip_range_high=0.5),
+            penalty=Penalty("k1", "k2", placement="loss"),
+            entropy_coef=0.05,
+        ),
+        surrogate=Surrogate(high=0.5),
+        kl=KL(value="k1", grad="k2", placement="loss"),
+        entropy=0.05,
+        further=True,
+    ),
+    "leave one out, dual clip, means over responses, k1 in the reward": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=Clip(0.15, dual_clip=1.3),
+            baseline="leave_one_out",
+            aggregation="sequence_mean",
+            penalty=Penalty(clip=0.5),
+        ),
+        surrogate=Surrogate(low=0.15, high=0.15, dual=1.3),
+        kl=KL(clip=0.5),
+        groups=(("baseline", "leave_one_out"),),
+        aggregation="sequence_mean",
+        further=True,
+    ),
+    "unbiased k3 with weights of prefixes, a constant divisor, normalised": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            normalise="group",
+            aggregation="constant",
+            loss_scale_factor=2.5,
+            penalty=UNBIASED_K3,
+            scores=ScoreShaping(length_penalty=0.1, missing_stop_penalty=0.3),
+        ),
+        groups=(("normalise", "group"),),
+        aggregation="constant",
+        scale=2.5,
+        kl=KL(
+            value=UNBIASED_K3.value_estimator,
+            grad=UNBIASED_K3.grad_estimator,
+            placement="loss",
+            per=UNBIASED_K3.per,
+            weights=UNBIASED_K3.importance_weights,
+        ),
+        shaping=Shaping(length_penalty=0.1, missing_stop_penalty=0.3),
+    ),
+    "CISPO, means over prompts, advantages whitened, k2 of responses": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=CISPO(0.3, clip_range_high=0.2),
+            normalise="rollout",
+            aggregation="prompt_mean",
+            penalty=Penalty("k2", placement="loss", per="response"),
+            scores=ScoreShaping(
+                overlong_penalty=0.7, overlong_after=2, overlong_buffer=3
+            ),
+        ),
+        surrogate=Surrogate(kind="cispo", low=0.3, high=0.2),
+        whiten=True,
+        aggregation="prompt_mean",
+        kl=KL(value="k2", placement="loss", per="response"),
+        shaping=Shaping(overlong=(0.7, 2, 3)),
+    ),
+    "CISPO of responses, k1 divided by the length": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=CISPO(0.1, clip_range_high=0.3, ratio_level="sequence"),
+            penalty=Penalty("k1", "k2", placement="both", per="length"),
+        ),
+        surrogate=Surrogate(kind="cispo", low=0.1, high=0.3, level="sequence"),
+        kl=KL(value="k1", grad="k2", placement="both", per="length"),
+    ),
+    "SAPO, a forward KL with weights of tokens": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=SAPO(temperature_pos=0.9, temperature_neg=1.4),
+            penalty=Penalty(
+                "k2",
+                placement="loss",
+                direction="forward",
+                importance_weights="token",
+            ),
+        ),
+        surrogate=Surrogate(kind="sapo", positive=0.9, negative=1.4),
+        kl=KL(value="k2", placement="loss", direction="forward", weights="token"),
+    ),
+    "GSPO, exact KL to a reference with a soft cap": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=Clip(0.05, clip_range_high=0.1, ratio_level="sequence"),
+            penalty=Penalty("exact", placement="loss"),
+        ),
+        surrogate=Surrogate(low=0.05, high=0.1, level="sequence"),
+        kl=KL(value="exact", placement="loss"),
+        softcap=1.5,
+    ),
+    "GSPO-token, the top 3 of an exact KL": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=Clip(0.1, clip_range_high=0.05, ratio_level="sequence_token"),
+            penalty=Penalty("exact", placement="loss", top_k=3),
+        ),
+        surrogate=Surrogate(low=0.1, high=0.05, level="sequence_token"),
+        kl=KL(value="exact", placement="loss", top_k=3),
+    ),
+    "weights of tokens, masked, forward KL in the reward": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            sampler_correction=corrections.Mask(cap=1.6, floor=0.8),
+            penalty=Penalty("exact", direction="forward"),
+        ),
+        weights=("token_mask", 1.6, 0.8),
+        recomputes=True,
+        kl=KL(value="exact", direction="forward"),
+    ),
+    "weights of responses, masked, with the KL's own": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            sampler_correction=corrections.Mask(cap=2.5, floor=0.7, level="sequence"),
+            penalty=Penalty("k3", placement="loss", importance_weights="prefix"),
+        ),
+        weights=("sequence_mask", 2.5, 0.7),
+        recomputes=True,
+        kl=KL(value="k3", placement="loss", weights="prefix"),
+    ),
+    "rejected responses, means over prompts": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            sampler_correction=corrections.Reject(cap=2.5, floor=0.7),
+            aggregation="prompt_mean",
+            penalty=Penalty(placement=None),
+            entropy_coef=0.1,
+        ),
+        weights=("sequence_reject", 2.5, 0.7),
+        recomputes=True,
+        aggregation="prompt_mean",
+        entropy=0.1,
+    ),
+    "rejected by their geometric mean": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            sampler_correction=corrections.Reject(
+                cap=1.25, floor=0.9, level="geometric"
+            ),
+            penalty=Penalty(placement=None),
+        ),
+        weights=("geometric_reject", 1.25, 0.9),
+        recomputes=True,
+    ),
+    "REINFORCE++ with truncated weights, scores clipped and replaced": Case(
+        recipe=partial(
+            reinforce.REINFORCE,
+            **FIXED,
+            sampler_correction=corrections.Truncate(cap=1.2),
+            penalty=Penalty("k3"),
+            scores=ScoreShaping(clip=0.8, missing_stop_score=-0.6, normalise=True),
+        ),
+        advantages="to go",
+        whiten=True,
+        weights=("token_truncate", 1.2, None),
+        recomputes=True,
+        kl=KL(value="k3"),
+        shaping=Shaping(clip=0.8, missing_stop_score=-0.6, normalise=True),
+    ),
+    "unfinished responses left out of the loss": Case(
+        recipe=partial(
+            grpo.GRPO, **OF_GROUPS, overlong_mask="loss", equal_groups="leave_out"
+        ),
+        groups=(("overlong_mask", "loss"), ("equal_groups", "leave_out")),
+        kl=KL(value="k1", grad="k2", placement="loss"),
+    ),
+    "unfinished responses left out of their group": Case(
+        recipe=partial(
+            grpo.GRPO, **OF_GROUPS, overlong_mask="group", normalise="group"
+        ),
+        groups=(("overlong_mask", "group"), ("normalise", "group")),
+        kl=KL(value="k1", grad="k2", placement="loss"),
+    ),
+    "PPO: GAE, whitened, values clipped, k1 in the reward": Case(
+        recipe=partial(
+            ppo.PPO,
+            **FIXED,
+            critic_model=MODEL,
+            critic_optimizer=optax.sgd(1.0),
+            gamma=0.9,
+            lam=0.8,
+            value_clip_range=0.2,
+            vf_coef=0.3,
+            entropy_coef=0.05,
+        ),
+        advantages="gae",
+        whiten=True,
+        kl=KL(),
+        value_clip=0.2,
+        vf_coef=0.3,
+        entropy=0.05,
+        further=True,
+    ),
+    "distillation: Jensen-Shannon with a reward and an entropy bonus": Case(
+        recipe=partial(
+            Distill,
+            **FIXED,
+            rewarded=True,
+            divergence="jensen_shannon",
+            jsd_beta=0.3,
+            entropy_coef=0.05,
+        ),
+        advantages="to go",
+        whiten=True,
+        divergence=("jensen_shannon", 0.3, None),
+        entropy=0.05,
+    ),
+    "distillation: a forward KL of the top 3 alone": Case(
+        recipe=partial(Distill, **FIXED, divergence="forward", top_k=3),
+        advantages="to go",
+        divergence=("forward", None, 3),
+        policy_loss=False,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:KL penalty")
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_is_that_of_its_formula(name, monkeypatch):
+    case = CASES[name]
+    # Five tokens of the vocabulary of 13 at a time, so that the last chunk overlaps.
+    monkeypatch.setattr(policy, "MAX_LOGITS", 2 * len(LENGTHS) * SIZE * 5)
+    oracle = Oracle(case)
+    after, means = run(case)
+    _, expected = oracle.loss()
+    expected["objective/non_score_reward"] = oracle.penalty
+    own = rows().sampler_logprobs
+    if case.recomputes:
+        own = oracle.old
+    ref = oracle_updates.picked(oracle.references[0][0], rows())
+    expected["objective/kl"] = (own - ref).sum() / len(own)
+    expected["objective/rlhf_reward"] = rows().scores.mean() + oracle.penalty
+    for stat, value in expected.items():
+        assert means[stat] == pytest.approx(value, rel=2e-4, abs=2e-5), stat
+    slopes = [
+        (oracle.loss(number, STEP)[0] - oracle.loss(number, -STEP)[0]) / (2 * STEP)
+        for number in range(len(directions()))
+    ]
+    before = (POLICY, CRITIC) if case.advantages == "gae" else (POLICY, None)
+    for toward, slope in zip(directions(), slopes, strict=True):
+        part = toward if before[1] is not None else (toward[0], None)
+        moves = jax.tree.map(
+            lambda new, old, to: float(
+                ((np.asarray(new, np.float64) - np.asarray(old)) * to).sum()
+            ),
+            after,
+            before,
+            part,
+        )
+        assert sum(jax.tree.leaves(moves)) == pytest.approx(-slope, rel=1e-3, abs=1e-5)
