@@ -146,6 +146,14 @@ def critic_values(number: int = 0, step: float = 0.0):
     return np.where(texts().response_mask, values, 0.0)
 
 
+@functools.cache
+def old_values():
+    """Of a critic that is not the one that learns, so that clips bite."""
+    noise = np.random.default_rng(2).normal(0, 0.4, texts().tokens.shape)
+    values = np.where(texts().response_mask, critic_values() + noise, 0.0)
+    return values.astype(np.float32).astype(np.float64)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """What is run, and the same in the oracle's words."""
@@ -202,7 +210,7 @@ class Oracle:
             )
             advantages += of_rows[:, None]
         elif case.advantages == "gae":
-            self.values = critic_values().astype(np.float32).astype(np.float64)
+            self.values = old_values()
             advantages, self.returns = oracles.gae(
                 self.rewards, self.values, everything.response_mask, 0.9, 0.8
             )
@@ -342,6 +350,7 @@ def run(case: Case):
         frozen=models,
         key=jax.random.key(0),
         recipe=recipe,
+        values=None if recipe.critic is None else floats(old_values()),
     )
     means = {name: float(x) for name, x in masked.mean_stats(stats).items()}
     return (after.policy, after.critic), means
@@ -432,14 +441,14 @@ CASES = {
             **OF_GROUPS,
             surrogate=SAPO(temperature_pos=0.9, temperature_neg=1.4),
             penalty=Penalty(
-                "k2",
+                "k3",
                 placement="loss",
                 direction="forward",
                 importance_weights="token",
             ),
         ),
         surrogate=Surrogate(kind="sapo", positive=0.9, negative=1.4),
-        kl=KL(value="k2", placement="loss", direction="forward", weights="token"),
+        kl=KL(value="k3", placement="loss", direction="forward", weights="token"),
     ),
     "GSPO, exact KL to a reference with a soft cap": Case(
         recipe=partial(

@@ -1,0 +1,46 @@
+"""The list of broken formulas: each is one line that is there, and each dies."""
+
+import subprocess
+import sys
+
+import formula_mutants
+import pytest
+import test_conformance
+from places import ROOT
+
+FORMULAS = formula_mutants.formulas()
+SHARES = 8  # of the list; a run of the slow tier takes one, by the commit
+
+
+def test_each_breaks_one_place_that_is_there():
+    for formula in FORMULAS:
+        source = (ROOT / "rlhf_jax" / formula.file).read_text()
+        assert source.count(formula.old) == 1, formula.name
+        assert formula.new != formula.old, formula.name
+        file, _, name = formula.test.partition("::")
+        assert (ROOT / file).exists(), formula.name
+        case = name.partition("[")[2]
+        cases = [known for known in test_conformance.CASES if known.startswith(case)]
+        assert not name or len(cases) == 1, formula.name
+
+
+@pytest.mark.slow
+def test_a_share_of_them_dies(tmp_path):
+    commit = subprocess.run(
+        ("git", "rev-parse", "HEAD"), cwd=ROOT, capture_output=True, text=True
+    )
+    share = int(commit.stdout or "0", 16) % SHARES
+    done = subprocess.run(
+        [
+            sys.executable,
+            formula_mutants.__file__,
+            f"--share={share}/{SHARES}",
+            "--jobs=1",
+            f"--work={tmp_path}",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("dies: ") == len(FORMULAS[share::SHARES])
