@@ -34,6 +34,7 @@ from rlhf_jax.functional.kl.penalty import UNBIASED_K3, Penalty
 from rlhf_jax.roles import policy
 from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 MODEL = toys.GPT2
 CAPPED = dataclasses.replace(MODEL, logit_softcap=1.5)
@@ -47,6 +48,8 @@ TEMPERATURE, BETA, SHARE = 0.8, 0.3, 0.4  # SHARE: the weight of the second refe
 STEP = 1e-4  # of the differences, along directions of unit length
 PROMPT, SIZE = 3, 5
 CLIP, AS_IT_IS = Surrogate(), Shaping()
+PTX = slice(3, 6)  # the rows that are texts mixed in, too: those without padding before
+TARGET, HORIZON = 2.0, 90  # of an adaptive β, nats per response and episodes
 LENGTHS, UNFINISHED = (5, 3, 1, 4, 5, 2), (0, 4)
 FIXED: dict[str, Any] = {
     "model": MODEL,
@@ -121,8 +124,8 @@ def raw(number: int = 0, step: float = 0.0):
     return oracle_updates.logits(moved(POLICY, 0, number, step), MODEL, texts())
 
 
-def table(number: int = 0, step: float = 0.0):
-    return oracle_updates.table(raw(number, step), TEMPERATURE)
+def table(number: int = 0, step: float = 0.0, temperature: float = TEMPERATURE):
+    return oracle_updates.table(raw(number, step), temperature)
 
 
 @functools.cache
@@ -177,6 +180,8 @@ class Case:
     vf_coef: float = 0.0
     divergence: tuple[str, float | None, int | None] | None = None
     policy_loss: bool = True
+    ptx: float = 0.0
+    every: int = 1  # iterations from one KL to the next; β is scaled by it
 
 
 class Oracle:
@@ -197,8 +202,11 @@ class Oracle:
             for reference, weight in self.references:
                 added = case.kl.in_reward(everything, self.old, start, reference)
                 kl += weight * added
-        self.rewards = oracles.token_rewards(shaped, kl, everything.response_mask, BETA)
-        self.penalty = -BETA * kl.sum() / len(own)
+        self.beta = BETA * case.every
+        self.rewards = oracles.token_rewards(
+            shaped, kl, everything.response_mask, self.beta
+        )
+        self.penalty = -self.beta * kl.sum() / len(own)
         trained: Any = [True] * len(own)
         advantages = np.zeros(own.shape)
         if case.advantages == "groups":
@@ -275,7 +283,7 @@ class Oracle:
                     behaviour=self.behaviour,
                     weights=weights,
                 )
-                loss += BETA * weight * kl
+                loss += self.beta * weight * kl
                 total += weight * values
             stats["loss/kl"] = total / len(cells)
         if case.divergence is not None:
@@ -292,8 +300,16 @@ class Oracle:
                 exact = KL(direction=kind, top_k=top_k)
                 of_all = exact.exact(now, reference, self.rows.response_mask)
                 of_cells = {cell: of_all[cell] for cell in cells}
-            loss += BETA * math.fsum(weights[cell] * of_cells[cell] for cell in cells)
+            loss += self.beta * math.fsum(
+                weights[cell] * of_cells[cell] for cell in cells
+            )
             stats["loss/divergence"] = np.mean(list(of_cells.values()))
+        if case.ptx:
+            of_text = oracle_updates.picked(table(number, step, 1.0), rows())
+            stats["loss/ptx"] = oracles.language_model_loss(
+                of_text[PTX], rows().response_mask[PTX]
+            )
+            loss += case.ptx * stats["loss/ptx"]
         if case.advantages == "gae":
             values = critic_values(number, step)
             of_values = oracles.value_terms(
@@ -324,11 +340,17 @@ def run(case: Case):
         sample=jnp.asarray(np.arange(6) % 3, jnp.int32),
     )
     own = jax.tree.map(jnp.copy, POLICY)
+    ptx = None
+    if case.ptx:
+        ptx = batch.Sequences(
+            *(x[PTX] for x in (rollout.tokens, rollout.mask, rollout.response_mask))
+        )
     if recipe.critic is None:
+        adaptive = kl_control.Adaptive(target=TARGET, unit="response", horizon=HORIZON)
         start = state.grpo_state(
             policy=own,
             policy_optimizer=recipe.policy_optimizer,
-            kl=kl_control.fixed(BETA),
+            kl=adaptive.controller(BETA, num_steps=1),
         )
     else:
         start = state.ppo_state(
@@ -351,8 +373,10 @@ def run(case: Case):
         key=jax.random.key(0),
         recipe=recipe,
         values=None if recipe.critic is None else floats(old_values()),
+        ptx=ptx,
     )
     means = {name: float(x) for name, x in masked.mean_stats(stats).items()}
+    means["β after"] = float(after.kl.kl_coef)
     return (after.policy, after.critic), means
 
 
@@ -378,10 +402,12 @@ CASES = {
             baseline="leave_one_out",
             aggregation="sequence_mean",
             penalty=Penalty(clip=0.5),
+            lifecycle=Lifecycle(kl_every=3, scale_kl_coef=True),
         ),
         surrogate=Surrogate(low=0.15, high=0.15, dual=1.3),
         kl=KL(clip=0.5),
         groups=(("baseline", "leave_one_out"),),
+        every=3,
         aggregation="sequence_mean",
         further=True,
     ),
@@ -431,7 +457,9 @@ CASES = {
             **OF_GROUPS,
             surrogate=CISPO(0.1, clip_range_high=0.3, ratio_level="sequence"),
             penalty=Penalty("k1", "k2", placement="both", per="length"),
+            ptx_coef=0.6,
         ),
+        ptx=0.6,
         surrogate=Surrogate(kind="cispo", low=0.1, high=0.3, level="sequence"),
         kl=KL(value="k1", grad="k2", placement="both", per="length"),
     ),
@@ -606,6 +634,14 @@ def test_an_update_is_that_of_its_formula(name, monkeypatch):
         own = oracle.old
     ref = oracle_updates.picked(oracle.references[0][0], rows())
     expected["objective/kl"] = (own - ref).sum() / len(own)
+    expected["objective/kl_coef"] = oracle.beta
+    if case.advantages != "gae":
+        mask = oracle.rows.response_mask
+        kl = np.where(mask, own - ref, 0.0).sum() / mask.any(axis=1).sum()
+        episodes = len(own) * case.every
+        expected["β after"] = oracles.adaptive_kl_coef(
+            BETA, kl, episodes, TARGET, HORIZON
+        )
     expected["objective/rlhf_reward"] = rows().scores.mean() + oracle.penalty
     for stat, value in expected.items():
         assert means[stat] == pytest.approx(value, rel=2e-4, abs=2e-5), stat

@@ -61,8 +61,9 @@ def mixed(side, other, generated):
     return whole - np.logaddexp.reduce(whole, axis=-1, keepdims=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [toys.GPT2, DEEPER])
+@pytest.mark.parametrize(
+    "model", [toys.GPT2, pytest.param(DEEPER, marks=pytest.mark.slow)]
+)
 def test_log_probs_are_those_of_the_mixture(model):
     """Of a model of another family and depth; the entropy too, and rows that stop."""
     other = Decoder(toys.params(model, seed=1), model)
