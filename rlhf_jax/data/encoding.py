@@ -255,9 +255,11 @@ def encode_text(
       InputError: the text or the block size has fewer than two tokens.
     """
     tokens = TextContract(tokenizer).written(text, special=False)
-    for name, size in {"block size": block_size, "text": len(tokens)}.items():
-        if size < 2:
-            raise InputError(f"expected a {name} of at least 2 tokens, got {size}")
+    checks.within(
+        least=2,
+        advice="the first token is never predicted",
+        **{"tokens of a block": block_size, "tokens of the text": len(tokens)},
+    )
     stride = block_size - 1
     return [
         Example((), tokens[start : start + block_size])

@@ -14,7 +14,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import json_lines
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
@@ -68,12 +68,12 @@ class Responder:
         self.room, self._more = config.batch.room(
             start.room(max_new_tokens=config.batch.max_new_tokens, context=context)
         )
-        widest = max(config.data.buckets or (0,))
-        if widest > self.room:
-            raise InputError(
-                f"--buckets: expected at most {self.room} tokens, the context of "
-                f"{context} less --max-new-tokens, got {widest}; lower either"
-            )
+        checks.within(
+            most=self.room,
+            advice=f"the context of {context} has to hold --max-new-tokens too; lower "
+            f"either",
+            **{"--buckets": max(config.data.buckets or (0,))},
+        )
 
     def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
         """The rows of a file that leave room for a response.

@@ -23,14 +23,14 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.rewards import Environment, Function, Length, Model, Reward
+from rlhf_jax.train.config.rewards import Function, Length, Model, Reward
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 from rlhf_jax.train.packed_rollouts import EndPacker
 
@@ -56,7 +56,7 @@ class RewardPools:
         """Loads the user's functions; processes start with the first response.
 
         Raises:
-          InputError: there is no such function or verifier.
+          InputError: there is no such function.
         """
         self.config, self.mesh = config, mesh
         self.functions: dict[str, Any] = {}
@@ -75,13 +75,6 @@ class RewardPools:
 
                 self.pools[source.name] = stack.enter_context(
                     VerifierPool(verifier, **config.rewards.of_pool)
-                )
-            if (
-                isinstance(source.source, Environment)
-                and not config.sampler.environment
-            ):
-                raise InputError(
-                    f"--rewards {source}: expected --environment with it, got none"
                 )
 
     def check_answers(self, located: Callable[[], Any]) -> None:
@@ -102,7 +95,7 @@ class RewardPools:
             match source.source:
                 case Function(name):
                     receipt.gives(f"{_option(self.config, source)} {name}")
-                case VerifierChoice(name) if ":" in name:
+                case VerifierChoice(name) if source.source.is_function:
                     receipt.gives(f"{_option(self.config, source)} {name}")
                 case VerifierChoice():
                     receipt.reads(source.source.answer_field)
@@ -118,7 +111,7 @@ class RewardPools:
         own = [
             source
             for source in self.config.sources
-            if isinstance(source.source, VerifierChoice) and ":" in source.source.name
+            if isinstance(source.source, VerifierChoice) and source.source.is_function
         ]
         return bool(self.functions or own)
 
@@ -303,35 +296,18 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
     directory; it reads the fields of the row that it needs.
 
     Raises:
-      InputError: there is no such verifier, or it does not read a key that is set.
+      InputError: there is no such function.
       StopError: the module calls `sys.exit` when it is imported.
     """
     from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier
 
-    name, field, plain = choice.name, choice.answer_field, VerifierChoice(choice.name)
-    for key, has_it, why in (
-        ("unmarked", name == "gsm8k", "unmarked with gsm8k alone"),
-        (
-            "answer_field",
-            ":" not in name,
-            "no answer_field, as the function reads the row",
-        ),
-    ):
-        if not has_it and getattr(choice, key) != getattr(plain, key):
-            raise InputError(
-                f"--verifier {name}: expected {why}, got {getattr(choice, key)}; leave "
-                f"it out"
-            )
-    match name:
+    field = choice.answer_field
+    match choice.name:
         case "gsm8k":
             return verifiers.Gsm8k(field, choice.unmarked)
         case "integer":
             return verifiers.LastInteger(field)
         case "exact":
             return verifiers.ExactMatch(field)
-    if ":" not in name:
-        raise InputError(
-            f"--verifier: expected gsm8k, integer, exact or module:function, got "
-            f"{name!r}; choose one"
-        )
-    return command_line.load_function(name)
+        case _:
+            return command_line.load_function(choice.name)

@@ -279,7 +279,7 @@ def test_real_pairs(real, shared_data, tmp_path):
             (("--lora=none,alpha=4",), "--lora"),
             (
                 ("--lora=2", "--placement.reference=cpu"),
-                "--placement.reference: expected policy with --lora,",
+                "--placement.reference: expected none with --lora,",
             ),
             (
                 ("--schedule=cosine,warmup=1",),

@@ -234,7 +234,7 @@ def test_reinforce_has_rewards_of_turns(files):
         ),
         (
             ["--environment=maze"],
-            "expected calculator, guessing, programming, rooms or",
+            "--environment: expected one of 'calculator', 'guessing',",
         ),
         (
             ["--environment=test_environment_option:Dark"],

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.lifecycle import FROZEN
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.optimizer import POLICY, REWARD_MODEL
 from rlhf_jax.train.config.sampler import Here, Server
 
@@ -270,9 +270,4 @@ def check(config: Config) -> None:
       InputError: names both options and the reason.
     """
     for (one, other), reason in TABLE.items():
-        first, second = FEATURES[one](config), FEATURES[other](config)
-        if first is not None and second is not None:
-            raise InputError(
-                f"{first}: expected none with {second}, as {reason}; leave one of them "
-                f"out"
-            )
+        pairs.exclude(FEATURES[one](config), FEATURES[other](config), reason=reason)

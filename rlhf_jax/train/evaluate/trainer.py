@@ -263,7 +263,7 @@ def read_asked(
         receipt=receipt,
     )
     readers = {"--reward": options.reward, "--judge": options.judge}
-    if options.verifier is not None and ":" in options.verifier.name:
+    if options.verifier is not None and options.verifier.is_function:
         readers = {"--verifier": options.verifier.name, **readers}
     elif options.verifier is not None:
         receipt.reads(options.verifier.answer_field)

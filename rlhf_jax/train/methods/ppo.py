@@ -43,9 +43,10 @@ import optax
 
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, PPO, Recipe
 from rlhf_jax.devices.placement import Place, Placement
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.train import commands
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
 from rlhf_jax.train.config.optimizer import (
@@ -73,13 +74,25 @@ class Config(PolicyGradientConfig):
     """Where each role is: devices, mesh and memory."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        warmup = self.method.critic_warmup
-        if warmup >= self.num_steps:
-            raise InputError(
-                f"--critic-warmup: expected less than the {self.num_steps} of "
-                f"--num-steps, got {warmup}; the policy would never learn"
+        method, sampler = self.method, self.sampler
+        # First: the default correction would be named, which nobody chose.
+        stale = sampler.max_staleness and method.sampler_correction is None
+        for option, rows in {
+            "--whiten-rewards minibatch": method.whiten_rewards,
+            "--whiten-advantages minibatch": method.whiten_advantages,
+        }.items():
+            pairs.exclude(
+                option if rows == "minibatch" else None,
+                "--max-staleness" if stale else None,
+                reason="the weights that correct for it need whitening over the "
+                "rollout, or --sampler-correction ratio",
             )
+        super().__post_init__()
+        checks.within(
+            below=self.num_steps,
+            advice="the policy would never learn; lower it, or raise --num-steps",
+            **{"--critic-warmup": self.method.critic_warmup},
+        )
 
     @property
     def critic_place(self) -> Place:

@@ -13,6 +13,7 @@ from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.train.config import pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,11 @@ class Demonstrations:
 
     def __post_init__(self) -> None:
         checks.positive(row_width=self.row_width)
-        if self.row_width is not None and self.buckets is not None:
-            raise InputError(
-                f"--row-width: expected no --buckets, as all rows are as wide as the "
-                f"fullest, got {self.buckets}; leave one of them out"
-            )
+        pairs.exclude(
+            None if self.row_width is None else "--row-width",
+            None if self.buckets is None else "--buckets",
+            reason="all packed rows have one width",
+        )
 
     @property
     def widest(self) -> int | None:
