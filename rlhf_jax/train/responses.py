@@ -18,7 +18,6 @@ from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.rewards import Environment
 from rlhf_jax.train.environment.rows import ReadRows, read_prompts
 from rlhf_jax.train.rewards import Early, RewardPools
 
@@ -127,13 +126,3 @@ class Responder:
         return self._opened.sampler(
             recipe, begun=data, rows=rows, home=self._mesh, base=base, greedy=greedy
         )
-
-
-def environment_reward(config: PolicyGradientConfig) -> str | None:
-    """The name of the reward that an environment gives, if the run reads it."""
-    names = [
-        source.name
-        for source in config.sources
-        if isinstance(source.source, Environment)
-    ]
-    return names[0] if names else None

@@ -7,6 +7,7 @@ finish     here: reward models, Python functions, the length; and the weighted s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,13 @@ from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.rewards import Function, Length, Model, Reward
+from rlhf_jax.train.config.rewards import (
+    Environment,
+    Function,
+    Length,
+    Model,
+    Reward,
+)
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 from rlhf_jax.train.packed_rollouts import EndPacker
 
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
 
 Array = jax.Array
 Early = dict[str, Scores]  # of the rewards that processes compute, by name
+EPISODES = "episodes of the environment"  # among them: the environment's own scores
 Programmed = Callable[[Rollout], Array | Scores]
 
 
@@ -173,31 +181,45 @@ class RewardList:
         )
         return not (of_models and self._sources)
 
-    def begin(self, shown: Rollout) -> Callable[[], Early]:
-        """Starts verifiers on what the reward sees; returns what waits for them."""
+    def begin(
+        self, shown: Rollout, *, episodes: Scores | None = None
+    ) -> Callable[[], Early]:
+        """Starts verifiers on what the reward sees; returns what waits for them.
+
+        Args:
+          episodes: what an environment made of them.
+        """
+        own = {} if episodes is None else {EPISODES: episodes}
         if not self._pooled:
-            return dict
+            return lambda: own
         mine = row_sharding.local_rows(shown)
         pending = {name: one.submit(mine) for name, one in self._pooled.items()}
-        return lambda: {
-            name: row_sharding.put_computed(one.collect(), mesh=self._mesh)
-            for name, one in pending.items()
-        }
+        return lambda: (
+            own
+            | {
+                name: row_sharding.put_computed(one.collect(), mesh=self._mesh)
+                for name, one in pending.items()
+            }
+        )
 
     def finish(self, shown: Rollout, early: Early) -> Array | Scores | None:
         """The scores of a rollout; None of a run without rewards."""
-        scores: dict[str, Array | Scores] = {
-            source.name: early[source.name]
-            if source.name in early
-            else self._programmed[source.name](shown)
-            for source in self._sources
-        }
+        early, scores = dict(early), dict[str, Array | Scores]()
+        episodes, is_read, weight = early.pop(EPISODES, None), False, 0.0
+        for source in self._sources:
+            if episodes is not None and isinstance(source.source, Environment):
+                scores[source.name], is_read = episodes, True
+                weight = source.weight
+            elif source.name in early:
+                scores[source.name] = early[source.name]
+            else:
+                scores[source.name] = self._programmed[source.name](shown)
         if not scores:
             return None
-        if not self._named:
-            (alone,) = scores.values()
-            return alone
-        return self._combined(scores)
+        whole = self._combined(scores) if self._named else next(iter(scores.values()))
+        if episodes is None or weight:
+            return whole
+        return _of_episodes(whole, episodes, is_read=is_read)
 
     def _combine(self, scores: dict[str, Array | Scores]) -> Scores:
         weights = {source.name: source.weight for source in self._sources}
@@ -207,6 +229,22 @@ class RewardList:
             for name, one in scores.items()
         }
         return rewards.weighted(parts)(None)
+
+
+@functools.partial(jax.jit, static_argnames="is_read")
+def _of_episodes(scores: Array | Scores, episodes: Scores, *, is_read: bool) -> Scores:
+    """Scores of episodes to which their environment adds nothing.
+
+    An episode that it left out, as it failed there, is left out all the same.
+
+    Args:
+      is_read: the parts of `episodes` are among those of `scores` already.
+    """
+    whole, left_out = rewards.scores_of(scores), episodes.left_out
+    if whole.left_out is not None:
+        left_out = whole.left_out | left_out
+    parts = whole.parts if is_read else dict(episodes.parts) | whole.parts
+    return dataclasses.replace(whole, parts=parts, left_out=left_out)
 
 
 def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) -> None:

@@ -192,9 +192,9 @@ def test_a_cell_whose_trainer_changes_is_another_sweep(tmp_path):
             {"grid": {"kl_coef": [1], "how": [{"label": "a", "kl_coef": 1}]}},
             "or in one list of the grid, got kl_coef in two",
         ),
-        ({"measures": {"score": 3}}, "the measure score as a metric"),
-        ({"measures": {"score": {"metric": "a", "summary": "b"}}}, "the measure score"),
-        ({"measures": {"score": {"metric": "a", "last": 0}}}, "the measure score"),
+        ({"measures": {"score": 3}}, "expected a measure NAME .* got .score. = 3"),
+        ({"measures": {"score": {"metric": "a", "summary": "b"}}}, "got .score. ="),
+        ({"measures": {"score": {"metric": "a", "last": 0}}}, "got .score. ="),
         (
             {"measures": {"a b": "c"}},
             "of letters, digits and _ that claims call",
