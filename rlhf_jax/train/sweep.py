@@ -63,8 +63,8 @@ class Config:
     def __post_init__(self) -> None:
         checks.positive(jobs=self.jobs)
         pairs.exclude(
-            "--map" if self.map else None,
-            None if self.launcher == "local" else f"--launcher {self.launcher}",
+            {"--map": self.map},
+            {f"--launcher {self.launcher}": self.launcher != "local"},
             reason="only local processes stay from run to run",
         )
 

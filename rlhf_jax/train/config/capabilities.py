@@ -5,7 +5,6 @@ It makes the check, its message, the matrix in the README and the tests.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -192,12 +191,9 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
 }
 
 
-def _first(choices: Callable[[Config], Mapping[str, bool]], c: Config) -> str | None:
-    return next((option for option, chosen in choices(c).items() if chosen), None)
-
-
 FEATURES: Mapping[str, Callable[[Config], str | None]] = {
-    name: functools.partial(_first, choices) for name, choices in CHOICES.items()
+    name: lambda c, choices=choices: pairs.first(choices(c))
+    for name, choices in CHOICES.items()
 }
 """The first option that a config chooses a feature by, or None where it does not."""
 
@@ -270,4 +266,4 @@ def check(config: Config) -> None:
       InputError: names both options and the reason.
     """
     for (one, other), reason in TABLE.items():
-        pairs.exclude(FEATURES[one](config), FEATURES[other](config), reason=reason)
+        pairs.exclude(CHOICES[one](config), CHOICES[other](config), reason=reason)

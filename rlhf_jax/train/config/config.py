@@ -9,7 +9,6 @@ On the command line groups have no prefix, but for `placement.`, `lifecycle.` an
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from typing import Annotated, Any, ClassVar
 
@@ -39,7 +38,7 @@ FLAT = tyro.conf.arg(name="")  # of a group whose options have no prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradientConfig(RunConfig, abc.ABC):
+class PolicyGradientConfig(RunConfig):
     """What every policy gradient is asked; each method adds its recipe."""
 
     start: Annotated[Start, FLAT]
@@ -72,6 +71,8 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
 
     name: ClassVar[str]
     """Of the method: its command, its stage and its snapshots."""
+    makes: ClassVar[type[PolicyGradient]]
+    """The algorithm of the recipe, which has its fields."""
     default_kl_coef: ClassVar[float] = 0.05
     needs_reward: ClassVar[bool] = True
     """Whether there is nothing to learn from without a reward."""
@@ -92,10 +93,11 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
                 "--verifier, --rewards and --environment"
             )
         environment = self.sampler.environment is not None
-        for reward in self.sources:
-            own = isinstance(reward.source, Environment)
-            option = f"--rewards {reward}" if own else None
-            pairs.need(option, "--environment", has=environment)
+        own = {
+            f"--rewards {reward}": isinstance(reward.source, Environment)
+            for reward in self.sources
+        }
+        pairs.need(own, "--environment", has=environment)
         self.rewards.refuse_unread(
             has_pool=environment
             or any(isinstance(reward.source, Verifier) for reward in self.sources)
@@ -106,11 +108,11 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
             **{"--max-staleness": self.sampler.max_staleness},
         )
         ptx, coef = self.data.ptx, self.method.ptx_coef
-        pairs.need(None if ptx is None else "--ptx", "--ptx-coef", has=coef != 0)
-        pairs.need("--ptx-coef" if coef else None, "--ptx", has=ptx is not None)
+        pairs.need({"--ptx": ptx is not None}, "--ptx-coef", has=coef != 0)
+        pairs.need({"--ptx-coef": coef != 0}, "--ptx", has=ptx is not None)
         pages = getattr(self.sampler.sampler, "cache_pages", None)
         pairs.need(
-            None if pages is None else "cache_pages of --sampler",
+            {"cache_pages of --sampler": pages is not None},
             "--continuous-batching",
             has=self.method.continuous_batching is not None,
         )
@@ -129,9 +131,9 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
         )  # or raises
         capabilities.check(self)
 
-    @abc.abstractmethod
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+        return self.makes(**vars(self.recipe), **shapes)
 
     @property
     def critic(self) -> Critic | None:

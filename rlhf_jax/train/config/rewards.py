@@ -41,12 +41,12 @@ class Model:
             )
         checks.non_negative(std_coef=self.std_coef)
         pairs.need(
-            None if self.std_coef is None else "std_coef= of a reward model",
+            {"std_coef= of a reward model": self.std_coef is not None},
             "combine=mean_minus_std",
             has=self.combine == "mean_minus_std",
         )
         pairs.need(
-            None if self.combine == "mean" else f"combine={self.combine}",
+            {f"combine={self.combine}": self.combine != "mean"},
             "several checkpoints A+B",
             has=len(self.paths) > 1,
         )
@@ -72,13 +72,13 @@ class Verifier:
             checks.one_of(among=VERIFIERS, **{"--verifier": self.name})
         chosen = f"--verifier {self.name}"
         pairs.exclude(
-            None if self.unmarked == "wrong" else f"unmarked={self.unmarked}",
-            None if self.name == "gsm8k" else chosen,
+            {f"unmarked={self.unmarked}": self.unmarked != "wrong"},
+            {chosen: self.name != "gsm8k"},
             reason="gsm8k alone looks for a mark",
         )
         pairs.exclude(
-            None if self.answer_field == "answer" else "answer_field=",
-            chosen if self.is_function else None,
+            {"answer_field=": self.answer_field != "answer"},
+            {chosen: self.is_function},
             reason="the function reads the row itself",
         )
 
@@ -180,10 +180,12 @@ class Workers:
 
     def refuse_unread(self, *, has_pool: bool) -> None:
         """Refuses a set option of a run without a verifier or environment."""
-        for field in _WORKERS:
-            is_set = getattr(self, field.name) != field.default
-            option = f"--{field.name.replace('_', '-')}" if is_set else None
-            pairs.need(option, "--verifier or --environment", has=has_pool)
+        chosen = {
+            f"--{field.name.replace('_', '-')}": getattr(self, field.name)
+            != field.default
+            for field in _WORKERS
+        }
+        pairs.need(chosen, "--verifier or --environment", has=has_pool)
 
 
 _WORKERS = dataclasses.fields(Workers)

@@ -98,7 +98,7 @@ class SupervisedConfig(RunConfig):
         checks.positive(num_steps=self.num_steps)
         stored = self.reference.reference_storage != frozen_models.COPY
         pairs.need(
-            "--reference-storage" if stored else None,
+            {"--reference-storage": stored},
             "--lora or a reference",
             has=self.start.lora is not None or self.has_reference,
         )

@@ -117,5 +117,5 @@ class Watch(WatchTexts):
             num_alternatives=self.num_alternatives,
             held_out_samples=self.held_out_samples,
         )
-        failure = None if self.judge_failure == "stop" else "--judge-failure warn"
+        failure = {"--judge-failure warn": self.judge_failure != "stop"}
         pairs.need(failure, "--judge", has=self.judge is not None)

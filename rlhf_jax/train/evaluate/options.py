@@ -108,9 +108,9 @@ class Config(RunConfig):
                 **{"--ks": k},
             )
         self._check_scores()
-        num_texts = None if self.num_texts == NUM_TEXTS else "--num-texts"
+        num_texts = {"--num-texts": self.num_texts != NUM_TEXTS}
         pairs.need(num_texts, "--texts", has=self.texts is not None)
-        judge = None if self.judge is None else f"--judge {self.judge}"
+        judge = {f"--judge {self.judge}": self.judge is not None}
         pairs.need(judge, "--reference", has=self.reference is not None)
 
     def _check_scores(self) -> None:
@@ -124,14 +124,15 @@ class Config(RunConfig):
             )
         self.workers.refuse_unread(has_pool=self.kind in ("verifier", "environment"))
         if self.environment is not None:
+            option = self.data.writing_option
             pairs.exclude(
-                self.data.writing_option,
-                f"--environment {self.environment.name}",
+                {str(option): option is not None},
+                {f"--environment {self.environment.name}": True},
                 reason="it writes its prompts from the rows",
             )
             pairs.exclude(
-                None if self.environment.seconds is None else "seconds= of an episode",
-                "rlhf-jax evaluate",
+                {"seconds= of --environment": self.environment.seconds is not None},
+                {"rlhf-jax evaluate": True},
                 reason="its figures would depend on the clock (--timeout limits turns)",
             )
 

@@ -41,6 +41,7 @@ from typing import Annotated, Any, ClassVar
 
 import optax
 
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, PPO, Recipe
 from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.functional import checks
@@ -66,6 +67,7 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax ppo`."""
 
     name: ClassVar[str] = "ppo"
+    makes: ClassVar[type[PolicyGradient]] = PPO
     method: Annotated[Recipe, FLAT] = RECIPE
     """Coefficients and choices of PPO."""
     critic: Critic = Critic()  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -76,17 +78,17 @@ class Config(PolicyGradientConfig):
     def __post_init__(self) -> None:
         method, sampler = self.method, self.sampler
         # First: the default correction would be named, which nobody chose.
-        stale = sampler.max_staleness and method.sampler_correction is None
-        for option, rows in {
-            "--whiten-rewards minibatch": method.whiten_rewards,
-            "--whiten-advantages minibatch": method.whiten_advantages,
-        }.items():
-            pairs.exclude(
-                option if rows == "minibatch" else None,
-                "--max-staleness" if stale else None,
-                reason="the weights that correct for it need whitening over the "
-                "rollout, or --sampler-correction ratio",
-            )
+        stale = bool(sampler.max_staleness) and method.sampler_correction is None
+        pairs.exclude(
+            {
+                "--whiten-rewards minibatch": method.whiten_rewards == "minibatch",
+                "--whiten-advantages minibatch": method.whiten_advantages
+                == "minibatch",
+            },
+            {"--max-staleness": stale},
+            reason="the weights that correct for it need whitening over the rollout "
+            "(--sampler-correction ratio has none)",
+        )
         super().__post_init__()
         checks.within(
             below=self.num_steps,
@@ -106,10 +108,6 @@ class Config(PolicyGradientConfig):
             "policy_optimizer": self.optimizer.make(learning * self.updates),
             "critic_optimizer": self.critic.make(self.num_steps * self.updates),
         }
-
-    def algorithm(self, **shapes: Any) -> PPO:
-        """The recipe with what a run knows: shapes, optimizers and stop tokens."""
-        return PPO(**vars(self.recipe), **shapes)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

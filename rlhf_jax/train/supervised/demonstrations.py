@@ -43,8 +43,8 @@ class Demonstrations:
     def __post_init__(self) -> None:
         checks.positive(row_width=self.row_width)
         pairs.exclude(
-            None if self.row_width is None else "--row-width",
-            None if self.buckets is None else "--buckets",
+            {"--row-width": self.row_width is not None},
+            {"--buckets": self.buckets is not None},
             reason="all packed rows have one width",
         )
 

@@ -109,24 +109,23 @@ class Config(SupervisedConfig):
         super().__post_init__()
         place, adapters = self.placement.reference, self.start.lora is not None
         pairs.exclude(
-            "--placement.reference" if place.apart else None,
-            "--lora" if adapters else None,
+            {"--placement.reference": place.apart},
+            {"--lora": adapters},
             reason="the reference is the policy's base, and runs with it",
         )
         free_by_kind = self.method.kind in dpo.REFERENCE_FREE
         if self.reference.reference == NONE and not free_by_kind:
             self.method.check_reference_free()
         free = f"--kind {self.method.kind}" if free_by_kind else "--reference none"
-        for option, is_set in {
-            "--reference": self.reference.reference not in (START, NONE),
-            "--precompute": self.reference.precompute,
-            "--placement.reference": place != WITH_POLICY and not adapters,
-        }.items():
-            pairs.exclude(
-                option if is_set else None,
-                None if self.has_reference else free,
-                reason="there is no reference",
-            )
+        pairs.exclude(
+            {
+                "--reference": self.reference.reference not in (START, NONE),
+                "--precompute": self.reference.precompute,
+                "--placement.reference": place != WITH_POLICY and not adapters,
+            },
+            {free: not self.has_reference},
+            reason="there is no reference",
+        )
 
     @property
     def has_reference(self) -> bool:
