@@ -277,10 +277,11 @@ def read_examples(
     longest = start.limit(max_length)
     if formats.is_text(source):
         text = json_lines.read_text(source)
-        blocks = encoding.encode_text(start.tokenizer, text, block_size=longest)
-        if receipt is not None:
-            receipt.text(len(blocks), size=longest)
-        return [*blocks]
+        return [
+            *encoding.encode_text(
+                start.tokenizer, text, block_size=longest, receipt=receipt
+            )
+        ]
     return encoding.encode_demonstrations(
         start.tokenizer,
         files.read_demonstrations(source, receipt=receipt),

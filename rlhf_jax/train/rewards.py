@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 Array = jax.Array
 Early = dict[str, Scores]  # of the rewards that processes compute, by name
-EPISODES = "episodes of the environment"  # among them: the environment's own scores
+EPISODES = "(environment)"  # among them, no reward's name: an environment's own scores
 Programmed = Callable[[Rollout], Array | Scores]
 
 

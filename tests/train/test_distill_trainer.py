@@ -176,9 +176,9 @@ def test_a_teacher_of_other_tokens_is_refused_by_its_small_files(tmp_path):
     for teacher, message in {
         folder("ids", words=toy_files.WORDS[::-1]): "teacher .*: expected the policy's",
         folder("small", vocab_size=23, words=toy_files.WORDS[:-1]): (
-            "--reference .*: expected a model that reads .*, got vocab_size 23 for 24"
+            "teacher .*: expected a model that reads .*, got vocab_size 23 for 24"
         ),
-        folder("short", positions=8): "--reference .*, got max_positions 8 for 16",
+        folder("short", positions=8): "teacher .*, got max_positions 8 for 16",
     }.items():
         with pytest.raises(InputError, match=message) as error:
             frozen_models.check_teacher(teacher, student=student, tokenizer=None)

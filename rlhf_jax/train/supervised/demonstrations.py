@@ -87,10 +87,9 @@ def encode(
     """
     longest = start.limit(options.max_length)
     if isinstance(rows, str):
-        blocks = encoding.encode_text(start.tokenizer, rows, block_size=longest)
-        if receipt is not None:
-            receipt.text(len(blocks), size=longest)
-        return blocks
+        return encoding.encode_text(
+            start.tokenizer, rows, block_size=longest, receipt=receipt
+        )
     limits: dict[str, Any] = {
         "max_length": longest,
         "prompt": options.prompt_field,
