@@ -74,7 +74,7 @@ class Pretrained(NamedTuple):
         checks.at_least_one(max_length=max_length)
         checks.within(
             most=context,
-            advice=f"the model reads no more tokens; lower it, or leave it out"
+            advice=f"the model's context has no more tokens; lower it, or leave it out"
             f"{self._longer}",
             max_length=max_length,
         )

@@ -169,6 +169,11 @@ class RewardList:
                     self._programmed[source.name] = text_reward(reward, mesh=pools.mesh)
                 case Length():
                     self._programmed[source.name] = jax.jit(_length)
+        self._own = {  # the weights of the environment's own rewards
+            source.name: source.weight
+            for source in self._sources
+            if isinstance(source.source, Environment)
+        }
         self._combined = jax.jit(self._combine)
         short = {config.rewards.reward_model, config.rewards.reward}
         self._named = bool(config.rewards.rewards) and short == {None}
@@ -194,32 +199,34 @@ class RewardList:
             return lambda: own
         mine = row_sharding.local_rows(shown)
         pending = {name: one.submit(mine) for name, one in self._pooled.items()}
-        return lambda: (
-            own
-            | {
+
+        def collect() -> Early:
+            return own | {
                 name: row_sharding.put_computed(one.collect(), mesh=self._mesh)
                 for name, one in pending.items()
             }
-        )
+
+        return collect
 
     def finish(self, shown: Rollout, early: Early) -> Array | Scores | None:
         """The scores of a rollout; None of a run without rewards."""
-        early, scores = dict(early), dict[str, Array | Scores]()
-        episodes, is_read, weight = early.pop(EPISODES, None), False, 0.0
-        for source in self._sources:
-            if episodes is not None and isinstance(source.source, Environment):
-                scores[source.name], is_read = episodes, True
-                weight = source.weight
-            elif source.name in early:
-                scores[source.name] = early[source.name]
-            else:
-                scores[source.name] = self._programmed[source.name](shown)
+        episodes = early.get(EPISODES)
+        if episodes is not None:
+            early = early | dict.fromkeys(self._own, episodes)
+        scores: dict[str, Array | Scores] = {
+            source.name: early[source.name]
+            if source.name in early
+            else self._programmed[source.name](shown)
+            for source in self._sources
+        }
         if not scores:
             return None
         whole = self._combined(scores) if self._named else next(iter(scores.values()))
-        if episodes is None or weight:
+        if episodes is None or any(self._own.values()):
             return whole
-        return _of_episodes(whole, episodes, is_read=is_read)
+        if self._own:  # the parts of one whose weight is 0 are there already
+            episodes = dataclasses.replace(episodes, parts={})
+        return _without_failed(whole, episodes)
 
     def _combine(self, scores: dict[str, Array | Scores]) -> Scores:
         weights = {source.name: source.weight for source in self._sources}
@@ -231,19 +238,17 @@ class RewardList:
         return rewards.weighted(parts)(None)
 
 
-@functools.partial(jax.jit, static_argnames="is_read")
-def _of_episodes(scores: Array | Scores, episodes: Scores, *, is_read: bool) -> Scores:
-    """Scores of episodes to which their environment adds nothing.
+@jax.jit
+def _without_failed(scores: Array | Scores, episodes: Scores) -> Scores:
+    """Scores of episodes whose environment gives no reward that is maximised.
 
-    An episode that it left out, as it failed there, is left out all the same.
-
-    Args:
-      is_read: the parts of `episodes` are among those of `scores` already.
+    How episodes ended is logged, and one that failed in the environment is left out.
     """
     whole, left_out = rewards.scores_of(scores), episodes.left_out
+    assert left_out is not None  # of `finished.Finished.scores`
     if whole.left_out is not None:
         left_out = whole.left_out | left_out
-    parts = whole.parts if is_read else dict(episodes.parts) | whole.parts
+    parts = {**episodes.parts, **whole.parts}
     return dataclasses.replace(whole, parts=parts, left_out=left_out)
 
 
