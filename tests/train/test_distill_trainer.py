@@ -209,7 +209,7 @@ def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkey
         ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
         (
             "--ptx-coef=1",
-            "expected --ptx and --ptx-coef together, got None and 1; give both",
+            "--ptx-coef: expected --ptx with it, which it belongs to, got none; give",
         ),
         ("--num-shown=-1", "num_shown: expected a finite number, 0 or more"),
         ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),

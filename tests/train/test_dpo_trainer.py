@@ -274,7 +274,7 @@ def test_real_pairs(real, shared_data, tmp_path):
             ),
             (
                 ("--reference=none", "--reference-storage.dtype=int8"),
-                "--reference-storage: expected --lora, whose base is stored so",
+                "--reference-storage: expected --lora or a reference with it",
             ),
             (("--lora=none,alpha=4",), "--lora"),
             (
