@@ -272,9 +272,12 @@ def test_a_failed_episode_is_left_out_whatever_reward_counts(files, rewards):
     assert left_out == [row[failed] for row in rows_of(run)]
 
 
-def test_the_reference_plays_episodes_beside_the_policy(files):
+@pytest.mark.parametrize(
+    "ahead", [(), pytest.param(("--max-staleness=1",), marks=pytest.mark.slow)]
+)
+def test_the_reference_plays_episodes_beside_the_policy(files, ahead):
     options = ("--sample-reference", "--num-steps=2", "--sample-every=1")
-    run = train(files, "run", *GROUPS, *options)
+    run = train(files, "run", *GROUPS, *options, *ahead)
     samples = metrics.read(run / "samples.jsonl")
     assert any("⟦" in sample["reference"] for sample in samples)
     for sample in samples:
