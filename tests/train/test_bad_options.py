@@ -357,7 +357,7 @@ OWN = {
         ("--kind=orpo --precompute", "--precompute: expected none with --kind orpo"),
         ("--target-margin=1", "target_margin: expected none with kind 'sigmoid'"),
         ("--desirable-weight=2", "desirable_weight: expected none with kind 'sigmoid'"),
-        ("--schedule=wsd,warmup=-1", r"warmup to be a share in \[0, 1\), got -1"),
+        ("--schedule=wsd,warmup=-1", "warmup of --schedule: .* of at least 0 .*got -1"),
         ("--kind=ipo --reference=none", "sigmoid, robust or hinge without a refer"),
         ("--max-grad-norm=0", f"max_grad_norm: {ABOVE_0} 0"),
         ("--max-length=0", "max_length: expected a whole number, 1 or more, got 0"),

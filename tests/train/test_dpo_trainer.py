@@ -283,7 +283,7 @@ def test_real_pairs(real, shared_data, tmp_path):
             ),
             (
                 ("--schedule=cosine,warmup=1",),
-                "warmup to be a share in [0, 1), got 1.0",
+                "warmup of --schedule: expected a number of at least 0 and below 1",
             ),
             (("--num-steps=0",), "num_steps: expected a finite number above 0"),
             (
