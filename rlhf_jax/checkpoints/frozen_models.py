@@ -135,14 +135,12 @@ def load_reference(
     if path_or_repo_id is None:
         return storage.freeze(policy.params, place=place, policy=mesh)
     model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    shape = reference_shape(path_or_repo_id, model=model, policy=policy)
-    _check_ids(path_or_repo_id, own=policy.tokenizer, role="reference")
+    _check_tokens(path_or_repo_id, model=model, policy=policy, role="reference")
+    shape = reference_shape(model, policy=policy)
     return storage.freeze(params, place=place, policy=mesh, model=shape)
 
 
-def reference_shape(
-    name: str, *, model: ModelConfig, policy: Pretrained
-) -> ModelConfig | None:
+def reference_shape(model: ModelConfig, *, policy: Pretrained) -> ModelConfig | None:
     """The shape that a reference scores the policy's rollouts with.
 
     Returns:
@@ -150,13 +148,7 @@ def reference_shape(
       any family, width and depth, computed as the policy is; ids beyond the policy's
       vocabulary and ids that its tokenizer has no token for, which no token of a
       rollout has, are no part of its distribution.
-
-    Raises:
-      InputError: it knows fewer ids or shorter texts than the policy.
     """
-    _check_sizes(
-        f"reference {name}", model=model, policy=policy.model, instead=_AS_IT_STARTS
-    )
     if model.run_as(policy.model) == policy.model:
         return None
     return dataclasses.replace(
@@ -170,25 +162,27 @@ _AS_IT_STARTS = (
 )
 
 
-def _check_sizes(
-    named: str,
+def _check_tokens(
+    name: str,
     *,
     model: ModelConfig,
-    policy: ModelConfig,
-    instead: str,
+    policy: Pretrained,
+    role: str,
+    instead: str = _AS_IT_STARTS,
     fields: Sequence[str] = ("vocab_size", "max_positions"),
 ) -> None:
-    """Refuses a model that knows fewer ids, or shorter texts, than the policy."""
+    """Refuses a model of fewer ids, shorter texts or other ids than the policy's."""
     small = [
-        f"{field} {getattr(model, field)} for {getattr(policy, field)}"
+        f"{field} {getattr(model, field)} for {getattr(policy.model, field)}"
         for field in fields
-        if getattr(model, field) < getattr(policy, field)
+        if getattr(model, field) < getattr(policy.model, field)
     ]
     if small:
         raise InputError(
-            f"{named}: expected a model that reads the policy's tokens, got "
+            f"{role} {name}: expected a model that reads the policy's tokens, got "
             f"{', '.join(small)}; {instead}"
         )
+    _check_ids(name, own=policy.tokenizer, role=role)
 
 
 def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
@@ -203,7 +197,13 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
     """
     shape = hf.model_config(student)  # or the tokenizer is blamed for what is missing
     reader = tokenization.load_tokenizer(student if tokenizer is None else tokenizer)
-    _check_files(teacher, policy=shape, own=reader, role="teacher")
+    _check_tokens(
+        teacher,
+        model=hf.model_config(teacher),
+        policy=Pretrained(shape, params=None, tokenizer=reader, stop_ids=()),
+        role="teacher",
+        instead="take one with the student's vocabulary and a context as long",
+    )
 
 
 def check_reference(reference: str, *, policy: Pretrained) -> None:
@@ -213,19 +213,8 @@ def check_reference(reference: str, *, policy: Pretrained) -> None:
       InputError: there is no such checkpoint, or it has other token ids, a smaller
         vocabulary or a shorter context.
     """
-    own = policy.tokenizer
-    _check_files(reference, policy=policy.model, own=own, role="reference")
-
-
-def _check_files(name: str, *, policy: ModelConfig, own: Any, role: str) -> None:
-    model = hf.model_config(name)
-    _check_sizes(
-        f"--reference {name}",
-        model=model,
-        policy=policy,
-        instead="take a teacher with the student's vocabulary and a context as long",
-    )
-    _check_ids(name, own=own, role=role)
+    model = hf.model_config(reference)
+    _check_tokens(reference, model=model, policy=policy, role="reference")
 
 
 def run_beside_policy(model: ModelConfig, *, policy: Pretrained) -> ModelConfig:
@@ -264,13 +253,7 @@ def load_critic(
       InputError: the checkpoint cannot be read, or reads other tokens than the policy.
     """
     model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    _check_sizes(
-        f"critic {path_or_repo_id}",
-        model=model,
-        policy=policy.model,
-        instead=_AS_IT_STARTS,
-    )
-    _check_ids(path_or_repo_id, own=policy.tokenizer, role="critic")
+    _check_tokens(path_or_repo_id, model=model, policy=policy, role="critic")
     shape = run_beside_policy(model, policy=policy)
     return shape, critic.from_policy(params, model=shape)
 
@@ -294,15 +277,14 @@ def load_reward_model(
         cannot be had.
     """
     model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
-    named = f"reward model {path_or_repo_id}"
-    _check_sizes(
-        named,
+    _check_tokens(
+        path_or_repo_id,
         model=model,
-        policy=policy.model,
+        policy=policy,
+        role="reward model",
         fields=["vocab_size"],
         instead="take one that `rlhf-jax reward-model` trained on top of this policy",
     )
-    _check_ids(path_or_repo_id, own=policy.tokenizer, role="reward model")
     # A critic that is trained from it takes this shape, and how it computes with it.
     return RewardModel(
         run_beside_policy(model, policy=policy),

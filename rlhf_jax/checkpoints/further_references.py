@@ -9,9 +9,8 @@ of any frozen model.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
@@ -22,9 +21,9 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import further
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import choices
 
 FORM = "NAME=CHECKPOINT[,weight=W][,dtype=D][,embeddings=D][,place=P]"
-KEYS = ("weight", "dtype", "embeddings", "place")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +36,15 @@ class FurtherReference:
     """Checkpoint folder or hub id."""
     weight: float = 1.0
     """Its KL coefficient over that of the first; at 0 its KL is only measured."""
-    storage: Storage = frozen_models.COPY
-    """Dtype in which it is stored."""
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
+    embeddings: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtypes in which it is stored, as `Storage` has them."""
     place: Place = WITH_POLICY
     """Where it is, in the forms of --placement.reference."""
 
     def __post_init__(self) -> None:
         further.check(self.name, weight=self.weight)
+        _ = self.storage  # or raises
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -52,53 +53,33 @@ class FurtherReference:
         Raises:
           InputError: the text has another form, or a value cannot be had.
         """
-        # A mesh has commas and equals signs of its own.
-        first, *rest = re.split(rf",(?=(?:{'|'.join(KEYS)})=)", text.strip())
-        name, _, path = first.partition("=")
-        fields = dict(field.split("=", 1) for field in rest)
-        if not name or not path or len(fields) != len(rest):
+        name, _, rest = text.strip().partition("=")
+        options = [field.name for field in dataclasses.fields(cls)[2:]]
+        path, *words = choices.split(rest, options)
+        if not name or not path:
             raise InputError(f"--references: expected {FORM}, got {text!r}")
-        unknown = re.search(r",(\w+)=", path)
-        if unknown:
-            raise InputError(
-                f"--references {name}: expected {', '.join(KEYS)} after the "
-                f"checkpoint, got {unknown[1]}"
-            )
-        kinds: dict[str, Any] = {
-            key: fields[key] for key in ("dtype", "embeddings") if key in fields
-        }
-        try:
-            return cls(
-                name,
-                path,
-                _number(fields.get("weight", "1")),
-                Storage(**kinds),
-                Place.parse(fields["place"]) if "place" in fields else WITH_POLICY,
-            )
-        except InputError as error:
-            raise InputError(f"--references {name}: {error}") from None
+        words = [f"name={name}", f"path={path}", *words]
+        values = choices.fields(words, cls, written=text)
+        return choices.build(cls, values, written=text)
 
     def __str__(self) -> str:
-        words = [f"{self.name}={self.path}", f"weight={self.weight}"]
-        if self.storage.dtype != "float32":
-            words.append(f"dtype={self.storage.dtype}")
-        if self.storage.embeddings is not None:
-            words.append(f"embeddings={self.storage.embeddings}")
-        if self.place != WITH_POLICY:
-            words.append(f"place={self.place}")
-        return ",".join(words)
+        words = [
+            f"{field.name}={value}"
+            for field in dataclasses.fields(self)[2:]
+            if (value := getattr(self, field.name)) != field.default
+            or field.name == "weight"
+        ]
+        return ",".join([f"{self.name}={self.path}", *words])
+
+    @property
+    def storage(self) -> Storage:
+        """How it is stored."""
+        return Storage(self.dtype, self.embeddings)
 
     @property
     def option(self) -> str:
         """It on the command line, for messages."""
         return f"--references {self.name}"
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"expected a number as its weight, got {text!r}") from None
 
 
 def load(

@@ -23,7 +23,7 @@ from rlhf_jax.data.examples import Text
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.devices import processes
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.models.lora import LoRA, merge
@@ -69,13 +69,16 @@ class Pretrained(NamedTuple):
           InputError: max_length is below 1 or beyond the context.
         """
         context = self.model.max_positions
-        if max_length is not None and not 1 <= max_length <= context:
-            raise InputError(
-                f"max_length: expected at least 1 token, and at most the context of "
-                f"the model, {context} tokens, got {max_length}; change it, or leave "
-                f"it out{self._longer}"
-            )
-        return context if max_length is None else max_length
+        if max_length is None:
+            return context
+        checks.at_least_one(max_length=max_length)
+        checks.within(
+            most=context,
+            advice=f"the model's context has no more tokens; lower it, or leave it out"
+            f"{self._longer}",
+            max_length=max_length,
+        )
+        return max_length
 
     def room(self, *, max_new_tokens: int, context: int | None = None) -> int:
         """Tokens that a prompt may have before a response of `max_new_tokens`.
@@ -87,12 +90,12 @@ class Pretrained(NamedTuple):
           InputError: there is no room for a prompt of a token.
         """
         context = self.model.max_positions if context is None else context
-        if max_new_tokens >= context:
-            raise InputError(
-                f"--max-new-tokens: expected less than the context of the model, "
-                f"{context} tokens, so that a prompt has room too, got "
-                f"{max_new_tokens}; ask for less{self._longer}"
-            )
+        checks.within(
+            below=context,
+            advice=f"the context of the model has to hold a prompt too; lower it"
+            f"{self._longer}",
+            **{"--max-new-tokens": max_new_tokens},
+        )
         return context - max_new_tokens
 
     @property
@@ -274,10 +277,11 @@ def read_examples(
     longest = start.limit(max_length)
     if formats.is_text(source):
         text = json_lines.read_text(source)
-        blocks = encoding.encode_text(start.tokenizer, text, block_size=longest)
-        if receipt is not None:
-            receipt.text(len(blocks), size=longest)
-        return [*blocks]
+        return [
+            *encoding.encode_text(
+                start.tokenizer, text, block_size=longest, receipt=receipt
+            )
+        ]
     return encoding.encode_demonstrations(
         start.tokenizer,
         files.read_demonstrations(source, receipt=receipt),

@@ -239,7 +239,11 @@ def encode_preferences(
 
 
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, block_size: int
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    block_size: int,
+    receipt: Receipt | None = None,
 ) -> list[Example]:
     """Plain text as consecutive blocks of `block_size` tokens, the last one shorter.
 
@@ -255,14 +259,18 @@ def encode_text(
       InputError: the text or the block size has fewer than two tokens.
     """
     tokens = TextContract(tokenizer).written(text, special=False)
-    for name, size in {"block size": block_size, "text": len(tokens)}.items():
-        if size < 2:
-            raise InputError(f"expected a {name} of at least 2 tokens, got {size}")
-    stride = block_size - 1
-    return [
+    checks.within(
+        least=2,
+        advice="the first token is never predicted",
+        **{"tokens of a block": block_size, "tokens of the text": len(tokens)},
+    )
+    blocks = [
         Example((), tokens[start : start + block_size])
-        for start in range(0, len(tokens) - 1, stride)
+        for start in range(0, len(tokens) - 1, block_size - 1)
     ]
+    if receipt is not None:
+        receipt.text(len(blocks), size=block_size)
+    return blocks
 
 
 def _places(rows: Sequence[Row]) -> list[str]:

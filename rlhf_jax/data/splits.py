@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
@@ -59,8 +60,12 @@ def hold_out(
     Raises:
       InputError: share is not in [0, 1), or no row is left to train on.
     """
-    if not 0 <= share < 1:
-        raise InputError(f"expected a share to hold out in [0, 1), got {share}")
+    checks.within(
+        least=0,
+        below=1,
+        advice="choose a share of the rows, such as 0.1",
+        **{"share to hold out": share},
+    )
     if not share:
         return list(rows), []
     count = max(round(share * len(rows)), 1)

@@ -20,6 +20,7 @@ import random
 from typing import NamedTuple
 
 from rlhf_jax.environments.protocol import Row, Started, Turn, Written
+from rlhf_jax.functional import checks
 
 NAMES = ("hall", "kitchen", "study", "cellar", "attic", "garden", "bath", "shed")
 
@@ -89,10 +90,7 @@ class Rooms:
 
 def build(seed: int, *, num_rooms: int) -> House:
     """The house of a seed: each room beyond the first has a door to one before it."""
-    if not 2 <= num_rooms <= len(NAMES):
-        raise ValueError(
-            f"num_rooms: expected 2 to {len(NAMES)}, got {num_rooms}; choose one"
-        )
+    checks.within(least=2, most=len(NAMES), advice="choose one", num_rooms=num_rooms)
     draw = random.Random(seed)
     rooms = draw.sample(NAMES, num_rooms)
     doors: dict[str, list[str]] = {room: [] for room in rooms}

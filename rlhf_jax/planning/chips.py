@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
 
 GB, GIB = 10**9, 2**30
 
@@ -76,11 +76,7 @@ def named(name: str) -> Chip:
     Raises:
       InputError: there is none; lists what there is.
     """
-    if name not in CHIPS:
-        raise InputError(
-            f"chip: expected one of {', '.join(CHIPS)}, got {name!r}; name one of "
-            f"them, or add a line to planning/chips.py"
-        )
+    checks.one_of(chip=name, among=tuple(CHIPS))
     return CHIPS[name]
 
 

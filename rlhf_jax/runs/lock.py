@@ -60,13 +60,16 @@ def take(folder: Path) -> None:
     """Takes the lock of a folder that is there, until `give_back` or the process ends.
 
     Raises:
-      InputError: another process holds it; says which.
+      InputError: another process holds it, or the folder cannot be written to.
     """
     folder = folder.resolve()
     if folder in _locks:
         descriptor, count = _locks[folder]
     else:
-        descriptor, count = _locked(folder), 0
+        try:
+            descriptor, count = _locked(folder), 0
+        except OSError as error:
+            raise _unwritable(folder, error) from error
     _locks[folder] = descriptor, count + 1
 
 
@@ -98,11 +101,8 @@ def _locked(folder: Path) -> int:
     path = folder / NAME
     while True:
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise _unwritable(folder, "no permission to write there")
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise PermissionError(errno.EACCES, "no permission to write there")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock(descriptor, path)
             if os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -138,7 +138,7 @@ def _lock(descriptor: int, path: Path) -> None:
                 f"it, or give another --out"
             ) from None
         if error.errno not in NO_LOCKS:
-            raise _unwritable(path.parent, error) from error
+            raise
         print(
             f"warning: the file system of {path.parent} has no locks "
             f"({error.strerror}), so nothing would stop a second process from writing "
@@ -155,10 +155,10 @@ def _sign(descriptor: int, folder: Path) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
         os.fsync(descriptor)
-    except OSError as error:
+    except OSError:
         with contextlib.suppress(OSError):
             (folder / NAME).unlink()
-        raise _unwritable(folder, error) from error
+        raise
 
 
 def _holder(descriptor: int) -> str:
@@ -168,7 +168,7 @@ def _holder(descriptor: int) -> str:
     return "another process"
 
 
-def _unwritable(folder: Path, why: OSError | ValueError | str) -> InputError:
+def _unwritable(folder: Path, why: OSError | ValueError) -> InputError:
     reason = write_errors.reason(why) if isinstance(why, OSError) else str(why)
     return InputError(
         f"--out {folder}: expected a folder that can be made and written to, got: "

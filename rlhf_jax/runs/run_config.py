@@ -60,15 +60,14 @@ class RunConfig:
     def __post_init__(self) -> None:
         checks.at_least_one(**{"--snapshot-every": self.snapshot_every})
         checks.at_least_one(**{"--keep-snapshots": self.keep_snapshots})
-        if self.resume_from is not None and self.resume_from < 0:
-            raise InputError(
-                f"--resume-from: expected the number of a snapshot, or 0 for the start "
-                f"of its stage, got {self.resume_from}; see OUT/snapshots/STAGE"
-            )
-        if not 0 <= self.seed < 2**32:
-            raise InputError(
-                f"--seed: expected 0 to 4294967295, got {self.seed}; choose another"
-            )
+        checks.within(
+            least=0,
+            advice="choose a snapshot of OUT/snapshots/STAGE, or 0 for its start",
+            **{"--resume-from": self.resume_from},
+        )
+        checks.within(
+            least=0, most=2**32 - 1, advice="choose another", **{"--seed": self.seed}
+        )
         if self.profile is not None:
             window.parse(self.profile)
         for extra, package in self.loggers.items():

@@ -238,7 +238,7 @@ def _cells(
                 if value is None:
                     raise InputError(
                         f"{source}: expected {LABEL} = TEXT in each value of {name} "
-                        f"that sets several options, got {own!r:.80}; name it"
+                        f"that is a table, got {own!r:.80}; add a {LABEL}"
                     )
             both = fixed.keys() & {name, *own}
             if twice := sorted(both | (options.keys() & own.keys())):
@@ -254,9 +254,9 @@ def _cells(
     for name in names:
         if names.count(name) > 1 or len(name.encode()) > LONGEST_NAME:
             raise InputError(
-                f"{source}: expected cells with different names of at most "
-                f"{LONGEST_NAME} bytes, got {name:.100}; list each value once, "
-                f"or give values that set several options a {LABEL}"
+                f"{source}: expected each cell to have a name of its own, of at most "
+                f"{LONGEST_NAME} bytes, got {name:.100}; list each value once, and "
+                f"give long values a {LABEL}"
             )
     return tuple(cells)
 
@@ -284,10 +284,10 @@ def _measure(name: str, value: Any, *, source: str) -> Measure:
     several = type(measure.last) is int and measure.last >= 1
     if not (one and several and name.isidentifier()):
         raise InputError(
-            f"{source}: expected the measure {name} as a metric, as "
-            f'"objective/scores", {{ metric = TEXT, last = 5 }} or '
-            f"{{ summary = TEXT }}, by a name of letters, digits and _ that claims "
-            f"call, got {name!r} = {value!r:.80}; write it so"
+            f'{source}: expected a measure NAME = "objective/scores", '
+            f"NAME = {{ metric = TEXT, last = 5 }} or NAME = {{ summary = TEXT }}, "
+            f"with a NAME of letters, digits and _, got {name!r} = {value!r:.80}; "
+            f"correct it"
         )
     return measure
 

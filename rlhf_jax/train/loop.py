@@ -53,7 +53,6 @@ class Loop(NamedTuple):
     programs: Programs
     sampler: Sampler | OutsideSampler
     episodes: EpisodeSampler | None  # in an environment, in the sampler's place
-    environment: str | None  # name of the environment's own reward
     rewards: RewardList
     prompts: Batches[Prompts]
     ptx: Batches[Sequences] | None
@@ -82,9 +81,7 @@ class Loop(NamedTuple):
         of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
         if self.episodes is not None:
             rollout, scores = self.episodes(policy, **of_step)
-            pending = self.rewards.begin(self.shown(rollout))
-            own = {} if self.environment is None else {self.environment: scores}
-            return rollout, lambda: pending() | own
+            return rollout, self.rewards.begin(self.shown(rollout), episodes=scores)
         draw = self.sampler.draw if handed else self.sampler
         rollout = draw(policy, **of_step)
         return rollout, self.rewards.begin(self.shown(rollout))

@@ -16,8 +16,13 @@ ENTRY_POINTS = "rlhf_jax.commands"
 class Command(NamedTuple):
     """A row of the table of commands."""
 
-    module: str  # with `command`, of a command line
+    path: str  # of a module of `rlhf_jax.train`, with a `command` of a command line
     summary: str  # one line
+
+    @property
+    def module(self) -> str:
+        """The name of the module."""
+        return f"rlhf_jax.train.{self.path}"
 
     def load(self) -> Any:
         """The module, with its `command`; no other command is loaded."""
@@ -25,62 +30,48 @@ class Command(NamedTuple):
 
 
 TRAINERS = {
-    "sft": Command(
-        "rlhf_jax.train.supervised.sft", "Supervised fine-tuning on your own texts."
-    ),
+    "sft": Command("supervised.sft", "Supervised fine-tuning on your own texts."),
     "reward-model": Command(
-        "rlhf_jax.train.supervised.reward_model",
-        "A reward model from your own preference pairs.",
+        "supervised.reward_model", "A reward model from your own preference pairs."
     ),
-    "ppo": Command("rlhf_jax.train.methods.ppo", "PPO: a critic, and a clipped loss."),
-    "grpo": Command(
-        "rlhf_jax.train.methods.grpo", "GRPO and RLOO: groups, and no critic."
-    ),
-    "reinforce": Command(
-        "rlhf_jax.train.methods.reinforce", "REINFORCE++: rewards to go, whitened."
-    ),
+    "ppo": Command("methods.ppo", "PPO: a critic, and a clipped loss."),
+    "grpo": Command("methods.grpo", "GRPO and RLOO: groups, and no critic."),
+    "reinforce": Command("methods.reinforce", "REINFORCE++: rewards to go, whitened."),
     "dpo": Command(
-        "rlhf_jax.train.supervised.dpo",
-        "DPO from preference pairs, without a reward model.",
+        "supervised.dpo", "DPO from preference pairs, without a reward model."
     ),
     "distill": Command(
-        "rlhf_jax.train.methods.distill",
-        "A student learns a teacher on its own samples.",
+        "methods.distill", "A student learns a teacher on its own samples."
     ),
     "online-dpo": Command(
-        "rlhf_jax.train.methods.online_dpo", "DPO on pairs of the policy's own samples."
+        "methods.online_dpo", "DPO on pairs of the policy's own samples."
     ),
     "nash-md": Command(
-        "rlhf_jax.train.methods.nash_md",
-        "Nash-MD against a mixture with the reference.",
+        "methods.nash_md", "Nash-MD against a mixture with the reference."
     ),
 }
 COMPARE = {
     "evaluate": Command(
-        "rlhf_jax.train.evaluate",
-        "A policy and its reference on held-out prompts, with intervals.",
+        "evaluate", "A policy and its reference on held-out prompts, with intervals."
     ),
     "sweep": Command(
-        "rlhf_jax.train.sweep",
-        "Many runs as one question: a grid, seeds, and claims answered.",
+        "sweep", "Many runs as one question: a grid, seeds, and claims answered."
     ),
     "report": Command(
-        "rlhf_jax.train.report",
-        "Runs on one page: curves, tokens by KL, and hacked rewards.",
+        "report", "Runs on one page: curves, tokens by KL, and hacked rewards."
     ),
 }
 ASK = {
     "plan": Command(
-        "rlhf_jax.train.plan.command",
+        "plan.command",
         "Whether a run fits TPUs or GPUs that are not there, and how fast it is.",
     ),
     "verify": Command(
-        "rlhf_jax.train.queries.verify",
+        "queries.verify",
         "Whether the snapshots of a run are whole and its frozen models unmoved.",
     ),
     "kl": Command(
-        "rlhf_jax.train.queries.token_kl",
-        "The KL of a text between two models, token by token.",
+        "queries.token_kl", "The KL of a text between two models, token by token."
     ),
 }
 COMMANDS = TRAINERS | COMPARE | ASK

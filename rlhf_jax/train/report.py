@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import tyro
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, reading, watching
 from rlhf_jax.reports.contents import contents
@@ -64,10 +65,9 @@ class Config:
             )
         if self.html is not None and (problem := _problem_of(self.html)) is not None:
             raise InputError(f"--html {self.html}: expected {problem}")
-        if not 0 <= self.port < 2**16:
-            raise InputError(
-                f"--port: expected 0 to 65535, got {self.port}; choose another"
-            )
+        checks.within(
+            least=0, most=2**16 - 1, advice="choose another", **{"--port": self.port}
+        )
 
 
 def _problem_of(html: Path) -> str | None:

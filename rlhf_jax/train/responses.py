@@ -14,11 +14,10 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import json_lines
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.rewards import Environment
 from rlhf_jax.train.environment.rows import ReadRows, read_prompts
 from rlhf_jax.train.rewards import Early, RewardPools
 
@@ -68,12 +67,12 @@ class Responder:
         self.room, self._more = config.batch.room(
             start.room(max_new_tokens=config.batch.max_new_tokens, context=context)
         )
-        widest = max(config.data.buckets or (0,))
-        if widest > self.room:
-            raise InputError(
-                f"--buckets: expected at most {self.room} tokens, the context of "
-                f"{context} less --max-new-tokens, got {widest}; lower either"
-            )
+        checks.within(
+            most=self.room,
+            advice=f"the context of {context} has to hold --max-new-tokens too; lower "
+            f"either",
+            **{"--buckets": max(config.data.buckets or (0,))},
+        )
 
     def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
         """The rows of a file that leave room for a response.
@@ -127,13 +126,3 @@ class Responder:
         return self._opened.sampler(
             recipe, begun=data, rows=rows, home=self._mesh, base=base, greedy=greedy
         )
-
-
-def environment_reward(config: PolicyGradientConfig) -> str | None:
-    """The name of the reward that an environment gives, if the run reads it."""
-    names = [
-        source.name
-        for source in config.sources
-        if isinstance(source.source, Environment)
-    ]
-    return names[0] if names else None

@@ -7,6 +7,7 @@ finish     here: reward models, Python functions, the length; and the weighted s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,14 +24,20 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.rewards import Environment, Function, Length, Model, Reward
+from rlhf_jax.train.config.rewards import (
+    Environment,
+    Function,
+    Length,
+    Model,
+    Reward,
+)
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
 from rlhf_jax.train.packed_rollouts import EndPacker
 
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
 
 Array = jax.Array
 Early = dict[str, Scores]  # of the rewards that processes compute, by name
+EPISODES = "(environment)"  # among them, no reward's name: an environment's own scores
 Programmed = Callable[[Rollout], Array | Scores]
 
 
@@ -56,7 +64,7 @@ class RewardPools:
         """Loads the user's functions; processes start with the first response.
 
         Raises:
-          InputError: there is no such function or verifier.
+          InputError: there is no such function.
         """
         self.config, self.mesh = config, mesh
         self.functions: dict[str, Any] = {}
@@ -75,13 +83,6 @@ class RewardPools:
 
                 self.pools[source.name] = stack.enter_context(
                     VerifierPool(verifier, **config.rewards.of_pool)
-                )
-            if (
-                isinstance(source.source, Environment)
-                and not config.sampler.environment
-            ):
-                raise InputError(
-                    f"--rewards {source}: expected --environment with it, got none"
                 )
 
     def check_answers(self, located: Callable[[], Any]) -> None:
@@ -102,7 +103,7 @@ class RewardPools:
             match source.source:
                 case Function(name):
                     receipt.gives(f"{_option(self.config, source)} {name}")
-                case VerifierChoice(name) if ":" in name:
+                case VerifierChoice(name) if source.source.is_function:
                     receipt.gives(f"{_option(self.config, source)} {name}")
                 case VerifierChoice():
                     receipt.reads(source.source.answer_field)
@@ -118,7 +119,7 @@ class RewardPools:
         own = [
             source
             for source in self.config.sources
-            if isinstance(source.source, VerifierChoice) and ":" in source.source.name
+            if isinstance(source.source, VerifierChoice) and source.source.is_function
         ]
         return bool(self.functions or own)
 
@@ -168,6 +169,11 @@ class RewardList:
                     self._programmed[source.name] = text_reward(reward, mesh=pools.mesh)
                 case Length():
                     self._programmed[source.name] = jax.jit(_length)
+        self._own = {  # the weights of the environment's own rewards
+            source.name: source.weight
+            for source in self._sources
+            if isinstance(source.source, Environment)
+        }
         self._combined = jax.jit(self._combine)
         short = {config.rewards.reward_model, config.rewards.reward}
         self._named = bool(config.rewards.rewards) and short == {None}
@@ -180,19 +186,33 @@ class RewardList:
         )
         return not (of_models and self._sources)
 
-    def begin(self, shown: Rollout) -> Callable[[], Early]:
-        """Starts verifiers on what the reward sees; returns what waits for them."""
+    def begin(
+        self, shown: Rollout, *, episodes: Scores | None = None
+    ) -> Callable[[], Early]:
+        """Starts verifiers on what the reward sees; returns what waits for them.
+
+        Args:
+          episodes: what an environment made of them.
+        """
+        own = {} if episodes is None else {EPISODES: episodes}
         if not self._pooled:
-            return dict
+            return lambda: own
         mine = row_sharding.local_rows(shown)
         pending = {name: one.submit(mine) for name, one in self._pooled.items()}
-        return lambda: {
-            name: row_sharding.put_computed(one.collect(), mesh=self._mesh)
-            for name, one in pending.items()
-        }
+
+        def collect() -> Early:
+            return own | {
+                name: row_sharding.put_computed(one.collect(), mesh=self._mesh)
+                for name, one in pending.items()
+            }
+
+        return collect
 
     def finish(self, shown: Rollout, early: Early) -> Array | Scores | None:
         """The scores of a rollout; None of a run without rewards."""
+        episodes = early.get(EPISODES)
+        if episodes is not None:
+            early = early | dict.fromkeys(self._own, episodes)
         scores: dict[str, Array | Scores] = {
             source.name: early[source.name]
             if source.name in early
@@ -201,10 +221,12 @@ class RewardList:
         }
         if not scores:
             return None
-        if not self._named:
-            (alone,) = scores.values()
-            return alone
-        return self._combined(scores)
+        whole = self._combined(scores) if self._named else next(iter(scores.values()))
+        if episodes is None or any(self._own.values()):
+            return whole
+        if self._own:  # the parts of one whose weight is 0 are there already
+            episodes = dataclasses.replace(episodes, parts={})
+        return _without_failed(whole, episodes)
 
     def _combine(self, scores: dict[str, Array | Scores]) -> Scores:
         weights = {source.name: source.weight for source in self._sources}
@@ -214,6 +236,20 @@ class RewardList:
             for name, one in scores.items()
         }
         return rewards.weighted(parts)(None)
+
+
+@jax.jit
+def _without_failed(scores: Array | Scores, episodes: Scores) -> Scores:
+    """Scores of episodes whose environment gives no reward that is maximised.
+
+    How episodes ended is logged, and one that failed in the environment is left out.
+    """
+    whole, left_out = rewards.scores_of(scores), episodes.left_out
+    assert left_out is not None  # of `finished.Finished.scores`
+    if whole.left_out is not None:
+        left_out = whole.left_out | left_out
+    parts = {**episodes.parts, **whole.parts}
+    return dataclasses.replace(whole, parts=parts, left_out=left_out)
 
 
 def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) -> None:
@@ -303,35 +339,18 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
     directory; it reads the fields of the row that it needs.
 
     Raises:
-      InputError: there is no such verifier, or it does not read a key that is set.
+      InputError: there is no such function.
       StopError: the module calls `sys.exit` when it is imported.
     """
     from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier
 
-    name, field, plain = choice.name, choice.answer_field, VerifierChoice(choice.name)
-    for key, has_it, why in (
-        ("unmarked", name == "gsm8k", "unmarked with gsm8k alone"),
-        (
-            "answer_field",
-            ":" not in name,
-            "no answer_field, as the function reads the row",
-        ),
-    ):
-        if not has_it and getattr(choice, key) != getattr(plain, key):
-            raise InputError(
-                f"--verifier {name}: expected {why}, got {getattr(choice, key)}; leave "
-                f"it out"
-            )
-    match name:
+    field = choice.answer_field
+    match choice.name:
         case "gsm8k":
             return verifiers.Gsm8k(field, choice.unmarked)
         case "integer":
             return verifiers.LastInteger(field)
         case "exact":
             return verifiers.ExactMatch(field)
-    if ":" not in name:
-        raise InputError(
-            f"--verifier: expected gsm8k, integer, exact or module:function, got "
-            f"{name!r}; choose one"
-        )
-    return command_line.load_function(name)
+        case _:
+            return command_line.load_function(choice.name)

@@ -38,6 +38,7 @@ from rlhf_jax.sweeps.execution import Ended
 from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit, Workers
 from rlhf_jax.sweeps.planned import Planned
 from rlhf_jax.train.commands import RENAMED
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.main import TRAINERS
 
 
@@ -61,11 +62,11 @@ class Config:
 
     def __post_init__(self) -> None:
         checks.positive(jobs=self.jobs)
-        if self.map and self.launcher != "local":
-            raise InputError(
-                f"--map: expected --launcher local, whose processes stay from run to "
-                f"run, got {self.launcher}; leave one of them out"
-            )
+        pairs.exclude(
+            {"--map": self.map},
+            {f"--launcher {self.launcher}": self.launcher != "local"},
+            reason="only local processes stay from run to run",
+        )
 
 
 def main(options: Config) -> None:

@@ -31,7 +31,6 @@ from rlhf_jax.train.loop import Loop, improve
 from rlhf_jax.train.outside.samplers import make_sampler
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.reading import read_data
-from rlhf_jax.train.responses import environment_reward
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
 from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.train.start import load_start, receipt_of
@@ -125,7 +124,6 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         programs=programs,
         sampler=make_sampler(config, models, meshes=meshes),
         episodes=episodes(read.data, rows=config.batch.batch_size),
-        environment=environment_reward(config),
         rewards=rewards(rows=read.data.rows, prompts=read.data.written_prompts),
         prompts=read.prompts,
         ptx=read.ptx,
@@ -137,6 +135,9 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             held_out=held_out,
             policy=start,
             prompts=read.data.written_prompts,
+            of_reference=episodes(read.data, rows=config.batch.batch_size)
+            if config.watch.sample_reference
+            else None,
         ),
         root_key=key,
     )

@@ -7,7 +7,6 @@ import toy_files
 
 from rlhf_jax import fingerprint, frozen, hf
 from rlhf_jax.checkpoints import further_references, pretrained
-from rlhf_jax.checkpoints.frozen_models import COPY, Storage
 from rlhf_jax.checkpoints.further_references import FurtherReference
 from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
@@ -20,12 +19,15 @@ from rlhf_jax.functional.checks import InputError
         ("b=org/name,weight=0.5", FurtherReference("b", "org/name", 0.5)),
         (
             "b=/a,b/c=d,dtype=int8,embeddings=bfloat16",
-            FurtherReference("b", "/a,b/c=d", 1.0, Storage("int8", "bfloat16")),
+            FurtherReference("b", "/a,b/c=d", 1.0, "int8", "bfloat16"),
         ),
         (
             "b=x,place=last:data=2,tensor=2@pinned_host,weight=0",
             FurtherReference(
-                "b", "x", 0.0, COPY, Place.parse("last:data=2,tensor=2@pinned_host")
+                "b",
+                "x",
+                0.0,
+                place=Place.parse("last:data=2,tensor=2@pinned_host"),
             ),
         ),
     ],
@@ -44,15 +46,27 @@ def test_a_reference_of_each_form(text, expected):
     [
         ("runs/b/model", "--references: expected NAME=CHECKPOINT[,weight=W]"),
         ("=runs/b", "--references: expected NAME=CHECKPOINT[,weight=W]"),
-        ("b=x,weight=1,weight=2", "--references: expected NAME=CHECKPOINT[,weight=W]"),
-        ("b=x,wait=1", "weight, dtype, embeddings, place after the checkpoint, got wa"),
-        ("b=x,weight=much", "--references b: expected a number as its weight, got 'mu"),
-        ("b=x,weight=-1", "--references b: weight of reference b: expected a number o"),
-        ("k3=x", "--references k3: expected a name of letters"),
-        ("b=x,dtype=int4", "b: dtype: expected one of 'float32', 'bfloat16'"),
-        ("b=x,embeddings=int8", "embeddings: expected one of 'float32', 'bfloat16'"),
-        ("b=x,embeddings=float16", "b: embeddings: expected None where dtype is float"),
-        ("b=x,place=moon", "--references b: place: expected policy, AXIS=SIZE"),
+        ("b=x,weight=1,weight=2", "got weight twice; give each once"),
+        (
+            "b=x,wait=1",
+            "dtype, embeddings, place, weight before an equals sign, got wa",
+        ),
+        (
+            "b=x,weight=much",
+            "'b=x,weight=much': expected weight to be a number, got 'm",
+        ),
+        ("b=x,weight=-1", "weight of reference b: expected a number o"),
+        ("k3=x", "expected a name of letters"),
+        (
+            "b=x,dtype=int4",
+            "expected dtype to be float32 or bfloat16 or float16 or int8",
+        ),
+        ("b=x,embeddings=int8", "expected embeddings to be float32 or bfloat16 or f"),
+        ("b=x,embeddings=float16", "embeddings: expected None where dtype is float32"),
+        (
+            "b=x,place=moon",
+            "'b=x,place=moon': place: place: expected policy, AXIS=SIZE",
+        ),
     ],
 )
 def test_a_word_that_is_no_reference_is_told_what_one_is(text, message):

@@ -93,7 +93,7 @@ def test_the_limit_of_a_row(tmp_path):
     assert start.limit(16) == 16
     assert start.limit(3) == 3
     message = (
-        "at most the context of the model, 16 tokens, got 17; change it, or leave it"
+        "max_length: expected a number of at most 16, got 17; the model's context has"
     )
     with pytest.raises(InputError, match=message) as learned:
         start.limit(17)
@@ -118,9 +118,11 @@ def test_the_limit_of_rotary_positions_is_said_to_be_an_option(tmp_path):
         tokenizer=toy_files.tokenizer(),
     )
     start = pretrained.described(str(tmp_path / "model"))
-    with pytest.raises(InputError, match=f"16 tokens, got 17.*{longer} of type yarn"):
+    with pytest.raises(
+        InputError, match=f"at most 16, got 17; .*{longer} of type yarn"
+    ):
         start.limit(17)
-    with pytest.raises(InputError, match=f"so that a prompt has room.*{longer}"):
+    with pytest.raises(InputError, match=f"has to hold a prompt too.*{longer}"):
         start.room(max_new_tokens=16)
     file = tmp_path / "model" / "config.json"
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

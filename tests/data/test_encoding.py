@@ -140,9 +140,9 @@ def test_text_blocks_share_one_token(tokenizer):
     assert blocks == [((), [3, 4, 5, 6]), ((), [6, 3, 4, 5]), ((), [5, 6])]
     even = encoding.encode_text(tokenizer, "a b c d a b c", block_size=4)
     assert even == [((), [3, 4, 5, 6]), ((), [6, 3, 4, 5])]
-    with pytest.raises(InputError, match="a text of at least 2 tokens, got 1"):
+    with pytest.raises(InputError, match=r"tokens of the text: .* at least 2, got 1"):
         encoding.encode_text(tokenizer, "a", block_size=4)
-    with pytest.raises(InputError, match="a block size of at least 2 tokens, got 1"):
+    with pytest.raises(InputError, match=r"tokens of a block: .* at least 2, got 1"):
         encoding.encode_text(tokenizer, "a b c", block_size=1)
 
 

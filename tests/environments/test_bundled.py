@@ -139,7 +139,7 @@ def test_houses_hang_together_and_differ():
     for house in houses:
         assert sum(map(len, house.doors.values())) == 2 * 5  # a tree of six
         assert len({house.start, house.key, house.exit}) == 3
-    with pytest.raises(ValueError, match="num_rooms: expected 2 to 8, got 9"):
+    with pytest.raises(ValueError, match=r"num_rooms: .* at most 8, got 9"):
         rooms.build(0, num_rooms=9)
 
 

@@ -271,7 +271,7 @@ def test_commands_that_cannot_be_planned(words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--chip=abacus"], r"chip: expected one of v5e, .*, got 'abacus'"),
+        (["--chip=abacus"], "chip: expected one of 'v5e', .*, got 'abacus'"),
         (["--placement.policy=fsdp=3"], r"multiply to the 8 devices, got .* = 3"),
         (["--num-minibatches=3"], r"num_minibatches to divide the 16 rows"),
         (["--placement.critic=last"], r"--placement.critic: expected a plan of one"),

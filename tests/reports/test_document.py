@@ -115,7 +115,10 @@ def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, 
         (["RUN", "--html", "pipe"], "got no regular file"),
         (["none", "--html", "x.html"], "expected the folder of a run"),
         (["RUN", "--html", "x.html", "--metrics", "kl"], "got kl, which none has"),
-        (["RUN", "--watch", "--port", "70000"], "expected 0 to 65535"),
+        (
+            ["RUN", "--watch", "--port", "70000"],
+            "--port: expected a number of at least 0 and of at most 65535",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -243,7 +243,7 @@ def test_recorded_runs(run, expected):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"window": 3}, "window: expected at least 4 values"),
+        ({"window": 3}, "window: expected a number of at least 4"),
         ({"drift": 0.0}, "drift: expected a finite number above 0, got 0"),
         ({"entropy": math.inf}, "entropy: expected a finite number above 0, got inf"),
     ],

@@ -156,7 +156,7 @@ def test_a_cell_whose_trainer_changes_is_another_sweep(tmp_path):
         ({"trainr": "ppo"}, "got trainr; did you mean trainer?"),
         ({"trainer": []}, "expected a list of values for trainer of the grid"),
         ({"trainer": ["ppo", 3]}, "expected each trainer as a name"),
-        ({"trainer": ["ppo", "ppo"]}, "expected cells with different names"),
+        ({"trainer": ["ppo", "ppo"]}, "expected each cell to have a name of its own"),
         (
             {"trainer": [{"label": "a", "lam": 1}]},
             "got None of the cell trainer=a,kl_coef=0; name one",
@@ -186,18 +186,18 @@ def test_a_cell_whose_trainer_changes_is_another_sweep(tmp_path):
         ({"grid": {"how": [{"label": "\u4e00" * 100, "lam": 1}]}}, "at most 200 bytes"),
         ({"grid": {"kl_coef": []}}, "a list of values for kl_coef of the grid, got []"),
         ({"grid": {"kl_coef": 0.5}}, "a list of values for kl_coef of the grid, got 0"),
-        ({"grid": {"kl_coef": [1, 1.0]}}, "cells with different names"),
+        ({"grid": {"kl_coef": [1, 1.0]}}, "each cell to have a name of its own"),
         ({"grid": {"how": [{"kl_coef": 1}]}}, "expected label = TEXT in each value of"),
         (
             {"grid": {"kl_coef": [1], "how": [{"label": "a", "kl_coef": 1}]}},
             "or in one list of the grid, got kl_coef in two",
         ),
-        ({"measures": {"score": 3}}, "the measure score as a metric"),
-        ({"measures": {"score": {"metric": "a", "summary": "b"}}}, "the measure score"),
-        ({"measures": {"score": {"metric": "a", "last": 0}}}, "the measure score"),
+        ({"measures": {"score": 3}}, "got 'score' = 3; correct it"),
+        ({"measures": {"score": {"metric": "a", "summary": "b"}}}, "got 'score' = {"),
+        ({"measures": {"score": {"metric": "a", "last": 0}}}, "got 'score' = {"),
         (
             {"measures": {"a b": "c"}},
-            "of letters, digits and _ that claims call",
+            "with a NAME of letters, digits and _, got 'a b'",
         ),
     ],
 )

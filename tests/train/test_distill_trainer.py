@@ -176,9 +176,9 @@ def test_a_teacher_of_other_tokens_is_refused_by_its_small_files(tmp_path):
     for teacher, message in {
         folder("ids", words=toy_files.WORDS[::-1]): "teacher .*: expected the policy's",
         folder("small", vocab_size=23, words=toy_files.WORDS[:-1]): (
-            "--reference .*: expected a model that reads .*, got vocab_size 23 for 24"
+            "teacher .*: expected a model that reads .*, got vocab_size 23 for 24"
         ),
-        folder("short", positions=8): "--reference .*, got max_positions 8 for 16",
+        folder("short", positions=8): "teacher .*, got max_positions 8 for 16",
     }.items():
         with pytest.raises(InputError, match=message) as error:
             frozen_models.check_teacher(teacher, student=student, tokenizer=None)
@@ -209,7 +209,7 @@ def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkey
         ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
         (
             "--ptx-coef=1",
-            "expected --ptx and --ptx-coef together, got None and 1; give both",
+            "--ptx-coef: expected --ptx with it, which it belongs to, got none; give",
         ),
         ("--num-shown=-1", "num_shown: expected a finite number, 0 or more"),
         ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),

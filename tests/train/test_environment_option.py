@@ -234,7 +234,7 @@ def test_reinforce_has_rewards_of_turns(files):
         ),
         (
             ["--environment=maze"],
-            "expected calculator, guessing, programming, rooms or",
+            "--environment: expected one of 'calculator', 'guessing',",
         ),
         (
             ["--environment=test_environment_option:Dark"],
@@ -249,6 +249,40 @@ def test_what_is_refused(files, capsys, options, message):
     assert stop.value.code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert not (files / "run").exists()
+
+
+def letters(prompts, responses, rows):
+    return [float(len(response)) for response in responses]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        "--reward=test_environment_option:letters",
+        "--rewards env=environment,weight=0 "
+        "other=function:test_environment_option:letters",
+    ],
+)
+def test_a_failed_episode_is_left_out_whatever_reward_counts(files, rewards):
+    options = (environment("Flaky"), *rewards.split(), "--num-steps=2")
+    run = train(files, "run", *GROUPS, *options)
+    left_out = [row["reward/left_out"] for row in rows_of(run)]
+    assert sorted(left_out) == [0, 0.5]  # the group of a row that is never answered
+    failed = "reward/env/failed" if "env=" in rewards else "reward/failed"
+    assert left_out == [row[failed] for row in rows_of(run)]
+
+
+@pytest.mark.parametrize(
+    "ahead", [(), pytest.param(("--max-staleness=1",), marks=pytest.mark.slow)]
+)
+def test_the_reference_plays_episodes_beside_the_policy(files, ahead):
+    options = ("--sample-reference", "--num-steps=2", "--sample-every=1")
+    run = train(files, "run", *GROUPS, *options, *ahead)
+    samples = metrics.read(run / "samples.jsonl")
+    assert any("⟦" in sample["reference"] for sample in samples)
+    for sample in samples:
+        if sample["step"] == 0:  # with the same keys
+            assert sample["reference"] == sample["response"]
 
 
 def test_an_environment_that_answers_nothing_stops_the_run(files, capsys):

@@ -443,8 +443,8 @@ def refused(capsys, files, out, *argv, reference=None):
             "expected one of --reward, --verifier, --reward-model and --environment, "
             "or none, got --reward measures:length and --verifier exact",
         ),
-        ("--ks 1 5", "--ks: expected 1 to the 4 samples of --num-samples, got 5"),
-        ("--ks 0", "--ks: expected 1 to the 4 samples of --num-samples, got 0"),
+        ("--ks 1 5", "--ks: expected a number of at least 1 and of at most 4, got 5"),
+        ("--ks 0", "--ks: expected a number of at least 1 and of at most 4, got 0"),
         ("--judge=measures:longer", "--judge measures:longer: expected --reference"),
         ("--num-workers=2", "--num-workers: expected --verifier or --env"),
         (
@@ -454,7 +454,7 @@ def refused(capsys, files, out, *argv, reference=None):
         ("--on-failure=stop", "--on-failure: expected --verifier or --env"),
         (
             "--num-texts=7",
-            "--num-texts: expected --texts with it, which it belongs to, got 7 without",
+            "--num-texts: expected --texts with it, which it belongs to, got none",
         ),
         (
             "--answer-field=right",
@@ -463,17 +463,20 @@ def refused(capsys, files, out, *argv, reference=None):
         ),
         (
             "--verifier=exact,unmarked=last_number",
-            "--verifier exact: expected unmarked with gsm8k alone, got last_number",
+            "unmarked=last_number: expected none with --verifier exact, as gsm8k alone",
         ),
         (
             "--placement.policy=data=4",
             "--batch-size: expected a multiple of 4, the devices that share the",
         ),
-        ("--verifier=gsm9k", "--verifier: expected gsm8k, integer, exact or module:"),
+        (
+            "--verifier=gsm9k",
+            "--verifier: expected one of 'gsm8k', 'integer', 'exact', 'mod",
+        ),
         ("--verifier=gsm8k", "prompts.jsonl:1: expected #### and a number at the end"),
         ("--reward=measures:none", "measures:none: expected a function none"),
         ("--max-new-tokens=14", "prompts.jsonl:2: expected at most 2 tokens, got 3"),
-        ("--max-new-tokens=16", "--max-new-tokens: expected less than the context"),
+        ("--max-new-tokens=16", "--max-new-tokens: expected a number below 16"),
         ("--prompt-field=q", "prompts.jsonl:1: expected a field 'q'"),
         ("--temperature=0", "temperature: expected a finite number above 0, got 0"),
         ("--texts=/nowhere.txt", "/nowhere.txt: expected a readable file"),

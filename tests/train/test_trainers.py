@@ -371,7 +371,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=json:dumps", "--buckets", "2", "13"),
-                "--buckets: expected at most 12 tokens, the context of 16 less",
+                "--buckets: expected a number of at most 12, got",
             ),
             (
                 ("--reward=json:dumps", "--buckets=2"),
@@ -379,7 +379,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=json:dumps", "--max-new-tokens=1000000000"),
-                "--max-new-tokens: expected less than the context of the model, 16",
+                "--max-new-tokens: expected a number below 16",
             ),
             (
                 ("--reward=json:dumps", "--temperature=0"),
@@ -446,7 +446,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--judge-failure=warn"),
-                "--judge-failure warn: expected a --judge that may fail, got none",
+                "--judge-failure warn: expected --judge with it",
             ),
             (
                 ("--reward=m:f", "--lifecycle.kl-every=0"),
@@ -686,12 +686,16 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
         (
             PAIR,
             ("--normalise=samples,max_new_tokens=1000000000",),
-            "--max-new-tokens: expected less than the context of the model, 16 tok",
+            "--max-new-tokens: expected a number below 16",
         ),
         (PAIR, ("--max-length=5",), "expected at most 5 tokens, got 7"),
         (PAIR, ("--max-length=17",), "at most the context of the model, 16 tokens"),
         (PAIR, ("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
-        (PAIR, ("--held-out=1",), "expected a share to hold out in [0, 1), got 1.0"),
+        (
+            PAIR,
+            ("--held-out=1",),
+            "share to hold out: expected a number of at least 0 and below 1",
+        ),
         (PAIR, ("--held-out=0.9",), "expected rows to train on beside 2 held out"),
         (
             PAIR,
@@ -728,7 +732,7 @@ def test_pairs_that_the_reward_model_refuses(
         ),
         (
             ("--model=MODEL", "--schedule=cosine,warmup=1"),
-            "warmup to be a share in [0, 1)",
+            "warmup of --schedule: expected a number of at least 0 and below 1",
         ),
         (("--model=MODEL", "--micro-batch-size=3"), "micro_batch_size to divide the 4"),
         (

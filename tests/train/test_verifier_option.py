@@ -62,23 +62,26 @@ def test_a_verifier_of_the_users(own_module):
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("fields", "message"),
     [
-        (Verifier("gsm"), "--verifier: expected gsm8k, integer, exact or module:f"),
-        (Verifier("no_such:f"), "ModuleNotFoundError"),
         (
-            Verifier("exact", unmarked="last_number"),
-            "--verifier exact: expected unmarked with gsm8k alone, got last_number",
+            {"name": "gsm"},
+            "--verifier: expected one of 'gsm8k', 'integer', 'exact', 'mo",
+        ),
+        ({"name": "no_such:f"}, "ModuleNotFoundError"),
+        (
+            {"name": "exact", "unmarked": "last_number"},
+            "unmarked=last_number: expected none with --verifier exact, as gsm8k alone",
         ),
         (
-            Verifier("own_verifiers:has_dog", answer_field="right"),
-            "--verifier own_verifiers:has_dog: expected no answer_field",
+            {"name": "own_verifiers:has_dog", "answer_field": "right"},
+            "answer_field=: expected none with --verifier own_verifiers:has_dog",
         ),
     ],
 )
-def test_what_is_refused(own_module, choice, message):
+def test_what_is_refused(own_module, fields, message):
     with pytest.raises(InputError, match=message):
-        make_verifier(choice)
+        make_verifier(Verifier(**fields))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.data.packing import first_fit
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
 from rlhf_jax.models.packing import NONE, Packing
 
 HostArray = Any  # NumPy's
@@ -36,12 +36,11 @@ class Form:
     group_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < self.width:
-            raise InputError(
-                f"max_tokens_per_device of --packing: expected at least the "
-                f"{self.width} tokens of a packed row, got {self.max_tokens}; raise "
-                f"it, or pack narrower rows"
-            )
+        checks.within(
+            least=self.width,
+            advice="a packed row has as many tokens; raise it, or pack narrower rows",
+            **{"max_tokens_per_device of --packing": self.max_tokens},
+        )
 
     @property
     def minibatch(self) -> int:
@@ -110,11 +109,12 @@ def fill(lengths: HostArray, *, form: Form) -> Bins:
       InputError: a text is longer than a packed row.
     """
     sizes, _, reads = needed(lengths, form=form)
-    if sizes.max(initial=0) > form.width:
-        raise InputError(
-            f"width of --packing: expected at least the longest row, {sizes.max()} "
-            f"tokens, got {form.width}; make packed rows wider, or leave it out"
-        )
+    checks.within(
+        least=sizes.max(initial=0),
+        advice="the longest row has as many tokens; make packed rows wider, or leave "
+        "it out",
+        **{"width of --packing": form.width},
+    )
     if form.group_size == 1:
         ranked = [int(row) for row in np.argsort(-sizes, kind="stable") if sizes[row]]
         places = first_fit([int(sizes[row]) for row in ranked], width=form.width)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
 
 ADVICE = {
     "weight_drift": "raise kl_coef or lower the policy's learning rate",
@@ -72,11 +71,7 @@ class Limits:
     """Names of alarms that stop the run; trust is all of trust_*."""
 
     def __post_init__(self) -> None:
-        if self.window < 4:
-            raise InputError(
-                f"window: expected at least 4 values, two in each half, got "
-                f"{self.window}; take more"
-            )
+        checks.within(least=4, advice="each half needs two values", window=self.window)
         checks.non_negative(trust_age=self.trust_age)
         for name, limit in vars(self).items():
             if limit is not None and name not in ("stop", "trust_age"):

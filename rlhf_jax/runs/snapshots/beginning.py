@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
 from rlhf_jax.runs.snapshots import files, proof, resume
 from rlhf_jax.runs.snapshots.integrity import DamagedError
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
@@ -60,12 +60,8 @@ def begin(
         return Beginning(step, arrays, saved.get(ROWS), went_back)
 
     def gone_back(step: int) -> Beginning:
-        steps = snapshots.steps()
-        if step not in (0, *steps):
-            raise InputError(
-                f"--resume-from: expected 0, the start of {name}, or one of its "
-                f"snapshots {steps}, got {step}; give one of them"
-            )
+        steps = (0, *snapshots.steps())
+        checks.one_of(among=steps, **{f"--resume-from, a snapshot of {name}": step})
         if step == 0:
             frozen.check(state)
             beginning = Beginning(0, state, None, went_back=True)

@@ -119,11 +119,9 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
           DamagedError: it is not what was saved; names what differs.
         """
         self._wait()
-        if step not in self._manager.all_steps():
-            raise InputError(
-                f"{self._folder}: expected one of the snapshots {self.steps()}, got "
-                f"{step}"
-            )
+        checks.one_of(
+            among=tuple(self.steps()), **{f"snapshot in {self._folder}": step}
+        )
         where = self._folder / str(step)
         # By the first process for all: orbax has them wait for each other.
         first = processes.is_first()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +45,12 @@ class Batch:
             ("width", width, least),
             ("max_tokens_per_device", most, max(least, width or 0)),
         ):
-            if tokens is not None and tokens < at_least:
-                raise InputError(
-                    f"--packing: expected {name} of at least {at_least} tokens, which "
-                    f"the longest packed row has (--max-new-tokens is "
-                    f"{self.max_new_tokens}), got {tokens}; raise it, or lower "
-                    f"--max-new-tokens"
-                )
+            checks.within(
+                least=at_least,
+                advice=f"the longest packed row has as many tokens; raise it, or lower "
+                f"--max-new-tokens ({self.max_new_tokens})",
+                **{f"{name} of --packing": tokens},
+            )
 
     def room(self, room: int) -> tuple[int, str]:
         """Tokens that a prompt may have, and for errors how it may have more."""

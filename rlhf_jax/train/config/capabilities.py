@@ -5,15 +5,14 @@ It makes the check, its message, the matrix in the README and the tests.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.lifecycle import FROZEN
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.optimizer import POLICY, REWARD_MODEL
 from rlhf_jax.train.config.sampler import Here, Server
 
@@ -192,12 +191,9 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
 }
 
 
-def _first(choices: Callable[[Config], Mapping[str, bool]], c: Config) -> str | None:
-    return next((option for option, chosen in choices(c).items() if chosen), None)
-
-
 FEATURES: Mapping[str, Callable[[Config], str | None]] = {
-    name: functools.partial(_first, choices) for name, choices in CHOICES.items()
+    name: lambda c, choices=choices: pairs.first(choices(c))
+    for name, choices in CHOICES.items()
 }
 """The first option that a config chooses a feature by, or None where it does not."""
 
@@ -270,9 +266,4 @@ def check(config: Config) -> None:
       InputError: names both options and the reason.
     """
     for (one, other), reason in TABLE.items():
-        first, second = FEATURES[one](config), FEATURES[other](config)
-        if first is not None and second is not None:
-            raise InputError(
-                f"{first}: expected none with {second}, as {reason}; leave one of them "
-                f"out"
-            )
+        pairs.exclude(CHOICES[one](config), CHOICES[other](config), reason=reason)

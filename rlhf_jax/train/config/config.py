@@ -9,7 +9,6 @@ On the command line groups have no prefix, but for `placement.`, `lifecycle.` an
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from typing import Annotated, Any, ClassVar
 
@@ -25,12 +24,12 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place, RolloutPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.train.config import capabilities
+from rlhf_jax.train.config import capabilities, pairs
 from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.optimizer import Critic, Optimizer
 from rlhf_jax.train.config.prompts import Prompts
 from rlhf_jax.train.config.reference import KL, Reference
-from rlhf_jax.train.config.rewards import Reward, Rewards, Verifier
+from rlhf_jax.train.config.rewards import Environment, Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling
 from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.watch import Watch
@@ -39,7 +38,7 @@ FLAT = tyro.conf.arg(name="")  # of a group whose options have no prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradientConfig(RunConfig, abc.ABC):
+class PolicyGradientConfig(RunConfig):
     """What every policy gradient is asked; each method adds its recipe."""
 
     start: Annotated[Start, FLAT]
@@ -72,6 +71,8 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
 
     name: ClassVar[str]
     """Of the method: its command, its stage and its snapshots."""
+    makes: ClassVar[type[PolicyGradient]]
+    """The algorithm of the recipe, which has its fields."""
     default_kl_coef: ClassVar[float] = 0.05
     needs_reward: ClassVar[bool] = True
     """Whether there is nothing to learn from without a reward."""
@@ -91,30 +92,48 @@ class PolicyGradientConfig(RunConfig, abc.ABC):
                 "expected a reward, got none; give one of --reward-model, --reward, "
                 "--verifier, --rewards and --environment"
             )
+        environment = self.sampler.environment is not None
+        own = {
+            f"--rewards {reward}": isinstance(reward.source, Environment)
+            for reward in self.sources
+        }
+        pairs.need(own, "--environment", has=environment)
         self.rewards.refuse_unread(
-            has_pool=self.sampler.environment is not None
+            has_pool=environment
             or any(isinstance(reward.source, Verifier) for reward in self.sources)
         )
-        max_staleness = self.sampler.max_staleness
-        if max_staleness is not None and max_staleness > max(0, self.num_steps - 1):
-            raise InputError(
-                f"--max-staleness: expected less than the {self.num_steps} of "
-                f"--num-steps, as no policy is older than the first, got "
-                f"{max_staleness}; lower it"
-            )
-        if (self.data.ptx is None) != (self.method.ptx_coef == 0):
-            raise InputError(
-                f"expected --ptx and --ptx-coef together, got {self.data.ptx} and "
-                f"{self.method.ptx_coef:g}; give both, or neither"
-            )
+        checks.within(
+            most=max(0, self.num_steps - 1),
+            advice="no policy is older than the first of --num-steps; lower it",
+            **{"--max-staleness": self.sampler.max_staleness},
+        )
+        ptx, coef = self.data.ptx, self.method.ptx_coef
+        pairs.need({"--ptx": ptx is not None}, "--ptx-coef", has=coef != 0)
+        pairs.need({"--ptx-coef": coef != 0}, "--ptx", has=ptx is not None)
+        pages = getattr(self.sampler.sampler, "cache_pages", None)
+        pairs.need(
+            {"cache_pages of --sampler": pages is not None},
+            "--continuous-batching",
+            has=self.method.continuous_batching is not None,
+        )
+        # As `PolicyGradient` checks them, but before a model is loaded.
+        fixed = self.method.fixed_length
+        checks.within(
+            below=self.batch.max_new_tokens,
+            advice="no longer response is drawn; lower it, or raise --max-new-tokens",
+            **{
+                "truncate_after of --fixed-length": fixed and fixed.truncate_after,
+                "--scores.overlong-after": self.method.scores.overlong_after,
+            },
+        )
         self.kl.kl_control.controller(
             self.kl_coef, num_steps=self.num_steps
         )  # or raises
         capabilities.check(self)
 
-    @abc.abstractmethod
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+        return self.makes(**vars(self.recipe), **shapes)
 
     @property
     def critic(self) -> Critic | None:

@@ -206,11 +206,12 @@ class Optimizer:
     def __post_init__(self) -> None:
         checks.positive(learning_rate=self.learning_rate)
         checks.positive(max_grad_norm=self.max_grad_norm)
-        warmup = self.schedule.warmup
-        if not 0 <= warmup < 1:
-            raise InputError(
-                f"--schedule: expected warmup to be a share in [0, 1), got {warmup}"
-            )
+        checks.within(
+            least=0,
+            below=1,
+            advice="it is a share of the updates; choose 0.1",
+            **{"warmup of --schedule": self.schedule.warmup},
+        )
 
     def make(self, updates: int) -> optax.GradientTransformation:
         """The chain of a run of so many updates: clip, rule, learning rate."""

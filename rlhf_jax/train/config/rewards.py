@@ -18,8 +18,11 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.ensembles import Combine
 from rlhf_jax.runs import choices
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.watch import refuse_twice
 from rlhf_jax.verification.user_objects import OnFailure
+
+VERIFIERS = ("gsm8k", "integer", "exact", "module:function")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +39,17 @@ class Model:
                 f"reward model: expected different checkpoints with + between them, "
                 f"got {'+'.join(self.paths)!r}; name each once"
             )
-        if self.std_coef is not None:
-            checks.non_negative(std_coef=self.std_coef)
-            if self.combine != "mean_minus_std":
-                raise InputError(
-                    f"reward model: expected combine=mean_minus_std with std_coef, "
-                    f"which reads it, got combine={self.combine}; give both, or neither"
-                )
-        if len(self.paths) < 2 and self.combine != "mean":
-            raise InputError(
-                f"reward model: expected several checkpoints A+B with "
-                f"combine={self.combine}, got one; name more, or leave it out"
-            )
+        checks.non_negative(std_coef=self.std_coef)
+        pairs.need(
+            {"std_coef= of a reward model": self.std_coef is not None},
+            "combine=mean_minus_std",
+            has=self.combine == "mean_minus_std",
+        )
+        pairs.need(
+            {f"combine={self.combine}": self.combine != "mean"},
+            "several checkpoints A+B",
+            has=len(self.paths) > 1,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,26 @@ class Verifier:
     name: str
     answer_field: str = "answer"
     unmarked: Literal["wrong", "last_number"] = "wrong"
+
+    def __post_init__(self) -> None:
+        if not self.is_function:
+            checks.one_of(among=VERIFIERS, **{"--verifier": self.name})
+        chosen = f"--verifier {self.name}"
+        pairs.exclude(
+            {f"unmarked={self.unmarked}": self.unmarked != "wrong"},
+            {chosen: self.name != "gsm8k"},
+            reason="gsm8k alone looks for a mark",
+        )
+        pairs.exclude(
+            {"answer_field=": self.answer_field != "answer"},
+            {chosen: self.is_function},
+            reason="the function reads the row itself",
+        )
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a function of the user's, module:function."""
+        return ":" in self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +180,12 @@ class Workers:
 
     def refuse_unread(self, *, has_pool: bool) -> None:
         """Refuses a set option of a run without a verifier or environment."""
-        for field in () if has_pool else _WORKERS:
-            value = getattr(self, field.name)
-            if value != field.default:
-                raise InputError(
-                    f"--{field.name.replace('_', '-')}: expected --verifier or "
-                    f"--environment with it, which it belongs to, got {value} without; "
-                    f"give both, or leave it out"
-                )
+        chosen = {
+            f"--{field.name.replace('_', '-')}": getattr(self, field.name)
+            != field.default
+            for field in _WORKERS
+        }
+        pairs.need(chosen, "--verifier or --environment", has=has_pool)
 
 
 _WORKERS = dataclasses.fields(Workers)

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.policy_gradient.corrections import Truncate
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
+from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import PAGE_SIZE, Cache, ModelConfig
@@ -29,15 +30,9 @@ class Here:
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        checks.positive(page_size=self.page_size)
-        for name in ("cache_pages", "prefill_chunk"):
-            if (number := getattr(self, name)) is not None:
-                checks.positive(**{name: number})
-        if self.embeddings is not None and self.dtype != "int8":
-            raise InputError(
-                f"--sampler: expected embeddings with dtype=int8 alone, got "
-                f"{self.embeddings} with {self.dtype}; leave it out"
-            )
+        checks.positive(page_size=self.page_size, cache_pages=self.cache_pages)
+        checks.positive(prefill_chunk=self.prefill_chunk)
+        Storage(self.dtype, self.embeddings)  # or raises
 
     def sampled(self, model: ModelConfig) -> ModelConfig:
         """The model with the KV cache that responses are sampled with."""
@@ -109,6 +104,9 @@ class Server:
 Sampler = Here | Process | Server
 
 
+ENVIRONMENTS = ("calculator", "guessing", "programming", "rooms", "module:name")
+
+
 @dataclasses.dataclass(frozen=True)
 class Episodes:
     """Episodes of several turns in an environment."""
@@ -120,12 +118,13 @@ class Episodes:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
+        if ":" not in self.name:
+            checks.one_of(among=ENVIRONMENTS, **{"--environment": self.name})
+        checks.positive(max_turns=self.max_turns, seconds=self.seconds)
         checks.positive(
-            max_turns=self.max_turns, observation_chunk=self.observation_chunk
+            max_turn_tokens=self.max_turn_tokens,
+            observation_chunk=self.observation_chunk,
         )
-        for name in ("max_turn_tokens", "seconds"):
-            if (number := getattr(self, name)) is not None:
-                checks.positive(**{name: number})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

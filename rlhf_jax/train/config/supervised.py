@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.devices.placement import WITH_POLICY, Place, PolicyPlacement
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.runs.run_config import RunConfig
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.optimizer import Optimizer
 from rlhf_jax.train.config.reference import Stored
@@ -97,11 +97,11 @@ class SupervisedConfig(RunConfig):
         super().__post_init__()
         checks.positive(num_steps=self.num_steps)
         stored = self.reference.reference_storage != frozen_models.COPY
-        if stored and self.start.lora is None and not self.has_reference:
-            raise InputError(
-                f"--reference-storage: expected --lora, whose base is stored so, or a "
-                f"reference, got neither with rlhf-jax {self.name}; leave it out"
-            )
+        pairs.need(
+            {"--reference-storage": stored},
+            "--lora or a reference",
+            has=self.start.lora is not None or self.has_reference,
+        )
 
     @property
     def stage(self) -> str:

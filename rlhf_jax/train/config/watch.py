@@ -11,6 +11,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
+from rlhf_jax.train.config import pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +117,5 @@ class Watch(WatchTexts):
             num_alternatives=self.num_alternatives,
             held_out_samples=self.held_out_samples,
         )
-        if self.judge is None and self.judge_failure != "stop":
-            raise InputError(
-                f"--judge-failure {self.judge_failure}: expected a --judge that may "
-                f"fail, got none; name one, or leave it out"
-            )
+        failure = {"--judge-failure warn": self.judge_failure != "stop"}
+        pairs.need(failure, "--judge", has=self.judge is not None)

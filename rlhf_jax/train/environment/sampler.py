@@ -25,6 +25,7 @@ from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.environments.programming import Programming
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.environments.rooms import Rooms
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -37,7 +38,6 @@ from rlhf_jax.train.environment.rows import ReadRows, read_begun
 
 Array = jax.Array
 Params = Any
-NAMES = "calculator, guessing, programming, rooms"
 
 
 class Drawn(NamedTuple):
@@ -150,12 +150,12 @@ class OpenedEnvironment:
           InputError: there is no such environment, or a turn has no room.
         """
         turn_tokens = options.max_turn_tokens
-        if turn_tokens is not None and turn_tokens > max_new_tokens:
-            raise InputError(
-                f"--environment: expected max_turn_tokens of at most the "
-                f"{max_new_tokens} tokens of --max-new-tokens, the room of a whole "
-                f"episode, got {turn_tokens}; lower it, or raise --max-new-tokens"
-            )
+        checks.within(
+            most=max_new_tokens,
+            advice="an episode has the tokens of --max-new-tokens; raise those, or "
+            "lower it",
+            **{"max_turn_tokens of --environment": turn_tokens},
+        )
         self._pool = stack.enter_context(
             EnvironmentPool(make_environment(options.name), **pool.of_pool)
         )
@@ -256,10 +256,6 @@ def make_environment(name: str) -> Environment:
             return Programming()
         case "rooms":
             return Rooms()
-    if ":" not in name:
-        raise InputError(
-            f"--environment: expected {NAMES} or module:name, got {name!r}; choose one"
-        )
     make, cause = command_line.load_function(name, kind="class"), None
     try:
         environment = make()

@@ -10,6 +10,7 @@ from rlhf_jax.evaluation.figures import Kind
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.prompts import AskedPrompts
 from rlhf_jax.train.config.rewards import Verifier, Workers
@@ -100,22 +101,17 @@ class Config(RunConfig):
                 f"share the prompts on {mesh}, got {self.batch_size}; change either"
             )
         for k in self.ks or ():
-            if not 1 <= k <= self.num_samples:
-                raise InputError(
-                    f"--ks: expected 1 to the {self.num_samples} samples of "
-                    f"--num-samples, got {k}; sample more, or leave it out"
-                )
+            checks.within(
+                least=1,
+                most=self.num_samples,
+                advice="raise --num-samples, or leave it out",
+                **{"--ks": k},
+            )
         self._check_scores()
-        if self.texts is None and self.num_texts != NUM_TEXTS:
-            raise InputError(
-                f"--num-texts: expected --texts with it, which it belongs to, got "
-                f"{self.num_texts} without; give both, or leave it out"
-            )
-        if self.judge is not None and self.reference is None:
-            raise InputError(
-                f"--judge {self.judge}: expected --reference with it, whose responses "
-                f"the policy's are compared with, got none; give one, or leave it out"
-            )
+        num_texts = {"--num-texts": self.num_texts != NUM_TEXTS}
+        pairs.need(num_texts, "--texts", has=self.texts is not None)
+        judge = {f"--judge {self.judge}": self.judge is not None}
+        pairs.need(judge, "--reference", has=self.reference is not None)
 
     def _check_scores(self) -> None:
         """Raises InputError for what cannot score these responses together."""
@@ -127,17 +123,17 @@ class Config(RunConfig):
                 f"its own"
             )
         self.workers.refuse_unread(has_pool=self.kind in ("verifier", "environment"))
-        option = self.data.writing_option
-        if self.environment is not None and option is not None:
-            raise InputError(
-                f"{option}: expected none with --environment {self.environment.name}, "
-                f"as it writes its prompts from the rows; leave one of them out"
+        if self.environment is not None:
+            option = self.data.writing_option
+            pairs.exclude(
+                {str(option): option is not None},
+                {f"--environment {self.environment.name}": True},
+                reason="it writes its prompts from the rows",
             )
-        if self.environment is not None and self.environment.seconds is not None:
-            raise InputError(
-                f"--environment: expected no seconds, as figures would depend on the "
-                f"clock, got {self.environment.seconds:g}; leave it out, or limit each "
-                f"turn with --timeout"
+            pairs.exclude(
+                {"seconds= of --environment": self.environment.seconds is not None},
+                {"rlhf-jax evaluate": True},
+                reason="its figures would depend on the clock (--timeout limits turns)",
             )
 
     @property

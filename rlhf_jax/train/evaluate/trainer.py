@@ -20,7 +20,6 @@ from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
@@ -199,6 +198,11 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     frozen.verify_all(beside)
     folder.write_json(job.folder / "results.json", collected)
     results.tell(collected)
+    profile: dict[str, Any] = {}
+    if options.profile is not None:
+        from rlhf_jax.planning import profiled  # of few runs
+
+        profile = profiled.summary(job.folder, profile=options.profile, flops=None)
     seconds = time.perf_counter() - started
     folder.write_summary(
         job.folder,
@@ -208,7 +212,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             "compiled": compile_counts.since(compiled),
             "seconds": seconds,
         }
-        | profiled.summary(job.folder, profile=options.profile, flops=None),
+        | profile,
     )
     print(f"{seconds:.0f} s; results are in {job.folder / 'results.json'}")
 
@@ -263,7 +267,7 @@ def read_asked(
         receipt=receipt,
     )
     readers = {"--reward": options.reward, "--judge": options.judge}
-    if options.verifier is not None and ":" in options.verifier.name:
+    if options.verifier is not None and options.verifier.is_function:
         readers = {"--verifier": options.verifier.name, **readers}
     elif options.verifier is not None:
         receipt.reads(options.verifier.answer_field)

@@ -31,6 +31,7 @@ import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train import commands
@@ -44,6 +45,7 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax distill`."""
 
     name: ClassVar[str] = "distill"
+    makes: ClassVar[type[PolicyGradient]] = Distill
     default_kl_coef: ClassVar[float] = 1.0
     needs_reward: ClassVar[bool] = False  # the teacher alone is enough
     reads_hidden_states: ClassVar[bool] = True
@@ -60,9 +62,9 @@ class Config(PolicyGradientConfig):
                 f"{self.reference.reference}; name one"
             )
 
-    def algorithm(self, **shapes: Any) -> Distill:
-        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
-        return Distill(**vars(self.recipe), rewarded=bool(self.sources), **shapes)
+    def algorithm(self, **shapes: Any) -> PolicyGradient:
+        """The recipe with what a run knows, and whether there is a reward."""
+        return super().algorithm(rewarded=bool(self.sources), **shapes)
 
 
 command = functools.partial(

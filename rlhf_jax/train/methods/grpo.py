@@ -33,6 +33,7 @@ from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms import grpo
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.functional import checks
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.batch import Batch
@@ -50,6 +51,7 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax grpo`."""
 
     name: ClassVar[str] = "grpo"
+    makes: ClassVar[type[PolicyGradient]] = GRPO
     method: Annotated[GroupRecipe, FLAT] = RECIPE
     """Coefficients and choices of GRPO."""
 
@@ -61,10 +63,6 @@ class Config(PolicyGradientConfig):
     def rows_per_prompt(self) -> int:
         """Responses to each prompt of a batch."""
         return self.method.group_size
-
-    def algorithm(self, **shapes: Any) -> GRPO:
-        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
-        return GRPO(**vars(self.recipe), **shapes)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from rlhf_jax.algorithms.nash_md import NashMD, NashMDRecipe
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
@@ -27,6 +28,7 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax nash-md`, which trains on half of a batch."""
 
     name: ClassVar[str] = "nash-md"
+    makes: ClassVar[type[PolicyGradient]] = NashMD
     mixes_reference: ClassVar[bool] = True
     method: Annotated[NashMDRecipe, FLAT] = RECIPE
     """Coefficients and choices of Nash-MD."""
@@ -57,10 +59,6 @@ class Config(PolicyGradientConfig):
     def trained_share(self) -> float:
         """The policy's own responses, not the mixture's."""
         return 0.5
-
-    def algorithm(self, **shapes: Any) -> NashMD:
-        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
-        return NashMD(**vars(self.recipe), **shapes)
 
 
 command = functools.partial(

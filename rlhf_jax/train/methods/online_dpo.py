@@ -16,6 +16,7 @@ import functools
 from typing import Annotated, Any, ClassVar
 
 from rlhf_jax.algorithms.online_dpo import OnlineDPO, OnlineDPORecipe
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.functional import checks
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
@@ -28,6 +29,7 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax online-dpo`."""
 
     name: ClassVar[str] = "online-dpo"
+    makes: ClassVar[type[PolicyGradient]] = OnlineDPO
     default_kl_coef: ClassVar[float] = 0.1
     method: Annotated[OnlineDPORecipe, FLAT] = RECIPE
     """Coefficients and choices of online DPO."""
@@ -48,9 +50,9 @@ class Config(PolicyGradientConfig):
         """Share of the responses that are in a pair."""
         return 2 / self.method.responses_per_pair
 
-    def algorithm(self, **shapes: Any) -> OnlineDPO:
-        """The recipe with what a run knows: shapes, optimizer, β and stop tokens."""
-        return OnlineDPO(**vars(self.recipe), beta=self.kl_coef, **shapes)
+    def algorithm(self, **shapes: Any) -> PolicyGradient:
+        """The recipe with what a run knows, and β."""
+        return super().algorithm(beta=self.kl_coef, **shapes)
 
 
 command = functools.partial(

@@ -41,11 +41,13 @@ from typing import Annotated, Any, ClassVar
 
 import optax
 
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, PPO, Recipe
 from rlhf_jax.devices.placement import Place, Placement
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.train import commands
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
 from rlhf_jax.train.config.optimizer import (
@@ -65,6 +67,7 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax ppo`."""
 
     name: ClassVar[str] = "ppo"
+    makes: ClassVar[type[PolicyGradient]] = PPO
     method: Annotated[Recipe, FLAT] = RECIPE
     """Coefficients and choices of PPO."""
     critic: Critic = Critic()  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -73,13 +76,25 @@ class Config(PolicyGradientConfig):
     """Where each role is: devices, mesh and memory."""
 
     def __post_init__(self) -> None:
+        method, sampler = self.method, self.sampler
+        # First: the default correction would be named, which nobody chose.
+        stale = bool(sampler.max_staleness) and method.sampler_correction is None
+        pairs.exclude(
+            {
+                "--whiten-rewards minibatch": method.whiten_rewards == "minibatch",
+                "--whiten-advantages minibatch": method.whiten_advantages
+                == "minibatch",
+            },
+            {"--max-staleness": stale},
+            reason="the weights that correct for it need whitening over the rollout "
+            "(--sampler-correction ratio has none)",
+        )
         super().__post_init__()
-        warmup = self.method.critic_warmup
-        if warmup >= self.num_steps:
-            raise InputError(
-                f"--critic-warmup: expected less than the {self.num_steps} of "
-                f"--num-steps, got {warmup}; the policy would never learn"
-            )
+        checks.within(
+            below=self.num_steps,
+            advice="the policy would never learn; lower it, or raise --num-steps",
+            **{"--critic-warmup": self.method.critic_warmup},
+        )
 
     @property
     def critic_place(self) -> Place:
@@ -93,10 +108,6 @@ class Config(PolicyGradientConfig):
             "policy_optimizer": self.optimizer.make(learning * self.updates),
             "critic_optimizer": self.critic.make(self.num_steps * self.updates),
         }
-
-    def algorithm(self, **shapes: Any) -> PPO:
-        """The recipe with what a run knows: shapes, optimizers and stop tokens."""
-        return PPO(**vars(self.recipe), **shapes)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
@@ -24,12 +25,9 @@ class Config(PolicyGradientConfig):
     """The options of `rlhf-jax reinforce`."""
 
     name: ClassVar[str] = "reinforce"
+    makes: ClassVar[type[PolicyGradient]] = REINFORCE
     method: Annotated[ReinforceRecipe, FLAT] = RECIPE
     """Coefficients and choices of REINFORCE++."""
-
-    def algorithm(self, **shapes: Any) -> REINFORCE:
-        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
-        return REINFORCE(**vars(self.recipe), **shapes)
 
 
 command = functools.partial(commands.run, Config, description=__doc__)

@@ -83,12 +83,11 @@ def workload_of(
     longest = columns_of(config, options) - options.prompt_length
     responses = (longest,) * rows
     if lengths is not None:
-        if lengths[-1] > longest:
-            raise InputError(
-                f"--lengths: expected responses of at most {longest} tokens, the "
-                f"columns behind --prompt-length, got one of {lengths[-1]}; raise "
-                f"--max-new-tokens or --max-length"
-            )
+        checks.within(
+            most=longest,
+            advice="raise --max-new-tokens or --max-length",
+            **{"tokens of a response in --lengths": lengths[-1]},
+        )
         responses = histogram.spread(lengths, rows=rows)
     batch = Texts(options.prompt_length, responses)
     start = start_of(config, options, target=target)
@@ -141,11 +140,11 @@ def columns_of(config: Config, options: Options) -> int:
     columns = config.data.max_length
     if columns is None:
         columns = _shape(config).max_positions
-    if columns <= options.prompt_length:
-        raise InputError(
-            f"--prompt-length: expected less than the {columns} tokens of a text "
-            f"(--max-length), got {options.prompt_length}; lower it"
-        )
+    checks.within(
+        below=columns,
+        advice="lower it, or raise --max-length",
+        **{"--prompt-length": options.prompt_length},
+    )
     return columns
 
 

@@ -15,6 +15,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
@@ -185,12 +186,8 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
     pages, size = options.cache_pages, options.page_size
     if pages is None:
         return
-    if recipe.continuous_batching is None:
-        raise InputError(
-            f"--sampler: expected --continuous-batching with cache_pages, whose "
-            f"finished responses free their pages, got {pages} without; give both, or "
-            f"leave it out"
-        )
+    places = recipe.continuous_batching
+    assert places is not None  # as a config with pages has it
     sizes = dict(mesh.shape)
     if any(sizes.get(axis, 1) > 1 for axis in ("fsdp", axes.CONTEXT_AXIS)):
         raise InputError(
@@ -201,7 +198,7 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
     shares = sizes.get("data", 1)
     for name, number in {
         "cache_pages of --sampler": pages,
-        "--continuous-batching": recipe.continuous_batching,
+        "--continuous-batching": places,
     }.items():
         if number % shares:
             raise InputError(
@@ -213,9 +210,9 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
     from rlhf_jax.models.generation.page_table import pages_of
 
     least = pages_of(recipe.max_new_tokens, size=size) * shares
-    if pages < least:
-        raise InputError(
-            f"--sampler: expected cache_pages of at least {least} pages of {size} "
-            f"columns, of which a response of {recipe.max_new_tokens} tokens may take "
-            f"{least // shares}, got {pages}; give more, or leave it out"
-        )
+    checks.within(
+        least=least,
+        advice=f"a response of {recipe.max_new_tokens} tokens may take "
+        f"{least // shares} pages of {size} columns; give more, or leave it out",
+        **{"cache_pages of --sampler": pages},
+    )

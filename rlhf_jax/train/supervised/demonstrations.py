@@ -13,6 +13,7 @@ from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.train.config import pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,11 @@ class Demonstrations:
 
     def __post_init__(self) -> None:
         checks.positive(row_width=self.row_width)
-        if self.row_width is not None and self.buckets is not None:
-            raise InputError(
-                f"--row-width: expected no --buckets, as all rows are as wide as the "
-                f"fullest, got {self.buckets}; leave one of them out"
-            )
+        pairs.exclude(
+            {"--row-width": self.row_width is not None},
+            {"--buckets": self.buckets is not None},
+            reason="all packed rows have one width",
+        )
 
     @property
     def widest(self) -> int | None:
@@ -86,10 +87,9 @@ def encode(
     """
     longest = start.limit(options.max_length)
     if isinstance(rows, str):
-        blocks = encoding.encode_text(start.tokenizer, rows, block_size=longest)
-        if receipt is not None:
-            receipt.text(len(blocks), size=longest)
-        return blocks
+        return encoding.encode_text(
+            start.tokenizer, rows, block_size=longest, receipt=receipt
+        )
     limits: dict[str, Any] = {
         "max_length": longest,
         "prompt": options.prompt_field,

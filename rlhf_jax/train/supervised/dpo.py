@@ -54,13 +54,13 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.placement import WITH_POLICY, Place, ReferencePlacement
 from rlhf_jax.functional import masked
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import report, run
 from rlhf_jax.train import commands
+from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.optimizer import Cosine, Optimizer
 from rlhf_jax.train.config.reference import NONE, START, OneReference
@@ -108,26 +108,24 @@ class Config(SupervisedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         place, adapters = self.placement.reference, self.start.lora is not None
-        if adapters and place.apart:
-            raise InputError(
-                f"--placement.reference: expected policy with --lora, where the "
-                f"reference is the policy's base and runs with it, got {place}; leave "
-                f"one of them out"
-            )
+        pairs.exclude(
+            {"--placement.reference": place.apart},
+            {"--lora": adapters},
+            reason="the reference is the policy's base, and runs with it",
+        )
         free_by_kind = self.method.kind in dpo.REFERENCE_FREE
         if self.reference.reference == NONE and not free_by_kind:
             self.method.check_reference_free()
         free = f"--kind {self.method.kind}" if free_by_kind else "--reference none"
-        for option, is_set in {
-            "--reference": self.reference.reference not in (START, NONE),
-            "--precompute": self.reference.precompute,
-            "--placement.reference": place != WITH_POLICY and not adapters,
-        }.items():
-            if is_set and not self.has_reference:
-                raise InputError(
-                    f"{option}: expected none with {free}, where there is no "
-                    f"reference; leave one of them out"
-                )
+        pairs.exclude(
+            {
+                "--reference": self.reference.reference not in (START, NONE),
+                "--precompute": self.reference.precompute,
+                "--placement.reference": place != WITH_POLICY and not adapters,
+            },
+            {free: not self.has_reference},
+            reason="there is no reference",
+        )
 
     @property
     def has_reference(self) -> bool:

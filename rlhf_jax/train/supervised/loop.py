@@ -33,7 +33,7 @@ from rlhf_jax.devices import processes, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.lora import merge
-from rlhf_jax.planning import memory_check, profiled
+from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import drift, frozen
@@ -116,19 +116,20 @@ def main(task: Task[Any]) -> None:
     if "reference" in meta:
         summary["reference_fingerprint"] = meta["reference"]
     plots.draw(job.folder)
-    summary |= profiled.summary(
-        job.folder,
-        profile=config.profile,
-        flops=functools.partial(
+    if config.profile is not None:
+        from rlhf_jax.planning import profiled  # of few runs
+
+        reference = models.reference
+        flops = functools.partial(
             profiled.supervised_flops,
             model=start.model,
             head=task.role == "policy",
             adapters=None if config.start.lora is None else trained,
             reference=None
-            if models.reference is None
-            else frozen.shape_of(models.reference, policy=start.model),
-        ),
-    )
+            if reference is None
+            else frozen.shape_of(reference, policy=start.model),
+        )
+        summary |= profiled.summary(job.folder, profile=config.profile, flops=flops)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     saved = job.folder / "model"

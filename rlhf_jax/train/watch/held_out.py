@@ -18,11 +18,10 @@ from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.functional import statistics
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.scores import Scores, scores_of
+from rlhf_jax.roles.rewards.scores import scores_of
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.responses import environment_reward
 from rlhf_jax.train.rewards import RewardList
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class HeldOut:
         self._data, self._mesh = data, mesh
         self._samples = config.watch.held_out_samples
         self._rewards = rewards(rows=data.rows, prompts=data.written_prompts)
-        self._environment = environment_reward(config)
         self._episodes = {
             greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
         }
@@ -133,7 +131,7 @@ class HeldOut:
                 rollout, scores = episodes(
                     policy, prompts=prompts, key=self._key, version=jnp.int32(0)
                 )
-                early = self._with(self._rewards.begin(rollout), scores)
+                early = self._rewards.begin(rollout, episodes=scores)
             if waiting is not None:
                 yield self._scored(*waiting)
             waiting = rollout, early
@@ -141,10 +139,6 @@ class HeldOut:
             yield self._scored(*waiting)
         if episodes is not None:
             episodes.free()  # of its cache, until the next evaluation
-
-    def _with(self, pooled: Any, scores: Scores) -> Any:
-        name = self._environment
-        return lambda: pooled() | ({} if name is None else {name: scores})
 
     def _scored(self, rollout: Rollout, early: Any) -> tuple[Rollout, HostArray]:
         scores = self._rewards.finish(rollout, early())

@@ -30,6 +30,7 @@ from rlhf_jax.train.programs import Programs, Read
 from rlhf_jax.train.sampling.sampler import Sampler, versions
 
 if TYPE_CHECKING:
+    from rlhf_jax.train.environment.sampler import EpisodeSampler
     from rlhf_jax.train.loop import Loop
     from rlhf_jax.train.watch.held_out import HeldOut
 
@@ -50,11 +51,19 @@ class Watcher:
         held_out: HeldOut | None,
         policy: Pretrained,
         prompts: Sequence[Written],
+        of_reference: EpisodeSampler | None,
     ) -> None:
-        """`texts` are {name: Sequences[M, b, S]}, `prompts` by row of the data set."""
+        """Compiles nothing yet.
+
+        Args:
+          texts: {name: Sequences[M, b, S]}.
+          prompts: by row of the data set.
+          of_reference: draws its episodes; None where it responds to prompts.
+        """
         self._options, self._programs = options, programs
         self._texts, self._judge, self.held_out = texts, judge, held_out
         self._policy, self._prompts = policy, prompts
+        self._of_episodes = of_reference
 
     def before(
         self, policy: Params, shown: Rollout, reference: Frozen | None, *, step: int
@@ -156,7 +165,12 @@ class Watcher:
     ) -> Rollout:
         """The reference's responses to the prompts of a step, with the same keys."""
         prompts, key = loop.prompts[step], loop.key(step)
-        if isinstance(loop.sampler, Sampler) and not loop.config.staleness:
+        if self._of_episodes is not None:
+            responses = self._of_episodes(
+                reference.stored, prompts=prompts, key=key, version=version
+            ).rollout
+            self._of_episodes.free()  # of its cache, until the next samples
+        elif isinstance(loop.sampler, Sampler) and not loop.config.staleness:
             # The version is of nothing: it makes this the policy's program.
             responses = loop.sampler(
                 reference.stored, prompts=prompts, key=key, version=version

@@ -45,7 +45,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
         (
             ppo,
             "--max-staleness=5 --num-steps=5",
-            "--max-staleness: expected less than the 5 of --num-steps",
+            "--max-staleness: expected a number of at most 4, got 5; no policy is",
         ),
         (ppo, "--max-staleness=1 --buckets 8", "with --buckets, as all of its batches"),
         (
