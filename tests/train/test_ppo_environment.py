@@ -100,7 +100,7 @@ def by_hand(files):
 
 
 def test_a_run_is_a_loop_of_episodes_and_learn(files):
-    run = train(files, "run")
+    run = train(files, "run", "--snapshot-every=100")
     by_step, state = by_hand(files)
     rows = metrics.read(run / "metrics.jsonl")
     assert len(rows) == STEPS
