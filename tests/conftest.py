@@ -7,6 +7,9 @@ import gc
 import os
 import signal
 from importlib.metadata import version
+from pathlib import Path
+
+import pytest
 
 # The time of these tests is the compiler's: kernels are neither optimised, nor split
 # for parallel compilation, nor sent through MLIR (half of the time; jaxlib 0.11 has no
@@ -22,55 +25,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # `runs.command_line.main` would keep the programs of tests in the user's home.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
-from pathlib import Path
-from types import SimpleNamespace
-
-import jax
-import numpy as np
-import pytest
-from grain._src.python.dataset.transformations import shuffle
-from jax._src import core
-from jax._src.interpreters import mlir
-from jax.experimental.compilation_cache import compilation_cache
-from matplotlib.figure import Figure
-
-from rlhf_jax.runs import plots
-
-jax.config.update("jax_numpy_rank_promotion", "raise")
-# Tracing leaves many objects that live on; looking for garbage among them, and writing
-# where each operation was asked for into its program, is an eighth of the time.
-gc.set_threshold(100_000, 20, 50)
-jax.config.update("jax_traceback_in_locations_limit", 0)
-# `jnp.asarray` of a NumPy array is a program that returns it, one for every shape.
-if hasattr(core, "stage_p"):
-    core.stage_p.def_impl(jax.device_put)
-# Of a program of one operation a quarter of the time, and of a worker a third of the
-# memory, is an MLIR context of its own: all programs share one.
-if hasattr(mlir, "make_ir_context"):
-    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
-
-# Where a shuffled row of few ends up takes grain 10 ms, and tests ask again and again.
-if hasattr(shuffle, "index_shuffle"):
-    shuffle.index_shuffle = SimpleNamespace(
-        index_shuffle=functools.cache(shuffle.index_shuffle.index_shuffle)
-    )
-
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-SAVEFIG = Figure.savefig
-OF_A_RUN = {*plots.PLOTS, "drift_by_layer", "kl_by_position"}
-
-
-def savefig(figure: Figure, path: Path, **options) -> None:
-    """Figures of a run take up to 2 s to draw: those of a test with `rendered` are."""
-    if Path(path).stem in OF_A_RUN:
-        Path(path).touch()
-    else:
-        SAVEFIG(figure, path, **options)
-
-
-Figure.savefig = savefig
+def pytest_configure(config):
+    """Imports JAX, but for the process that only hands tests out to xdist's workers."""
+    option = config.option
+    shares_out = getattr(option, "dist", "no") != "no" and not option.collectonly
+    if not shares_out or hasattr(config, "workerinput"):
+        import library_settings  # noqa: F401
 
 
 def resident() -> int:
@@ -111,6 +74,8 @@ def programs_let_go():
     """Programs pile up to 4 GB in a worker that keeps those of every module."""
     yield
     if resident() > 2.0e9:
+        import jax
+
         jax.clear_caches()
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -119,7 +84,7 @@ def programs_let_go():
 
 
 @functools.cache
-def start_of(rng: np.random.Generator) -> dict:
+def start_of(rng) -> dict:
     return rng.bit_generator.state
 
 
@@ -162,12 +127,16 @@ def shared_data() -> Path:
 @pytest.fixture
 def rendered(monkeypatch):
     """The figures of a run are drawn, and not only their files made."""
-    monkeypatch.setattr(Figure, "savefig", SAVEFIG)
+    import library_settings
+
+    monkeypatch.setattr(library_settings.Figure, "savefig", library_settings.SAVEFIG)
 
 
 @pytest.fixture
 def strict_dtypes():
     """Implicit dtype promotion raises (the tests of functional/ ask for this)."""
+    import jax
+
     with jax.numpy_dtype_promotion("strict"):
         yield
 
@@ -178,6 +147,9 @@ def quick_compilation(tmp_path_factory):
 
     Processes that a test starts take part.
     """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
     # JAX 0.12.0 crashes now and then as it writes a program to its cache.
     if jax.__version_info__ >= (0, 11):
         yield

@@ -38,7 +38,14 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# The grouped heads and the rotary positions of `LLAMA` are those of `MIXED` too.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "llama"))
+        for name in MODELS
+    ],
+)
 def model(request):
     return MODELS[request.param]
 

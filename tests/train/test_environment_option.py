@@ -1,6 +1,5 @@
 """--environment: runs of episodes, killed, resumed, ahead; and what is refused."""
 
-import asyncio
 import json
 import shutil
 
@@ -12,7 +11,6 @@ import toy_files
 import rlhf_jax.train.methods.grpo
 import rlhf_jax.train.methods.reinforce
 from rlhf_jax.environments import places
-from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.runs import metrics
 from rlhf_jax.train.environment import sampler
 from rlhf_jax.train.environment.programs import EpisodePrograms
@@ -20,55 +18,6 @@ from rlhf_jax.train.environment.sampler import make_environment
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
-
-
-class Hall:
-    """Three turns; a word of the response's own is worth something."""
-
-    def reset(self, row):
-        return Started(row["start"], (row["start"], 0))
-
-    def step(self, state, response):
-        start, turn = state
-        reward = 0.25 * ("key" in response.split()) + 0.5 * (start in response)
-        return Turn("door hall", reward, turn == 2, (start, turn + 1))
-
-
-class Broken(Hall):
-    """No turn is answered."""
-
-    def step(self, state, response):
-        raise KeyError("key")
-
-
-class Talk(Hall):
-    """Every word is worth something."""
-
-    def step(self, state, response):
-        start, turn = state
-        reward = 0.25 * len(response.split())
-        return Turn("door hall", reward, turn == 2, (start, turn + 1))
-
-
-class Slow(Hall):
-    """Answers late, and some rows later than others."""
-
-    async def step(self, state, response):
-        await asyncio.sleep(0.3 * (state[0] in ("left", "go")))
-        return super().step(state, response)
-
-
-class Flaky(Hall):
-    """One row is never answered: the tool that it needs is gone."""
-
-    def step(self, state, response):
-        if state[0] == "go":
-            raise ConnectionError(f"no tool for {len(response)} letters")
-        return super().step(state, response)
-
-
-class Dark:
-    """No environment."""
 
 
 @pytest.fixture
@@ -83,7 +32,7 @@ def files(tmp_path, monkeypatch):
 def environment(name, *more):
     """The option, with the limits of all runs here."""
     limits = ("max_turn_tokens=4", "max_turns=3", "observation_chunk=3")
-    words = (f"test_environment_option:{name}", *limits, *more)
+    words = (f"halls:{name}", *limits, *more)
     return f"--environment={','.join(words)}"
 
 
@@ -237,7 +186,7 @@ def test_reinforce_has_rewards_of_turns(files):
             "--environment: expected one of 'calculator', 'guessing',",
         ),
         (
-            ["--environment=test_environment_option:Dark"],
+            ["--environment=halls:Dark"],
             "expected a class or a function without arguments that makes an object",
         ),
         (["--environment=calculator"], "rows.jsonl:1: expected a row that the environ"),

@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 import toy_files
+from halls import LeftHall
 
-from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.environments.single_turn import SingleTurn
 from rlhf_jax.roles.rewards.verifiers import Matches
 from rlhf_jax.runs import metrics
@@ -22,28 +22,13 @@ def one_turn():
     return SingleTurn(says_key)
 
 
-class Hall:
-    """A turn of one or two words ends it; it raises where the second goes left."""
-
-    def reset(self, row):
-        return Started(row["prompt"], (row["prompt"].split()[0], 0))
-
-    def step(self, state, response):
-        (start, turn), words = state, response.split()
-        if "left" in words and turn:
-            raise KeyError("left")
-        done = len(words) in (1, 2)
-        reward = 0.5 * ("key" in words) + 0.25 * (start in words)
-        return Turn("door hall", reward, done, (start, turn + 1))
-
-
 def replayed(row):
     """Score, turns and end of an episode, from its text and the environment alone."""
-    state, score = Hall().reset(row).state, 0.0
+    state, score = LeftHall().reset(row).state, 0.0
     responses = row["response"].split("⟦door hall⟧")
     for number, response in enumerate(responses):
         try:
-            _, reward, done, state = Hall().step(state, response)
+            _, reward, done, state = LeftHall().step(state, response)
         except KeyError:
             return score, number + 1, "failed"
         score += reward
@@ -76,7 +61,7 @@ def play(files, out, *options):
     return json.loads((out / "results.json").read_text())
 
 
-NAMED = "--environment=test_evaluate_environment:Hall,max_turns=2,observation_chunk=2"
+NAMED = "--environment=halls:LeftHall,max_turns=2,observation_chunk=2"
 HALL = (f"{NAMED},max_turn_tokens=3", "--overlong=drop", "--num-samples=16")
 
 
@@ -180,8 +165,8 @@ def test_one_turn_is_a_verifier(files, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--verifier=exact"], "got --verifier exact and --environment test_evaluate"),
-        (["--reward=m:f"], "got --reward m:f and --environment test_evaluate_environ"),
+        (["--verifier=exact"], "got --verifier exact and --environment halls:LeftHall"),
+        (["--reward=m:f"], "got --reward m:f and --environment halls:LeftHall"),
         (["--template=a {prompt}"], "--template: expected none with --environment"),
         (["--prompt-field=q"], "--prompt-field: expected none with --environment"),
         ([f"{NAMED},seconds=3"], "figures would depend on the clock, got 3"),

@@ -15,7 +15,6 @@ from rlhf_jax import hf, masked, ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.runs import command_line, metrics
@@ -27,29 +26,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
 STEPS = 3
 LIMITS = "max_turn_tokens=4,max_turns=3,observation_chunk=3"
-HALL = f"test_ppo_environment:Hall,{LIMITS}"
+HALL = f"halls:LongHall,{LIMITS}"
 LONG = pytest.mark.long
 # Adam makes steps of the rounding of gradients that are nearly 0.
 LORA = ("--lora=2", "--learning-rate=1e-4")
-
-
-class Hall:
-    """Three turns, each worth something."""
-
-    def reset(self, row):
-        return Started(row["start"], (row["start"], 0))
-
-    def step(self, state, response):
-        start, turn = state
-        reward = 0.25 * len(response.split()) + 0.5 * (start in response)
-        return Turn("door hall", reward, turn == 2, (start, turn + 1))
-
-
-class Late(Hall):
-    """No turn is answered in time."""
-
-    def step(self, state, response):
-        raise TimeoutError
 
 
 @pytest.fixture
@@ -120,7 +100,7 @@ def by_hand(files):
 
 
 def test_a_run_is_a_loop_of_episodes_and_learn(files):
-    run = train(files, "run")
+    run = train(files, "run", "--snapshot-every=100")
     by_step, state = by_hand(files)
     rows = metrics.read(run / "metrics.jsonl")
     assert len(rows) == STEPS
@@ -208,7 +188,7 @@ def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch
         (["--fixed-length=0"], "--environment: expected none with --fixed-length"),
         (["--critic.start=reward_model"], "expected none with no reward model"),
         pytest.param(
-            [f"--environment=test_ppo_environment:Late,{LIMITS}"],
+            [f"--environment=halls:Late,{LIMITS}"],
             "expected a number for some response",
             marks=pytest.mark.slow,
         ),

@@ -173,18 +173,21 @@ def test_a_profile_is_read_of_the_steps_that_are_asked_for(tmp_path, plain):
 def test_devices_count_and_the_profiler_does_not(tmp_path, plain, monkeypatch):
     """What the devices are behind by at a boundary is time of steps."""
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="2:4")
-    order = []
+    order, clock = [], [0.0]  # which only what is spent here moves on
     real = jax.block_until_ready
+
+    def spend(seconds):
+        clock[0] += seconds
 
     def wait(arrays):
         if isinstance(arrays, list):  # all that are alive
             order.append("wait")
-            profiler.time.sleep(0.3)
+            spend(0.3)
         return real(arrays)
 
     def start(*_, **__):
         order.append("start")
-        profiler.time.sleep(0.7)
+        spend(0.7)
 
     def stop():
         start()
@@ -193,6 +196,7 @@ def test_devices_count_and_the_profiler_does_not(tmp_path, plain, monkeypatch):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"")
 
+    monkeypatch.setattr(profiler.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(profiler.jax, "block_until_ready", wait)
     monkeypatch.setattr(profiler.jax.profiler, "start_trace", start)
     monkeypatch.setattr(profiler.jax.profiler, "stop_trace", stop)
@@ -200,10 +204,11 @@ def test_devices_count_and_the_profiler_does_not(tmp_path, plain, monkeypatch):
     assert order == ["wait", "start", "wait", "stop"]
     profiled = profiler.read(config.out, window=ALL)
     assert profiled is not None
-    assert 0.3 <= profiled.seconds < 0.6  # the second wait, neither start nor stop
+    # The second wait, neither start nor stop.
+    assert profiled.seconds == pytest.approx(0.3)
     rows = metrics.read(config.out / "timings.jsonl")
     seconds = [row["seconds"] for row in rows]
-    assert [round(share / 0.3) for share in seconds[1:]] == [0, 1, 1, 0, 0]
+    assert seconds == pytest.approx([0, 0, 0.3, 0.3, 0, 0], abs=1e-3)
 
 
 def test_programs_that_the_window_compiles_are_counted(tmp_path, plain, monkeypatch):
