@@ -34,6 +34,7 @@ CELLS = _cells()
 MASK = CELLS != "-"
 OBSERVATIONS = CELLS == "o"
 SAMPLED = MASK & ~OBSERVATIONS & (CELLS != "p")
+TURN_ENDS = SAMPLED & np.pad(~SAMPLED[:, 1:], ((0, 0), (0, 1)), constant_values=True)
 # Observed tokens that no sampled one follows: nothing reads them.
 LAST = np.where(SAMPLED, np.arange(PROMPT + SIZE), -1).max(axis=1)
 # The state after the last turn, which has a value in N+; it may precede an observation.
@@ -90,8 +91,7 @@ def rollout(params=None, *, temperature: float = 0.7, **of_tokens) -> batch.Roll
 def rewards() -> tuple[np.ndarray, np.ndarray]:
     """f32[6] totals and f32[6, 11] of the turns before the last, reward units."""
     rng = np.random.default_rng(8)  # no group's totals are close
-    turn_ends = SAMPLED & np.pad(~SAMPLED[:, 1:], ((0, 0), (0, 1)))
-    early = turn_ends & (np.arange(CELLS.shape[1]) < LAST[:, None])
+    early = TURN_ENDS & (np.arange(CELLS.shape[1]) < LAST[:, None])
     of_turns = np.where(early, rng.normal(size=CELLS.shape), 0.0)
     totals = of_turns.sum(axis=1) + rng.normal(size=6)
     return totals.astype(np.float32), of_turns.astype(np.float32)
@@ -124,4 +124,5 @@ def scored(
         ref_logprobs=known(1.0),
         kl=known(0.5),
         turn_rewards=toys.array(np.where(OBSERVATIONS, observed, of_turns)),
+        turn_ends=toys.array(TURN_ENDS, bool),
     )

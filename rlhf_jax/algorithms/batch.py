@@ -116,6 +116,8 @@ class Scored:
     # Reward units, of the turns before the last, each at its turn's last sampled token;
     # part of `scores`. None where episodes have one turn.
     turn_rewards: Float32[Array, "B S"] | None = None
+    # The last sampled token of every turn; None where nobody says.
+    turn_ends: Bool[Array, "B S"] | None = None
     # Responses that have a score: the others have no token, and count nowhere. None is
     # all.
     row_mask: Bool[Array, " B"] | None = None

@@ -23,6 +23,7 @@ class Finished(NamedTuple):
     first: int  # P, the column behind the prompts
     total: HostArray  # f32[B], reward units
     turns: HostArray  # f32[B, S], as `Scores.turns`
+    turn_ends: HostArray  # bool[B, S], as `Scores.turn_ends`
     parts: dict[str, HostArray]  # f32[B], 1 where true: EARLY; and the turns of each
 
     def scores(self, *, leave_out: bool) -> Scores:
@@ -37,7 +38,11 @@ class Finished(NamedTuple):
             failed = self.parts["failed"] + self.parts["timed_out"]
             left_out = left_out | (failed > 0)
         return Scores(
-            total=self.total, parts=self.parts, turns=self.turns, left_out=left_out
+            total=self.total,
+            parts=self.parts,
+            turns=self.turns,
+            turn_ends=self.turn_ends,
+            left_out=left_out,
         )
 
 
@@ -65,6 +70,7 @@ def none(prompts: Prompts, *, size: int) -> Finished:
         first=columns,
         total=np.zeros(rows, np.float32),
         turns=np.zeros(shape, np.float32),
+        turn_ends=np.zeros(shape, bool),
         parts={name: np.zeros(rows, np.float32) for name in (*EARLY, "turns")},
     )
 
@@ -101,6 +107,7 @@ def keep(
     rollout.entropy[row, here] = np.where(sampled, entropy[columns], 0)
     last = int(np.flatnonzero(sampled)[-1])
     for number, reward in rewards:
+        finished.turn_ends[row, first + number] = True
         if number < last:  # else it is the rest of the total
             finished.turns[row, first + number] = reward
     finished.total[row] = sum(reward for _, reward in rewards)

@@ -23,8 +23,8 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
       {name: (sum, weight)} over responses or response tokens; no `objective/kl`,
       `objective/kl_k3` and `objective/ref_nll` without a reference. The last is
       -log π_ref a token, nats: perplexity is exp of its mean, so it is not taken here.
-      Of episodes with rewards of turns also `response/turns` and `response/observed`;
-      all others are of sampled tokens. A response that is left out is none of
+      Of episodes with rewards of turns also `response/observed`, and where the ends of
+      turns are known `response/turns`; all others are of sampled tokens. A response that is left out is none of
       them.
     """
     mask = scored.rollout.response_mask
@@ -47,12 +47,13 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         "response/distinct_fraction": per_response(_first_of_its_kind(scored)),
     }
     if scored.turn_rewards is not None:
-        begins = mask & ~jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))
         observed = scored.rollout.observed
-        stats["response/turns"] = per_response(begins.sum(axis=1, dtype=jnp.float32))
         stats["response/observed"] = per_response(
             observed.sum(axis=1, dtype=jnp.float32)
         )
+    if scored.turn_ends is not None:
+        num_turns = scored.turn_ends.sum(axis=1, dtype=jnp.float32)
+        stats["response/turns"] = per_response(num_turns)
     stats |= scored.kl_stats
     penalty = jnp.zeros_like(ones)
     if scored.ref_logprobs is not None:

@@ -103,9 +103,7 @@ def shape(
     Source: Huang et al. 2024, arXiv:2403.17031, detail 7, for the EOS trick; Yu et al.
     2025 (DAPO), arXiv:2503.14476, eq. 13, for the overlong penalty.
     """
-    if shaping.normalise:
-        centred = (scores - moments.mean) - moments.mean_rest
-        scores = centred * jax.lax.rsqrt(moments.variance + 1e-8)
+    scores = _normalised(scores, moments=moments, shaping=shaping)
     if shaping.clip is not None:
         scores = jnp.clip(scores, -shaping.clip, shaping.clip)
     if shaping.length_penalty:
@@ -122,6 +120,64 @@ def shape(
         stopped = ended(rollout, stop_ids=stop_ids)
         scores = jnp.where(stopped, scores, shaping.missing_stop_score)
     return scores
+
+
+def shape_turns(
+    turns: Array,
+    *,
+    ends: Array | None,
+    scores: Array,
+    moments: RunningMoments,
+    rollout: Rollout,
+    stop_ids: tuple[int, ...],
+    shaping: ScoreShaping,
+) -> Array:
+    """The rewards of earlier turns in the unit of `shape`: r'_k = f·(r_k - mean/n)/std.
+
+    Of n turns. f = c/|s| where the clip acts on the score s of the whole episode, 0
+    where `missing_stop_score` replaces it, else 1. So each turn has its share of what
+    the shaped score was made of, and the last one the rest: penalties are its own.
+
+    Args:
+      turns, ends: f32[B, S] and bool[B, S], as `Scores.turns` and `Scores.turn_ends`.
+      scores: f32[B], reward units, before shaping.
+      the others: those of `shape`.
+
+    Returns:
+      f32[B, S], reward units (standard deviations where normalised).
+
+    Raises:
+      InputError: scores are normalised, and nobody says where turns end.
+    """
+    if shaping.normalise:
+        if ends is None:
+            raise InputError(
+                "turn_ends: expected the last token of every turn beside rewards of "
+                "turns, as normalising takes a share of the mean off each, got none; "
+                "give Scores.turn_ends, or leave scores.normalise out"
+            )
+        later = jnp.cumsum(ends[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+        number = jnp.maximum(later[:, :1], 1).astype(jnp.float32)
+        mean = (moments.mean + moments.mean_rest) / number
+        centred = jnp.where(ends & (later > 1), turns - mean, 0.0)
+        turns = centred * jax.lax.rsqrt(moments.variance + 1e-8)
+        scores = _normalised(scores, moments=moments, shaping=shaping)
+    if shaping.clip is not None:
+        share = shaping.clip / jnp.maximum(jnp.abs(scores), shaping.clip)
+        turns = turns * share[:, None]
+    if shaping.missing_stop_score is not None:
+        stopped = ended(rollout, stop_ids=stop_ids)
+        turns = jnp.where(stopped[:, None], turns, 0.0)
+    return turns
+
+
+def _normalised(
+    scores: Array, *, moments: RunningMoments, shaping: ScoreShaping
+) -> Array:
+    if not shaping.normalise:
+        return scores
+    centred = (scores - moments.mean) - moments.mean_rest
+    return centred * jax.lax.rsqrt(moments.variance + 1e-8)
 
 
 def next_moments(

@@ -230,13 +230,18 @@ def make_experience(
         rollout = flow.rollout.leave_out(rollout, rows=~row_mask)
     moments = flow.shaping.next_moments(state.scores, returned.total, row_mask=row_mask)
     rewarded = seen_by_reward(rollout, recipe=recipe)
-    shaped = flow.shaping.shape(
-        returned.total,
-        moments=moments,
-        rollout=rewarded,
-        stop_ids=recipe.stop_ids,
-        shaping=recipe.scores,
-    )
+    shaping: dict[str, Any] = {
+        "moments": moments,
+        "rollout": rewarded,
+        "stop_ids": recipe.stop_ids,
+        "shaping": recipe.scores,
+    }
+    shaped = flow.shaping.shape(returned.total, **shaping)
+    turn_rewards = returned.turns
+    if turn_rewards is not None:
+        turn_rewards = flow.shaping.shape_turns(
+            turn_rewards, ends=returned.turn_ends, scores=returned.total, **shaping
+        )
     params = adapted.params(state.policy, base=frozen.base, lora=recipe.lora)
     rollout = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scoring: dict[str, Any] = {
@@ -256,10 +261,11 @@ def make_experience(
         ref_logprobs=None if ref_output is None else ref_output.logprobs,
         values=values,
         value_after_stop=critic is not None and critic.after_stop,
-        turn_rewards=returned.turns,
+        turn_rewards=turn_rewards,
         row_mask=row_mask,
         **scoring,
     )
+    scored = dataclasses.replace(scored, turn_ends=returned.turn_ends)
     scored, further = flow.further.add(scored, further=frozen.further, **scoring)
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)

@@ -43,6 +43,9 @@ class Scores:
     # before the last, each at its turn's last sampled token, else 0. They are part of
     # `total`, whose rest lands at the episode's last token. None: one turn.
     turns: Array | None = None
+    # bool[B, S], the last sampled token of every turn, the last turn's too. None where
+    # nobody says: a turn that observes nothing ends where the next one begins.
+    turn_ends: Array | None = None
     # bool[B], responses without a score: what was to give one failed, or their episode
     # never began. They are in no loss, baseline, group or mean. None: all have scores.
     left_out: Array | None = None
@@ -154,6 +157,7 @@ class _WeightedSum:
             for name, weight in self.weights
             if weight and (turns := scored[name].turns) is not None
         ]
+        ends = [scores.turn_ends for scores in scored.values()]
         parts: dict[str, Array] = {}
         for name, scores in scored.items():
             parts[name] = scores.total
@@ -169,5 +173,6 @@ class _WeightedSum:
             total=jnp.asarray(total, jnp.float32),
             parts=parts,
             turns=sum(of_turns[1:], start=of_turns[0]) if of_turns else None,
+            turn_ends=next((e for e in ends if e is not None), None),
             left_out=functools.reduce(jnp.logical_or, left_out) if left_out else None,
         )

@@ -17,6 +17,7 @@ from toy_turns import AFTER, MASK, OBSERVATIONS, SAMPLED, UNREAD
 from rlhf_jax import critic, frozen, grpo, kl_control, policy, ppo, rewards, state
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.flow import objective, score
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
@@ -31,6 +32,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.rewards.normalisation import RunningMoments
 
 KL_COEF = 0.3
 KEY = jax.random.key(9)
@@ -601,7 +603,7 @@ def test_statistics_count_turns_and_what_was_observed():
         "response/length": SAMPLED.sum(),
     }.items():
         assert float(stats[name][0]) == expected
-    alone = dataclasses.replace(toy_turns.scored(), turn_rewards=None)
+    alone = dataclasses.replace(toy_turns.scored(), turn_rewards=None, turn_ends=None)
     without_turns = objective.objective_stats(
         alone, kl_coef=jnp.float32(0.1), ended=jnp.ones(6, bool)
     )
@@ -609,6 +611,66 @@ def test_statistics_count_turns_and_what_was_observed():
         "response/turns",
         "response/observed",
     }
+
+
+def test_a_turn_that_observes_nothing_is_a_turn():
+    """It ends where the next one begins, so that no gap tells them apart."""
+    ends = toy_turns.TURN_ENDS.copy()
+    ends[2, toy_turns.PROMPT + 1] = True  # "a b" and "a E" of "a b a E"
+    scored = dataclasses.replace(toy_turns.scored(), turn_ends=jnp.asarray(ends))
+    stats = objective.objective_stats(
+        scored, kl_coef=jnp.float32(0.1), ended=jnp.ones(6, bool)
+    )
+    assert float(stats["response/turns"][0]) == sum(toy_turns.TURNS) + 1
+
+
+@pytest.mark.parametrize(
+    ("shaping", "total", "shares"),
+    [
+        # Of 2, 2 and 2 each is half with a total of 3, so that the last is 1, too.
+        (ScoreShaping(clip=3.0), 3.0, [1.0, 1.0]),
+        (ScoreShaping(clip=9.0), 6.0, [2.0, 2.0]),
+        # Less a third of the mean of 4.5, over the deviation of 1.5.
+        (ScoreShaping(normalise=True), 1.0, [1 / 3, 1 / 3]),
+        (ScoreShaping(normalise=True, clip=0.5), 0.5, [1 / 6, 1 / 6]),
+        # What replaces the score replaces all that it was made of.
+        (ScoreShaping(missing_stop_score=-1.0), -1.0, [0.0, 0.0]),
+        (ScoreShaping(missing_stop_penalty=1.0), 5.0, [2.0, 2.0]),
+    ],
+)
+def test_turns_have_their_shares_of_the_shaped_score(shaping, total, shares):
+    """Three turns worth 2 each in row 3, which no stop token ends."""
+    rollout = toy_turns.rollout()
+    at = np.flatnonzero(toy_turns.TURN_ENDS[3])
+    tokens = np.array(rollout.tokens)
+    tokens[3, at[-1]] = 9
+    rollout = dataclasses.replace(rollout, tokens=jnp.asarray(tokens))
+    turns = np.zeros(SAMPLED.shape, np.float32)
+    turns[3, at[:-1]] = 2.0
+    scores = jnp.asarray([0.0, 0.0, 0.0, 6.0, 0.0, 0.0])
+    zero = jnp.float32(0.0)
+    options = {
+        "moments": RunningMoments(
+            jnp.float32(9.0), jnp.float32(4.5), zero, jnp.float32(2.25), zero
+        ),
+        "rollout": rollout,
+        "stop_ids": toys.STOP,
+        "shaping": shaping,
+    }
+    assert float(flow.shaping.shape(scores, **options)[3]) == pytest.approx(total)
+    shaped = flow.shaping.shape_turns(
+        jnp.asarray(turns),
+        ends=jnp.asarray(toy_turns.TURN_ENDS),
+        scores=scores,
+        **options,
+    )
+    np.testing.assert_allclose(shaped[3, at[:-1]], shares, rtol=1e-6)
+    assert not np.asarray(shaped)[~toy_turns.TURN_ENDS].any()
+    if shaping.normalise:
+        with pytest.raises(InputError, match="turn_ends: expected the last token"):
+            flow.shaping.shape_turns(
+                jnp.asarray(turns), ends=None, scores=scores, **options
+            )
 
 
 def test_episodes_are_alike_that_say_the_same_whatever_they_observe():
