@@ -194,14 +194,18 @@ def leave_one_out(
     """
     groups = _groups(scores, group_size)
     within = _within(scores, row_mask, group_size)
+    equal = _all_equal(groups, within)
+    # Over the largest first, which changes no advantage: a level that all scores share
+    # would cost the digits that tell them apart.
+    level = jnp.max(groups, axis=1, keepdims=True, where=within, initial=-jnp.inf)
+    groups = groups - jax.lax.stop_gradient(jnp.where(equal, 0.0, level))
     others = jnp.sum(groups, axis=1, keepdims=True, where=within) - groups
-    if within is None:
-        advantages = groups - others / (group_size - 1)
-        return jnp.where(_all_equal(groups), 0.0, advantages).reshape(scores.shape)
-    count = within.sum(axis=1, keepdims=True, dtype=jnp.float32)
+    count, trained = jnp.asarray(group_size, jnp.float32), ~equal
+    if within is not None:
+        count = within.sum(axis=1, keepdims=True, dtype=jnp.float32)
+        trained &= within
     advantages = groups - others / jnp.maximum(count - 1.0, 1.0)
-    teaches = within & ~_all_equal(groups, within)
-    return jnp.where(teaches, advantages, 0.0).reshape(scores.shape)
+    return jnp.where(trained, advantages, 0.0).reshape(scores.shape)
 
 
 def equal_groups(
