@@ -48,7 +48,7 @@ class Prompts:
     tokens: Int32[Array, "B P"]
     mask: Bool[Array, "B P"]  # True at tokens, False at padding
     index: Int32[Array, " B"]  # row of the data set
-    sample: Int32[Array, " B"]  # which sample of that prompt
+    sample: Int32[Array, " B"]  # which sample of that prompt; no two rows have both
 
 
 @flax.struct.dataclass

@@ -97,8 +97,17 @@ def muon(
 ) -> optax.GradientTransformation:
     """Muon for the matrices of layers, AdamW for embeddings, heads, norms and biases.
 
-    `optax.contrib.muon`, told that the first axis of stacked layers is no part of a
-    matrix: each layer's is orthogonalised by itself.
+        m ← β·m + g        update = -lr · (sqrt(max(1, rows/columns))·O(β·m + g) + λ·θ)
+
+    with O the orthogonal factor of a matrix, by `ns_steps` steps of Newton and Schulz.
+    It is `optax.contrib.muon`, for which the first axis of stacked layers f32[L, in,
+    out] is no part of a matrix: each layer's is orthogonalised by itself.
+
+    Args:
+      learning_rate: lr, or update (from 0) -> lr, of both rules.
+      beta: decay of Muon's momentum, dimensionless.
+      ns_steps: iterations of Newton and Schulz, 1 or more.
+      weight_decay: λ of both rules.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """

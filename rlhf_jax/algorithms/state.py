@@ -146,9 +146,21 @@ def accumulate(
 ) -> tuple[Params, masked.Stats]:
     """Gradient of a loss that is a sum over rows, a micro-batch at a time.
 
+        ∇L = Σ_parts ∇L_part,  stats = Σ_parts stats_part (sums and weights)
+
     Args:
       loss: (params, rows) -> (loss f32[], stats), already divided by the count of the
         whole batch, so that the losses of its parts add up.
+      params: f32 leaves; the gradient is by all of them.
+      batch: a pytree whose leaves have B rows.
+      micro_batch_size: rows of a part, of `micro_batches`; None takes one part.
+
+    Returns:
+      The gradient, of the structure of `params` in their dtypes, and the stats of all
+      parts together.
+
+    Raises:
+      InputError: micro_batch_size does not divide B.
     """
     gradient = jax.grad(loss, has_aux=True)
     if micro_batch_size in (None, jax.tree.leaves(batch)[0].shape[0]):

@@ -16,8 +16,8 @@ def gae(
     rewards: Float32[Array, "B S"],
     values: Float32[Array, "B S"],
     mask: Bool[Array, "B S"],
-    gamma: float | Float32[Array, ""],
-    lam: float | Float32[Array, ""],
+    gamma: checks.Scalar,
+    lam: checks.Scalar,
 ) -> tuple[Float32[Array, "B S"], Float32[Array, "B S"]]:
     """Generalised advantages A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} - V_t.
 
@@ -40,8 +40,8 @@ def gae(
       rewards: f32[B, S], reward units.
       values: f32[B, S], reward units.
       mask: bool[B, S], sampled tokens, EOS included; any number of runs in each row.
-      gamma: γ, discount per sampled token, dimensionless.
-      lam: λ, 0 is one-step TD, 1 is the discounted return minus the value.
+      gamma: γ, discount per sampled token, from 0 to 1.
+      lam: λ, from 0 to 1; 0 is one-step TD, 1 is the discounted return minus the value.
 
     Returns:
       f32[B, S] advantages and f32[B, S] returns (advantages + values), reward units,
@@ -61,6 +61,7 @@ def gae(
     """
     checks.shape((None, None), rewards=rewards)
     checks.masked_floats(mask, rewards=rewards, values=values)
+    checks.fraction(gamma=gamma, lam=lam)
 
     values = jnp.where(mask, values, 0.0)
     deltas = jnp.where(mask, rewards, 0.0) + gamma * _next(values, mask) - values
@@ -100,7 +101,7 @@ def group_relative(
     *,
     group_size: int,
     normalise: bool = True,
-    eps: float = 1e-6,
+    eps: checks.Scalar = 1e-6,
     row_mask: Bool[Array, " B"] | None = None,
 ) -> Float32[Array, " B"]:
     """A_i = (s_i - mean(s)) / (std(s) + eps) over the responses to one prompt.
@@ -139,18 +140,21 @@ def group_relative(
     >>> print(group_relative(scores * 10, group_size=3, normalise=False))
     [  0. -10.  10.   0.   0.   0.]
     """
+    checks.non_negative(eps=eps)
     groups = _groups(scores, group_size)
     within = _within(scores, row_mask, group_size)
-    centred = groups - jnp.mean(groups, axis=1, keepdims=True, where=within)
     # The mean of equal scores may be rounded; their advantages are 0 all the same.
     equal = _all_equal(groups, within)
-    centred = jnp.where(equal, 0.0, centred)
+    trained = ~equal
+    if within is not None:
+        trained &= within
+        # A mean of none, or a deviation of one, is 0/0: there all rows are read.
+        groups, within = jnp.where(within, groups, 0.0), within | equal
+    centred = groups - jnp.mean(groups, axis=1, keepdims=True, where=within)
     if normalise:
         std = jnp.std(groups, axis=1, ddof=1, keepdims=True, where=within)
         centred = centred / (std + eps)
-    if within is not None:
-        centred = jnp.where(within & ~equal, centred, 0.0)
-    return centred.reshape(scores.shape)
+    return jnp.where(trained, centred, 0.0).reshape(scores.shape)
 
 
 def leave_one_out(
@@ -190,14 +194,18 @@ def leave_one_out(
     """
     groups = _groups(scores, group_size)
     within = _within(scores, row_mask, group_size)
+    equal = _all_equal(groups, within)
+    # Over the largest first, which changes no advantage: a level that all scores share
+    # would cost the digits that tell them apart.
+    level = jnp.max(groups, axis=1, keepdims=True, where=within, initial=-jnp.inf)
+    groups = groups - jax.lax.stop_gradient(jnp.where(equal, 0.0, level))
     others = jnp.sum(groups, axis=1, keepdims=True, where=within) - groups
-    if within is None:
-        advantages = groups - others / (group_size - 1)
-        return jnp.where(_all_equal(groups), 0.0, advantages).reshape(scores.shape)
-    count = within.sum(axis=1, keepdims=True, dtype=jnp.float32)
+    count, trained = jnp.asarray(group_size, jnp.float32), ~equal
+    if within is not None:
+        count = within.sum(axis=1, keepdims=True, dtype=jnp.float32)
+        trained &= within
     advantages = groups - others / jnp.maximum(count - 1.0, 1.0)
-    teaches = within & ~_all_equal(groups, within)
-    return jnp.where(teaches, advantages, 0.0).reshape(scores.shape)
+    return jnp.where(trained, advantages, 0.0).reshape(scores.shape)
 
 
 def equal_groups(

@@ -32,7 +32,7 @@ from rlhf_jax.functional import checks, masked
 Array = jax.Array
 Stats = masked.Stats
 
-LossScale = float | Float32[Array, " B"] | None
+LossScale = checks.Scalar | Float32[Array, " B"] | None
 """What a response's sum is divided by: c with constant, c_b with prompt_mean, tokens.
 The other means divide by what they count, and have None."""
 Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
@@ -204,7 +204,9 @@ def prompt_scale(mask: Bool[Array, "B S"], *, group_size: int) -> Float32[Array,
     return jnp.repeat(jnp.where(tokens > 0, scale, 1.0), group_size)
 
 
-def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) -> None:
+def check_scale(
+    aggregation: Aggregation, *, loss_scale_factor: checks.Scalar | None
+) -> None:
     """Checks that constant has a positive loss_scale_factor, and a mean has none.
 
     Args:
@@ -245,19 +247,26 @@ def _weights(
     """(f32[B, S], f32[]): weights of this part, and what they are to be divided by."""
     checks.one_of(aggregation=aggregation, among=get_args(Aggregation))
     weights = mask.astype(jnp.float32)
-    is_array = isinstance(loss_scale_factor, jax.Array)
-    if is_array != (aggregation == "prompt_mean"):
+    shape = () if loss_scale_factor is None else jnp.shape(loss_scale_factor)
+    per_row = shape != ()
+    if per_row != (aggregation == "prompt_mean"):
+        expected = {
+            "prompt_mean": "the f32[B] of `prompt_scale`, of the whole rollout,",
+            "constant": "one number of tokens",
+        }.get(aggregation, "None")
+        got = f"an array {shape}" if per_row else "no array"
         raise checks.InputError(
-            f"loss_scale_factor: expected the f32[B] of `prompt_scale`, of the whole "
-            f"rollout, with aggregation 'prompt_mean' alone, got "
-            f"{'an array' if is_array else loss_scale_factor} with {aggregation!r}; "
-            f"change either"
+            f"loss_scale_factor: expected {expected} with aggregation "
+            f"{aggregation!r}, got {got}; pass what it divides by, or choose another "
+            f"aggregation"
         )
-    if isinstance(loss_scale_factor, jax.Array):
+    if loss_scale_factor is not None and per_row:
         checks.shape((None, None), mask=mask)
+        loss_scale_factor = jnp.asarray(loss_scale_factor)
         checks.shape((mask.shape[0],), loss_scale_factor=loss_scale_factor)
         # Rows of another part may be all 0.
-        scale = jnp.where(loss_scale_factor > 0, loss_scale_factor, 1.0)
+        scale = jax.lax.stop_gradient(loss_scale_factor)
+        scale = jnp.where(scale > 0, scale, 1.0)
         responses = jnp.sum(mask.any(axis=1), dtype=jnp.float32)
         return weights / scale[:, None], responses
     check_scale(aggregation, loss_scale_factor=loss_scale_factor)
@@ -267,7 +276,8 @@ def _weights(
     lengths = jnp.sum(weights, axis=1, keepdims=True)
     responses = jnp.sum(lengths > 0, dtype=jnp.float32)
     if loss_scale_factor is not None:
-        return weights / loss_scale_factor, responses
+        scale = jnp.asarray(loss_scale_factor, jnp.float32)
+        return weights / jax.lax.stop_gradient(scale), responses
     return weights / jnp.maximum(lengths, 1.0), responses
 
 
@@ -290,4 +300,4 @@ def _count(
             )
         return jnp.maximum(weight, 1.0)
     checks.shape((), **{read: count})
-    return jnp.maximum(jnp.asarray(count, jnp.float32), 1.0)
+    return jnp.maximum(jax.lax.stop_gradient(jnp.asarray(count, jnp.float32)), 1.0)

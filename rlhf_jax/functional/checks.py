@@ -4,24 +4,27 @@ They take what they check by the name that the error shows. The checks of arrays
 shapes and dtypes only, so under `jax.jit` they run once, at trace time. They raise
 plain ValueError (shapes) and TypeError (dtypes): a wrong array comes from code, and the
 author of that code needs the traceback. The checks of options raise InputError: a wrong
-number comes from a user. Of numbers, None (off) and arrays pass and are not read.
+number comes from a user. Of options, numbers of Python and NumPy are read (`number`);
+None (off) passes, and so do arrays of JAX, which may be traced.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32
 
 from rlhf_jax.functional.errors import InputError as InputError
 from rlhf_jax.functional.errors import StopError as StopError
 
 Array = jax.Array
-Number = float | Array | None
+Scalar = float | Float32[Array, ""]
+"""An option: a number, or f32[], which may be traced: `jax.vmap` maps over it."""
 
 LARGEST_FLOAT = 2.0**128 - 2.0**104  # of float32
 _SMALLEST_FLOAT = 2.0**-126  # the smallest normal float32
@@ -29,7 +32,7 @@ _LARGEST_COUNT = 2**31 - 1  # of int32
 _MOST_ROWS = 2**20  # of a batch: the host builds batches from Python lists
 
 
-def positive(**numbers: Number) -> None:
+def positive(**numbers: Scalar | None) -> None:
     """Checks that numbers are above 0, finite, and fit float32 or int32.
 
     >>> print(positive(clip_range=0.2))
@@ -40,15 +43,10 @@ def positive(**numbers: Number) -> None:
     rlhf_jax.functional.errors.InputError: clip_range: expected a finite number
         above 0, got 0.0; choose clip_range > 0
     """
-    _require(
-        numbers,
-        lambda number: 0 < number < math.inf,
-        "a finite number above 0",
-        "choose {name} > 0",
-    )
+    _require(numbers, "a finite number above 0", "choose {name} > 0", above=0)
 
 
-def non_negative(**numbers: Number) -> None:
+def non_negative(**numbers: Scalar | None) -> None:
     """Checks that numbers are 0 or more, finite, and fit float32 or int32.
 
     >>> print(non_negative(kl_coef=0.0))
@@ -59,15 +57,10 @@ def non_negative(**numbers: Number) -> None:
     rlhf_jax.functional.errors.InputError: kl_coef: expected a finite number, 0
         or more, got -0.1; choose kl_coef >= 0
     """
-    _require(
-        numbers,
-        lambda number: 0 <= number < math.inf,
-        "a finite number, 0 or more",
-        "choose {name} >= 0",
-    )
+    _require(numbers, "a finite number, 0 or more", "choose {name} >= 0", least=0)
 
 
-def finite(**numbers: Number) -> None:
+def finite(**numbers: Scalar | None) -> None:
     """Checks that numbers are finite, and fit float32 or int32.
 
     >>> print(finite(weight=-1.0))
@@ -78,16 +71,10 @@ def finite(**numbers: Number) -> None:
     rlhf_jax.functional.errors.InputError: weight: expected a finite number, got
         nan; choose another
     """
-    # Compared, since `math.isfinite` fails for an int beyond float64.
-    _require(
-        numbers,
-        lambda number: -math.inf < number < math.inf,
-        "a finite number",
-        "choose another",
-    )
+    _require(numbers, "a finite number", "choose another")
 
 
-def fraction(**numbers: Number) -> None:
+def fraction(**numbers: Scalar | None) -> None:
     """Checks that numbers are from 0 to 1, and fit float32.
 
     >>> print(fraction(lam=0.95))
@@ -98,12 +85,8 @@ def fraction(**numbers: Number) -> None:
     rlhf_jax.functional.errors.InputError: lam: expected a number from 0 to 1,
         got 1.5; choose 0 <= lam <= 1
     """
-    _require(
-        numbers,
-        lambda number: 0 <= number <= 1,
-        "a number from 0 to 1",
-        "choose 0 <= {name} <= 1",
-    )
+    advice = "choose 0 <= {name} <= 1"
+    _require(numbers, "a number from 0 to 1", advice, least=0, most=1)
 
 
 def within(
@@ -113,7 +96,7 @@ def within(
     least: float | None = None,
     below: float | None = None,
     most: float | None = None,
-    **numbers: Number,
+    **numbers: Scalar | None,
 ) -> None:
     """Checks that numbers are within bounds, and finite; `advice` ends the message.
 
@@ -125,22 +108,15 @@ def within(
     rlhf_jax.functional.errors.InputError: b1: expected a number of at least 0 and
         below 1, got 1.0; choose 0.9
     """
-    bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
-    stated = " and ".join(f"{w} {x}" for w, x in bounds.items() if x is not None)
-    for name, number in _read(numbers):
-        if not (
-            -math.inf < number < math.inf
-            and (above is None or above < number)
-            and (least is None or least <= number)
-            and (below is None or number < below)
-            and (most is None or number <= most)
-        ):
-            raise InputError(
-                f"{name}: expected a number {stated}, got {_shown(number)}; {advice}"
-            )
+    limits = {"above": above, "least": least, "below": below, "most": most}
+    words = {"least": "of at least", "most": "of at most"}
+    stated = " and ".join(
+        f"{words.get(name, name)} {x}" for name, x in limits.items() if x is not None
+    )
+    _require(numbers, f"a number {stated}", advice, **limits)
 
 
-def at_least_one(**numbers: int) -> None:
+def at_least_one(**numbers: Any) -> None:
     """Checks integers that never become an array: 1 or more, of any size.
 
     >>> print(at_least_one(max_logits=2**33))
@@ -151,10 +127,12 @@ def at_least_one(**numbers: int) -> None:
     rlhf_jax.functional.errors.InputError: max_logits: expected a whole number,
         1 or more, got 0; choose max_logits >= 1
     """
-    for name, number in numbers.items():
-        if type(number) is not int or number < 1:
+    for name, value in numbers.items():
+        count = number(value)
+        if isinstance(count, bool | float | None) or count < 1:
+            got = repr(value if count is None else count)
             raise InputError(
-                f"{name}: expected a whole number, 1 or more, got {number!r}; choose "
+                f"{name}: expected a whole number, 1 or more, got {got}; choose "
                 f"{name} >= 1"
             )
 
@@ -171,44 +149,58 @@ def rows(**numbers: int) -> None:
         rows, got 2097152; choose a smaller batch_size, and more steps
     """
     positive(**numbers)
-    _require(
-        numbers,
-        lambda number: number <= _MOST_ROWS,
-        f"at most {_MOST_ROWS} rows",
-        "choose a smaller {name}, and more steps",
-    )
+    advice = "choose a smaller {name}, and more steps"
+    _require(numbers, f"at most {_MOST_ROWS} rows", advice, most=_MOST_ROWS)
+
+
+def number(value: Any) -> int | float | None:
+    """The value of a Python or NumPy number; None for None and for arrays of JAX.
+
+    >>> number(np.float64(0.5)), number(2)
+    (0.5, 2)
+    >>> print(number(jnp.float32(0.5)), number(None))
+    None None
+    """
+    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
+        value = value.item()
+    return value if isinstance(value, int | float) else None
 
 
 def _require(
     numbers: dict[str, Any],
-    fits: Callable[[float], bool],
     expected: str,
     advice: str,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
 ) -> None:
-    """InputError for a Python number that does not fit, or that no array can hold."""
-    for name, number in _read(numbers):
-        wanted, advised = expected, advice.format(name=name)
-        if fits(number):
-            if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
+    """InputError for a number that is out of bounds, or that no array can hold."""
+    for name, value in numbers.items():
+        n = number(value)
+        if n is None:
+            continue
+        wanted, advised = expected, advice.replace("{name}", name)
+        # Compared, since `math.isfinite` fails for an int beyond float64.
+        if (
+            -math.inf < n < math.inf
+            and (above is None or above < n)
+            and (least is None or least <= n)
+            and (below is None or n < below)
+            and (most is None or n <= most)
+        ):
+            if isinstance(n, int) and abs(n) > _LARGEST_COUNT:
                 wanted = f"a whole number of at most {_LARGEST_COUNT}"
                 advised = "choose a smaller one"
-            elif isinstance(number, float) and not (
-                number == 0 or _SMALLEST_FLOAT <= abs(number) <= LARGEST_FLOAT
+            elif isinstance(n, float) and not (
+                n == 0 or _SMALLEST_FLOAT <= abs(n) <= LARGEST_FLOAT
             ):
                 wanted = "a number that float32 holds, of a size from 1.2e-38 to 3.4e38"
                 advised = "choose another"
             else:
                 continue
-        raise InputError(f"{name}: expected {wanted}, got {_shown(number)}; {advised}")
-
-
-def _read(numbers: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Python's and NumPy's numbers; None is off, and arrays may be traced."""
-    for name, number in numbers.items():
-        if isinstance(number, np.generic):
-            number = number.item()
-        if isinstance(number, int | float):
-            yield name, number
+        raise InputError(f"{name}: expected {wanted}, got {_shown(n)}; {advised}")
 
 
 def _shown(number: float) -> str:

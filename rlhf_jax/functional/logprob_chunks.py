@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from rlhf_jax.functional import unused_ids
+from rlhf_jax.functional import checks, unused_ids
 
 Array = jax.Array
 
@@ -92,7 +92,7 @@ def plan(
 
 
 def logprobs_and_entropy(
-    hidden: Array, head: Array, tokens: Array, *, temperature: float | Array, plan: Plan
+    hidden: Array, head: Array, tokens: Array, *, temperature: checks.Scalar, plan: Plan
 ) -> tuple[Array, Array]:
     """log softmax(hidden·headᵀ / temperature)[tokens], and the entropy of the softmax.
 

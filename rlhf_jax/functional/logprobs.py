@@ -17,6 +17,7 @@ from jaxtyping import Float, Float32, Int32
 from rlhf_jax.functional import checks, logprob_chunks, unused_ids
 
 Array = jax.Array
+Scalar = checks.Scalar
 
 MAX_LOGITS = 2**24  # in memory at a time on one device, 64 MiB
 
@@ -25,7 +26,7 @@ def token_logprobs(
     logits: Float[Array, "B S V"],
     tokens: Int32[Array, "B S"],
     *,
-    temperature: float | Float32[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
 ) -> Float32[Array, "B S"]:
     """log softmax(logits[:, t-1] / temperature)[tokens[:, t]], column 0 being 0.
 
@@ -53,7 +54,7 @@ def token_logprobs(
 
 
 def entropy(
-    logits: Float[Array, "*shape V"], *, temperature: float | Float32[Array, ""] = 1.0
+    logits: Float[Array, "*shape V"], *, temperature: Scalar = 1.0
 ) -> Float32[Array, "*shape"]:
     """-Σ_v π(v) log π(v) with π = softmax(logits / temperature) and 0·log 0 = 0.
 
@@ -79,7 +80,7 @@ def token_logprobs_from_hidden(
     head: Float[Array, "rows D"],
     tokens: Int32[Array, "B S"],
     *,
-    temperature: float | Float32[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
     first_column: int = 1,

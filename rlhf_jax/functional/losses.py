@@ -8,7 +8,6 @@ micro-batch alone and add up too (`masked.add_stats`); no gradient flows into th
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,6 +56,7 @@ __all__ = [
 ]
 
 Array = jax.Array
+Scalar = checks.Scalar
 Stats = masked.Stats
 
 
@@ -75,9 +75,9 @@ def policy_loss(
     old_logprobs: Float32[Array, "*shape"],
     advantages: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
-    clip_range: float,
-    clip_range_high: float | None = None,
-    dual_clip: float | None = None,
+    clip_range: Scalar,
+    clip_range_high: Scalar | None = None,
+    dual_clip: Scalar | None = None,
     ratio_level: RatioLevel = "token",
     aggregation: Aggregation = "token_mean",
     loss_scale_factor: LossScale = None,
@@ -102,10 +102,11 @@ def policy_loss(
       aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only.
-      `loss/policy`: the loss, by `aggregation`. The others are means over tokens under
-      every aggregation. `policy/approxkl`: ½(log ratio of the token)², nats per token,
-      k2 between the policy before and after the update (not of the reference).
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` and, where
+      they bind, the clip ranges and the dual clip. `loss/policy`: the loss, by
+      `aggregation`. The others are means over tokens under every aggregation.
+      `policy/approxkl`: ½(log ratio of the token)², nats per token, k2 between the
+      policy before and after the update (not of the reference).
       `policy/clipfrac`: share of tokens where the clipped term is the larger one.
       `policy/dual_clipfrac`, with a dual clip: share of tokens at its bound.
       `policy/overflowfrac`: share of tokens whose -ρA is capped. `policy/ratio_mean`,
@@ -144,7 +145,7 @@ def policy_loss(
     true_ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     shares = {}
     if dual_clip is not None:
-        bound = math.log(dual_clip)
+        bound = jnp.log(jnp.asarray(dual_clip, jnp.float32))
         at_bound = (advantages < 0) & (log_ratio > bound)
         # Before exp: the gradient of an infinite ratio would be NaN.
         log_ratio = jnp.where(at_bound, bound, log_ratio)
@@ -255,5 +256,5 @@ def _per_token(x: Array, mask: Array, count: Array | None) -> Array:
     if count is None:
         return masked.masked_mean(x, mask=mask)
     checks.shape((), count=count)
-    count = jnp.asarray(count, jnp.float32)
+    count = jax.lax.stop_gradient(jnp.asarray(count, jnp.float32))
     return masked.masked_sum(x, mask=mask) / jnp.maximum(count, 1.0)

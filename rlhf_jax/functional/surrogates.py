@@ -19,6 +19,7 @@ from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
 from rlhf_jax.functional.ratios import RatioLevel
 
 Array = jax.Array
+Scalar = checks.Scalar
 Stats = masked.Stats
 
 
@@ -28,8 +29,8 @@ def cispo_loss(
     old_logprobs: Float32[Array, "*shape"],
     advantages: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
-    clip_range: float,
-    clip_range_high: float,
+    clip_range: Scalar,
+    clip_range_high: Scalar,
     ratio_level: RatioLevel = "token",
     aggregation: Aggregation = "token_mean",
     loss_scale_factor: LossScale = None,
@@ -50,8 +51,8 @@ def cispo_loss(
     Returns:
       f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` except the
       dual clip and the overflow: `policy/clipfrac` is the share of tokens whose weight
-      is bounded. The gradient reaches `logprobs` only. The loss itself is no distance
-      from anything; its gradient is what matters.
+      is bounded. The gradient reaches `logprobs` only, and no clip range. The loss
+      itself is no distance from anything; its gradient is what matters.
 
     Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5.
 
@@ -71,6 +72,7 @@ def cispo_loss(
     level = ratios.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
     ratio = jax.lax.stop_gradient(jnp.exp(level))
     weight = jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high)
+    weight = jax.lax.stop_gradient(weight)
     loss, stats = aggregate(
         "loss/policy",
         -weight * advantages * jnp.where(mask, logprobs, 0.0),
@@ -91,8 +93,8 @@ def sapo_loss(
     old_logprobs: Float32[Array, "*shape"],
     advantages: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
-    temperature: float,
-    negative_temperature: float,
+    temperature: Scalar,
+    negative_temperature: Scalar,
     ratio_level: RatioLevel = "token",
     aggregation: Aggregation = "token_mean",
     loss_scale_factor: LossScale = None,
@@ -112,7 +114,7 @@ def sapo_loss(
     Returns:
       f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` about ratios,
       and `policy/gate`: the mean slope of f, 1 where the policy has not moved. The
-      gradient reaches `logprobs` only.
+      gradient reaches `logprobs` and both temperatures.
 
     Source: Gao et al. 2025, arXiv:2511.20347, eq. 5 to 7.
 

@@ -16,7 +16,7 @@ def token_rewards(
     scores: Float32[Array, " B"],
     kl: Float32[Array, "B S"] | None,
     mask: Bool[Array, "B S"],
-    kl_coef: Float32[Array, ""] | float,
+    kl_coef: checks.Scalar,
     score_mask: Bool[Array, "B S"] | None = None,
     turn_rewards: Float32[Array, "B S"] | None = None,
 ) -> Float32[Array, "B S"]:
@@ -46,7 +46,7 @@ def token_rewards(
 
     Returns:
       f32[B, S], reward units, 0 outside the mask. A row whose mask is empty has reward
-      0 everywhere: its score is not counted.
+      0 everywhere: its score is not counted. The gradient reaches every float.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
 
@@ -86,7 +86,7 @@ def kl_reward(
     kl: Float32[Array, "B S"],
     *,
     mask: Bool[Array, "B S"],
-    kl_coef: Float32[Array, ""] | float,
+    kl_coef: checks.Scalar,
 ) -> Float32[Array, " B"]:
     """-β Σ_t kl_t: the part of a response's reward that `token_rewards` takes from KL.
 
@@ -101,4 +101,5 @@ def kl_reward(
     >>> print(kl_reward(kl, mask=mask, kl_coef=0.1))
     [-0.6]
     """
+    checks.non_negative(kl_coef=kl_coef)
     return -kl_coef * masked.masked_sum(kl, mask=mask, axis=1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.aggregation import Aggregation, aggregate
+from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
 
 Array = jax.Array
 Stats = masked.Stats
@@ -19,9 +19,9 @@ def value_loss(
     old_values: Float32[Array, "*shape"],
     returns: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
-    clip_range: float | None,
+    clip_range: checks.Scalar | None,
     aggregation: Aggregation = "token_mean",
-    loss_scale_factor: float | None = None,
+    loss_scale_factor: LossScale = None,
     num_tokens: Shaped[Array, ""] | None = None,
     num_responses: Shaped[Array, ""] | None = None,
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -36,7 +36,8 @@ def value_loss(
       aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}. The gradient reaches `values` only.
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `values` and, where it
+      binds, `clip_range`.
       `loss/value`: the loss, by `aggregation`. `value/clipfrac`: share of tokens where
       the clipped square is the larger one; their gradient is 0.
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional import checks
 from rlhf_jax.models import context, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, init
@@ -46,7 +47,20 @@ def from_reward_model(params: Params) -> Params:
 
 
 def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
-    """A critic of adapters over the policy's base, whose values start at 0."""
+    """A critic of adapters over the policy's base, whose values start at 0.
+
+    Args:
+      key: of the adapters' A, drawn at random; B is 0.
+      model: the shape of the base, which is an argument of its own when it runs.
+      lora: which matrices have adapters, and of which rank.
+
+    Returns:
+      {"trunk": adapters f32, "score": {"kernel": f32[D], "bias": f32[]}}, for
+      `adapted.params`, which merges base and trunk.
+
+    Raises:
+      InputError: a pattern of `lora` matches no matrix of the model.
+    """
     trunk = init(key, model=model, lora=lora)
     return {"trunk": trunk, "score": decoder.zero_score(model=model)}
 
@@ -74,7 +88,11 @@ def values(
 
     Returns:
       f32[B, S], reward units; 0 where no token stands just before.
+
+    Raises:
+      InputError: first_column is below 1: column 0 has no state before it.
     """
+    checks.positive(first_column=first_column)
     texts = texts_of(tokens, mask, first_column=first_column, packing=packing)
     hidden = texts.hidden_states(params["trunk"], model=model)
     return texts.padded(values_of_hidden(params["score"], hidden, mask=texts.mask))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import kl
+from rlhf_jax.functional import checks, kl
 from rlhf_jax.functional.logprobs import MAX_LOGITS, token_logprobs_from_hidden
 from rlhf_jax.models import axes, context, decoder
 from rlhf_jax.models.config import ModelConfig
@@ -49,6 +49,7 @@ def logprobs(
     With a `packing` of these padded rows the model runs on packed ones; log-probs are
     those of the responses, at their padded columns.
     """
+    checks.positive(first_column=first_column)
     if packing is not None:
         texts = texts_of(tokens, mask, first_column=first_column, packing=packing)
         computed, _ = logprobs_from_hidden(
@@ -93,6 +94,7 @@ def logprobs_and_entropy(
       f32[B, S] each, nats; column t is about tokens[:, t]. 0 at padding and at the
       first token of a text, which nothing predicts.
     """
+    checks.positive(first_column=first_column)
     hidden = decoder.hidden_states(
         params,
         model=model,

@@ -77,6 +77,14 @@ def test_numbers_at_the_edge_pass():
             checks.finite(x=number)
 
 
+@pytest.mark.parametrize("kind", [int, np.int32, np.int64])
+def test_a_count_may_be_of_python_or_numpy(kind):
+    checks.at_least_one(max_logits=kind(3))
+    for wrong in (kind(0), 1.0, np.float32(1), True, None, jnp.array(1)):
+        with pytest.raises(InputError, match="max_logits: expected a whole number"):
+            checks.at_least_one(max_logits=wrong)
+
+
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64])
 def test_numbers_of_numpy_are_read_as_python_s(kind):
     with pytest.raises(InputError, match="dual_clip: expected a number above 1"):

@@ -16,7 +16,7 @@ from rlhf_jax import functional
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+\.?\d*(?:e[-+]?\d+)?(?!\w)")
 # The public functions of these are in `logprobs` and `kl.hidden_states`.
-INTERNAL = {"logprob_chunks", "chunks"}
+INTERNAL = {"logprob_chunks", "chunks", "passes"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -27,7 +27,7 @@ from rlhf_jax.functional import (
     unused_ids,
     value_losses,
 )
-from rlhf_jax.functional.kl import chunks, mixtures, penalty
+from rlhf_jax.functional.kl import chunks, mixtures, passes, penalty
 from rlhf_jax.functional.kl.choices import Penalty
 
 ROWS, COLUMNS, WIDTH, VOCAB = 4, 5, 6, 11
@@ -39,11 +39,17 @@ PER_TOKEN, PER_ROW = (ROWS, COLUMNS), (ROWS,)
 LOGITS, HIDDEN = (ROWS, COLUMNS, VOCAB), (ROWS, COLUMNS, WIDTH)
 HEAD, FLAT = (VOCAB, WIDTH), (ROWS, WIDTH)
 APART = 2.0 * jnp.arange(VOCAB)  # so that small steps change no token of a top k
+OTHERS = jnp.cos(jnp.arange(220.0)).reshape(LOGITS)  # of a reference
 FEW = 64  # logits at a time: chunks that overlap
 
 PLAN = logprob_chunks.plan(vocab_size=10, rows=VOCAB, positions=ROWS, max_logits=8)
 CAPPED = PLAN._replace(softcap=1.5)
-EXACT = chunks.Plan(vocab_size=10, chunk=4, forward=False, k=None)
+EXACT = passes.Plan(vocab_size=10, chunk=4, forward=False, k=None)
+
+
+def warm(x):
+    """A temperature, which is above 0."""
+    return jnp.exp(x / 4)
 
 
 def probabilities(x):
@@ -96,40 +102,45 @@ CASES = {
     ),
     "best_of_n.finite_or_lowest": (best_of_n.finite_or_lowest, (PER_ROW,)),
     "kl.chunks.divergence": (
-        lambda h, w: chunks.divergence(
-            h, w, 0.5 * jnp.ones(HIDDEN), jnp.ones(HEAD), temperature=0.7, plan=EXACT
+        lambda h, w, t: chunks.divergence(
+            h,
+            w,
+            0.5 * jnp.ones(HIDDEN),
+            jnp.ones(HEAD),
+            temperature=warm(t),
+            plan=EXACT,
         ),
-        (HIDDEN, HEAD),
+        (HIDDEN, HEAD, ()),
     ),
-    "kl.chunks.of_buckets": (
-        lambda x, y: chunks.of_buckets(jax.nn.log_softmax(x), jax.nn.log_softmax(y)),
-        (LOGITS, LOGITS),
-    ),
-    "kl.estimators.k1": (kl.k1, (PER_TOKEN, PER_TOKEN)),
-    "kl.estimators.k2": (kl.k2, (PER_TOKEN, PER_TOKEN)),
-    "kl.estimators.k3": (kl.k3, (PER_TOKEN, PER_TOKEN)),
+    **{
+        f"kl.estimators.{name}": (
+            lambda x, f=f: f(x, jnp.cos(jnp.arange(20.0)).reshape(PER_TOKEN)),
+            (PER_TOKEN,),
+        )
+        for name, f in {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}.items()
+    },
     "kl.estimators.exact": (
-        lambda x, y: kl.exact(x, y, temperature=0.7),
-        (LOGITS, LOGITS),
+        lambda x, t: kl.exact(x, OTHERS, temperature=warm(t), direction="forward"),
+        (LOGITS, ()),
     ),
     "kl.estimators.top_k": (
-        lambda x, y: kl.top_k(APART[None, None] + x, y, k=3, temperature=0.7),
-        (LOGITS, LOGITS),
+        lambda x, t: kl.top_k(APART[None, None] + x, OTHERS, k=3, temperature=warm(t)),
+        (LOGITS, ()),
     ),
     **{
         f"kl.hidden_states.{name} {direction}{' capped' * (cap is not None)}": (
-            lambda h, w, f=f, direction=direction, cap=cap: f(
+            lambda h, w, t, f=f, direction=direction, cap=cap: f(
                 h,
                 w,
                 jnp.cos(jnp.arange(120.0)).reshape(HIDDEN),
                 jnp.sin(jnp.arange(66.0)).reshape(HEAD),
-                temperature=0.7,
+                temperature=warm(t),
                 vocab_size=10,
                 direction=direction,
                 softcap=cap,
                 max_logits=FEW,
             ),
-            (HIDDEN, HEAD),
+            (HIDDEN, HEAD, ()),
         )
         for name, f in {
             "exact_from_hidden": kl.exact_from_hidden,
@@ -137,23 +148,29 @@ CASES = {
         }.items()
         for direction, cap in (("reverse", None), ("forward", 1.5))
     },
-    "kl.hidden_states.jensen_shannon_from_hidden": (
-        lambda h, w: kl.jensen_shannon_from_hidden(
-            h,
-            w,
-            jnp.cos(jnp.arange(120.0)).reshape(HIDDEN),
-            jnp.sin(jnp.arange(66.0)).reshape(HEAD),
-            beta=0.3,
-            temperature=0.7,
-            vocab_size=10,
-            softcap=1.5,
-            max_logits=FEW,
-        ),
-        (HIDDEN, HEAD),
-    ),
+    **{
+        f"kl.hidden_states.jensen_shannon_from_hidden{' bucket' * (k is not None)}": (
+            lambda h, w, t, b, k=k: kl.jensen_shannon_from_hidden(
+                h,
+                w,
+                jnp.cos(jnp.arange(120.0)).reshape(HIDDEN),
+                jnp.sin(jnp.arange(66.0)).reshape(HEAD),
+                beta=jax.nn.sigmoid(b),
+                k=k,
+                temperature=warm(t),
+                vocab_size=10,
+                softcap=1.5,
+                max_logits=FEW,
+            ),
+            (HIDDEN, HEAD, (), ()),
+        )
+        for k in (None, 3)
+    },
     "kl.mixtures.jensen_shannon": (
-        lambda x, y: kl.jensen_shannon(x, y, beta=0.3, temperature=0.7),
-        (LOGITS, LOGITS),
+        lambda x, t, b: kl.jensen_shannon(
+            x, OTHERS, beta=jax.nn.sigmoid(b), temperature=warm(t)
+        ),
+        (LOGITS, (), ()),
     ),
     "kl.mixtures.mixture_log_ratios": (
         lambda x: mixtures.mixture_log_ratios(x, beta=0.3),
@@ -305,9 +322,7 @@ WITHOUT_A_SLOPE = {
     "aggregation.token_weights": "reads a mask",
     "best_of_n.estimated_log_ratio": "counts scores",
     "best_of_n.selection_weights": "counts scores",
-    "kl.chunks.marked": "bool",
     "kl.controllers.scalar": "a number",
-    "kl.control.fixed": "a number",
     "kl.penalty.reward_kl": "stops the gradient",
     "kl.weighted_estimates.estimates": "stops the gradient of values",
     "masked.centred": "a number that has no gradient, and what is left",
@@ -347,6 +362,7 @@ STENCIL = {1: 8 / 12, -1: -8 / 12, 2: -1 / 12, -2: 1 / 12}  # of fourth order
 # Each has a case beside it, capped or not, that is not slow; or its slope is quick.
 TWICE = (
     "kl.hidden_states.jensen_shannon_from_hidden",
+    "kl.hidden_states.jensen_shannon_from_hidden bucket",
     "kl.hidden_states.top_k_from_hidden forward capped",
     "logprob_chunks.logprobs_and_entropy",
 )
@@ -398,7 +414,9 @@ def public_functions():
                 continue
             signature = inspect.signature(function)
             kinds = [str(p.annotation) for p in signature.parameters.values()]
-            if "checks" not in short and any("Array" in kind for kind in kinds):
+            if short not in ("checks", "kl.passes") and any(
+                "Array" in kind for kind in kinds
+            ):
                 yield f"{short}.{name}"
 
 
@@ -417,9 +435,8 @@ def both(hidden, head, temperature):
 
 
 def divergence(hidden, head, temperature):
-    del temperature
     return CASES["kl.hidden_states.exact_from_hidden reverse"][0](
-        hidden[:, None] * jnp.ones((1, COLUMNS, 1)), head
+        hidden[:, None] * jnp.ones((1, COLUMNS, 1)), head, temperature
     ).sum(1)
 
 
@@ -513,6 +530,16 @@ def test_the_work_of_an_output_that_no_loss_reads_is_left_out():
         return str(jax.make_jaxpr(jax.grad(loss))(*x)).count("= mul ")
 
     assert products(lambda outputs: outputs[:1]) < products(lambda outputs: outputs)
+
+
+def test_the_slope_of_a_temperature_is_computed_only_where_it_is_read():
+    x = direction((FLAT, HEAD, ()), 1)
+
+    def sums(arguments):
+        gradient = jax.grad(lambda *x: divergence(*x).sum(), arguments)
+        return str(jax.make_jaxpr(gradient)(*x)).count("= reduce_sum")
+
+    assert sums((0, 1)) < sums((0, 1, 2))
 
 
 @pytest.mark.slow

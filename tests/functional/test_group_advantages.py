@@ -96,6 +96,27 @@ def test_shifts_do_nothing_and_normalised_scales_neither():
     )
 
 
+@pytest.mark.parametrize("level", [0.0, 1e6, -3e6])
+def test_a_level_that_all_scores_share_costs_leave_one_out_no_digits(level):
+    scores = (level + np.array([0.25, 1.5, 0.75, 0.5])).astype(np.float32)
+    output = advantages.leave_one_out(scores, group_size=4)
+    expected = oracles.leave_one_out(scores, 4)
+    np.testing.assert_allclose(output, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_nothing_is_nan_where_a_group_keeps_one_response_or_none(normalise):
+    scores = jnp.array([1.0, 3.0, 2.0, 5.0, 1.0, 1.0])
+    rows = jnp.array([True, True, False, True, False, False])
+    with jax.debug_nans(True):
+        output = advantages.group_relative(
+            scores, group_size=2, normalise=normalise, row_mask=rows
+        )
+    deviation = np.sqrt(2.0) + 1e-6 if normalise else 1.0
+    expected = np.array([-1, 1, 0, 0, 0, 0]) / deviation
+    np.testing.assert_allclose(output, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("group_size", [1, 0, -2])
 def test_groups_of_one_are_refused(group_size):
     for function in (

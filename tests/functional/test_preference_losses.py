@@ -234,13 +234,17 @@ def test_nothing_overflows():
             {"kind": "ipo", "label_smoothing": 0.1},
             r"0 with kind 'ipo', which does not read it, got 0.1; leave it out",
         ),
-        (PAIRS, {"kind": "hinge", "label_smoothing": SOFT}, r"'hinge'.* got an array"),
+        (
+            PAIRS,
+            {"kind": "hinge", "label_smoothing": SOFT},
+            r"'hinge'.* got one for each pair",
+        ),
         (FREE, {"kind": "ipo"}, r"sigmoid, robust or hinge without a .* got 'ipo'"),
         (PAIRS, {"kind": "robust"}, r"a number above 0 with kind 'robust', .* got 0.0"),
         (
             PAIRS,
             {"kind": "robust", "label_smoothing": SOFT},
-            r"a number above 0 with kind 'robust', .* got an array",
+            r"a number above 0 with kind 'robust', .* got one for each pair",
         ),
         (
             PAIRS | {"ref_chosen_logprobs": None},

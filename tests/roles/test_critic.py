@@ -5,6 +5,7 @@ import pytest
 import tiny
 
 from rlhf_jax import critic, policy, rewards
+from rlhf_jax.functional.checks import InputError
 
 LENGTHS, SIZE = (6, 4, 1), 6
 MODEL = tiny.GPT2
@@ -46,6 +47,19 @@ def test_a_value_does_not_see_its_own_token():
         after = np.asarray(values_of(params(), model=MODEL, tokens=changed, mask=mask))
         np.testing.assert_array_equal(after[0, : t + 1], before[0, : t + 1])
         assert (np.abs(after - before)[0, t + 1 :] > 1e-5).all()
+
+
+def test_column_0_cannot_be_the_first():
+    """No state stands before it: -1 would be the last column."""
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
+    arrays = {"model": MODEL, "tokens": tokens, "mask": mask, "first_column": 0}
+    for function, parameters in (
+        (critic.values, params()),
+        (policy.logprobs, params()["trunk"]),
+        (policy.logprobs_and_entropy, params()["trunk"]),
+    ):
+        with pytest.raises(InputError, match="first_column: expected a finite number"):
+            function(parameters, **arrays)
 
 
 def test_padding_on_either_side_changes_no_value():

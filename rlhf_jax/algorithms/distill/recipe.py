@@ -10,13 +10,14 @@ reference (`objective/kl`) is of the teacher.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import jax
 
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.distill.loss import distillation_loss
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.loss import Part
 from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
 from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
@@ -160,6 +161,6 @@ class Distill(DistillRecipe, PolicyGradient):
             )
         return super().minibatch_loss(minibatch, kl_coef=kl_coef, frozen=frozen)
 
-    def terms(self, policy: Any, **part: Any) -> tuple[Array, masked.Stats]:
-        """`distillation_loss`."""
+    def terms(self, policy: Any, **part: Unpack[Part]) -> tuple[Array, masked.Stats]:
+        """`distillation_loss` f32[] of a part of a minibatch, and its stats."""
         return distillation_loss(policy, recipe=self, **part)

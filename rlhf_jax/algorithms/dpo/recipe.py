@@ -110,8 +110,8 @@ class DPORecipe:
 
     @property
     def dpo_kind(self) -> DPOKind:
-        """The kind, where it is one of a loss of implicit rewards."""
-        assert self.kind in get_args(DPOKind)
+        """The kind of `dpo_loss`; InputError for one that has a loss of its own."""
+        checks.one_of(kind=self.kind, among=get_args(DPOKind))
         return cast("DPOKind", self.kind)
 
 

@@ -24,8 +24,8 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
       `objective/kl_k3` and `objective/ref_nll` without a reference. The last is
       -log π_ref a token, nats: perplexity is exp of its mean, so it is not taken here.
       Of episodes with rewards of turns also `response/observed`, and where the ends of
-      turns are known `response/turns`; all others are of sampled tokens. A response that is left out is none of
-      them.
+      turns are known `response/turns`; all others are of sampled tokens. A response
+      that is left out is none of them.
     """
     mask = scored.rollout.response_mask
     ones = counted = jnp.ones(scored.scores.shape, jnp.float32)

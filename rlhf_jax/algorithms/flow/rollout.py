@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size
@@ -48,9 +51,11 @@ def rollout(
       and `sampler_logprobs` None: the sampler is taken for the trainer.
 
     Raises:
-      InputError: temperature <= 0, no new tokens, prompts too long for the model, or
-        continuous_batching below a group or above the rows.
+      InputError: temperature <= 0, no new tokens, prompts too long for the model,
+        continuous_batching below a group or above the rows, or two rows with one index
+        and one sample number, if prompts are not traced: they would be one response.
     """
+    _refuse_equal_samples(prompts)
     generated = decode.generate(
         policy,
         model=model,
@@ -76,6 +81,20 @@ def rollout(
         if version is None
         else jnp.where(generated.response_mask, version, 0),
     )
+
+
+def _refuse_equal_samples(prompts: Prompts) -> None:
+    rows = prompts.index, prompts.sample
+    if any(isinstance(numbers, Tracer) for numbers in rows):
+        return
+    pairs, counts = np.unique(np.stack(rows, axis=1), axis=0, return_counts=True)
+    if (counts > 1).any():
+        index, sample = pairs[counts > 1][0]
+        raise InputError(
+            f"sample: expected another number for each sample of a prompt, got "
+            f"{sample} twice for the prompt of index {index}, whose keys and responses "
+            f"would be equal; number them, or give the rows different indices"
+        )
 
 
 def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> Rollout:

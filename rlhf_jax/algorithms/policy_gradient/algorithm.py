@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
 from rlhf_jax.algorithms.policy_gradient.corrections import Reject
-from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.algorithms.policy_gradient.loss import Part, policy_terms
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
 from rlhf_jax.functional import aggregation, checks, masked
@@ -113,6 +113,11 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     ) -> tuple[PolicyExperience, masked.Stats]:
         """What the updates read of a scored rollout: each algorithm has its own.
 
+        Args:
+          scored: Scored[B, S], of `sample` and `score`.
+          kl_coef: β, f32[], reward units per nat. Here it acts in the reward:
+            `token_rewards` takes β·scored.kl off, where the penalty is in the reward.
+
         Returns:
           A record with at least the fields of `PolicyExperience`, and stats of it.
         """
@@ -126,7 +131,18 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         frozen: FrozenModels = NO_MODELS,
         version: Array | None = None,
     ) -> Rollout:
-        """The responses to prompts: here the policy's own."""
+        """The responses to prompts: here the policy's own. β does not act here.
+
+        Args:
+          policy: parameters to run with, adapters merged.
+          prompts: Prompts[B, P].
+          key: of this step.
+          frozen: for algorithms that draw from the reference too (Nash-MD).
+          version: i32[], of the policy, for the ledger of trust; None stamps none.
+
+        Returns:
+          Rollout[B, P + R].
+        """
         del frozen
         return flow.rollout.rollout(
             policy,
@@ -149,6 +165,12 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Any, LossFunction]:
         """The loss of the parts of a minibatch: here that of the policy alone.
+
+        Args:
+          minibatch: the rows of `experience`'s record that one optimizer step reads.
+          kl_coef: β, f32[], reward units per nat. Here it acts in the loss: β·kl_loss,
+            where the penalty is in the loss.
+          frozen: of the iteration, for exact KL in the loss and for adapters.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
@@ -173,8 +195,8 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
 
         return minibatch, loss
 
-    def terms(self, policy: Params, **part: Any) -> tuple[Array, masked.Stats]:
-        """The loss of a part of a minibatch, `policy_terms`, and its stats."""
+    def terms(self, policy: Params, **part: Unpack[Part]) -> tuple[Array, masked.Stats]:
+        """The loss f32[] of a part of a minibatch, `policy_terms`, and its stats."""
         output = policy_terms(policy, recipe=self, **part)
         return output.loss, output.stats
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,17 @@ if TYPE_CHECKING:  # whose recipes hand this loss on
 
 Array = jax.Array
 Params = Any
+
+
+class Part(TypedDict):
+    """The arguments of `policy_terms` that are about a part of a minibatch."""
+
+    experience: PolicyExperience  # [b, S], the rows of the part
+    kl_coef: Array | float  # β, reward units per nat
+    num_tokens: Array  # f32[], response tokens of the whole minibatch
+    num_responses: Array  # f32[], responses with a token of the whole minibatch
+    frozen: FrozenModels
+    packing: Packing | None
 
 
 class PolicyTerms(NamedTuple):

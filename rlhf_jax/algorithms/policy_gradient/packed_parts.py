@@ -42,11 +42,20 @@ def packed_parts(packing: RolloutPacking | None, *, steps: int) -> PackedParts |
 def accumulate_packed(
     loss: LossFunction, params: Params, minibatch: Any, *, parts: PackedParts
 ) -> tuple[Params, masked.Stats]:
-    """`accumulate`, of parts that hold tokens rather than rows.
+    """`accumulate`, of parts that hold tokens rather than rows: ∇L = Σ_parts ∇L_part.
 
     The rows of a minibatch that a part does not hold are all 0 and False in it: they
     weigh nothing. Padded arrays of numbers per token are small beside the model's. A
     part without responses is not computed.
+
+    Args:
+      loss: (params, rows, packing=) -> (loss f32[], stats), divided by the counts of
+        the whole minibatch.
+      minibatch: a pytree whose leaves have b rows.
+      parts: of this minibatch, every leaf [C, ...], of `packed_parts`.
+
+    Returns:
+      The gradient, of the structure of `params`, and the stats of all parts together.
     """
     gradient = jax.grad(loss, has_aux=True)
 

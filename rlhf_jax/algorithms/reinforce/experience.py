@@ -17,7 +17,16 @@ def reward_to_go_experience(
     """A_t = Σ_{s >= t} r_s, with r the token rewards: the score and -β·KL.
 
     Of an episode of several turns, the rewards of turns that end before t are not in
-    A_t.
+    A_t. β acts here, in the token rewards; in the loss it acts in `policy_terms`.
+
+    Args:
+      scored: Scored[B, S]; `kl` is None where nothing is in the reward.
+      kl_coef: β, f32[] or float, reward units per nat.
+      whiten_advantages: to mean 0 and variance 1 over all response tokens.
+
+    Returns:
+      PolicyExperience[B, S]; advantages in reward units, or in standard deviations
+      where whitened, 0 outside the response.
 
     Source: Hu 2025, arXiv:2501.03262 (REINFORCE++).
     """

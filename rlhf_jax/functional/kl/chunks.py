@@ -16,69 +16,42 @@ E[d] goes along with the two sums in one pass over the tokens; of equal models d
 the bit, and so is the KL. The backward pass computes the logits of a chunk again. The
 Jensen-Shannon divergence (`mixtures`) reads level - d = log(Q/P), and so takes a
 second pass after the sums.
-Chunks are slices of equal size of the true vocabulary; the last one starts early enough
-to be whole, and tokens of earlier chunks are left out.
+
+The reference has no gradient, but the temperature τ divides its logits too:
+
+    ∂KL/∂τ = -(1/τ) Σ_v (log P_v ∂KL/∂z_v + log Q_v ∂KL/∂y_v)
+    ∂KL/∂y_v   reverse  Q_v - exp(y_v + d_v) / Σ exp(z)    forward  Q_v (E_Q[d] - d_v)
+
+as both slopes sum to 0, so that log P can stand for z. That sum is computed only where
+τ is differentiated. The passes themselves are in `passes`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
-from rlhf_jax.functional import unused_ids
-from rlhf_jax.functional.kl import mixtures
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl import mixtures, passes
+from rlhf_jax.functional.kl.passes import Model, Plan, Result
 
 Array = jax.Array
-NOWHERE = -1e30  # a logit whose exp is 0, also where no other has come before it
 
 
-class Plan(NamedTuple):
-    """What is fixed at trace time."""
+class _Saved(NamedTuple):
+    """What the backward pass needs."""
 
-    vocab_size: int  # tokens; rows of a head from here on are padding and never read
-    chunk: int  # tokens at a time, 1 to vocab_size
-    forward: bool  # KL(ref ‖ π) and not KL(π ‖ ref)
-    k: int | None  # tokens that stand alone, the rest in one bucket; None is all
-    softcap: float | None = None  # c, of the policy's c·tanh(logit / c); None is none
-    ref_softcap: float | None = None  # of the reference's
-    beta: float | None = None  # of a Jensen-Shannon divergence; None is a KL
-    unused: unused_ids.Ranges = ()  # ids that are no part of either distribution
-
-
-class _Model(NamedTuple):
-    hidden: Array  # floats[B, T, D]
-    head: Array  # floats[V', D]
-    temperature: Array  # f32[], divides the logits, dimensionless
-
-
-class _Sum(NamedTuple):
-    """Σ exp(x) = exp(largest)·total, in parts that do not overflow."""
-
-    largest: Array  # f32[B, T]
-    total: Array  # f32[B, T]
-
-    @property
-    def log(self) -> Array:
-        return self.largest + jnp.log(self.total)
-
-
-class _Rest(NamedTuple):
-    """What tells the buckets of a top-k KL apart."""
-
-    alone: Array  # i32[B, T, k], tokens that are a bucket each
-    difference: Array  # f32[B, T], d of the bucket of all other tokens
-
-
-class _Result(NamedTuple):
-    kl: Array  # f32[B, T], nats; the divergence
-    log_sum: Array  # f32[B, T], of the policy's logits
-    ref_log_sum: Array  # f32[B, T]
-    mean: Array  # f32[B, T], E[d]; with a mixture KL(π ‖ M)
-    rest: _Rest | None  # None where every token stands alone
+    policy: Model
+    reference: Model
+    beta: Array | None
+    result: Result
+    # An empty tuple where temperature or β are differentiated, None where not: a part
+    # of the structure, and so static.
+    scalars: tuple[()] | None
 
 
 def divergence(
@@ -87,193 +60,66 @@ def divergence(
     ref_hidden: Array,
     ref_head: Array,
     *,
-    temperature: float | Array,
+    temperature: checks.Scalar,
     plan: Plan,
+    beta: checks.Scalar | None = None,
 ) -> Array:
     """KL of softmax(hidden·headᵀ / T) and softmax(ref_hidden·ref_headᵀ / T).
 
     Args:
       hidden: floats[B, T, D]. head: floats[V', D].
       ref_hidden: floats[B, T, D']. ref_head: floats[V'', D'].
-      temperature: T, dimensionless; not differentiated.
+      temperature: T, dimensionless.
+      beta: share of the reference in a mixture: the Jensen-Shannon divergence; None is
+        a KL.
 
     Returns:
-      f32[B, T], nats. The gradient reaches `hidden` and `head` only; a position whose
-      cotangent is 0 plays no part in it, whatever stands there.
+      f32[B, T], nats. The gradient reaches `hidden`, `head`, `temperature` and `beta`;
+      a position whose cotangent is 0 plays no part in it, whatever stands there.
     """
     scale = jnp.asarray(temperature, jnp.float32)
-    policy = _Model(hidden, head, scale)
-    return _divergence(plan, policy, _Model(ref_hidden, ref_head, scale))
+    plan = plan._replace(beta=checks.number(beta))
+    traced = plan.beta is None and beta is not None
+    return _divergence(
+        plan,
+        Model(hidden, head, scale),
+        Model(ref_hidden, ref_head, scale),
+        jnp.asarray(beta, jnp.float32) if traced else None,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergence(plan: Plan, policy: _Model, reference: _Model) -> Array:
-    return _pass(policy, reference, plan).kl
+def _divergence(
+    plan: Plan, policy: Model, reference: Model, beta: Array | None
+) -> Array:
+    return passes.forward(policy, reference, beta, plan).kl
 
 
-def _forward(plan: Plan, policy: _Model, reference: _Model) -> tuple[Array, Any]:
-    result = _pass(policy, reference, plan)
-    return result.kl, (policy, reference, result)
+def _forward(plan: Plan, *primals: Any) -> tuple[Array, _Saved]:
+    policy, reference, beta = jax.tree.map(lambda primal: primal.value, primals)
+    scalars = (primals[0].temperature, primals[2])
+    wanted = any(primal is not None and primal.perturbed for primal in scalars)
+    result = passes.forward(policy, reference, beta, plan)
+    return result.kl, _Saved(policy, reference, beta, result, () if wanted else None)
 
 
-def _pass(policy: _Model, reference: _Model, plan: Plan) -> _Result:
-    return (_exact if plan.k is None else _top_k)(policy, reference, plan)
-
-
-def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Result:
-    # The first chunks may have no token. Their sums are then of NOWHERE, and the first
-    # one that has a token shrinks them to 0; -inf - -inf would be NaN.
-    absent = NOWHERE if plan.unused else -jnp.inf
-
-    def step(carry: tuple[_Sum, _Sum, Array], index: Array) -> tuple[Any, ...]:
-        total, ref_total, moment = carry
-        start, fresh = _tokens(index, plan)
-        z, y = _both(policy, reference, start, plan)
-        difference = jnp.where(fresh, z - y, 0.0)
-        grown, terms, shrink = _add(total, jnp.where(fresh, z, absent))
-        ref_grown, ref_terms, ref_shrink = _add(ref_total, jnp.where(fresh, y, absent))
-        if plan.forward:
-            terms, shrink = ref_terms, ref_shrink
-        moment = moment * shrink + jnp.sum(terms * difference, axis=-1)
-        return grown, ref_grown, moment
-
-    shape = policy.hidden.shape[:2]
-    zero, nothing = jnp.zeros(shape, jnp.float32), jnp.full(shape, -jnp.inf)
-    empty = _Sum(nothing, zero)
-    total, ref_total, moment = _loop(step, (empty, empty, zero), plan)
-    if plan.beta is not None:
-        return _jensen_shannon(policy, reference, total, ref_total, plan)
-    mean = moment / (ref_total if plan.forward else total).total
-    return _summarise(total, ref_total, mean, None, plan)
-
-
-def _jensen_shannon(
-    policy: _Model, reference: _Model, total: _Sum, ref_total: _Sum, plan: Plan
-) -> _Result:
-    """The second pass, with the sums of the first."""
-
-    def step(carry: tuple[Array, Array], index: Array) -> tuple[Array, Array]:
-        start, fresh = _tokens(index, plan)
-        z, y = _both(policy, reference, start, plan)
-        value, mean = _of_mixture(z, y, z - y, total.log, ref_total.log, fresh, plan)
-        return carry[0] + value, carry[1] + mean
-
-    zero = jnp.zeros(policy.hidden.shape[:2], jnp.float32)
-    value, mean = _loop(step, (zero, zero), plan)
-    return _Result(value, total.log, ref_total.log, mean, None)
-
-
-def _of_mixture(
-    z: Array,
-    y: Array,
-    difference: Array,
-    log_sum: Array,
-    ref_log_sum: Array,
-    included: Array,
-    plan: Plan,
-) -> tuple[Array, Array]:
-    """The share of some tokens in JSD_β and in KL(π ‖ M), f32[B, T]."""
-    assert plan.beta is not None
-    from_mixture, ref_from_mixture = mixtures.mixture_log_ratios(
-        (log_sum - ref_log_sum)[..., None] - difference, beta=plan.beta
-    )
-    of_policy = jnp.exp(z - log_sum[..., None]) * from_mixture
-    of_reference = jnp.exp(y - ref_log_sum[..., None]) * ref_from_mixture
-    of_tokens = plan.beta * of_reference + (1 - plan.beta) * of_policy
-    return (
-        jnp.sum(of_tokens, axis=-1, where=included),
-        jnp.sum(of_policy, axis=-1, where=included),
-    )
-
-
-def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Result:
-    """Over the k likeliest tokens of the policy and a bucket.
-
-    A token that a likelier one drives out joins the bucket then, so that the mass of
-    the bucket is a sum of its own tokens and never 1 minus the others.
-    """
-    assert plan.k is not None
-    k, shape = plan.k, policy.hidden.shape[:2]
-
-    def step(carry: tuple[Array, ...], index: Array) -> tuple[Array, ...]:
-        top_z, top_y, ids, rest_z, rest_y = carry
-        start, fresh = _tokens(index, plan)
-        z, y = _both(policy, reference, start, plan)
-        here = start + jnp.arange(plan.chunk, dtype=jnp.int32)
-        z = jnp.concatenate([top_z, jnp.where(fresh, z, -jnp.inf)], axis=-1)
-        y = jnp.concatenate([top_y, jnp.where(fresh, y, -jnp.inf)], axis=-1)
-        here = jnp.broadcast_to(here[None, None, :], (*shape, plan.chunk))
-        ids = jnp.concatenate([ids, here], axis=-1)
-        top_z, at = jax.lax.top_k(z, k)
-        marks = marked(at, size=z.shape[-1])
-
-        def with_dropped(rest: Array, logits: Array) -> Array:
-            dropped = jnp.where(marks, -jnp.inf, logits)
-            return jnp.logaddexp(rest, jax.nn.logsumexp(dropped, axis=-1))
-
-        return (
-            top_z,
-            jnp.take_along_axis(y, at, axis=-1),
-            jnp.take_along_axis(ids, at, axis=-1),
-            with_dropped(rest_z, z),
-            with_dropped(rest_y, y),
-        )
-
-    none, no_rest = jnp.full((*shape, k), -jnp.inf), jnp.full(shape, -jnp.inf)
-    no_ids = jnp.zeros((*shape, k), jnp.int32)
-    top_z, top_y, ids, rest_z, rest_y = _loop(
-        step, (none, none, no_ids, no_rest, no_rest), plan
-    )
-    z = jnp.concatenate([top_z, rest_z[..., None]], axis=-1)
-    y = jnp.concatenate([top_y, rest_y[..., None]], axis=-1)
-    # The bucket of k = V holds no token: -inf in both.
-    difference = jnp.where(z > -jnp.inf, z - y, 0.0)
-    empty = _Sum(no_rest, jnp.zeros(shape, jnp.float32))
-    total, terms, _ = _add(empty, z)
-    ref_total, ref_terms, _ = _add(empty, y)
-    rest = _Rest(ids, difference[..., -1])
-    if plan.beta is not None:
-        sums = total.log, ref_total.log
-        some = jnp.ones((1, 1, 1), jnp.bool_)
-        value, mean = _of_mixture(z, y, difference, *sums, some, plan)
-        return _Result(value, *sums, mean, rest)
-    if plan.forward:
-        mean = jnp.sum(ref_terms * difference, axis=-1) / ref_total.total
-    else:
-        mean = jnp.sum(terms * difference, axis=-1) / total.total
-    return _summarise(total, ref_total, mean, rest, plan)
-
-
-def _add(total: _Sum, logits: Array) -> tuple[_Sum, Array, Array]:
-    """The sum with f32[B, T, ...] logits; their terms in it; the old terms' factor."""
-    largest = jnp.maximum(total.largest, jnp.max(logits, axis=-1))
-    terms = jnp.exp(logits - largest[..., None])
-    shrink = jnp.exp(total.largest - largest)
-    grown = total.total * shrink + jnp.sum(terms, axis=-1)
-    return _Sum(largest, grown), terms, shrink
-
-
-def _summarise(
-    total: _Sum, ref_total: _Sum, mean: Array, rest: _Rest | None, plan: Plan
-) -> _Result:
-    # Differences before sums: a level that both logits share would cost digits.
-    level = jnp.log(total.total) - jnp.log(ref_total.total)
-    level += total.largest - ref_total.largest
-    kl = level - mean if plan.forward else mean - level
-    return _Result(kl, total.log, ref_total.log, mean, rest)
-
-
-def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[_Model, None]:
-    policy, reference, result = residuals
+def _backward(
+    plan: Plan, saved: _Saved, cotangent: Array | SymbolicZero
+) -> tuple[Model, None, Array | None]:
+    policy, _, beta, result, scalars = saved
     hidden, head, temperature = policy
+    if isinstance(cotangent, SymbolicZero):
+        cotangent = jnp.zeros_like(result.kl)
     live = cotangent != 0
     scale = (cotangent / temperature)[..., None]
     live_hidden = jnp.where(live[..., None], hidden, jnp.zeros_like(hidden))
 
-    def step(carry: tuple[Array, Array], index: Array) -> tuple[Array, Array]:
-        for_hidden, for_head = carry
-        start, fresh = _tokens(index, plan)
-        z, for_logits = _slope(policy, reference, result, start, plan)
+    def step(carry: tuple[Array, Array, Any], index: Array) -> tuple[Any, ...]:
+        for_hidden, for_head, inner = carry
+        start, fresh = passes.tokens(index, plan)
+        z, for_logits, log_products = _slopes(saved, start, plan)
+        if inner is not None:
+            inner += jnp.sum(log_products, axis=-1, where=fresh)
         slope = scale
         if plan.softcap is not None:
             slope = scale * (1 - jnp.square(z * (temperature / plan.softcap)))
@@ -293,103 +139,59 @@ def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[_Model, Non
         ).astype(head.dtype)
         # A token is fresh in one chunk, and adds 0 where it comes again.
         for_rows += jax.lax.dynamic_slice_in_dim(for_head, start, plan.chunk)
-        return for_hidden, jax.lax.dynamic_update_slice_in_dim(
+        for_head = jax.lax.dynamic_update_slice_in_dim(
             for_head, for_rows, start, axis=0
         )
+        return for_hidden, for_head, inner
 
-    empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
-    for_hidden, for_head = _loop(step, empty, plan)
-    zero = jnp.zeros_like(temperature)
-    return _Model(for_hidden.astype(hidden.dtype), for_head, zero), None
+    inner = None if scalars is None else jnp.zeros_like(result.kl)
+    empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head), inner
+    for_hidden, for_head, inner = passes.loop(step, empty, plan)
+    for_temperature = jnp.zeros_like(temperature)
+    for_beta = None if beta is None else jnp.zeros_like(beta)
+    if inner is not None:
+        for_temperature = -jnp.sum(scale[..., 0] * inner, where=live)
+        if beta is not None:
+            apart = _ref_mean(result, beta) - result.mean
+            for_beta = jnp.sum(cotangent * apart, where=live)
+    for_policy = Model(for_hidden.astype(hidden.dtype), for_head, for_temperature)
+    return for_policy, None, for_beta
 
 
-_divergence.defvjp(_forward, _backward)
+_divergence.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _slope(
-    policy: _Model, reference: _Model, result: _Result, start: Array, plan: Plan
-) -> tuple[Array, Array]:
-    """z of a chunk and the gradient of the KL with respect to it, f32[B, T, chunk]."""
-    z, y = _both(policy, reference, start, plan)
+def _ref_mean(result: Result, beta: checks.Scalar) -> Array:
+    """KL(π_ref ‖ M), f32[B, T], of which JSD_β is β times, and 1 - β of KL(π ‖ M)."""
+    return (result.kl - (1 - beta) * result.mean) / beta
+
+
+def _slopes(saved: _Saved, start: Array, plan: Plan) -> tuple[Array, Array, Array]:
+    """z of a chunk, the gradient of the KL by it, and the terms of that by -log τ.
+
+    f32[B, T, chunk] each. The compiler drops the last where nothing reads it.
+    """
+    result = saved.result
+    z, y = passes.both(saved.policy, saved.reference, start, plan)
     difference = z - y
     if result.rest is not None:
-        alone = marked(result.rest.alone - start, size=plan.chunk)
+        alone = passes.marked(result.rest.alone - start, size=plan.chunk)
         rest = result.rest.difference[..., None]
         difference = jnp.where(alone, difference, rest)
-    slope = jnp.exp(z - result.log_sum[..., None])
-    if plan.beta is not None:
+    mean = result.mean[..., None]
+    log_policy = z - result.log_sum[..., None]
+    log_reference = y - result.ref_log_sum[..., None]
+    slope, ref_slope = jnp.exp(log_policy), jnp.exp(log_reference)
+    beta = plan.beta if saved.beta is None else saved.beta
+    if beta is not None:
         log_ratio = (result.log_sum - result.ref_log_sum)[..., None] - difference
-        from_mixture, _ = mixtures.mixture_log_ratios(log_ratio, beta=plan.beta)
-        slope *= (1 - plan.beta) * (from_mixture - result.mean[..., None])
+        own, other = mixtures.mixture_log_ratios(log_ratio, beta=beta)
+        slope *= (1 - beta) * (own - mean)
+        ref_slope *= beta * (other - _ref_mean(result, beta)[..., None])
     elif plan.forward:
         slope -= jnp.exp(z - difference - result.ref_log_sum[..., None])
+        ref_slope *= mean - difference
     else:
-        slope *= difference - result.mean[..., None]
-    return z, slope
-
-
-def of_buckets(logprobs: Array, ref_logprobs: Array) -> Array:
-    """Σ_b exp(logprobs)·(logprobs - ref_logprobs), with 0·log 0 = 0.
-
-    Args:
-      logprobs, ref_logprobs: f32[..., K], nats, of K outcomes that exclude each other.
-    """
-    possible = logprobs > -jnp.inf
-    log_ratio = jnp.where(possible, logprobs, 0.0) - jnp.where(
-        possible, ref_logprobs, 0.0
-    )
-    return jnp.sum(jnp.exp(logprobs) * log_ratio, axis=-1)
-
-
-def _loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:
-    """`step` over the chunks' numbers."""
-    num_chunks = -(-plan.vocab_size // plan.chunk)
-    steps = jnp.arange(num_chunks, dtype=jnp.int32)
-    return jax.lax.scan(lambda carry, index: (step(carry, index), None), carry, steps)[
-        0
-    ]
-
-
-def _tokens(index: Array, plan: Plan) -> tuple[Array, Array]:
-    """First id of chunk `index`, and bool[1, 1, chunk]: tokens not in one before."""
-    first = index * plan.chunk
-    start = jnp.minimum(first, plan.vocab_size - plan.chunk)
-    ids = start + jnp.arange(plan.chunk, dtype=jnp.int32)
-    fresh = ids >= first
-    if plan.unused:
-        fresh &= ~unused_ids.contain(plan.unused, ids)
-    return start, fresh[None, None, :]
-
-
-def _both(
-    policy: _Model, reference: _Model, start: Array, plan: Plan
-) -> tuple[Array, Array]:
-    """Logits f32[B, T, chunk] of both models, divided by the temperature."""
-
-    def logits(model: _Model, softcap: float | None) -> Array:
-        logits = _raw_logits(model.hidden, model.head, start, plan)
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
-        return logits / model.temperature
-
-    of_policy = logits(policy, plan.softcap)
-    with jax.named_scope("reference"):
-        return of_policy, logits(reference, plan.ref_softcap)
-
-
-def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:
-    """hidden·headᵀ of a chunk, f32[B, T, chunk]."""
-    rows = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
-    return jnp.einsum(
-        "btd,vd->btv",
-        hidden,
-        rows.astype(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def marked(at: Array, *, size: int) -> Array:
-    """bool[..., size], True at the places `at` i32[..., k]; others are left out."""
-    at = jnp.where((at >= 0) & (at < size), at, size)
-    nothing = jnp.zeros((*at.shape[:-1], size + 1), jnp.bool_)
-    return jnp.put_along_axis(nothing, at, True, axis=-1, inplace=False)[..., :size]
+        slope *= difference - mean
+        ref_slope -= jnp.exp(y + difference - result.log_sum[..., None])
+    return z, slope, log_policy * slope + log_reference * ref_slope

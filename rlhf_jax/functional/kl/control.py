@@ -18,7 +18,7 @@ from typing import Any, ClassVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
+from jax.core import Tracer
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.controllers import (
@@ -66,7 +66,7 @@ class Fixed:
     target_per_response: ClassVar[None] = None  # no target
 
     def controller(
-        self, kl_coef: float | Shaped[Array, ""], *, num_steps: int | None = None
+        self, kl_coef: checks.Scalar, *, num_steps: int | None = None
     ) -> FixedKL:
         """`fixed(kl_coef)`.
 
@@ -89,7 +89,7 @@ class Linear:
 
     target_per_response: ClassVar[None] = None  # no target
 
-    def controller(self, kl_coef: float, *, num_steps: int) -> ScheduledKL:
+    def controller(self, kl_coef: checks.Scalar, *, num_steps: int) -> ScheduledKL:
         """The controller, before the first iteration.
 
         >>> linear = Linear(end=0.0).controller(0.1, num_steps=3)
@@ -121,7 +121,7 @@ class _Target:
         """The target where its unit is the response, None otherwise."""
         return self.target if self.unit == "response" else None
 
-    def _fields(self, kl_coef: float, *, multiplied: bool) -> dict[str, Any]:
+    def _fields(self, kl_coef: checks.Scalar, *, multiplied: bool) -> dict[str, Any]:
         """Fields that the records of these options share, checked.
 
         Arrays are not read: runs may be mapped over their coefficient.
@@ -141,17 +141,16 @@ class _Target:
         check(min_kl_coef=lower)
         if upper is None:
             upper = kl_coef * _RANGE
-            if isinstance(upper, int | float) and upper == 0:
+            if checks.number(upper) == 0:
                 raise checks.InputError(
                     f"max_kl_coef: expected a number above 0, got none with a kl_coef "
                     f"of {kl_coef:g}, of which it would be {_RANGE:g} times; give "
                     f"max_kl_coef"
                 )
         checks.positive(max_kl_coef=upper)
-        bounds = [x if isinstance(x, int | float) else None for x in (lower, upper)]
         checks.within(
-            least=bounds[0],
-            most=bounds[1],
+            least=checks.number(lower),
+            most=checks.number(upper),
             advice="start within min_kl_coef and max_kl_coef, or move them",
             kl_coef=kl_coef,
         )
@@ -177,7 +176,9 @@ class Adaptive(_Target):
     horizon: int = 10_000
     """Number of responses over which β changes by about a fifth at most."""
 
-    def controller(self, kl_coef: float, *, num_steps: int | None = None) -> AdaptiveKL:
+    def controller(
+        self, kl_coef: checks.Scalar, *, num_steps: int | None = None
+    ) -> AdaptiveKL:
         """The controller, before the first iteration.
 
         >>> six = Adaptive(target=6.0, unit="response", horizon=1000)
@@ -215,7 +216,7 @@ class PI(_Target):
     error of 1 is a KL of twice the target, and of -1 a KL of 0."""
 
     def controller(
-        self, kl_coef: float, *, num_steps: int | None = None
+        self, kl_coef: checks.Scalar, *, num_steps: int | None = None
     ) -> ProportionalIntegralKL:
         """The controller, before the first iteration.
 
@@ -248,7 +249,7 @@ class Lagrangian(_Target):
     the target."""
 
     def controller(
-        self, kl_coef: float, *, num_steps: int | None = None
+        self, kl_coef: checks.Scalar, *, num_steps: int | None = None
     ) -> LagrangianKL:
         """The controller; kl_coef may be 0, where the upper bound has no default.
 
@@ -269,7 +270,7 @@ Control = Fixed | Linear | Adaptive | PI | Lagrangian
 CONSTANT = Fixed()
 
 
-def fixed(kl_coef: float | Shaped[Array, ""]) -> FixedKL:
+def fixed(kl_coef: checks.Scalar) -> FixedKL:
     """A constant coefficient.
 
     Args:
@@ -313,9 +314,10 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
         first = jnp.asarray(schedule(jnp.zeros((), jnp.int32)), jnp.float32)
         checks.shape((), **{"schedule(0)": first})
         steps = jnp.arange(num_steps, dtype=jnp.int32)
-        kl_coefs = np.asarray(jax.vmap(lambda step: scalar(schedule(step)))(steps))
-    for step, kl_coef in enumerate(kl_coefs):
-        checks.non_negative(**{f"schedule({step})": float(kl_coef)})
+        kl_coefs = jax.vmap(lambda step: scalar(schedule(step)))(steps)
+    if not isinstance(kl_coefs, Tracer):  # of a traced β it is not read
+        for step, kl_coef in enumerate(np.asarray(kl_coefs)):
+            checks.non_negative(**{f"schedule({step})": kl_coef})
     return ScheduledKL(
         kl_coef=scalar(first),
         step=jnp.zeros((), jnp.int32),
@@ -328,8 +330,8 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
 class _Line:
     """`start` at step 0, `end` at the last step; equal lines share one program."""
 
-    start: float
-    end: float
+    start: checks.Scalar
+    end: checks.Scalar
     num_steps: int
 
     def __call__(self, step: Array) -> Array:

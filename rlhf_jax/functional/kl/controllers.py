@@ -165,11 +165,13 @@ class AdaptiveKL(_TargetKL):
     horizon: int = flax.struct.field(pytree_node=False)  # episodes
 
     def _next(self, kl: Array, *, num_episodes: int) -> Self:
-        if _LARGEST_ERROR * num_episodes >= self.horizon:
-            raise checks.InputError(
-                f"num_episodes: expected below {self.horizon / _LARGEST_ERROR:g} (5 "
-                f"times the horizon of {self.horizon}), got {num_episodes}; one step "
-                "could make the coefficient negative, so raise the horizon"
+        horizon = checks.number(self.horizon)
+        if horizon is not None:
+            checks.within(
+                below=horizon / _LARGEST_ERROR,
+                advice=f"5 times the horizon of {horizon}: one step could make the "
+                f"coefficient negative, so raise the horizon",
+                num_episodes=num_episodes,
             )
         error = jnp.clip(kl / self.target - 1.0, -_LARGEST_ERROR, _LARGEST_ERROR)
         error = jnp.where(jnp.isfinite(kl), error, 0.0)

@@ -14,6 +14,10 @@ KL: the expected gradient of k1 is zero. `penalty` places estimators in the rewa
 in the loss, and `gradients` names their gradients. No function here takes a mask:
 reduce the result with `masked`.
 
+The reference is the second argument and has no gradient, as everywhere in this package.
+So the forward KL is not a call with the two models exchanged: that would train nothing.
+`exact` and `top_k` have `direction="forward"` for it.
+
 `exact` and `top_k` read logits and do not shift columns. `hidden_states` computes the
 same from hidden states, with columns shifted by one as in `logprobs`:
 
@@ -25,7 +29,7 @@ same from hidden states, with columns shifted by one as in `logprobs`:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +40,7 @@ from rlhf_jax.functional import checks
 Array = jax.Array
 Direction = Literal["reverse", "forward"]
 """reverse is KL(π ‖ π_ref), forward KL(π_ref ‖ π)."""
+Scalar = checks.Scalar
 
 
 def k1(
@@ -44,7 +49,8 @@ def k1(
     """x = logprobs - ref_logprobs: unbiased for KL(π ‖ π_ref), of either sign.
 
     Args:
-      logprobs, ref_logprobs: f32[...], nats, of tokens that the policy sampled.
+      logprobs, ref_logprobs: f32[...], nats, of tokens that the policy sampled. The
+        gradient reaches `logprobs` only.
 
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.
 
@@ -56,7 +62,7 @@ def k1(
     """
     checks.same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     checks.float32(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return jnp.subtract(logprobs, ref_logprobs)
+    return jnp.subtract(logprobs, jax.lax.stop_gradient(ref_logprobs))
 
 
 def k2(
@@ -96,7 +102,8 @@ def exact(
     logits: Float[Array, "*shape V"],
     ref_logits: Float[Array, "*shape V"],
     *,
-    temperature: float | Float32[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
+    direction: Direction = "reverse",
 ) -> Float32[Array, "*shape"]:
     """KL(π ‖ π_ref) = Σ_v π(v) log(π(v) / π_ref(v)), π = softmax(logits / temperature).
 
@@ -106,9 +113,12 @@ def exact(
 
     Args:
       logits, ref_logits: floats[..., V] of any precision; cast to float32.
+      temperature: dimensionless, of both models.
+      direction: "forward" is KL(π_ref ‖ π) = Σ_v π_ref(v) log(π_ref(v) / π(v)).
 
     Returns:
-      f32[...], nats per logit position, up to rounding never negative.
+      f32[...], nats per logit position, up to rounding never negative. The gradient
+      reaches `logits` and `temperature`.
 
     Source: Cover and Thomas, Elements of Information Theory, eq. 2.26.
 
@@ -119,10 +129,8 @@ def exact(
     >>> print(exact(logits, ref_logits, temperature=0.5))
     0.693
     """
-    _check_logits(logits, ref_logits, temperature)
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
-    ref_logprobs = jax.nn.log_softmax(ref_logits.astype(jnp.float32) / temperature)
-    return _of_buckets(logprobs, ref_logprobs)
+    pair = _both_logprobs(logits, ref_logits, temperature, direction)
+    return _of_buckets(*pair, direction)
 
 
 def top_k(
@@ -130,7 +138,7 @@ def top_k(
     ref_logits: Float[Array, "*shape V"],
     *,
     k: int,
-    temperature: float | Float32[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
     direction: Direction = "reverse",
 ) -> Float32[Array, "*shape"]:
     """KL over the policy's k most likely tokens and one bucket of all others.
@@ -142,9 +150,11 @@ def top_k(
     Args:
       logits, ref_logits: floats[..., V] of any precision; cast to float32.
       k: tokens outside the bucket, 1 to V.
+      temperature, direction: of `exact`.
 
     Returns:
-      f32[...], nats per logit position, up to rounding never negative.
+      f32[...], nats per logit position, up to rounding never negative. The gradient
+      reaches `logits` and `temperature`.
 
     Source: the log-sum inequality, Cover and Thomas, theorem 2.7.1.
 
@@ -157,46 +167,53 @@ def top_k(
     >>> print(top_k(logits, ref_logits, k=3))  # all tokens: the exact KL
     0.173
     """
-    _check_logits(logits, ref_logits, temperature)
+    logprobs, ref_logprobs = _both_logprobs(logits, ref_logits, temperature, direction)
     checks.within(
         least=1,
         most=logits.shape[-1],
         advice="choose fewer tokens of the vocabulary, or the exact KL",
         k=k,
     )
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
-    ref_logprobs = jax.nn.log_softmax(ref_logits.astype(jnp.float32) / temperature)
     if k < logits.shape[-1]:
         _, ids = jax.lax.top_k(jax.lax.stop_gradient(logprobs), k)
         logprobs, ref_logprobs = _bucketed(logprobs, ids), _bucketed(ref_logprobs, ids)
-    if direction == "forward":
-        logprobs, ref_logprobs = ref_logprobs, logprobs
-    return _of_buckets(logprobs, ref_logprobs)
+    return _of_buckets(logprobs, ref_logprobs, direction)
 
 
 def _bucketed(
     logprobs: Float32[Array, "*shape V"], ids: Int32[Array, "*shape k"]
 ) -> Float32[Array, "*shape k+1"]:
     """The log-probs of the tokens `ids`, then that of all others together."""
-    from rlhf_jax.functional.kl import chunks
+    from rlhf_jax.functional.kl import passes  # which estimates at tokens do not need
 
     alone = jnp.take_along_axis(logprobs, ids, axis=-1)
     # Tokens of probability 0 stay out of the sum: their gradient would be 0·inf.
-    other = ~chunks.marked(ids, size=logprobs.shape[-1]) & (logprobs > -jnp.inf)
+    other = ~passes.marked(ids, size=logprobs.shape[-1]) & (logprobs > -jnp.inf)
     some = jnp.any(other, axis=-1, keepdims=True)
     safe = jnp.where(other, logprobs, jnp.where(some, -jnp.inf, 0.0))
     rest = jax.nn.logsumexp(safe, axis=-1, keepdims=True)
     return jnp.concatenate([alone, jnp.where(some, rest, -jnp.inf)], axis=-1)
 
 
-def _check_logits(logits: Array, ref_logits: Array, temperature: float | Array) -> None:
+def _both_logprobs(
+    logits: Array, ref_logits: Array, temperature: Scalar, direction: Direction
+) -> tuple[Array, Array]:
+    """Log-softmax of both models in float32; the reference's logits are stopped."""
     checks.same_shape(logits=logits, ref_logits=ref_logits)
     checks.floating(logits=logits, ref_logits=ref_logits)
     checks.positive(temperature=temperature)
+    checks.one_of(direction=direction, among=get_args(Direction))
+    ref_logits = jax.lax.stop_gradient(ref_logits)
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+    return logprobs, jax.nn.log_softmax(ref_logits.astype(jnp.float32) / temperature)
 
 
-def _of_buckets(logprobs: Array, ref_logprobs: Array) -> Array:
-    """`chunks.of_buckets`, which runs with estimates at tokens have no use for."""
-    from rlhf_jax.functional.kl import chunks
-
-    return chunks.of_buckets(logprobs, ref_logprobs)
+def _of_buckets(logprobs: Array, ref_logprobs: Array, direction: Direction) -> Array:
+    """The KL of outcomes that exclude each other, f32[..., K], with 0·log 0 = 0."""
+    if direction == "forward":
+        logprobs, ref_logprobs = ref_logprobs, logprobs
+    possible = logprobs > -jnp.inf
+    log_ratio = jnp.where(possible, logprobs, 0.0) - jnp.where(
+        possible, ref_logprobs, 0.0
+    )
+    return jnp.sum(jnp.exp(logprobs) * log_ratio, axis=-1)

@@ -5,15 +5,18 @@ Columns shift by one here, as in `logprobs`: position t - 1 predicts token t.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from rlhf_jax.functional import checks, unused_ids
-from rlhf_jax.functional.kl import chunks, mixtures
+from rlhf_jax.functional.kl import chunks, passes
 from rlhf_jax.functional.kl.estimators import Direction
 
 Array = jax.Array
+Scalar = checks.Scalar
 
 
 def exact_from_hidden(
@@ -22,7 +25,7 @@ def exact_from_hidden(
     ref_hidden: Float[Array, "B S ref_D"],
     ref_head: Float[Array, "ref_rows ref_D"],
     *,
-    temperature: float | Float32[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
     ref_softcap: float | None = None,
@@ -56,9 +59,9 @@ def exact_from_hidden(
 
     Returns:
       f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
-      from, given the columns before it. Column 0 is 0. The gradient reaches `hidden`
-      and `head` only. Columns whose cotangent is 0 (masked out) do not contribute to
-      it, whatever their hidden states.
+      from, given the columns before it. Column 0 is 0. The gradient reaches `hidden`,
+      `head` and `temperature`. Columns whose cotangent is 0 (masked out) do not
+      contribute to it, whatever their hidden states.
 
     Source: Cover and Thomas, Elements of Information Theory, eq. 2.26; the running sums
     are those of Milakov and Gimelshein 2018, arXiv:1805.02867.
@@ -93,7 +96,7 @@ def top_k_from_hidden(
     ref_head: Float[Array, "ref_rows ref_D"],
     *,
     k: int,
-    temperature: float | Float32[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
     ref_softcap: float | None = None,
@@ -141,9 +144,9 @@ def jensen_shannon_from_hidden(
     ref_hidden: Float[Array, "B S ref_D"],
     ref_head: Float[Array, "ref_rows ref_D"],
     *,
-    beta: float,
+    beta: Scalar,
     k: int | None = None,
-    temperature: float | Float32[Array, ""] = 1.0,
+    temperature: Scalar = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
     ref_softcap: float | None = None,
@@ -158,7 +161,8 @@ def jensen_shannon_from_hidden(
     mixture needs both normalisers, and once more in the backward pass.
 
     Args:
-      beta: β, share of the reference in the mixture, between 0 and 1.
+      beta: β, share of the reference in the mixture, between 0 and 1; the gradient
+        reaches it.
       k: take the policy's k most likely tokens one by one and all others as one bucket,
         as `kl.top_k_from_hidden` does; None takes every token.
       the others: as `exact_from_hidden`, whose results these are too.
@@ -173,7 +177,6 @@ def jensen_shannon_from_hidden(
     >>> print(jensen_shannon_from_hidden(*models, beta=0.5, k=1))
     [[0.    0.029 0.026]]
     """
-    mixtures.check_beta(beta)
     return _from_hidden(
         (hidden, head),
         (ref_hidden, ref_head),
@@ -195,7 +198,7 @@ def _from_hidden(
     reference: tuple[Array, Array],
     *,
     k: int | None,
-    temperature: float | Float32[Array, ""],
+    temperature: Scalar,
     vocab_size: int | None,
     softcap: float | None,
     ref_softcap: float | None,
@@ -203,7 +206,7 @@ def _from_hidden(
     direction: Direction,
     max_logits: int,
     unused: unused_ids.Ranges,
-    beta: float | None = None,
+    beta: Scalar | None = None,
 ) -> Array:
     (hidden, head), (ref_hidden, ref_head) = policy, reference
     checks.shape((None, None, None), hidden=hidden)
@@ -213,6 +216,7 @@ def _from_hidden(
     checks.shape((None, ref_hidden.shape[-1]), ref_head=ref_head)
     checks.floating(hidden=hidden, head=head, ref_hidden=ref_hidden, ref_head=ref_head)
     checks.at_least_one(max_logits=max_logits)
+    checks.one_of(direction=direction, among=get_args(Direction))
     checks.positive(
         temperature=temperature,
         first_column=first_column,
@@ -248,16 +252,16 @@ def _from_hidden(
         ref_hidden[:, first_column - 1 : -1],
         ref_head,
         temperature=temperature,
-        plan=chunks.Plan(
+        plan=passes.Plan(
             vocab_size=vocab_size,
             chunk=_chunk(vocab_size, max_logits // (2 * batch * columns)),
             forward=direction == "forward",
             k=k,
             softcap=softcap,
             ref_softcap=ref_softcap,
-            beta=beta,
             unused=unused,
         ),
+        beta=beta,
     )
     return jnp.pad(divergences, before)
 

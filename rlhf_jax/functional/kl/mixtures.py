@@ -19,32 +19,12 @@ from jaxtyping import Float, Float32
 from rlhf_jax.functional import checks
 
 Array = jax.Array
+Scalar = checks.Scalar
 LARGE = 200.0  # nats between a token that is possible and one that is not
 
 
-def check_beta(beta: float) -> None:
-    """Checks that the share of the reference in the mixture is between 0 and 1.
-
-    >>> print(check_beta(0.5))
-    None
-    >>> check_beta(1.0)
-    Traceback (most recent call last):
-        ...
-    rlhf_jax.functional.errors.InputError: beta: expected a number above 0 and
-        below 1, got 1.0; at 0 and 1 the divergence is 0 for all models: take the
-        forward or the reverse KL
-    """
-    checks.within(
-        above=0,
-        below=1,
-        advice="at 0 and 1 the divergence is 0 for all models: take the forward or the "
-        "reverse KL",
-        beta=beta,
-    )
-
-
 def mixture_log_ratios(
-    log_ratio: Float32[Array, "*shape"], *, beta: float
+    log_ratio: Float32[Array, "*shape"], *, beta: Scalar
 ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
     """log(Q/M) and log(P/M) of each token, from x = log(P/Q).
 
@@ -54,7 +34,7 @@ def mixture_log_ratios(
 
     Args:
       log_ratio: f32[...], nats, x; finite.
-      beta: share of P in the mixture M.
+      beta: share of P in the mixture M, between 0 and 1.
 
     Returns:
       f32[...] twice, nats. Then β·P log(P/M) + (1 - β)·Q log(Q/M) is the share of a
@@ -69,6 +49,8 @@ def mixture_log_ratios(
     >>> print(of_policy, of_reference)  # of M = [0.7, 0.3]
     [-0.336  0.511] [ 0.251 -1.099]
     """
+    advice = "at 0 and 1 the divergence is 0 for all models: take the forward or the "
+    checks.within(above=0, below=1, advice=advice + "reverse KL", beta=beta)
     small, less = -jnp.abs(log_ratio), log_ratio < 0
     # log(M/Q) where P < Q, else log(M/P): of the more likely of the two.
     mixture = jnp.log1p(jnp.where(less, beta, 1 - beta) * jnp.expm1(small))
@@ -80,8 +62,8 @@ def jensen_shannon(
     logits: Float[Array, "*shape V"],
     ref_logits: Float[Array, "*shape V"],
     *,
-    beta: float,
-    temperature: float | Float32[Array, ""] = 1.0,
+    beta: Scalar,
+    temperature: Scalar = 1.0,
 ) -> Float32[Array, "*shape"]:
     """JSD_β = β·KL(π_ref ‖ M) + (1 - β)·KL(π ‖ M), M = β·π_ref + (1 - β)·π.
 
@@ -91,9 +73,11 @@ def jensen_shannon(
     Args:
       logits, ref_logits: floats[..., V] of any precision; cast to float32.
       beta: β, share of the reference in the mixture, between 0 and 1.
+      temperature: dimensionless, of both models.
 
     Returns:
-      f32[...], nats per logit position, up to rounding never negative.
+      f32[...], nats per logit position, up to rounding never negative. The gradient
+      reaches `logits`, `beta` and `temperature`.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.
 
@@ -108,7 +92,7 @@ def jensen_shannon(
     checks.same_shape(logits=logits, ref_logits=ref_logits)
     checks.floating(logits=logits, ref_logits=ref_logits)
     checks.positive(temperature=temperature)
-    check_beta(beta)
+    ref_logits = jax.lax.stop_gradient(ref_logits)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
     ref_logprobs = jax.nn.log_softmax(ref_logits.astype(jnp.float32) / temperature)
     possible, ref_possible = logprobs > -jnp.inf, ref_logprobs > -jnp.inf

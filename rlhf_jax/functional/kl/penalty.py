@@ -34,6 +34,8 @@ __all__ = [
 Array = jax.Array
 Stats = masked.Stats
 
+_NEVER = -1e4  # nats
+
 
 def reward_kl(
     *,
@@ -48,7 +50,8 @@ def reward_kl(
     Args:
       penalty: which estimate; placement and grad_estimator are not read.
       logprobs: f32[B, S], nats, of the policy that sampled; column t is about
-        tokens[:, t].
+        tokens[:, t]. Here and in `ref_logprobs` -inf counts as -10000, so that a KL
+        stays finite.
       ref_logprobs: f32[B, S], nats, of the reference.
       exact: f32[B, S], nats, of `kl.exact_from_hidden` in the penalty's direction;
         required where value_estimator is exact.
@@ -110,7 +113,8 @@ def kl_loss(
 
     Args:
       penalty: which estimates; placement is not read.
-      logprobs: f32[B, S], nats, of the policy now; column t is about tokens[:, t].
+      logprobs: f32[B, S], nats, of the policy now; column t is about tokens[:, t]. In
+        all log-probs -inf counts as -10000, and has no gradient.
       old_logprobs: f32[B, S], nats, of the policy that sampled.
       ref_logprobs: f32[B, S], nats, of the reference.
       weights: f32[B, S], dimensionless, of `losses.token_weights`. Those of a whole
@@ -147,14 +151,13 @@ def kl_loss(
     floats = {"logprobs": logprobs, "old_logprobs": old_logprobs}
     floats |= {"ref_logprobs": ref_logprobs, "weights": weights}
     _check(mask, exact, **floats)
-    fixed, old_logprobs = jax.lax.stop_gradient((ref_logprobs, old_logprobs))
     log_weights = None
     if penalty.importance_weights is not None:
-        target = logprobs if penalty.direction == "reverse" else fixed
-        log_weights = estimators.k1(target, old_logprobs)
+        target = logprobs if penalty.direction == "reverse" else ref_logprobs
+        log_weights = _possible(target) - _possible(old_logprobs)
     weighted_kl = estimates(
         penalty,
-        log_ratio=_log_ratio(penalty.direction, logprobs, fixed),
+        log_ratio=_log_ratio(penalty.direction, logprobs, ref_logprobs),
         log_weights=log_weights,
         mask=mask,
         exact=exact,
@@ -175,9 +178,17 @@ def _log_ratio(
     direction: estimators.Direction, logprobs: Array, ref_logprobs: Array
 ) -> Array:
     """x with E[x] the KL of this direction, under samples of its first distribution."""
-    if direction == "reverse":
-        return estimators.k1(logprobs, ref_logprobs)
-    return estimators.k1(ref_logprobs, logprobs)
+    policy = _possible(logprobs)
+    reference = jax.lax.stop_gradient(_possible(ref_logprobs))
+    return policy - reference if direction == "reverse" else reference - policy
+
+
+def _possible(logprobs: Array) -> Array:
+    """Log-probs, those of a token that a model never draws finite: e^-10000 is 0 too.
+
+    At -inf an estimate and its weight would be 0·inf; there is no gradient at one.
+    """
+    return jnp.where(logprobs == -jnp.inf, _NEVER, logprobs)
 
 
 def _share(penalty: Penalty, mask: Array) -> Array:

@@ -44,7 +44,7 @@ class Weights(NamedTuple):
 
 
 def check_bounds(
-    correction: Correction, *, cap: float, floor: float | None = None
+    correction: Correction, *, cap: checks.Scalar, floor: checks.Scalar | None = None
 ) -> None:
     """Checks that a ratio of 1 is within the bounds of a correction.
 
@@ -82,8 +82,8 @@ def importance_weights(
     sampler_logprobs: Float32[Array, "B S"],
     mask: Bool[Array, "B S"],
     correction: Correction,
-    cap: float,
-    floor: float | None = None,
+    cap: checks.Scalar,
+    floor: checks.Scalar | None = None,
 ) -> Weights:
     """w of each token, by the correction's formula above.
 

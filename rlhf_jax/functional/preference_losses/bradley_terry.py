@@ -76,5 +76,5 @@ def per_pair(
     if num_pairs is None:
         return masked.masked_mean(losses, mask=mask)
     checks.shape((), num_pairs=num_pairs)
-    count = jnp.asarray(num_pairs, jnp.float32)
+    count = jax.lax.stop_gradient(jnp.asarray(num_pairs, jnp.float32))
     return masked.masked_sum(losses, mask=mask) / jnp.maximum(count, 1.0)

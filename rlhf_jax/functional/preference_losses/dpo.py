@@ -30,9 +30,9 @@ def dpo_loss(
     rejected_logprobs: Float32[Array, " B"],
     ref_chosen_logprobs: Float32[Array, " B"] | None,
     ref_rejected_logprobs: Float32[Array, " B"] | None,
-    beta: float,
+    beta: checks.Scalar,
     kind: DPOKind = "sigmoid",
-    label_smoothing: float | Float32[Array, " B"] = 0.0,
+    label_smoothing: checks.Scalar | Float32[Array, " B"] = 0.0,
     num_pairs: Shaped[Array, ""] | None = None,
     mask: Bool[Array, " B"] | None = None,
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -72,8 +72,8 @@ def dpo_loss(
         only sigmoid takes. robust needs a number above 0; ipo and hinge read none.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen_logprobs` and
-      `rejected_logprobs` only. `loss/dpo`: the loss. Means over pairs:
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen_logprobs`,
+      `rejected_logprobs` and `beta`. `loss/dpo`: the loss. Means over pairs:
       `dpo/chosen_reward`, `dpo/rejected_reward`, `dpo/margin`: the implicit rewards and
       their difference βh, reward units. `dpo/accuracy`: share with h > 0; a tie counts
       as wrong. `dpo/chosen_logprob`, `dpo/rejected_logprob`: nats per response, or per
@@ -124,8 +124,8 @@ def dpo_loss(
     if ref_chosen_logprobs is not None and ref_rejected_logprobs is not None:
         floats["ref_chosen_logprobs"] = ref_chosen_logprobs
         floats["ref_rejected_logprobs"] = ref_rejected_logprobs
-    if not isinstance(label_smoothing, int | float):
-        floats["label_smoothing"] = label_smoothing
+    if jnp.ndim(label_smoothing):
+        floats["label_smoothing"] = jnp.asarray(label_smoothing)
     if mask is None:
         mask = jnp.ones(chosen_logprobs.shape, jnp.bool_)
     checks.masked_floats(mask, **floats)
@@ -141,12 +141,14 @@ def dpo_loss(
         case "sigmoid":
             # log σ(-x) = log σ(x) - x: exactly log 2 at 0, whatever the smoothing.
             margin = beta * lead
-            smoothing = jax.lax.stop_gradient(smoothing)
-            losses = smoothing * margin - jax.nn.log_sigmoid(margin)
+            losses = jax.lax.stop_gradient(smoothing) * margin
+            losses -= jax.nn.log_sigmoid(margin)
         case "robust":
             margin = beta * lead
             losses = -jax.nn.log_sigmoid(margin)
-            losses -= smoothing / (1.0 - 2.0 * smoothing) * margin
+            losses -= (
+                jax.lax.stop_gradient(smoothing / (1.0 - 2.0 * smoothing)) * margin
+            )
         case "ipo":
             losses = jnp.square(lead - 1 / (2 * beta))
         case "hinge":
@@ -168,9 +170,9 @@ def dpo_loss(
 
 def check_dpo(
     *,
-    beta: float,
+    beta: checks.Scalar,
     kind: DPOKind,
-    label_smoothing: float | Float32[Array, " B"] = 0.0,
+    label_smoothing: checks.Scalar | Float32[Array, " B"] = 0.0,
     reference_free: bool = False,
 ) -> None:
     """Checks the options of `dpo_loss`; arrays are not read.
@@ -189,20 +191,21 @@ def check_dpo(
     """
     checks.positive(beta=beta)
     checks.one_of(kind=kind, among=get_args(DPOKind))
-    number = isinstance(label_smoothing, int | float)
+    soft = jnp.ndim(label_smoothing) > 0
     checks.within(
         least=0,
         below=0.5,
         advice="choose another: from 0.5 on the rejected response would be better",
-        label_smoothing=label_smoothing,
+        label_smoothing=None if soft else label_smoothing,
     )
-    got = label_smoothing if number else "an array"
-    if kind == "robust" and not (number and label_smoothing > 0):
+    number = checks.number(label_smoothing)
+    got = number if number is not None else "one for each pair" if soft else "an array"
+    if kind == "robust" and (soft or (number is not None and number <= 0)):
         raise InputError(
             f"label_smoothing: expected a number above 0 with kind 'robust', the rate "
             f"at which labels are flipped, got {got}; give it, or choose sigmoid"
         )
-    if kind in ("ipo", "hinge") and not (number and label_smoothing == 0):
+    if kind in ("ipo", "hinge") and number != 0:
         raise InputError(
             f"label_smoothing: expected 0 with kind {kind!r}, which does not read it, "
             f"got {got}; leave it out, or choose sigmoid"

@@ -58,9 +58,9 @@ def kto_loss(
     ref_logprobs: Float32[Array, " B"],
     desirable: Bool[Array, " B"],
     kl: Float32[Array, ""],
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    beta: checks.Scalar,
+    desirable_weight: checks.Scalar = 1.0,
+    undesirable_weight: checks.Scalar = 1.0,
     num_texts: Shaped[Array, ""] | None = None,
     mask: Bool[Array, " B"] | None = None,
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -81,8 +81,8 @@ def kto_loss(
       desirable_weight, undesirable_weight: λ_D and λ_U, dimensionless.
 
     Returns:
-      f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only: z0 is
-      under a stop-gradient. `loss/dpo`: the loss. `kto/kl`: z0, nats per response.
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs`, β and both
+      weights; z0 has none. `loss/dpo`: the loss. `kto/kl`: z0, nats per response.
       Means over the texts of a label: `kto/desirable_reward`,
       `kto/undesirable_reward`, βu, reward units; `kto/desirable_logprob`,
       `kto/undesirable_logprob`, nats per response.

@@ -24,8 +24,8 @@ def simpo_loss(
     *,
     chosen_logprobs: Float32[Array, " B"],
     rejected_logprobs: Float32[Array, " B"],
-    beta: float,
-    target_margin: float = 0.0,
+    beta: checks.Scalar,
+    target_margin: checks.Scalar = 0.0,
     num_pairs: Shaped[Array, ""] | None = None,
     mask: Bool[Array, " B"] | None = None,
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -42,7 +42,7 @@ def simpo_loss(
 
     Returns:
       f32[] loss and {name: (sum, weight)}, the names of `dpo_loss` with β·c and β·r as
-      rewards. The gradient reaches both arrays of log-probs.
+      rewards. The gradient reaches both arrays of log-probs, β and γ.
 
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
 
@@ -66,7 +66,7 @@ def orpo_loss(
     *,
     chosen_logprobs: Float32[Array, " B"],
     rejected_logprobs: Float32[Array, " B"],
-    odds_weight: float,
+    odds_weight: checks.Scalar,
     num_pairs: Shaped[Array, ""] | None = None,
     mask: Bool[Array, " B"] | None = None,
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -88,7 +88,7 @@ def orpo_loss(
     Returns:
       f32[] loss and {name: (sum, weight)}, the names of `dpo_loss`, with the log-odds
       as rewards, nats. `dpo/nll`: the first term, nats per token. The gradient reaches
-      both arrays of log-probs.
+      both arrays of log-probs and λ.
 
     Source: Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6 and 7.
 

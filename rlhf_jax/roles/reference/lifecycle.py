@@ -131,15 +131,27 @@ def reset(frozen: Frozen, params: Params) -> Frozen:
     pairs = zip(stored_leaves, jax.tree.leaves(params), strict=True)
     copied = [storage.copy_as(leaf, like=old) for old, leaf in pairs]
     stored = jax.tree.unflatten(structure, copied)
-    return Frozen(
+    return dataclasses.replace(
+        frozen,
         stored=stored,
         source_digests=fingerprint.digests(params),
         stored_digests=fingerprint.digests(stored),
     )
 
 
-def mix(frozen: Frozen, params: Params, *, rate: float) -> Frozen:
+def mix(frozen: Frozen, params: Params, *, rate: checks.Scalar) -> Frozen:
     """ref <- rate·policy + (1 - rate)·ref, taken in float32, stored as it was.
+
+    Pure, so an exponential moving average of the policy is one line of a program:
+
+        reference = lifecycle.mix(reference, state.policy, rate=0.01)
+
+    Args:
+      params: the policy, f32 leaves; copied, so it may be donated afterwards.
+      rate: share of the policy, from 0 to 1.
+
+    Raises:
+      InputError: rate is outside of 0 to 1, or params are not of the reference's model.
 
     What is stored is what the next mixture reads. In bfloat16 a step below 1/256 of a
     parameter rounds to none, in int8 one below half a step of its scale: with a small
@@ -158,14 +170,15 @@ def mix(frozen: Frozen, params: Params, *, rate: float) -> Frozen:
         stored.append(storage.copy_as(mixed, like=old))
         digests.append(fingerprint.digest(mixed, path=path))
     tree = jax.tree.unflatten(structure, stored)
-    return Frozen(
+    return dataclasses.replace(
+        frozen,
         stored=tree,
         source_digests=jnp.stack(digests),
         stored_digests=fingerprint.digests(tree),
     )
 
 
-def _mixed(anchor: Array, leaf: Array, *, rate: float) -> Array:
+def _mixed(anchor: Array, leaf: Array, *, rate: checks.Scalar) -> Array:
     if not jnp.issubdtype(anchor.dtype, jnp.floating):
         return leaf
     leaf = storage.place_as(leaf, anchor).astype(jnp.float32)

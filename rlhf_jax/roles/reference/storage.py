@@ -135,8 +135,11 @@ def copy_as(leaf: Array, *, like: Any) -> Any:
 def place_as(leaf: Array, like: Array) -> Array:
     """A leaf where another is, the same bits.
 
-    One that is tied to no device stays so: `jit` compiles again for a tied one.
+    One that is tied to no device stays so: `jit` compiles again for a tied one. While
+    `jit` traces, the compiler knows the devices, and only the memory is the leaf's own.
     """
+    if isinstance(like, Tracer):
+        return jax.device_put(leaf, jax.typeof(like).memory_space)
     return jax.device_put(leaf, like.sharding) if like.committed else leaf
 
 

@@ -135,6 +135,12 @@ def test_kto_is_its_formula_however_it_is_cut(lift, rows):
     np.testing.assert_array_equal(sums(moved)[1], 0)
 
 
+@pytest.mark.parametrize("kind", ["kto", "simpo", "orpo"])
+def test_a_kind_with_a_loss_of_its_own_is_no_kind_of_dpo_loss(kind):
+    with pytest.raises(InputError, match=rf"kind: expected one of .* got '{kind}'"):
+        _ = dpo.DPORecipe(kind=kind).dpo_kind
+
+
 def test_what_does_not_go_together():
     with pytest.raises(InputError, match="pairs with labels for kind 'kto', got oth"):
         updated(KTO, whole(), REF)

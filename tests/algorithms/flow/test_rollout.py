@@ -80,6 +80,22 @@ def test_recomputed_logprobs_are_the_trainers_logprobs(sampled, params, model):
     assert toys.leaves_equal(other, wrong)
 
 
+def test_two_samples_of_one_number_are_refused(params, model):
+    """Their keys are equal, and so would be their responses."""
+    prompts = toys.prompts()
+    prompts = dataclasses.replace(prompts, index=prompts.index.at[2].set(1))
+    with pytest.raises(checks.InputError, match=r"sample: .* got 0 twice .* index 1,"):
+        rollout.rollout(
+            params,
+            model=model,
+            prompts=prompts,
+            key=jax.random.key(0),
+            max_new_tokens=2,
+            stop_ids=(),
+            temperature=1.0,
+        )
+
+
 def test_truncate_ends_a_response_after_its_first_stop():
     response = np.array([[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
     response_mask = jnp.asarray(response, bool)

@@ -108,13 +108,11 @@ def materialised(*arrays, temperature, k=None, direction="reverse"):
     hidden, head, ref_hidden, ref_head = arrays
     logits = jnp.einsum("btd,vd->btv", hidden, head[:V])
     ref_logits = jnp.einsum("btd,vd->btv", ref_hidden, ref_head[:V])
-    options = {"temperature": temperature}
+    options = {"temperature": temperature, "direction": direction}
     if k is not None:
-        output = kl.top_k(logits, ref_logits, k=k, direction=direction, **options)
-    elif direction == "reverse":
-        output = kl.exact(logits, ref_logits, **options)
+        output = kl.top_k(logits, ref_logits, k=k, **options)
     else:
-        output = kl.exact(ref_logits, logits, **options)
+        output = kl.exact(logits, ref_logits, **options)
     return jnp.pad(output[:, :-1], ((0, 0), (1, 0)))
 
 
@@ -395,8 +393,7 @@ def test_a_quarter_of_the_memory_at_the_size_of_gpt2(direction):
     def at_once(hidden, head, ref_hidden, ref_head):
         logits = jnp.einsum("btd,vd->btv", hidden, head)[..., :vocab]
         ref_logits = jnp.einsum("btd,vd->btv", ref_hidden, ref_head)[..., :vocab]
-        pair = (logits, ref_logits)
-        return kl.exact(*(pair if direction == "reverse" else pair[::-1]))
+        return kl.exact(logits, ref_logits, direction=direction)
 
     def temporary_bytes(function) -> int:
         shapes = [
@@ -426,6 +423,8 @@ def test_wrong_input_says_what_to_do():
         from_hidden(*ARRAYS[:3], REF_HEAD[:40], vocab_size=None)
     with pytest.raises(ValueError, match=r"first_column: expected .* above 0, got 0"):
         from_hidden(first_column=0)
+    with pytest.raises(ValueError, match=r"direction: .* got 'backward'; choose"):
+        from_hidden(direction="backward")
     with pytest.raises(ValueError, match=r"temperature: expected .* above 0, got 0"):
         from_hidden(temperature=0.0)
     with pytest.raises(TypeError, match=r"hidden: expected a floating dtype, got int"):

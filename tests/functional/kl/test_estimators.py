@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,15 +29,11 @@ def test_estimator_matches_the_oracle(estimator, oracle):
 
 @pytest.mark.parametrize(("estimator", "oracle"), ESTIMATORS, ids=NAMES)
 def test_estimator_gradient_matches_finite_differences(estimator, oracle):
-    for argument in (0, 1):
-        arrays = [LOGPROBS, REF_LOGPROBS]
-
-        def value(x, argument=argument, arrays=arrays):
-            return float(oracle(*arrays[:argument], x, *arrays[argument + 1 :]).sum())
-
-        gradients = jax.grad(lambda *x: jnp.sum(estimator(*x)), argument)(*arrays)
-        expected = oracles.numerical_gradient(value, arrays[argument])
-        np.testing.assert_allclose(gradients, expected, rtol=1e-4, atol=1e-4)
+    gradients = jax.grad(lambda x: jnp.sum(estimator(x, REF_LOGPROBS)))(LOGPROBS)
+    expected = oracles.numerical_gradient(
+        lambda x: float(oracle(x, REF_LOGPROBS).sum()), LOGPROBS
+    )
+    np.testing.assert_allclose(gradients, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_estimators_of_equal_models_are_0_and_k2_k3_never_negative():
@@ -122,21 +120,24 @@ def test_exact_ignores_a_constant_added_to_the_logits():
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_exact_gradient_matches_finite_differences():
-    def value(x, y):
-        return jnp.sum(kl.exact(x, y, temperature=0.7))
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_exact_gradient_matches_finite_differences(direction):
+    """Of the policy's logits and of the temperature, in both directions."""
 
-    gradients = jax.grad(value, (0, 1))(LOGITS, REF_LOGITS)
-    expected = (
-        oracles.numerical_gradient(
-            lambda x: float(oracles.exact_kl(x, REF_LOGITS, 0.7).sum()), LOGITS
-        ),
-        oracles.numerical_gradient(
-            lambda x: float(oracles.exact_kl(LOGITS, x, 0.7).sum()), REF_LOGITS
-        ),
-    )
-    for gradient, differences in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(gradient, differences, rtol=1e-3, atol=1e-4)
+    def value(logits, temperature):
+        options = {"temperature": temperature, "direction": direction}
+        return jnp.sum(kl.exact(logits, REF_LOGITS, **options))
+
+    def oracle(logits, temperature):
+        pair = (logits, REF_LOGITS) if direction == "reverse" else (REF_LOGITS, logits)
+        return float(oracles.exact_kl(*pair, temperature).sum())
+
+    gradient, slope = jax.grad(value, (0, 1))(LOGITS, jnp.float32(0.7))
+    expected = oracles.numerical_gradient(lambda x: oracle(x, 0.7), LOGITS)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-4)
+    step = 1e-4
+    expected = (oracle(LOGITS, 0.7 + step) - oracle(LOGITS, 0.7 - step)) / (2 * step)
+    assert float(slope) == pytest.approx(expected, rel=1e-4)
 
 
 def test_exact_with_words_that_cannot_come():
@@ -170,3 +171,6 @@ def test_wrong_input_says_what_to_do():
         kl.exact(LOGITS, REF_LOGITS[..., :-1])
     with pytest.raises(ValueError, match=r"temperature: expected .* above 0, got 0"):
         kl.exact(LOGITS, REF_LOGITS, temperature=0)
+    for function in (kl.exact, functools.partial(kl.top_k, k=2)):
+        with pytest.raises(ValueError, match=r"direction: .* got 'backward'; choose"):
+            function(LOGITS, REF_LOGITS, direction="backward")

@@ -58,6 +58,7 @@ MASK = np.array(
     bool,
 )
 OLD = -np.abs(normal(4, 6))
+IN_LOSS_K3 = Penalty(value_estimator="k3", placement="loss")
 LOGPROBS = OLD + normal(4, 6, scale=0.3)
 REF = OLD + normal(4, 6, scale=0.5)
 EXACT = np.abs(normal(4, 6))
@@ -348,6 +349,34 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
     assert np.array_equal(stats["penalty/overflowfrac"], (-x > 88.72, 1))
 
 
+@pytest.mark.parametrize("penalty", [Penalty(), kl_penalty.UNBIASED_K3, IN_LOSS_K3])
+def test_a_token_that_a_model_never_draws_has_a_finite_penalty(penalty):
+    """By the policy, by the reference, by both; of ρ·k3 the limit is π_ref/μ."""
+    never = -np.inf
+    arrays = {
+        "logprobs": jnp.array([[never, -1.0, never, -1.0]]),
+        "ref_logprobs": jnp.array([[-2.0, never, never, -1.0]]),
+        "mask": jnp.ones((1, 4), bool),
+    }
+
+    def loss(logprobs):
+        return kl_penalty.kl_loss(
+            penalty=penalty,
+            old_logprobs=jnp.full((1, 4), -1.5),
+            weights=jnp.array([[1.0, 0.0, 0.0, 0.0]]),
+            **arrays | {"logprobs": logprobs},
+        )[0]
+
+    value, gradient = jax.value_and_grad(loss)(arrays["logprobs"])
+    assert np.all(np.isfinite(gradient))
+    if penalty == kl_penalty.UNBIASED_K3:
+        assert float(value) == pytest.approx(np.exp(-2.0 + 1.5), rel=2e-3)
+    else:
+        assert np.isfinite(value)
+        reward, _ = kl_penalty.reward_kl(penalty=penalty, **arrays)
+        assert np.all(np.isfinite(reward))
+
+
 @pytest.mark.parametrize("x", one_in(3, [-3.0, 0.0, 2.0]))
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
@@ -559,11 +588,10 @@ def targets(penalty: Penalty, prefixes_of=POLICY) -> np.ndarray:
 
 def exact_of(table, penalty: Penalty):
     """As a run would have it, of logits."""
+    options = {"direction": penalty.direction}
     if penalty.top_k is not None:
-        options = {"k": penalty.top_k, "direction": penalty.direction}
-        return kl.top_k(table, REFERENCE, **options)[ROWS]
-    pair = (table, REFERENCE) if penalty.direction == "reverse" else (REFERENCE, table)
-    return kl.exact(*pair)[ROWS]
+        return kl.top_k(table, REFERENCE, k=penalty.top_k, **options)[ROWS]
+    return kl.exact(table, REFERENCE, **options)[ROWS]
 
 
 def loss_gradient(penalty: Penalty, sampled_from) -> np.ndarray:

@@ -93,6 +93,42 @@ def test_a_mixture_by_hand_in_every_storage(how):
     frozen.verify(reference)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, id=name, marks=[pytest.mark.slow] * (name != "int8"))
+        for name, how in STORED.items()
+        if name != "another device"  # `jit` takes arrays of one device
+    ],
+)
+def test_they_trace_as_one_line_of_a_program(how):
+    """A mean that follows the policy, with a traced rate, stays stored as it was."""
+    reference = frozen.freeze(START, **how())
+    mixed, reset = jax.jit(
+        lambda reference, policy, rate: (
+            lifecycle.mix(reference, policy, rate=rate),
+            lifecycle.reset(reference, policy),
+        )
+    )(reference, POLICY, jnp.float32(0.25))
+    expected = (
+        lifecycle.mix(reference, POLICY, rate=0.25),
+        frozen.freeze(POLICY, **how()),
+    )
+    for moved, eager in zip((mixed, reset), expected, strict=True):
+        frozen.verify(moved)
+        for ours, theirs in zip(
+            jax.tree.leaves(moved.stored), jax.tree.leaves(eager.stored), strict=True
+        ):
+            assert ours.dtype == theirs.dtype
+            assert ours.sharding.memory_kind == theirs.sharding.memory_kind
+            scale = np.float32(np.abs(theirs).max())
+            np.testing.assert_allclose(
+                np.float32(ours),
+                np.float32(theirs),
+                atol=1e-6 * scale + (ours.dtype == jnp.int8),
+            )
+
+
 def test_the_source_digests_of_a_mixture_are_of_what_was_stored():
     """In float32 nothing is lost, so source and stored are one; in int8 they differ."""
     moved = lifecycle.mix(frozen.freeze(START), POLICY, rate=0.25)

@@ -1,0 +1,280 @@
+"""The passes over the vocabulary that a divergence takes, some tokens at a time.
+
+`chunks` has the formulas, the names in them and the gradient. Chunks are slices of
+equal size of the true vocabulary; the last one starts early enough to be whole, and
+tokens of earlier chunks are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks, unused_ids
+from rlhf_jax.functional.kl import mixtures
+
+Array = jax.Array
+NOWHERE = -1e30  # a logit whose exp is 0, also where no other has come before it
+
+
+class Plan(NamedTuple):
+    """What is fixed at trace time."""
+
+    vocab_size: int  # tokens; rows of a head from here on are padding and never read
+    chunk: int  # tokens at a time, 1 to vocab_size
+    forward: bool  # KL(ref ‖ π) and not KL(π ‖ ref)
+    k: int | None  # tokens that stand alone, the rest in one bucket; None is all
+    softcap: float | None = None  # c, of the policy's c·tanh(logit / c); None is none
+    ref_softcap: float | None = None  # of the reference's
+    beta: float | None = None  # of a Jensen-Shannon divergence, if it is no array
+    unused: unused_ids.Ranges = ()  # ids that are no part of either distribution
+
+
+class Model(NamedTuple):
+    """Hidden states, a head and a temperature: distributions over the vocabulary."""
+
+    hidden: Array  # floats[B, T, D]
+    head: Array  # floats[V', D]
+    temperature: Array  # f32[], divides the logits, dimensionless
+
+
+class _Sum(NamedTuple):
+    """Σ exp(x) = exp(largest)·total, in parts that do not overflow."""
+
+    largest: Array  # f32[B, T]
+    total: Array  # f32[B, T]
+
+    @property
+    def log(self) -> Array:
+        return self.largest + jnp.log(self.total)
+
+
+class Rest(NamedTuple):
+    """What tells the buckets of a top-k KL apart."""
+
+    alone: Array  # i32[B, T, k], tokens that are a bucket each
+    difference: Array  # f32[B, T], d of the bucket of all other tokens
+
+
+class Result(NamedTuple):
+    """The divergence, and what its gradient is made of."""
+
+    kl: Array  # f32[B, T], nats; the divergence
+    log_sum: Array  # f32[B, T], of the policy's logits
+    ref_log_sum: Array  # f32[B, T]
+    mean: Array  # f32[B, T], E[d]; with a mixture KL(π ‖ M)
+    rest: Rest | None  # None where every token stands alone
+
+
+def forward(policy: Model, reference: Model, beta: Array | None, plan: Plan) -> Result:
+    """The divergence with what its gradient needs, in one pass, or two of a mixture."""
+    share = plan.beta if beta is None else beta
+    return (_exact if plan.k is None else _top_k)(policy, reference, share, plan)
+
+
+def _exact(
+    policy: Model, reference: Model, beta: checks.Scalar | None, plan: Plan
+) -> Result:
+    # The first chunks may have no token. Their sums are then of NOWHERE, and the first
+    # one that has a token shrinks them to 0; -inf - -inf would be NaN.
+    absent = NOWHERE if plan.unused else -jnp.inf
+
+    def step(carry: tuple[_Sum, _Sum, Array], index: Array) -> tuple[Any, ...]:
+        total, ref_total, moment = carry
+        start, fresh = tokens(index, plan)
+        z, y = both(policy, reference, start, plan)
+        difference = jnp.where(fresh, z - y, 0.0)
+        grown, terms, shrink = _add(total, jnp.where(fresh, z, absent))
+        ref_grown, ref_terms, ref_shrink = _add(ref_total, jnp.where(fresh, y, absent))
+        if plan.forward:
+            terms, shrink = ref_terms, ref_shrink
+        moment = moment * shrink + jnp.sum(terms * difference, axis=-1)
+        return grown, ref_grown, moment
+
+    shape = policy.hidden.shape[:2]
+    zero, nothing = jnp.zeros(shape, jnp.float32), jnp.full(shape, -jnp.inf)
+    empty = _Sum(nothing, zero)
+    total, ref_total, moment = loop(step, (empty, empty, zero), plan)
+    if beta is not None:
+        return _jensen_shannon(policy, reference, total, ref_total, beta, plan)
+    mean = moment / (ref_total if plan.forward else total).total
+    return _summarise(total, ref_total, mean, None, plan)
+
+
+def _jensen_shannon(
+    policy: Model,
+    reference: Model,
+    total: _Sum,
+    ref_total: _Sum,
+    beta: checks.Scalar,
+    plan: Plan,
+) -> Result:
+    """The second pass, with the sums of the first."""
+
+    def step(carry: tuple[Array, Array], index: Array) -> tuple[Array, Array]:
+        start, fresh = tokens(index, plan)
+        z, y = both(policy, reference, start, plan)
+        value, mean = _of_mixture(z, y, z - y, total.log, ref_total.log, fresh, beta)
+        return carry[0] + value, carry[1] + mean
+
+    zero = jnp.zeros(policy.hidden.shape[:2], jnp.float32)
+    value, mean = loop(step, (zero, zero), plan)
+    return Result(value, total.log, ref_total.log, mean, None)
+
+
+def _of_mixture(
+    z: Array,
+    y: Array,
+    difference: Array,
+    log_sum: Array,
+    ref_log_sum: Array,
+    included: Array,
+    beta: checks.Scalar,
+) -> tuple[Array, Array]:
+    """The share of some tokens in JSD_β and in KL(π ‖ M), f32[B, T]."""
+    from_mixture, ref_from_mixture = mixtures.mixture_log_ratios(
+        (log_sum - ref_log_sum)[..., None] - difference, beta=beta
+    )
+    of_policy = jnp.exp(z - log_sum[..., None]) * from_mixture
+    of_reference = jnp.exp(y - ref_log_sum[..., None]) * ref_from_mixture
+    of_tokens = beta * of_reference + (1 - beta) * of_policy
+    return (
+        jnp.sum(of_tokens, axis=-1, where=included),
+        jnp.sum(of_policy, axis=-1, where=included),
+    )
+
+
+def _top_k(
+    policy: Model, reference: Model, beta: checks.Scalar | None, plan: Plan
+) -> Result:
+    """Over the k likeliest tokens of the policy and a bucket.
+
+    A token that a likelier one drives out joins the bucket then, so that the mass of
+    the bucket is a sum of its own tokens and never 1 minus the others.
+    """
+    assert plan.k is not None
+    k, shape = plan.k, policy.hidden.shape[:2]
+
+    def step(carry: tuple[Array, ...], index: Array) -> tuple[Array, ...]:
+        top_z, top_y, ids, rest_z, rest_y = carry
+        start, fresh = tokens(index, plan)
+        z, y = both(policy, reference, start, plan)
+        here = start + jnp.arange(plan.chunk, dtype=jnp.int32)
+        z = jnp.concatenate([top_z, jnp.where(fresh, z, -jnp.inf)], axis=-1)
+        y = jnp.concatenate([top_y, jnp.where(fresh, y, -jnp.inf)], axis=-1)
+        here = jnp.broadcast_to(here[None, None, :], (*shape, plan.chunk))
+        ids = jnp.concatenate([ids, here], axis=-1)
+        top_z, at = jax.lax.top_k(z, k)
+        marks = marked(at, size=z.shape[-1])
+
+        def with_dropped(rest: Array, logits: Array) -> Array:
+            dropped = jnp.where(marks, -jnp.inf, logits)
+            return jnp.logaddexp(rest, jax.nn.logsumexp(dropped, axis=-1))
+
+        return (
+            top_z,
+            jnp.take_along_axis(y, at, axis=-1),
+            jnp.take_along_axis(ids, at, axis=-1),
+            with_dropped(rest_z, z),
+            with_dropped(rest_y, y),
+        )
+
+    none, no_rest = jnp.full((*shape, k), -jnp.inf), jnp.full(shape, -jnp.inf)
+    no_ids = jnp.zeros((*shape, k), jnp.int32)
+    top_z, top_y, ids, rest_z, rest_y = loop(
+        step, (none, none, no_ids, no_rest, no_rest), plan
+    )
+    z = jnp.concatenate([top_z, rest_z[..., None]], axis=-1)
+    y = jnp.concatenate([top_y, rest_y[..., None]], axis=-1)
+    # The bucket of k = V holds no token: -inf in both.
+    difference = jnp.where(z > -jnp.inf, z - y, 0.0)
+    empty = _Sum(no_rest, jnp.zeros(shape, jnp.float32))
+    total, terms, _ = _add(empty, z)
+    ref_total, ref_terms, _ = _add(empty, y)
+    rest = Rest(ids, difference[..., -1])
+    if beta is not None:
+        sums = total.log, ref_total.log
+        some = jnp.ones((1, 1, 1), jnp.bool_)
+        value, mean = _of_mixture(z, y, difference, *sums, some, beta)
+        return Result(value, *sums, mean, rest)
+    if plan.forward:
+        mean = jnp.sum(ref_terms * difference, axis=-1) / ref_total.total
+    else:
+        mean = jnp.sum(terms * difference, axis=-1) / total.total
+    return _summarise(total, ref_total, mean, rest, plan)
+
+
+def _add(total: _Sum, logits: Array) -> tuple[_Sum, Array, Array]:
+    """The sum with f32[B, T, ...] logits; their terms in it; the old terms' factor."""
+    largest = jnp.maximum(total.largest, jnp.max(logits, axis=-1))
+    terms = jnp.exp(logits - largest[..., None])
+    shrink = jnp.exp(total.largest - largest)
+    grown = total.total * shrink + jnp.sum(terms, axis=-1)
+    return _Sum(largest, grown), terms, shrink
+
+
+def _summarise(
+    total: _Sum, ref_total: _Sum, mean: Array, rest: Rest | None, plan: Plan
+) -> Result:
+    # Differences before sums: a level that both logits share would cost digits.
+    level = jnp.log(total.total) - jnp.log(ref_total.total)
+    level += total.largest - ref_total.largest
+    kl = level - mean if plan.forward else mean - level
+    return Result(kl, total.log, ref_total.log, mean, rest)
+
+
+def loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:
+    """`step` over the chunks' numbers."""
+    num_chunks = -(-plan.vocab_size // plan.chunk)
+    steps = jnp.arange(num_chunks, dtype=jnp.int32)
+    return jax.lax.scan(lambda carry, index: (step(carry, index), None), carry, steps)[
+        0
+    ]
+
+
+def tokens(index: Array, plan: Plan) -> tuple[Array, Array]:
+    """First id of chunk `index`, and bool[1, 1, chunk]: tokens not in one before."""
+    first = index * plan.chunk
+    start = jnp.minimum(first, plan.vocab_size - plan.chunk)
+    ids = start + jnp.arange(plan.chunk, dtype=jnp.int32)
+    fresh = ids >= first
+    if plan.unused:
+        fresh &= ~unused_ids.contain(plan.unused, ids)
+    return start, fresh[None, None, :]
+
+
+def both(
+    policy: Model, reference: Model, start: Array, plan: Plan
+) -> tuple[Array, Array]:
+    """Logits f32[B, T, chunk] of both models, divided by the temperature."""
+
+    def logits(model: Model, softcap: float | None) -> Array:
+        logits = _raw_logits(model.hidden, model.head, start, plan)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        return logits / model.temperature
+
+    of_policy = logits(policy, plan.softcap)
+    with jax.named_scope("reference"):
+        return of_policy, logits(reference, plan.ref_softcap)
+
+
+def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:
+    """hidden·headᵀ of a chunk, f32[B, T, chunk]."""
+    rows = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
+    return jnp.einsum(
+        "btd,vd->btv",
+        hidden,
+        rows.astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def marked(at: Array, *, size: int) -> Array:
+    """bool[..., size], True at the places `at` i32[..., k]; others are left out."""
+    at = jnp.where((at >= 0) & (at < size), at, size)
+    nothing = jnp.zeros((*at.shape[:-1], size + 1), jnp.bool_)
+    return jnp.put_along_axis(nothing, at, True, axis=-1, inplace=False)[..., :size]
