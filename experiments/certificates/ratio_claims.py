@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import grpo
-from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
 from rlhf_jax.functional.kl.penalty import IN_REWARD
 
 Array = jax.Array

@@ -14,16 +14,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Shaped
 
-from rlhf_jax.functional import checks, masked, ratios
+from rlhf_jax.functional import checks, masked, surrogates
 from rlhf_jax.functional.aggregation import (
     Aggregation,
     LossScale,
     aggregate,
     token_weights,
 )
-from rlhf_jax.functional.ratios import RatioLevel
-from rlhf_jax.functional.surrogates import cispo_loss, ratio_stats, sapo_loss
-from rlhf_jax.functional.value_losses import explained_variance, value_loss
+from rlhf_jax.functional.surrogates import (
+    RatioLevel,
+    cispo_loss,
+    ratio_stats,
+    sapo_loss,
+)
 
 if TYPE_CHECKING:
     from rlhf_jax.functional.preference_losses import (
@@ -89,8 +92,8 @@ def policy_loss(
     ρ = exp(logprobs - old_logprobs), clip(ρ) = clip(ρ, 1 - ε, 1 + ε_high). With a dual
     clip the loss of a token with A < 0 is at most -cA: its gradient is 0 where ρ > c.
     Without a dual clip -ρA can exceed the range of float32. It is then capped at
-    e^88.72, value and slope (`ratios.capped_exp`). With `ratio_level` ρ is the ratio of
-    the response, to the power of 1/length (GSPO).
+    e^88.72, value and slope (`surrogates.capped_exp`). With `ratio_level` ρ is the
+    ratio of the response, to the power of 1/length (GSPO).
 
     Args:
       logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
@@ -98,7 +101,7 @@ def policy_loss(
       clip_range: ε, dimensionless.
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
       dual_clip: dual-clip bound c > 1; None disables it. The source uses 3.
-      ratio_level: what ρ is (`ratios.at_level`).
+      ratio_level: what ρ is (`surrogates.at_level`).
       aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
 
     Returns:
@@ -141,7 +144,7 @@ def policy_loss(
     advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
     token_log_ratio = jax.lax.stop_gradient(log_ratio)
-    log_ratio = ratios.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
+    log_ratio = surrogates.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
     true_ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     shares = {}
     if dual_clip is not None:
@@ -156,13 +159,13 @@ def policy_loss(
     # Where A < 0, -ρA as one exponential: it may be finite where ρ is not.
     product = log_ratio + jnp.log(jnp.where(advantages < 0, -advantages, 1.0))
     large = (advantages < 0) & (log_ratio > 0)
-    large &= jnp.maximum(log_ratio, product) > ratios.LARGE
+    large &= jnp.maximum(log_ratio, product) > surrogates.LARGE
     ratio = jnp.exp(jnp.where(large, 0.0, log_ratio))
     unclipped = -ratio * advantages
     clipped = -jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high) * advantages
-    capped = ratios.capped_exp(jnp.where(large, product, 0.0))
+    capped = surrogates.capped_exp(jnp.where(large, product, 0.0))
     surrogate = jnp.where(large, capped, jnp.maximum(unclipped, clipped))
-    beyond = large & (product > ratios.LARGEST)
+    beyond = large & (product > surrogates.LARGEST)
     shares["policy/overflowfrac"] = beyond.astype(jnp.float32)
     shares["policy/clipfrac"] = (clipped > unclipped).astype(jnp.float32)
     loss, stats = aggregate(
@@ -258,3 +261,106 @@ def _per_token(x: Array, mask: Array, count: Array | None) -> Array:
     checks.shape((), count=count)
     count = jax.lax.stop_gradient(jnp.asarray(count, jnp.float32))
     return masked.masked_sum(x, mask=mask) / jnp.maximum(count, 1.0)
+
+
+def value_loss(
+    *,
+    values: Float32[Array, "*shape"],
+    old_values: Float32[Array, "*shape"],
+    returns: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    clip_range: checks.Scalar | None,
+    aggregation: Aggregation = "token_mean",
+    loss_scale_factor: LossScale = None,
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """Clipped squared error, the mean of ½ max((V - R)², (V_clip - R)²).
+
+    V_clip = clip(V, V_old - ε, V_old + ε).
+
+    Args:
+      values, old_values, returns: f32[B, S], reward units; column t is the state
+        just before tokens[:, t].
+      clip_range: ε, reward units; None does not clip.
+      aggregation, loss_scale_factor, num_tokens, num_responses: of `token_weights`.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `values` and, where it
+      binds, `clip_range`.
+      `loss/value`: the loss, by `aggregation`. `value/clipfrac`: share of tokens where
+      the clipped square is the larger one; their gradient is 0.
+
+    Source: `PPOTrainer.loss` of openai/lm-human-preferences.
+
+    >>> values, old_values = jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 2.0]])
+    >>> arrays = {"values": values, "old_values": old_values}
+    >>> arrays |= {"returns": jnp.array([[3.0, 3.0]])}
+    >>> arrays |= {"mask": jnp.array([[True, True]])}
+    >>> print(value_loss(**arrays, clip_range=None)[0])  # (½·2² + ½·1²) / 2
+    1.25
+    >>> loss, stats = value_loss(**arrays, clip_range=0.5)
+    >>> print(loss, masked.mean_stats(stats)["value/clipfrac"])  # V_clip is 0.5
+    1.812 0.5
+    """
+    checks.masked_floats(mask, values=values, old_values=old_values, returns=returns)
+    values = jnp.where(mask, values, 0.0)
+    old_values = jax.lax.stop_gradient(jnp.where(mask, old_values, 0.0))
+    returns = jax.lax.stop_gradient(jnp.where(mask, returns, 0.0))
+    clipped_values = values
+    checks.positive(clip_range=clip_range)
+    if clip_range is not None:
+        # Not old_values + clip(move): inside the range this returns values to the bit.
+        clipped_values = jnp.clip(
+            values, old_values - clip_range, old_values + clip_range
+        )
+    unclipped = 0.5 * jnp.square(values - returns)
+    clipped = 0.5 * jnp.square(clipped_values - returns)
+    loss, stats = aggregate(
+        "loss/value",
+        jnp.maximum(unclipped, clipped),
+        mask,
+        aggregation=aggregation,
+        loss_scale_factor=loss_scale_factor,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+    )
+    clipfrac = (clipped > unclipped).astype(jnp.float32)
+    return loss, stats | masked.sum_stats({"value/clipfrac": clipfrac}, mask=mask)
+
+
+def explained_variance(
+    *,
+    values: Float32[Array, "*shape"],
+    returns: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+) -> Stats:
+    """1 - Var(R - V) / Var(R), as sums: (Σ(R-R̄)² - Σ(E-Ē)², Σ(R-R̄)²), E = R - V.
+
+    Variances are about the mean of the arguments, so pass the whole rollout, never a
+    micro-batch: parts that are added each have a mean of their own.
+
+    Args:
+      values, returns: f32[B, S], reward units.
+
+    Returns:
+      `value/explained_variance`: 1 is a perfect critic, 0 is one no better than a
+      constant, and below 0 it is worse. No gradient.
+
+    >>> arrays = {"returns": jnp.array([[1.0, 2.0, 3.0]])}
+    >>> arrays |= {"mask": jnp.array([[True, True, True]])}
+    >>> stats = explained_variance(values=jnp.array([[1.0, 2.0, 3.0]]), **arrays)
+    >>> print(masked.mean_stats(stats)["value/explained_variance"])
+    1.0
+    >>> stats = explained_variance(values=jnp.array([[2.0, 2.0, 2.0]]), **arrays)
+    >>> print(masked.mean_stats(stats)["value/explained_variance"])
+    0.0
+    """
+    checks.masked_floats(mask, values=values, returns=returns)
+    returns = jnp.where(mask, returns, 0.0)
+    errors = returns - jnp.where(mask, values, 0.0)
+    count = jnp.sum(mask, dtype=jnp.float32)
+    spread = count * masked.masked_var(returns, mask=mask)
+    unexplained = count * masked.masked_var(errors, mask=mask)
+    pair = jax.lax.stop_gradient((spread - unexplained, spread))
+    return {"value/explained_variance": pair}

@@ -199,9 +199,9 @@ CASES = {
         f"{PAIRS} beta target_margin",
         ROW,
     ),
-    "ratios.at_level": ("log_ratio", {"ratio_level": "sequence_token"}),
-    "ratios.capped_exp": ("x", {}),
-    "statistics.sum_stats": ("", {"columns": {"kl": ARRAYS["kl"]}}),
+    "surrogates.at_level": ("log_ratio", {"ratio_level": "sequence_token"}),
+    "surrogates.capped_exp": ("x", {}),
+    "masked.sum_stats": ("", {"columns": {"kl": ARRAYS["kl"]}}),
     "surrogates.cispo_loss": ("logprobs", {}),
     "surrogates.ratio_stats": ("", {}),
     "surrogates.sapo_loss": ("logprobs temperature negative_temperature", {}),
@@ -209,8 +209,8 @@ CASES = {
     "token_rewards.token_rewards": ("scores kl kl_coef turn_rewards", {}),
     "unused_ids.contain": ("", {"ranges": ((1, 2),)}),
     "unused_ids.masked": ("logits", {"ranges": ((1, 2),)}),
-    "value_losses.explained_variance": ("", {}),
-    "value_losses.value_loss": ("values clip_range", {}),
+    "losses.explained_variance": ("", {}),
+    "losses.value_loss": ("values clip_range", {}),
 }
 
 

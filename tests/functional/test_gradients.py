@@ -21,11 +21,9 @@ from rlhf_jax.functional import (
     losses,
     masked,
     preference_losses,
-    ratios,
     surrogates,
     token_rewards,
     unused_ids,
-    value_losses,
 )
 from rlhf_jax.functional.kl import chunks, mixtures, passes, penalty
 from rlhf_jax.functional.kl.choices import Penalty
@@ -283,9 +281,9 @@ CASES = {
         )[0],
         (PER_ROW, PER_ROW),
     ),
-    "ratios.capped_exp": (ratios.capped_exp, (PER_TOKEN,)),
-    "ratios.at_level": (
-        lambda x: ratios.at_level(x, mask=MASK, ratio_level="sequence"),
+    "surrogates.capped_exp": (surrogates.capped_exp, (PER_TOKEN,)),
+    "surrogates.at_level": (
+        lambda x: surrogates.at_level(x, mask=MASK, ratio_level="sequence"),
         (PER_TOKEN,),
     ),
     "surrogates.sapo_loss": (
@@ -305,8 +303,8 @@ CASES = {
         ),
         (PER_ROW, PER_TOKEN),
     ),
-    "value_losses.value_loss": (
-        lambda v: value_losses.value_loss(
+    "losses.value_loss": (
+        lambda v: losses.value_loss(
             values=v,
             old_values=jnp.zeros(PER_TOKEN),
             returns=2 * jnp.ones(PER_TOKEN),
@@ -333,11 +331,11 @@ WITHOUT_A_SLOPE = {
     "off_policy.mismatch.weight_stats": "statistics",
     "surrogates.cispo_loss": "stops the gradient of its weight",
     "surrogates.ratio_stats": "statistics",
-    "statistics.sum_stats": "a dictionary of masked sums",
+    "masked.sum_stats": "a dictionary of masked sums",
     "preference_losses.dpo.check_dpo": "checks",
     "preference_losses.kto.kto_kl": "stops the gradient",
     "token_rewards.kl_reward": "of a kl that has no gradient",
-    "value_losses.explained_variance": "a statistic",
+    "losses.explained_variance": "a statistic",
 }
 
 

@@ -10,7 +10,7 @@ from places import FIXTURES
 from tiers import one_in
 
 from rlhf_jax import advantages, losses, masked
-from rlhf_jax.functional import aggregation, ratios
+from rlhf_jax.functional import aggregation, surrogates
 from rlhf_jax.functional.checks import InputError
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -148,13 +148,13 @@ def test_the_ratio_of_a_sequence_by_hand():
     x = np.array([[0.3, -0.1, 7.0], [0.5, 7.0, 7.0]], np.float32)
     mask = np.array([[1, 1, 0], [1, 0, 0]], bool)
     for level in ("sequence", "sequence_token"):
-        output = ratios.at_level(x, mask=mask, ratio_level=level)
+        output = surrogates.at_level(x, mask=mask, ratio_level=level)
         np.testing.assert_allclose(output, [[0.1, 0.1, 0], [0.5, 0, 0]], atol=1e-7)
     # The gradient of a weighted sum: of the mean, or of each token's own log-prob.
     weights = jnp.array([[1.0, 3.0, 9.0], [2.0, 9.0, 9.0]])
 
     def weighted(x, level):
-        return (weights * ratios.at_level(x, mask=mask, ratio_level=level)).sum()
+        return (weights * surrogates.at_level(x, mask=mask, ratio_level=level)).sum()
 
     gradient = jax.grad(weighted)(jnp.asarray(x), "sequence")
     np.testing.assert_allclose(gradient, [[2, 2, 0], [2, 0, 0]], atol=1e-6)
@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused():
         PPO(**arrays, ratio_level="prompt")
     flat = {"mask": jnp.ones(4, bool), "ratio_level": "sequence"}
     with pytest.raises(ValueError, match="mask"):  # responses need rows
-        ratios.at_level(jnp.zeros(4), **flat)
+        surrogates.at_level(jnp.zeros(4), **flat)
     with pytest.raises(InputError, match=r"clip_range_high: expected .* above 0"):
         CISPO(**arrays | {"clip_range_high": 0.0})
     with pytest.raises(InputError, match="negative_temperature: expected"):

@@ -7,8 +7,7 @@ import typing
 import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
-from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
-from rlhf_jax.algorithms.policy_gradient.surrogates import Surrogate
+from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
 from rlhf_jax.models.lora import LoRA

@@ -14,8 +14,7 @@ import toy_files
 
 from rlhf_jax import hf, kl_control, rewards
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
-from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import Clip, FixedLength
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty

@@ -34,7 +34,7 @@ from line_protocol import Clock, Workload
 from rlhf_jax_learners import Apart, Together, prompts_of
 
 from rlhf_jax import config, decoder, ppo
-from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import Clip
 from rlhf_jax.devices import program_cache
 from rlhf_jax.models import layout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rlhf_jax import grpo, ppo
-from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, Clip
 from rlhf_jax.algorithms.reinforce import ReinforceRecipe
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.grpo.recipe import GroupRecipe
-from rlhf_jax.algorithms.policy_gradient import surrogates
+from rlhf_jax.algorithms.policy_gradient import recipe
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 PUBLISHED = GroupRecipe(
@@ -49,7 +49,7 @@ GSPO = GroupRecipe(
     group_size=16,
     normalise="group",
     aggregation="sequence_mean",
-    surrogate=surrogates.Clip(
+    surrogate=recipe.Clip(
         ratio_level="sequence", clip_range=3e-4, clip_range_high=4e-4
     ),
     num_minibatches=4,
@@ -61,7 +61,7 @@ CISPO = GroupRecipe(
     temperature=1.0,
     group_size=16,
     normalise="group",
-    surrogate=surrogates.CISPO(clip_range=1.0, clip_range_high=4.0),
+    surrogate=recipe.CISPO(clip_range=1.0, clip_range_high=4.0),
     num_minibatches=16,
 )
 """MiniMax-M1 (2025), arXiv:2506.13585: the ratio as a bounded weight of log-probs, with
@@ -73,7 +73,7 @@ SAPO = GroupRecipe(
     group_size=16,
     normalise="group",
     aggregation="sequence_mean",
-    surrogate=surrogates.SAPO(),
+    surrogate=recipe.SAPO(),
     num_minibatches=4,
 )
 """Gao et al. 2025, arXiv:2511.20347: a soft gate in place of the clip, of temperature 1
@@ -83,7 +83,7 @@ DAPO = GroupRecipe(
     temperature=1.0,
     group_size=16,
     normalise="group",
-    surrogate=surrogates.Clip(clip_range=0.2, clip_range_high=0.28),
+    surrogate=recipe.Clip(clip_range=0.2, clip_range_high=0.28),
     equal_groups="leave_out",
     overlong_mask="loss",
     scores=ScoreShaping(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
-from rlhf_jax.algorithms.policy_gradient.surrogates import CLIP, Surrogate
+from rlhf_jax.algorithms.policy_gradient.recipe import CLIP, PolicyRecipe, Surrogate
 from rlhf_jax.functional import checks, losses
 from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.algorithm import CriticRecipe, PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, PolicyRecipe
-from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import Clip, FixedLength, PolicyRecipe
 from rlhf_jax.algorithms.ppo.experience import Whiten, gae_experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss, whitened
 from rlhf_jax.algorithms.state import LossFunction, Optimizer

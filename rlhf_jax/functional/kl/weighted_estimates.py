@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
-from rlhf_jax.functional import masked, ratios
+from rlhf_jax.functional import masked, surrogates
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import estimators
 from rlhf_jax.functional.kl.choices import Penalty
@@ -79,7 +79,7 @@ def estimates(
     capped = log_weights > _most(_estimate(estimator, x, exact))
     if "k3" in penalty.estimators_used:
         far = _far(x, log_weights)
-        capped = jnp.where(far, log_weights - x > ratios.LARGEST, capped)
+        capped = jnp.where(far, log_weights - x > surrogates.LARGEST, capped)
     num_estimates = jnp.sum(cells, dtype=jnp.float32)
     return Estimates(
         kl=jax.lax.stop_gradient(value) + slope,
@@ -98,7 +98,9 @@ def _weighted(
     near = _times(_estimate("k3", jnp.where(far, 0.0, x), exact), log_weights)
     # For large -x, k3 is exp(-x) up to rounding. Its product with the weight is
     # computed as one exponential, which may be finite where the factors are not.
-    return jnp.where(far, ratios.capped_exp(jnp.where(far, log_weights - x, 0.0)), near)
+    return jnp.where(
+        far, surrogates.capped_exp(jnp.where(far, log_weights - x, 0.0)), near
+    )
 
 
 def _times(estimate: Array, log_weights: Array) -> Array:
@@ -108,12 +110,12 @@ def _times(estimate: Array, log_weights: Array) -> Array:
 def _most(estimate: Array) -> Array:
     """The largest log-weight, nats, for which value and slope are finite in float32."""
     size = jnp.maximum(2.0, 4.0 * jnp.abs(jax.lax.stop_gradient(estimate)))
-    return ratios.LARGEST - jnp.log(size)
+    return surrogates.LARGEST - jnp.log(size)
 
 
 def _far(x: Array, log_weights: Array) -> Array:
     """Where k3 or its product with the weight is close to the largest float32."""
-    return (x < -20) & (jnp.maximum(log_weights, 0.0) - x > ratios.LARGE)
+    return (x < -20) & (jnp.maximum(log_weights, 0.0) - x > surrogates.LARGE)
 
 
 def _estimate(estimator: Estimator, x: Array, exact: Array | None) -> Array:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
-from rlhf_jax.functional import checks, ratios
+from rlhf_jax.functional import checks, surrogates
 from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
@@ -122,7 +122,7 @@ def importance_weights(
     checks.masked_floats(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
     log_ratio = jax.lax.stop_gradient(jnp.where(mask, logprobs - sampler_logprobs, 0.0))
     if correction == "geometric_reject":
-        log_ratio = ratios.at_level(log_ratio, mask=mask, ratio_level="sequence")
+        log_ratio = surrogates.at_level(log_ratio, mask=mask, ratio_level="sequence")
     elif not correction.startswith("token"):
         total = jnp.sum(log_ratio, axis=1, keepdims=True)
         log_ratio = jnp.where(mask, total, 0.0)

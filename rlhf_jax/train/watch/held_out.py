@@ -15,7 +15,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.devices import processes, row_sharding
-from rlhf_jax.functional import statistics
+from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import scores_of
@@ -163,7 +163,7 @@ def _mean(numbers: HostArray) -> tuple[Array, Array]:
 
 def of_held_out(stats: Stats, when: str) -> dict[str, float]:
     """Evaluations for the summary: held_out_score_before and so on."""
-    means = {name: float(value) for name, value in statistics.mean_stats(stats).items()}
+    means = {name: float(value) for name, value in masked.mean_stats(stats).items()}
     names = {GREEDY: "held_out_score"}
     return {
         f"{names.get(name, name.replace('eval/', 'held_out_'))}_{when}": mean

@@ -22,7 +22,7 @@ from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.corrections import Truncate
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration, sample
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
-from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, Clip
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD, Penalty
 from rlhf_jax.roles.frozen_models import FrozenModels

@@ -14,7 +14,7 @@ import toys
 from rlhf_jax import batch, critic, frozen, grpo, kl_control, ppo, rewards, state
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
-from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.data import layouts

@@ -21,8 +21,7 @@ from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
-from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
-from rlhf_jax.algorithms.policy_gradient.surrogates import CISPO, SAPO, Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip, FixedLength
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import loss as value_loss
 from rlhf_jax.algorithms.reinforce import REINFORCE

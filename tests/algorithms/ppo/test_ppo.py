@@ -22,8 +22,7 @@ from rlhf_jax import (
 )
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
-from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
-from rlhf_jax.algorithms.policy_gradient.surrogates import Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import Clip, FixedLength
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
