@@ -138,22 +138,19 @@ def _curves(
     raise AssertionError("the last number of points is taken")
 
 
-def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[list[str]]:
-    """[stage, metric] of the curves that are open first."""
-    where: dict[str, str] = {}
-    for stage, of_stage in drawn["stages"].items():
-        where |= dict.fromkeys(of_stage, stage)  # the last stage that has it
+def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[str]:
+    """The metrics whose curves are open first."""
+    known = drawn["metrics"]
     if metrics:
-        return [[where[name], name] for name in metrics if name in where]
-    chosen = [name for name in FIRST if name in where][:SHOWN]
-    chosen = chosen or sorted(where)[:SHOWN]
-    return [[where[name], name] for name in chosen]
+        return [name for name in metrics if name in known]
+    chosen = [name for name in FIRST if name in known]
+    return (chosen or sorted(known))[:SHOWN]
 
 
 def _glossary(drawn: Mapping[str, Json]) -> dict[str, dict[str, str]]:
     entries = glossary.read()
-    names = {name for of_stage in drawn["stages"].values() for name in of_stage}
-    shown = {name: glossary.entry_of(name, entries=entries) for name in sorted(names)}
+    names = sorted(drawn["metrics"])
+    shown = {name: glossary.entry_of(name, entries=entries) for name in names}
     return {name: entry._asdict() for name, entry in shown.items() if entry.text}
 
 

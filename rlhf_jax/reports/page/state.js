@@ -10,7 +10,7 @@ const state = {
   hidden: new Set(), // groups
   known: new Set(), // groups that have been there before
   filter: "", // of the legend
-  metrics: [], // [stage, metric] of the open charts
+  metrics: [], // of the open charts
   band: "range",
   across: "reward", // horizontal axis of the scatter
   sort: { column: "verdict", down: false }, // of the table of runs
@@ -63,12 +63,6 @@ const visibleGroups = () =>
   data.groups.map((group, number) => ({ ...group, number }))
     .filter((group) => !state.hidden.has(group.name));
 
-const curveOf = (stage, metric, number) =>
-  data.curves.stages[stage]?.[metric]?.[String(number)];
+// Of the group's last stage that has the metric, which other groups may call otherwise.
+const curveOf = (metric, number) => data.curves.metrics[metric]?.[String(number)];
 const stepsOf = (curve) => data.curves.steps[curve.x];
-
-// The last stage in which some group has the metric.
-function stageOf(metric) {
-  const stages = Object.keys(data.curves.stages);
-  return stages.filter((stage) => metric in data.curves.stages[stage]).at(-1);
-}
