@@ -10,10 +10,11 @@ import numpy as np
 
 from rlhf_jax.reports.grouping import Group
 from rlhf_jax.reports.reading import Run
-from rlhf_jax.reports.verdicts import JUDGE, KL, SCORE
+from rlhf_jax.runs.alarms.verdicts import JUDGE, SCORE
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps import statistics
 
+KL = "objective/kl"
 FINER = 4
 DIGITS = 4  # significant, of a number on the page
 

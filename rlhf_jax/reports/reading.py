@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics
+from rlhf_jax.runs.alarms import ADVICE
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps.planned import BEGUN
 
@@ -44,17 +45,26 @@ class Run:
             if name not in ("stage", "step") and finite(value) is not None
         }
 
-    def series(
-        self, metric: str, *, stage: str | None = None
-    ) -> list[tuple[int, float]]:
-        """(step, value) of the last stage, or another; without what is not finite."""
-        stage = self.stage if stage is None else stage
-        pairs = [
-            (row["step"], finite(row.get(metric)))
-            for row in self.metrics
-            if row["stage"] == stage
-        ]
-        return [(step, value) for step, value in pairs if value is not None]
+    @property
+    def rows(self) -> list[Row]:
+        """The metrics of the last stage."""
+        return [row for row in self.metrics if row["stage"] == self.stage]
+
+    @property
+    def alarms(self) -> list[dict[str, Any]]:
+        """The alarms of all stages, each time they began, as summary.json has them."""
+        if self.summary is not None and isinstance(self.summary.get("alarms"), list):
+            return self.summary["alarms"]
+        raised, active = [], set()
+        for row in self.metrics:  # of a run under way
+            names = set(row.get("alarms", ()))
+            at = {"stage": row["stage"], "step": row["step"]}
+            raised += [
+                {**at, "name": name, "message": ADVICE.get(name, "")}
+                for name in sorted(names - active)
+            ]
+            active = names
+        return raised
 
 
 def folders(paths: Sequence[Path]) -> list[Path]:

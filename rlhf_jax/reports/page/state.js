@@ -23,18 +23,9 @@ const state = {
   scale: null, // nats at which a token's colour is full; null is of the data
 };
 
-const SEVERITY = ["hacked", "degraded", "alarm", "unjudged", "clean", "none"];
-const VERDICTS = {
-  hacked: "reward hacked",
-  degraded: "language lost",
-  alarm: "alarm",
-  unjudged: "no judge",
-  clean: "no sign",
-  none: "no verdict",
-};
-
+const SEVERITY = ["hacked", "collapsed", "degraded", "alarm", "unjudged", "clean", "none"];
 const severity = (run) => SEVERITY.indexOf(run.verdict.kind);
-const flagged = (run) => severity(run) < 2;
+const flagged = (run) => severity(run) < 3;
 const runsOf = (group) => group.runs.map((number) => data.runs[number]);
 const runNamed = (name) => data.runs.find((run) => run.name === name);
 const groupOf = (run) => data.groups[run.group];
