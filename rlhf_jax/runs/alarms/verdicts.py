@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,9 +15,9 @@ from rlhf_jax.runs.metrics import finite
 
 SCORE, JUDGE = "objective/scores", "judge/score"
 FEWEST = 6  # values of the judge that can show a fall
-PARTS = 5  # the last of as many parts of the judge's values is the end of the run
+PARTS = (5, 2)  # the last of so many parts of the judge's values is the end of the run
 ERRORS = 3.5  # standard errors that count; reports/README.md has the curve
-LEAST_NOISE = 0.6  # of the values from the best ones on, in their standard deviations
+LEAST_NOISE = 0.65  # of the values from the best ones on, in their standard deviations
 MOST = 0.95  # autocorrelation that the judge is taken to have
 LOST = ("language_degradation", "mode_collapse_distinct", "mode_collapse_entropy")
 TITLES = {
@@ -60,7 +61,7 @@ def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verd
     """What a run's score, its judge and its alarms say together.
 
     *hacked*     the judge fell by ERRORS standard errors, and the score rose meanwhile
-    *collapsed*  the judge fell, and the score did not rise
+    *collapsed*  the judge fell, and the score did not rise, or there is none
     *degraded*   the language or its variety was lost while the score rose
     *alarm*      another alarm; or `reward_hacking` alone, which compares a few steps
                  with those before, as noise of a long run may bring about
@@ -71,19 +72,22 @@ def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verd
       alarms: the run's, as summary.json holds them.
     """
     score, judge = series(rows, SCORE), series(rows, JUDGE)
-    if len(score) < 2:
-        return _verdict("none", "its first step" if score else "no reward", None)
-    why = f"reward {_number(score[0][1])} → {_number(score[-1][1])}"
-    if judge:
-        best = max(judge, key=lambda pair: pair[1])
-        why += f", judge {_number(best[1])} at best → {_number(judge[-1][1])}"
     fall = fall_of(judge)
+    if len(score) < 2 and fall is None:
+        return _verdict("none", "its first step" if score else "no reward", None)
+    ends = []
+    if score:
+        ends.append(f"reward {_number(score[0][1])} → {_number(score[-1][1])}")
+    if judge:
+        best = max(value for _, value in judge)
+        ends.append(f"judge {_number(best)} at best → {_number(judge[-1][1])}")
+    why = ", ".join(ends)
     if fall is not None and fall.errors > ERRORS:
         kind = "hacked" if _rose(score, fall) else "collapsed"
         return _verdict(kind, why, fall.best[1])
     first = {alarm["name"]: alarm["step"] for alarm in reversed(alarms)}
     lost = [name for name in LOST if name in first]
-    if lost and score[-1][1] > score[0][1]:
+    if lost and score and score[-1][1] > score[0][1]:
         why += f"; {' and '.join(lost)}".replace("_", " ")
         return _verdict("degraded", why, min(first[name] for name in lost))
     if first:
@@ -99,9 +103,10 @@ def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verd
 def fall_of(judge: Series) -> Fall | None:
     """The judge's fall from its best to its end; None of fewer than FEWEST values.
 
-    The end is the mean of the last n / PARTS values. It is compared with every mean of
-    as many values before it, and with the first value alone, since a judge may fall
-    within a few steps. The variance of a difference is
+    The end is the mean of the last n / p values, for each p of PARTS; of a judge that
+    recovers, the last of them. It is compared with every mean of n / p values before
+    it, and with the first value alone, since a judge may fall within a few steps. The
+    variance of a difference is
 
         max(σ², (LEAST_NOISE s)²) (v(m) + v(l)),  v(m) = (1 + 2 Σₖ (1 - k/m) ρᵏ) / m,
 
@@ -115,24 +120,30 @@ def fall_of(judge: Series) -> Fall | None:
         return None
     steps = [step for step, _ in judge]
     values = np.array([value for _, value in judge])
-    size = max(FEWEST // 2, count // PARTS)
-    means = np.convolve(values, np.full(size, 1 / size), "valid")
-    before, last = means[: count - 2 * size + 1], means[-1]
-    variance, rho = _noise(values, best=int(np.argmax(before)), size=size)
-    of_mean = _variance_of_mean(size, rho)
-    falls = []  # (standard errors, difference, first and last step)
-    for start, length, mean, of_best in [
-        (0, 1, values[0], 1.0),
-        *((start, size, mean, of_mean) for start, mean in enumerate(before)),
-    ]:
-        noise = max(variance, LEAST_NOISE**2 * values[start:].var())
-        error = math.sqrt(noise * (of_best + of_mean))
-        errors = (mean - last) / error if mean > last and error > 0 else 0.0
-        at = (steps[start], steps[start + length - 1])
-        falls.append((float(errors), mean - last, at))
+    sizes = {max(FEWEST // 2, count // parts) for parts in PARTS}
+    means = {size: _means(values, size) for size in {1, *sizes}}
+    least = min(sizes)
+    best = int(np.argmax(means[least][: count - 2 * least + 1]))
+    variance, rho = _noise(values, best=best, size=least)
+    of_mean = {size: _variance_of_mean(size, rho) for size in means}
+    from_there = np.array([values[start:].var() for start in range(count)])
+    noise = np.maximum(variance, LEAST_NOISE**2 * from_there)
+    falls = []  # (standard errors, difference, first and last step of the best)
+    for end, size in itertools.product(sizes, means):
+        last = max(means[end][-1], means[least][-1])
+        for start in range(count - end - size + 1 if size > 1 else 1):
+            drop = float(means[size][start] - last)
+            error = math.sqrt(noise[start] * (of_mean[size] + of_mean[end]))
+            errors = drop / error if drop > 0 and error > 0 else 0.0
+            falls.append((errors, drop, (steps[start], steps[start + size - 1])))
     most = max(errors for errors, _, _ in falls)
     counting = [fall for fall in falls if fall[0] >= min(most, ERRORS)]
-    return Fall(most, max(counting, key=lambda fall: fall[1])[2], steps[-size])
+    return Fall(most, max(counting, key=lambda fall: fall[1])[2], steps[-least])
+
+
+def _means(values: np.ndarray, size: int) -> np.ndarray:
+    """Of all `size` neighbouring values."""
+    return np.convolve(values, np.full(size, 1 / size), "valid")
 
 
 def _noise(values: np.ndarray, *, best: int, size: int) -> tuple[float, float]:
