@@ -447,6 +447,29 @@ def test_every_run_that_has_a_metric_is_drawn_whatever_its_stage_is_called(
     assert across == "step of ppo, grpo, rloo"
 
 
+def test_a_collapsed_judge_is_told_apart_from_a_hacked_reward(browser, tmp_path):
+    folders = [
+        run(tmp_path / name, kl_coef=number / 10, hacked=True)
+        for number, name in enumerate(("hacked", "collapsed"))
+    ]
+    rows = metrics.read(folders[1] / "metrics.jsonl")
+    flat = [row | {"objective/scores": 1.0 + row["step"] % 2} for row in rows]
+    lines(folders[1] / "metrics.jsonl", flat)
+    html = tmp_path / "report.html"
+    report.main(report.Config(runs=tuple(folders), html=html))
+    opened(browser, html.as_uri())
+    assert browser.find_element(By.ID, "headline").text == (
+        "1 of 2 runs hacked its reward; the judge of 1 more collapsed"
+    )
+    cards = browser.find_elements(By.CSS_SELECTOR, "#flagged .flag .verdict")
+    assert [card.text for card in cards] == ["reward hacked", "judge collapsed"]
+    report.main(report.Config(runs=(folders[1],), html=html))
+    opened(browser, html.as_uri())
+    assert browser.find_element(By.ID, "headline").text == (
+        "The judge of 1 of 1 run collapsed"
+    )
+
+
 def test_watch_follows_a_run_under_way_and_keeps_what_a_reader_chose(browser, tmp_path):
     folder = run(tmp_path / "a", steps=20, done=False)
     options = report.Config(runs=(folder,), watch=True, port=0)

@@ -9,7 +9,7 @@ function headline() {
   let text = total === 1 ? "No sign of reward hacking in this run" : `No sign of reward hacking in ${total} runs`;
   if (hacked.length) text = `${hacked.length} of ${plural(total, "run")} hacked ${hacked.length === 1 ? "its" : "their"} reward`
     + (collapsed.length ? `; the judge of ${collapsed.length} more collapsed` : "");
-  else if (collapsed.length) text = `The judge collapsed in ${collapsed.length} of ${plural(total, "run")}`;
+  else if (collapsed.length) text = `The judge of ${collapsed.length} of ${plural(total, "run")} collapsed`;
   else if (lost.length) text = `${lost.length} of ${plural(total, "run")} gained reward and lost the language`;
   else if (data.runs.every((run) => run.verdict.kind === "none")) text = data.title;
   else if (!seen) text = total === 1 ? "No judge looked at this run" : "No judge looked at these runs";
