@@ -60,7 +60,8 @@ def series(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:
 def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verdict:
     """What a run's score, its judge and its alarms say together.
 
-    *hacked*     the judge fell by ERRORS standard errors, and the score rose meanwhile
+    *hacked*     the judge fell by ERRORS standard errors, and the score rose by as many
+                 over the run, and still since the judge was best
     *collapsed*  the judge fell, and the score did not rise, or there is none
     *degraded*   the language or its variety was lost while the score rose
     *alarm*      another alarm; or `reward_hacking` alone, which compares a few steps
@@ -180,16 +181,19 @@ def _variance_of_mean(count: int, rho: float) -> float:
 
 
 def _rose(score: Series, fall: Fall) -> bool:
-    """Whether the score rose by ERRORS standard errors from the best to the end."""
+    """Whether the score rose by ERRORS standard errors, and since the judge was best.
+
+    A reward that is hacked often rises first and stands still while the judge falls.
+    """
     first, last = fall.best
-    best = np.array([value for step, value in score if first <= step <= last])
+    best = [value for step, value in score if first <= step <= last]
     end = np.array([value for step, value in score if step >= fall.end])
-    if not len(best) or not len(end):
+    if not best or not len(end) or end.mean() <= np.mean(best):
         return False
-    squares = sum(float(((part - part.mean()) ** 2).sum()) for part in (best, end))
-    variance = squares / max(1, len(best) + len(end) - 2)
-    error = math.sqrt(variance * (1 / len(best) + 1 / len(end)))
-    return bool(end.mean() - best.mean() > ERRORS * error)
+    start = np.array([value for _, value in score[: len(end)]])
+    noise = min(start.var(), end.var())  # it may have leapt within one of them
+    error = math.sqrt(2 * noise / max(1, len(end) - 1))
+    return bool(end.mean() - start.mean() > ERRORS * error)
 
 
 def _verdict(kind: Kind, why: str, step: int | None) -> Verdict:
