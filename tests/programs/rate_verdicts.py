@@ -22,6 +22,7 @@ from rlhf_jax.runs.alarms import verdicts
 
 MARGIN = 0.4  # gold units: half the deviation of the reference's responses
 THRESHOLDS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0)
+HELD_OUT = 5  # first seed of the language's runs that no choice was made on
 NOISES = 1000  # judges made up for each share of false alarms
 
 
@@ -95,11 +96,12 @@ def language(*, every: int) -> list[Labelled]:
 def sets() -> dict[str, list[Labelled]]:
     """The recorded runs, by how they were used and how often the judge was asked."""
     often, seldom = language(every=1), language(every=3)
+    held_out = f"language, seeds from {HELD_OUT}"
     return {
-        "β frontier, 20 values; the threshold was chosen on it": frontier(),
-        "language, seed 0, 30 values; seen on the way": often[:12],
-        "language, seeds 1 to 4, 30 values; held out": often[12:],
-        "language, seeds 1 to 4, 10 values, as on its page; held out": seldom[12:],
+        "β frontier, 20 values": frontier(),
+        "language, other seeds, 30 values": [x for x in often if x.seed < HELD_OUT],
+        f"{held_out}, 30 values": [x for x in often if x.seed >= HELD_OUT],
+        f"{held_out}, 10 values": [x for x in seldom if x.seed >= HELD_OUT],
     }
 
 
@@ -128,16 +130,18 @@ def of_recorded() -> list[str]:
         fell = sum(run.drop >= MARGIN for run in runs)
         counts = f"{fell} | {len(runs) - fell}"
         rows.append(f"| {name} | {counts} | {rates(runs, errors=verdicts.ERRORS)} |")
-    held_out = language(every=1)[12:]
+    frontier_runs, others, held_out, _ = sets().values()
+    seen = frontier_runs + others
     rows += [
-        f"| {limit:g} | {rates(frontier(), errors=limit)} | "
-        f"{rates(held_out, errors=limit)} |"
+        f"| {limit:g} | {rates(seen, errors=limit)} | {rates(held_out, errors=limit)} |"
         for limit in THRESHOLDS
     ]
-    rows += [
-        f"| {margin:g} | {rates(held_out, errors=verdicts.ERRORS, margin=margin)} |"
-        for margin in (0.2, 0.4, 0.6, 0.8)
-    ]
+    for margin in (0.2, 0.4, 0.6, 0.8):
+        of_margin = [
+            rates(runs, errors=verdicts.ERRORS, margin=margin)
+            for runs in (seen, held_out)
+        ]
+        rows.append(f"| {margin:g} | {' | '.join(of_margin)} |")
     return rows
 
 

@@ -150,9 +150,9 @@ def _means(values: np.ndarray, size: int) -> np.ndarray:
 def _noise(values: np.ndarray, *, best: int, size: int) -> tuple[float, float]:
     """(σ², ρ) around the rising and then falling curve of least squares.
 
-    Its peak is among the best values, or the first. Values on the curve say nothing of
-    the noise: each of its levels takes a degree of freedom, and as the curve follows
-    the noise, the autocorrelation r of n residuals is about (6 + 6 r) / n too small.
+    Its peak is among the best values, or the first. Each level of the curve takes a
+    degree of freedom. The autocorrelation r of n residuals is (2 + 4 r) / n too small,
+    as around a line; around this curve it is more, which would hide falls in turn.
     """
     peaks = {0, *range(best, best + size, max(1, size // 20))}
     curves = [_rising_then_falling(values, peak) for peak in peaks]
@@ -162,7 +162,7 @@ def _noise(values: np.ndarray, *, best: int, size: int) -> tuple[float, float]:
     if squares <= 1e-12 * count * values.var():  # it is the curve but for rounding
         return 0.0, 0.0
     r = (apart[1:] @ apart[:-1]) / (count - 1) / (squares / count)
-    rho = float(np.clip(r + (6 + 6 * r) / count, 0.0, MOST))
+    rho = float(np.clip(r + (2 + 4 * r) / count, 0.0, MOST))
     return squares / max(1, count - len(np.unique(curve))), rho
 
 
