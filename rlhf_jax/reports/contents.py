@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.reports import document, glossary, grouping, samples, verdicts
-from rlhf_jax.reports.curves import FINER, curves, tables
+from rlhf_jax.reports import document, glossary, grouping, samples
+from rlhf_jax.reports.curves import FINER, KL, curves, tables
 from rlhf_jax.reports.grouping import Groups
 from rlhf_jax.reports.reading import Run
+from rlhf_jax.runs.alarms import verdicts
 from rlhf_jax.runs.metrics import finite
 
 SIZE = 9_500_000  # bytes of JSON; the charts' library takes 4.8 million more
@@ -18,7 +19,7 @@ CURVES = 6_000_000  # bytes that curves may take of it
 POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # of a curve, the most that fit
 FEWEST = 3000  # bytes of a run's samples, however many runs
 FIRST = (
-    *(verdicts.SCORE, verdicts.JUDGE, verdicts.KL, "objective/ref_nll"),
+    *(verdicts.SCORE, verdicts.JUDGE, KL, "objective/ref_nll"),
     *("response/length", "response/distinct_fraction", "objective/entropy"),
     *("loss/divergence", "loss/dpo", "dpo/accuracy", "dpo/margin", "loss/pairwise"),
     *("pairwise/accuracy", "loss/language_model"),
@@ -138,34 +139,31 @@ def _curves(
     raise AssertionError("the last number of points is taken")
 
 
-def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[list[str]]:
-    """[stage, metric] of the curves that are open first."""
-    where: dict[str, str] = {}
-    for stage, of_stage in drawn["stages"].items():
-        where |= dict.fromkeys(of_stage, stage)  # the last stage that has it
+def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[str]:
+    """The metrics whose curves are open first."""
+    known = drawn["metrics"]
     if metrics:
-        return [[where[name], name] for name in metrics if name in where]
-    chosen = [name for name in FIRST if name in where][:SHOWN]
-    chosen = chosen or sorted(where)[:SHOWN]
-    return [[where[name], name] for name in chosen]
+        return [name for name in metrics if name in known]
+    chosen = [name for name in FIRST if name in known]
+    return (chosen or sorted(known))[:SHOWN]
 
 
 def _glossary(drawn: Mapping[str, Json]) -> dict[str, dict[str, str]]:
     entries = glossary.read()
-    names = {name for of_stage in drawn["stages"].values() for name in of_stage}
-    shown = {name: glossary.entry_of(name, entries=entries) for name in sorted(names)}
+    names = sorted(drawn["metrics"])
+    shown = {name: glossary.entry_of(name, entries=entries) for name in names}
     return {name: entry._asdict() for name, entry in shown.items() if entry.text}
 
 
 def _record(
     run: Run, *, group: int, rows: Sequence[Mapping[str, Json]]
 ) -> dict[str, Json]:
-    verdict = verdicts.verdict(run)
+    verdict = verdicts.verdict(run.rows, alarms=run.alarms)
     summary = {} if run.summary is None else run.summary
     last = {
         name: value
-        for name in (verdicts.SCORE, verdicts.JUDGE, verdicts.KL, "drift/relative")
-        if (series := run.series(name))
+        for name in (verdicts.SCORE, verdicts.JUDGE, KL, "drift/relative")
+        if (series := verdicts.series(run.rows, name))
         and (value := finite(float(f"{series[-1][1]:.5g}"))) is not None
     }
     timed = [row for row in run.timings if row["stage"] == run.stage]
@@ -179,7 +177,7 @@ def _record(
         "last": last,
         "gold": finite(summary.get("gold_policy")),
         "verdict": verdict._asdict(),
-        "alarms": [alarm._asdict() for alarm in verdicts.alarms_of(run)],
+        "alarms": run.alarms,
         "tokens": samples.common_tokens(rows),
         "reference": {
             name: summary.get(f"reference_{name}", summary.get(f"teacher_{name}"))

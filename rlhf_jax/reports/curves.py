@@ -10,10 +10,11 @@ import numpy as np
 
 from rlhf_jax.reports.grouping import Group
 from rlhf_jax.reports.reading import Run
-from rlhf_jax.reports.verdicts import JUDGE, KL, SCORE
+from rlhf_jax.runs.alarms.verdicts import JUDGE, SCORE
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps import statistics
 
+KL = "objective/kl"
 FINER = 4
 DIGITS = 4  # significant, of a number on the page
 
@@ -21,7 +22,7 @@ Json = Any
 
 
 class Table(NamedTuple):
-    """The values of a metric in the runs of a group."""
+    """The values of a metric in the runs of a group, of the last stage that has it."""
 
     group: int
     stage: str
@@ -31,9 +32,9 @@ class Table(NamedTuple):
 
 
 def tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
-    """All numbers of all metrics."""
-    return [
-        Table(number, stage, metric, steps, values)
+    """The numbers of every metric in every group that has it."""
+    of_metrics = {
+        (number, metric): Table(number, stage, metric, steps, values)
         for number, group in enumerate(groups)
         for stage in dict.fromkeys(
             row["stage"] for member in group.runs for row in runs[member].metrics
@@ -41,15 +42,16 @@ def tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
         for metric, (steps, values) in _of_stage(
             [runs[member] for member in group.runs], stage=stage
         ).items()
-    ]
+    }
+    return list(of_metrics.values())
 
 
 def curves(
     of_groups: Sequence[Table], *, points: int, fine: Collection[str] = ()
 ) -> dict[str, Json]:
-    """All curves: {"steps": lists, "stages": {stage: {metric: {group: curve}}}}.
+    """All curves: {"steps": lists, "metrics": {metric: {group: curve}}}.
 
-        curve   {"x": number of a list of steps, "n": seeds, "y": means}
+        curve   {"stage", "x": number of a list of steps, "n": seeds, "y": means}
                 with several seeds also "lo", "hi", the least and the greatest of them,
                 and "t", half of the 95% interval of the mean
 
@@ -66,7 +68,7 @@ def curves(
         if table.metric == JUDGE
     }
     number_of: dict[tuple[int, ...], int] = {}  # lists of steps, which metrics share
-    stages: dict[str, dict[str, dict[str, Json]]] = {}
+    metrics: dict[str, dict[str, Json]] = {}
     for table in of_groups:
         times = FINER if table.metric in fine else 1
         columns = thinned(len(table.steps), points=times * points)
@@ -76,10 +78,10 @@ def curves(
             columns = sorted(at.union(columns))
         steps = tuple(table.steps[k] for k in columns)
         number = number_of.setdefault(steps, len(number_of))
-        curve = {"x": number, "n": len(table.values)}
-        of_metric = stages.setdefault(table.stage, {}).setdefault(table.metric, {})
+        curve = {"stage": table.stage, "x": number, "n": len(table.values)}
+        of_metric = metrics.setdefault(table.metric, {})
         of_metric[str(table.group)] = curve | _bands(table.values[:, columns])
-    return {"steps": list(map(list, number_of)), "stages": stages}
+    return {"steps": list(map(list, number_of)), "metrics": metrics}
 
 
 def thinned(count: int, *, points: int) -> list[int]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_jax.reports.reading import Run
+from rlhf_jax.reports.reading import Run, without_seed
 from rlhf_jax.runs import run_config
 from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.sweeps.declaration import short
@@ -112,6 +112,4 @@ def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
 
 def _folder(run: Run) -> str:
     """The folder's name, without a last part that tells only the seed."""
-    *above, last = run.name.split("/")
-    of_seed = last.lower().removeprefix("seed").strip("_-=").isdigit()
-    return above[-1] if of_seed and above else last
+    return without_seed(run.name.split("/"))

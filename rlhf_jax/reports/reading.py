@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics
+from rlhf_jax.runs.alarms import ADVICE
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps.planned import BEGUN
 
@@ -44,17 +45,26 @@ class Run:
             if name not in ("stage", "step") and finite(value) is not None
         }
 
-    def series(
-        self, metric: str, *, stage: str | None = None
-    ) -> list[tuple[int, float]]:
-        """(step, value) of the last stage, or another; without what is not finite."""
-        stage = self.stage if stage is None else stage
-        pairs = [
-            (row["step"], finite(row.get(metric)))
-            for row in self.metrics
-            if row["stage"] == stage
-        ]
-        return [(step, value) for step, value in pairs if value is not None]
+    @property
+    def rows(self) -> list[Row]:
+        """The metrics of the last stage."""
+        return [row for row in self.metrics if row["stage"] == self.stage]
+
+    @property
+    def alarms(self) -> list[dict[str, Any]]:
+        """The alarms of all stages, each time they began, as summary.json has them."""
+        if self.summary is not None and isinstance(self.summary.get("alarms"), list):
+            return self.summary["alarms"]
+        raised, active = [], set()
+        for row in self.metrics:  # of a run under way
+            names = set(row.get("alarms", ()))
+            at = {"stage": row["stage"], "step": row["step"]}
+            raised += [
+                {**at, "name": name, "message": ADVICE.get(name, "")}
+                for name in sorted(names - active)
+            ]
+            active = names
+        return raised
 
 
 def folders(paths: Sequence[Path]) -> list[Path]:
@@ -80,10 +90,10 @@ def folders(paths: Sequence[Path]) -> list[Path]:
 
 def _runs_in(path: Path) -> tuple[list[Path], str]:
     """The run folders that a path means, or what there is in place of them."""
-    if (path / folder.CONFIG).is_file():
+    if (path / folder.CONFIG).is_file():  # a model's has this name too: `read` looks
         return [path], ""
     if (path / BEGUN).is_file():
-        configs = sorted((path / "runs").rglob(folder.CONFIG))
+        configs = sorted(path.glob(f"runs/*/*/{folder.CONFIG}"))  # as it plans them
         return [config.parent for config in configs], "one without a run that has begun"
     if not path.is_dir():
         return [], "no folder"
@@ -125,6 +135,7 @@ def read(place: Path, *, name: str) -> Run | None:
     Raises:
       InputError: a file is not what a run writes.
     """
+    config = folder.read_config(place / folder.CONFIG)
     rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:
         return None
@@ -132,7 +143,7 @@ def read(place: Path, *, name: str) -> Run | None:
     recorded = json.loads((place / folder.CONFIG).read_text(encoding="utf-8"))
     return Run(
         folder=place,
-        config=folder.read_config(place / folder.CONFIG),
+        config=config,
         versions=recorded["versions"],
         metrics=rows,
         samples=[*metrics.read(place / "samples.jsonl")],
@@ -151,6 +162,31 @@ def short_names(places: Sequence[Path]) -> list[str]:
     ):
         shared += 1
     return ["/".join(path_parts[shared:]) for path_parts in parts]
+
+
+def without_seed(parts: Sequence[str]) -> str:
+    """The last part of a path, or the one above it where that tells only the seed."""
+    *above, last = parts
+    of_seed = last.lower().removeprefix("seed").strip("_-=").isdigit()
+    return above[-1] if of_seed and above else last
+
+
+def title(paths: Sequence[Path]) -> str:
+    """The question of the sweep that all runs are of; else names, without seeds."""
+    places = [path.resolve() for path in paths]
+    of_sweeps = {
+        next((at for at in (place, *place.parents) if (at / BEGUN).is_file()), None)
+        for place in places
+    }
+    (sweep,) = of_sweeps if len(of_sweeps) == 1 else (None,)
+    if sweep is None:
+        names = list(dict.fromkeys(without_seed(place.parts) for place in places))
+        return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    try:
+        results = json.loads((sweep / "results.json").read_text(encoding="utf-8"))
+        return str(results["question"]) or sweep.name
+    except (OSError, ValueError, KeyError, TypeError):  # none yet
+        return sweep.name
 
 
 def _check_alike(runs: Sequence[Run]) -> None:

@@ -70,6 +70,13 @@ def conclude(
         if metric in last or name in ("score", "kl"):
             summary[f"{name}_first"] = first.get(metric)
             summary[f"{name}_last"] = last.get(metric)
+    if config.watch.judge is not None:
+        from rlhf_jax.runs.alarms import verdicts
+
+        verdict = verdicts.verdict(measured, alarms=job.alarms)
+        since = "" if verdict.step is None else f" from step {verdict.step}"
+        print(f"verdict: {verdict.title}{since}; {verdict.why}")
+        summary["verdict"] = verdict._asdict()
     if config.watch.judge is not None and config.watch.judge_failure == "warn":
         summary["judge_failures"] = judge_failures(measured)
     if reference is not None:

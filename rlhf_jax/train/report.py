@@ -45,7 +45,7 @@ class Config:
     metrics: tuple[str, ...] = ()
     """Metrics whose curves are open first; without, reward, judge, KL and others."""
     title: str | None = None
-    """Title of the page; None is the name of the runs."""
+    """Title of the page; None is the question of the runs' sweep, or their names."""
 
     def check(self) -> None:
         """What does not fit together, in one line and not in the parser's box.
@@ -127,8 +127,7 @@ def load(options: Config) -> dict[str, Any]:
     runs, waiting = reading.read_all(options.runs)
     title = options.title
     if title is None:
-        title = ", ".join(path.resolve().name for path in options.runs[:4])
-        title += ", ..." if len(options.runs) > 4 else ""
+        title = reading.title(options.runs)
     return contents(runs, title=title, metrics=options.metrics, waiting=waiting).data
 
 

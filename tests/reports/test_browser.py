@@ -184,14 +184,14 @@ def test_any_metric_can_be_added_and_closed(browser, page):
     box = browser.find_element(By.ID, "add-metric")
     box.send_keys("drift/relative", Keys.ENTER)
     key = until(
-        browser, "document.querySelector('#charts .panel:first-child').dataset.key"
+        browser, "document.querySelector('#charts .panel:first-child').dataset.metric"
     )
-    assert key == "ppo drift/relative"
+    assert key == "drift/relative"
     before = len(browser.find_elements(By.CSS_SELECTOR, "#charts .panel"))
     browser.find_element(By.CSS_SELECTOR, "#charts .panel .close").click()
     after = browser.find_elements(By.CSS_SELECTOR, "#charts .panel")
     assert len(after) == before - 1
-    assert after[0].get_attribute("data-key") != "ppo drift/relative"
+    assert after[0].get_attribute("data-metric") != "drift/relative"
 
 
 def test_a_band_may_be_the_interval_of_the_mean(browser, page):
@@ -421,6 +421,53 @@ def test_many_groups_are_filtered_in_the_legend(browser, tmp_path):
     flagged = browser.find_element(By.XPATH, "//button[text()='Flagged']")
     flagged.click()
     assert len(traces(browser, first)) == 1
+
+
+def test_every_run_that_has_a_metric_is_drawn_whatever_its_stage_is_called(
+    browser, tmp_path
+):
+    folders = []
+    for number, stage in enumerate(("ppo", "ppo", "grpo", "grpo", "rloo")):
+        folder = run(tmp_path / f"r{number}", kl_coef=number / 10, hacked=number > 2)
+        for name in ("metrics", "samples", "timings"):
+            rows = metrics.read(folder / f"{name}.jsonl")
+            lines(folder / f"{name}.jsonl", [row | {"stage": stage} for row in rows])
+        folders.append(folder)
+    html = tmp_path / "report.html"
+    report.main(report.Config(runs=tuple(folders), html=html))
+    opened(browser, html.as_uri())
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#legend button.group")) == 5
+    assert len(traces(browser, "#scatter")) == 5
+    charts = browser.find_elements(By.CSS_SELECTOR, "#charts .panel")
+    names = [chart.find_element(By.CSS_SELECTOR, ".name").text for chart in charts]
+    assert len(names) == len(set(names)) == 4
+    for number in range(1, 5):
+        assert len(traces(browser, f"#charts .panel:nth-child({number})")) == 5
+    across = browser.find_element(By.CSS_SELECTOR, "#charts .xtitle").text
+    assert across == "step of ppo, grpo, rloo"
+
+
+def test_a_collapsed_judge_is_told_apart_from_a_hacked_reward(browser, tmp_path):
+    folders = [
+        run(tmp_path / name, kl_coef=number / 10, hacked=True)
+        for number, name in enumerate(("hacked", "collapsed"))
+    ]
+    rows = metrics.read(folders[1] / "metrics.jsonl")
+    flat = [row | {"objective/scores": 1.0 + row["step"] % 2} for row in rows]
+    lines(folders[1] / "metrics.jsonl", flat)
+    html = tmp_path / "report.html"
+    report.main(report.Config(runs=tuple(folders), html=html))
+    opened(browser, html.as_uri())
+    assert browser.find_element(By.ID, "headline").text == (
+        "1 of 2 runs hacked its reward; the judge of 1 more collapsed"
+    )
+    cards = browser.find_elements(By.CSS_SELECTOR, "#flagged .flag .verdict")
+    assert [card.text for card in cards] == ["reward hacked", "judge collapsed"]
+    report.main(report.Config(runs=(folders[1],), html=html))
+    opened(browser, html.as_uri())
+    assert browser.find_element(By.ID, "headline").text == (
+        "The judge of 1 of 1 run collapsed"
+    )
 
 
 def test_watch_follows_a_run_under_way_and_keeps_what_a_reader_chose(browser, tmp_path):

@@ -31,7 +31,7 @@ def test_a_curve_is_the_mean_over_seeds_with_its_range_and_interval(tmp_path):
     for folder, values_of_run in zip(folders, values, strict=True):
         rewritten(folder, "objective/kl", values_of_run)
     drawn = data_of(*folders)["curves"]
-    curve = drawn["stages"]["ppo"]["objective/kl"]["0"]
+    curve = drawn["metrics"]["objective/kl"]["0"]
     assert drawn["steps"][curve["x"]] == [0, 1, 2]
     assert (curve["n"], curve["y"]) == (3, [4.0, 5.0, 5.0])
     assert (curve["lo"], curve["hi"]) == ([1.0, 5.0, 4.0], [8.0, 5.0, 6.0])
@@ -43,8 +43,8 @@ def test_a_curve_is_the_mean_over_seeds_with_its_range_and_interval(tmp_path):
 
 def test_a_single_run_has_no_band(tmp_path):
     data = data_of(run(tmp_path / "a", steps=5))
-    curve = data["curves"]["stages"]["ppo"]["objective/kl"]["0"]
-    assert curve.keys() == {"x", "n", "y"}
+    curve = data["curves"]["metrics"]["objective/kl"]["0"]
+    assert curve.keys() == {"stage", "x", "n", "y"}
     assert len(curve["y"]) == 5
 
 
@@ -54,9 +54,11 @@ def test_stages_are_apart(tmp_path):
     first = '{"stage": "sft", "step": 0, "loss/language_model": 2.5}\n'
     (folder / "metrics.jsonl").write_text(first + text)
     data = data_of(folder)
-    assert set(data["curves"]["stages"]["sft"]) == {"loss/language_model"}
+    of_metrics = data["curves"]["metrics"]
+    assert of_metrics["loss/language_model"]["0"]["stage"] == "sft"
+    assert of_metrics["objective/scores"]["0"]["stage"] == "ppo"
     assert data["runs"][0]["stage"] == "ppo"
-    assert ["ppo", "objective/scores"] in data["first"]
+    assert data["first"][0] == "objective/scores"
 
 
 @pytest.mark.parametrize(("count", "points"), [(3, 5), (5, 5), (200, 50), (7, 2)])
@@ -134,7 +136,7 @@ def test_numbers_beyond_all_floats_are_left_out(tmp_path):
     for folder in folders:
         rewritten(folder, "objective/kl", [10**400, 1.7e308])
     drawn = data_of(*folders)["curves"]
-    curve = drawn["stages"]["ppo"]["objective/kl"]["0"]
+    curve = drawn["metrics"]["objective/kl"]["0"]
     assert (drawn["steps"][curve["x"]], curve["y"]) == ([1], [None])
     assert curve["hi"] == [1.7e308]
 
@@ -187,7 +189,7 @@ def test_tokens_of_markup_count_as_what_the_page_writes(tmp_path):
 
 def test_of_many_steps_curves_are_thinned(tmp_path):
     data = data_of(run(tmp_path / "a", steps=300, further=20), size=60_000)
-    of_ppo, steps = data["curves"]["stages"]["ppo"], data["curves"]["steps"]
+    of_ppo, steps = data["curves"]["metrics"], data["curves"]["steps"]
     counts = {name: len(curve["0"]["y"]) for name, curve in of_ppo.items()}
     assert counts["reward/part_3"] < 300
     assert counts["objective/kl"] == min(300, 4 * counts["reward/part_3"])
@@ -207,7 +209,7 @@ def test_reward_and_kl_have_the_judges_steps_too(tmp_path):
     runs, _ = reading.read_all([folder])
     tables = curves.tables(runs, grouping.grouped(runs).groups)
     drawn = curves.curves(tables, points=5, fine=("judge/score",))
-    of_ppo = drawn["stages"]["ppo"]
+    of_ppo = drawn["metrics"]
     at = {
         name: set(drawn["steps"][curve["0"]["x"]])
         for name, curve in of_ppo.items()
@@ -240,7 +242,7 @@ def test_phases_are_means_without_the_step_that_compiles(tmp_path):
 def test_the_metrics_that_are_asked_for_are_open_first(tmp_path):
     folder = run(tmp_path / "a")
     data = data_of(folder, metrics=["drift/relative", "objective/kl"])
-    assert data["first"] == [["ppo", "drift/relative"], ["ppo", "objective/kl"]]
+    assert data["first"] == ["drift/relative", "objective/kl"]
     rewritten(folder, "objective/kl", ["NaN", "NaN"])
     rows = metrics.read(folder / "metrics.jsonl")
     lines(folder / "metrics.jsonl", [row | {"loss/policy": 1.0} for row in rows])
@@ -289,6 +291,56 @@ def test_runs_that_share_no_metric(tmp_path):
     lines(folders[1] / "metrics.jsonl", rows)
     with pytest.raises(InputError, match=r"ppo \(stage ppo\) and .*dpo \(stage dpo\)"):
         reading.read_all(folders)
+
+
+def test_each_group_is_drawn_from_its_own_last_stage_with_the_metric(tmp_path):
+    """Of stages that come in another order in another run too."""
+    later = run(tmp_path / "later", steps=3, kl_coef=0.0)
+    for folder, stages in ((run(tmp_path / "a", steps=3), "ab"), (later, "ba")):
+        rows = [
+            {"stage": stage, "step": 0, "objective/kl": float(number)}
+            for number, stage in enumerate(stages)
+        ]
+        lines(folder / "metrics.jsonl", rows)
+    curves_of = data_of(tmp_path / "a", later)["curves"]["metrics"]["objective/kl"]
+    assert [(c["stage"], c["y"]) for c in curves_of.values()] == [
+        ("b", [1.0]),
+        ("a", [1.0]),
+    ]
+
+
+def saved_model(folder):
+    """As transformers writes it; its config.json is no run's."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    return folder / "model"
+
+
+def test_the_model_that_a_run_saved_is_no_run(tmp_path):
+    (tmp_path / "sweep.json").write_text("{}")
+    for seed in range(2):
+        saved_model(run(tmp_path / "runs" / "cell" / f"seed_{seed}", seed=seed))
+    runs, waiting = reading.read_all([tmp_path])
+    assert ([member.name for member in runs], waiting) == (["seed_0", "seed_1"], [])
+    model = tmp_path / "runs" / "cell" / "seed_0" / "model"
+    with pytest.raises(InputError, match=r"expected the config.json of a run"):
+        reading.read_all([model])
+
+
+def test_a_page_is_named_for_its_question_and_no_seed(tmp_path):
+    sweep = tmp_path / "frontier"
+    folders = [
+        run(sweep / "runs" / cell / f"seed_{seed}", seed=seed)
+        for cell in ("kl_coef=0.0", "kl_coef=0.2")
+        for seed in range(5)
+    ]
+    assert reading.title(folders) == "kl_coef=0.0, kl_coef=0.2"
+    (sweep / "sweep.json").write_text("{}")
+    assert reading.title([sweep]) == reading.title(folders) == "frontier"
+    (sweep / "results.json").write_text('{"question": "What does β buy?"}')
+    assert reading.title([sweep]) == reading.title(folders) == "What does β buy?"
+    own = run(tmp_path / "mine")
+    assert reading.title([sweep, own]) == "frontier, mine"
 
 
 def test_runs_of_which_none_has_begun(tmp_path):

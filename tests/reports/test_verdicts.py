@@ -1,27 +1,46 @@
-"""A reward that rises while the judge falls is told, and noise is not."""
+"""A judge that fell is told from noise, whether or not the reward rose meanwhile."""
 
 import json
 
 import numpy as np
 import pytest
+import rate_verdicts
+from places import ROOT
 from toy_runs import lines, run
 
-from rlhf_jax.reports import reading, verdicts
+from rlhf_jax.reports import reading
+from rlhf_jax.reports.contents import contents
 from rlhf_jax.runs import metrics
+from rlhf_jax.runs.alarms import verdicts
 
 
 def verdict(folder):
     ((only,), _) = reading.read_all([folder])
-    return verdicts.verdict(only)
+    (record,) = contents([only], title="Runs").data["runs"]
+    of_rows = verdicts.verdict(only.rows, alarms=only.alarms)
+    assert record["verdict"] == of_rows._asdict()
+    return of_rows
 
 
-def series(values, *, every=1):
-    return [(every * step, float(value)) for step, value in enumerate(values)]
+def kind(score, judge):
+    """Of a score at each step, and of a judge at some of them."""
+    every = len(score) // len(judge)
+    rows = [{"step": n, verdicts.SCORE: float(x)} for n, x in enumerate(score)]
+    for row, x in zip(rows[::every], judge, strict=True):
+        row[verdicts.JUDGE] = float(x)
+    return verdicts.verdict(rows, alarms=[])[::3]  # with the step
+
+
+def share_called(judges):
+    """Of judges under a reward that rises, those that are called fallen."""
+    called = [kind(np.linspace(0, 1, len(judge)), judge)[0] for judge in judges]
+    assert set(called) <= {"hacked", "clean"}
+    return called.count("hacked") / len(called)
 
 
 def test_the_verdict_of_a_run_that_was_hacked_and_of_one_that_was_not(tmp_path):
     hacked = verdict(run(tmp_path / "hacked", hacked=True))
-    assert hacked.kind == "hacked"
+    assert (hacked.kind, hacked.title) == ("hacked", "reward hacked")
     assert 0 <= hacked.step < 20
     assert "reward" in hacked.why
     assert "judge" in hacked.why
@@ -33,52 +52,77 @@ def test_a_judge_that_rose_at_first_and_fell_then():
     """Over-optimisation: the peak is what the end is compared with."""
     steps = np.arange(50)
     noise = np.random.default_rng(0).normal(0, 0.05, 50)
-    score, judge = series(steps / 50), series(np.sin(steps / 50 * 2.8) + noise)
-    since = verdicts.fallen_since(score, judge)
+    name, since = kind(steps / 50, np.sin(steps / 50 * 2.8) + noise)
+    assert name == "hacked"
     assert 20 <= since < 40
 
 
 def test_a_judge_that_is_asked_every_tenth_step():
-    score = series(np.linspace(0, 1, 60))
-    judge = series([1.0, 1.1, 0.9, -1.0, -1.1, -0.9], every=10)
-    assert verdicts.fallen_since(score, judge) == 20
+    judge = [1.0, 1.1, 0.9, -1.0, -1.1, -0.9]
+    assert kind(np.linspace(0, 1, 60), judge) == ("hacked", 20)
+    few = [1.0, 1.1, 0.9, -1.0, -1.1]
+    assert kind(np.linspace(0, 1, 60), few) == ("clean", None)
 
 
-@pytest.mark.parametrize(
-    ("rise", "fall"), [(0.0, 3.0), (3.0, 0.0), (-3.0, 3.0), (3.0, -3.0)]
-)
-def test_one_of_them_alone_is_none(rise, fall):
+# PPO with k1 in the loss, recorded: in a tenth of the run nothing parses any more.
+FAST = [-0.53, -0.31, -0.71, -1.57, -1.76, -1.72, -1.7, -1.71, -1.74, -1.66, -1.74]
+FAST += [-1.67, -1.72, -1.85] + [-2.0] * 16
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_fall_within_the_first_steps_is_seen(every):
+    score = np.linspace(-0.1, 4, 30)
+    name, since = kind(score, FAST[::every])
+    assert name == "hacked"
+    assert since <= 5
+    assert kind(score, [FAST[0]] + [-2.0] * 9) == ("hacked", 0)  # after one value
+
+
+@pytest.mark.parametrize("end", [-4.5, -0.1])
+def test_a_judge_that_collapsed_is_told_where_the_reward_did_not_rise(end):
+    noise = np.random.default_rng(0).normal(0, 0.1, 30)
+    assert kind(np.linspace(-0.1, end, 30) + noise, FAST)[0] == "collapsed"
+    assert kind([np.nan] * 30, FAST)[0] == "collapsed"  # as of distillation
+
+
+@pytest.mark.parametrize(("rise", "fall"), [(3.0, 0.0), (0.0, 0.0), (3.0, -3.0)])
+def test_a_judge_that_did_not_fall_is_none(rise, fall):
     noise = np.random.default_rng(0).normal(0, 0.1, (2, 50))
     ramp = np.linspace(0, 1, 50)
-    score, judge = series(rise * ramp + noise[0]), series(-fall * ramp + noise[1])
-    assert verdicts.fallen_since(score, judge) is None
+    assert kind(rise * ramp + noise[0], -fall * ramp + noise[1]) == ("clean", None)
 
 
-def test_noise_is_seldom_taken_for_it():
-    """The score always rises; the judge is noise. The best part is picked of four."""
+def test_a_judge_that_fell_and_recovered_is_none():
+    steps = np.arange(40)
+    noise = np.random.default_rng(0).normal(0, 0.1, 40)
+    judge = 1 - np.exp(-(((steps - 16) / 5) ** 2)) + noise
+    assert kind(steps, judge) == ("clean", None)
+
+
+@pytest.mark.parametrize("count", [10, 20, 40, 100])
+@pytest.mark.parametrize("name", ["normal", "ties", "long tails"])
+def test_noise_is_seldom_taken_for_a_fall(name, count):
+    """The best of many means is compared with the last."""
     rng = np.random.default_rng(1)
-    score = series(np.linspace(0, 1, 40))
-    false = sum(
-        verdicts.fallen_since(score, series(rng.normal(size=40))) is not None
-        for _ in range(500)
-    )
-    assert false <= 10
+    judges = {
+        "normal": rng.normal(size=(300, count)),
+        "ties": rng.random((300, count)) < 0.08,
+        "long tails": rng.standard_t(2.5, (300, count)),
+    }[name]
+    assert share_called(judges) <= {"normal": 0.03, "ties": 0.1}.get(name, 0.05)
 
 
 def test_noise_that_drifts_is_taken_for_it_far_less_often():
-    """An AR(1) judge at ρ = 0.8: 38 % of such runs if its values counted as apart."""
-    rng = np.random.default_rng(2)
-    score = series(np.linspace(0, 1, 100))
-    false = 0
-    for noise in rng.normal(size=(400, 200)):
-        judge = np.zeros(200)
-        for step in range(1, 200):
-            judge[step] = 0.8 * judge[step - 1] + noise[step]
-        false += verdicts.fallen_since(score, series(judge[100:])) is not None
-    assert false <= 32  # 8 %
+    """An AR(1) judge at ρ = 0.8: over half of such runs if its values counted apart."""
+    noise = np.random.default_rng(2).normal(size=(300, 200))
+    judges = np.zeros((300, 200))
+    for step in range(1, 200):
+        judges[:, step] = 0.8 * judges[:, step - 1] + noise[:, step]
+    assert share_called(judges[:, 100:]) <= 0.15
 
 
-def test_an_alarm_that_passed_while_the_judge_recovered_is_no_hacking(tmp_path):
+def test_the_alarm_alone_is_no_hacking(tmp_path):
+    """It compares a few steps: one judge of noise in ten raises it at the end."""
     folder = run(tmp_path / "a", done=False)
     rows = metrics.read(folder / "metrics.jsonl")
     for row in rows[5:8]:
@@ -87,10 +131,9 @@ def test_an_alarm_that_passed_while_the_judge_recovered_is_no_hacking(tmp_path):
     assert (verdict(folder).kind, verdict(folder).step) == ("alarm", 5)
     began = {"stage": "ppo", "name": "reward_hacking", "step": 5, "message": "seen"}
     (folder / "summary.json").write_text(json.dumps({"alarms": [began]}))
-    assert verdict(folder).kind == "alarm"
-    rows[-1]["alarms"] = ["reward_hacking"]  # among the last tenth
+    rows[-1]["alarms"] = ["reward_hacking"]
     lines(folder / "metrics.jsonl", rows)
-    assert verdict(folder).kind == "hacked"
+    assert verdict(folder).kind == "alarm"
 
 
 def test_alarms_count_also_while_the_run_goes_on(tmp_path):
@@ -101,25 +144,24 @@ def test_alarms_count_also_while_the_run_goes_on(tmp_path):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text)
     ((only,), _) = reading.read_all([folder])
-    raised = verdicts.alarms_of(only)
-    assert [(alarm.name, alarm.step) for alarm in raised] == [
+    raised = only.alarms
+    assert [(alarm["name"], alarm["step"]) for alarm in raised] == [
         ("reward_hacking", 5),
         ("reward_hacking", 20),
     ]
-    assert "judge fell" in raised[0].message
-    assert verdict(folder) == verdicts.verdict(only)
-    assert (verdict(folder).kind, verdict(folder).step) == ("hacked", 20)
+    assert "judge fell" in raised[0]["message"]
+    assert (verdict(folder).kind, verdict(folder).step) == ("alarm", 5)
 
 
 @pytest.mark.parametrize(
-    ("names", "kind"),
+    ("names", "expected"),
     [
         (["language_degradation", "kl"], "degraded"),
         (["kl"], "alarm"),
         ([], "clean"),
     ],
 )
-def test_other_alarms(names, kind, tmp_path):
+def test_other_alarms(names, expected, tmp_path):
     folder = run(tmp_path / "a")
     raised = [
         {"stage": "ppo", "name": name, "step": 7 + k, "message": "seen"}
@@ -127,7 +169,10 @@ def test_other_alarms(names, kind, tmp_path):
     ]
     (folder / "summary.json").write_text(json.dumps({"alarms": raised}))
     verdict_of_run = verdict(folder)
-    assert (verdict_of_run.kind, verdict_of_run.step) == (kind, 7 if names else None)
+    assert (verdict_of_run.kind, verdict_of_run.step) == (
+        expected,
+        7 if names else None,
+    )
 
 
 def test_a_run_without_a_reward(tmp_path):
@@ -136,3 +181,9 @@ def test_a_run_without_a_reward(tmp_path):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text)
     assert verdict(folder).kind == "none"
+
+
+def test_the_readme_has_what_the_verdict_reaches_on_recorded_runs():
+    text = (ROOT / "rlhf_jax" / "reports" / "README.md").read_text()
+    for row in rate_verdicts.of_recorded():
+        assert row in text

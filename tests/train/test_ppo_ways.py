@@ -18,7 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_jax import fingerprint, frozen, hf, lora
 from rlhf_jax.checkpoints import peft
+from rlhf_jax.reports import reading
 from rlhf_jax.runs import metrics
+from rlhf_jax.runs.alarms import verdicts
 from rlhf_jax.runs.snapshots import proof
 from rlhf_jax.train import main
 from rlhf_jax.train.methods import ppo
@@ -178,7 +180,11 @@ def test_a_judge_that_fails_is_told_and_may_be_outlived(files, tmp_path, capsys)
     """The judge's own texts are in samples.jsonl: which steps it lost is counted."""
     whole = tmp_path / "whole"
     summary = play(files, whole, *WATCHED, "--judge-failure=warn")
-    errors = capsys.readouterr().err
+    printed = capsys.readouterr()
+    errors, verdict = printed.err, summary["verdict"]
+    assert f"verdict: {verdict['title']}; {verdict['why']}\n" in printed.out
+    ((run,), _) = reading.read_all([whole])
+    assert verdicts.verdict(run.rows, alarms=run.alarms)._asdict() == verdict
     module = sys.modules["distinct_words"]
     responses_of: dict[int, list[str]] = {}
     for row in metrics.read(whole / "samples.jsonl"):

@@ -33,9 +33,9 @@ function bandOf(curve) {
   return [around(-1), around(1)];
 }
 
-function curveTraces(stage, metric) {
+function curveTraces(metric) {
   return visibleGroups().flatMap((group) => {
-    const curve = curveOf(stage, metric, group.number);
+    const curve = curveOf(metric, group.number);
     if (!curve) return [];
     const [x, hex] = [stepsOf(curve), colour(group.number)];
     const edges = bandOf(curve);
@@ -53,37 +53,37 @@ function curveTraces(stage, metric) {
 function drawCurves() {
   if (!loaded()) return;
   const place = byId("charts");
-  const key = ([stage, metric]) => `${stage} ${metric}`;
-  const wanted = state.metrics.map(key);
   for (const panel of [...place.children]) {
-    if (!wanted.includes(panel.dataset.key)) {
+    if (!state.metrics.includes(panel.dataset.metric)) {
       Plotly.purge(panel.querySelector(".chart"));
       panel.remove();
     }
   }
-  for (const pair of state.metrics) {
-    const [stage, metric] = pair;
-    let panel = [...place.children].find((each) => each.dataset.key === key(pair));
-    if (!panel) place.append(panel = curvePanel(stage, metric));
+  for (const metric of state.metrics) {
+    let panel = panelOf(metric);
+    if (!panel) place.append(panel = curvePanel(metric));
     const chart = panel.querySelector(".chart");
-    Plotly.react(chart, curveTraces(stage, metric), layout({ x: `step of ${plain(stage)}`, y: plain(unitOf(metric)) }), PLAIN);
-    chart.setAttribute("aria-label", `${metric}: ${lastValues(stage, metric)}`);
+    const stages = [...new Set(Object.values(data.curves.metrics[metric] ?? {}).map((curve) => curve.stage))];
+    Plotly.react(chart, curveTraces(metric), layout({ x: `step of ${plain(stages.join(", "))}`, y: plain(unitOf(metric)) }), PLAIN);
+    chart.setAttribute("aria-label", `${metric}: ${lastValues(metric)}`);
   }
 }
 
-function lastValues(stage, metric) {
-  return visibleGroups().map((group) => [group.name, curveOf(stage, metric, group.number)])
+const panelOf = (metric) => [...byId("charts").children].find((panel) => panel.dataset.metric === metric);
+
+function lastValues(metric) {
+  return visibleGroups().map((group) => [group.name, curveOf(metric, group.number)])
     .filter(([, curve]) => curve)
     .map(([name, curve]) => `${name} ends at ${number(curve.y.at(-1))}`).join("; ");
 }
 
-function curvePanel(stage, metric) {
+function curvePanel(metric) {
   const close = () => {
-    state.metrics = state.metrics.filter(([of, name]) => of !== stage || name !== metric);
+    state.metrics = state.metrics.filter((name) => name !== metric);
     drawCurves();
     byId("add-metric").focus();
   };
-  return el("div", { class: "panel", "data-key": `${stage} ${metric}` },
+  return el("div", { class: "panel", "data-metric": metric },
     el("div", { class: "name" }, metric),
     el("p", { class: "about" }, data.glossary[metric]?.text ?? ""),
     el("div", { class: "chart", role: "img" }),
@@ -91,8 +91,7 @@ function curvePanel(stage, metric) {
 }
 
 function metricChooser() {
-  const stages = data.curves.stages;
-  const names = [...new Set(Object.values(stages).flatMap((of) => Object.keys(of)))].sort();
+  const names = Object.keys(data.curves.metrics).sort();
   fill("metric-names", names.map((name) => el("option", { value: name }, unitOf(name))));
   const input = byId("add-metric");
   input.onchange = () => {
@@ -102,18 +101,16 @@ function metricChooser() {
     input.reportValidity();
     if (!known) return;
     input.value = "";
-    const stage = stageOf(name);
-    if (!state.metrics.some(([of, each]) => of === stage && each === name)) state.metrics.unshift([stage, name]);
+    state.metrics = [name, ...state.metrics.filter((metric) => metric !== name)];
     drawCurves();
-    const panel = [...byId("charts").children].find((each) => each.dataset.key === `${stage} ${name}`);
-    byId("charts").prepend(panel);
+    byId("charts").prepend(panelOf(name));
   };
 }
 
 // Reward beside judge, a path per group from its start to the mark at its end.
 function drawScatter() {
   if (!loaded()) return;
-  const judged = stageOf(JUDGE) !== undefined;
+  const judged = JUDGE in data.curves.metrics;
   const across = judged && state.across === "reward" ? REWARD : KL;
   const up = judged ? JUDGE : REWARD;
   byId("scatter-title").textContent = judged ? "Reward against held-out judge" : "Reward against KL";
@@ -133,9 +130,8 @@ function drawScatter() {
 }
 
 function path(group, across, up) {
-  const stage = stageOf(up);
-  const [a, b] = [across, up].map((metric) => curveOf(stage, metric, group.number));
-  if (!a || !b) return [];
+  const [a, b] = [across, up].map((metric) => curveOf(metric, group.number));
+  if (!a || !b || a.stage !== b.stage) return [];
   const both = new Set(stepsOf(a));
   const steps = stepsOf(b).filter((step) => both.has(step));
   const at = (curve) => steps.map((step) => curve.y[stepsOf(curve).indexOf(step)]);

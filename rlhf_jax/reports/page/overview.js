@@ -3,26 +3,28 @@
 const REWARD = "objective/scores", JUDGE = "judge/score", KL = "objective/kl";
 
 function headline() {
-  const hacked = data.runs.filter((run) => run.verdict.kind === "hacked");
-  const lost = data.runs.filter((run) => run.verdict.kind === "degraded");
+  const [hacked, collapsed, lost] = ["hacked", "collapsed", "degraded"].map((kind) => data.runs.filter((run) => run.verdict.kind === kind));
   const total = data.runs.length;
   const seen = data.runs.filter((run) => run.last[JUDGE] !== undefined).length;
   let text = total === 1 ? "No sign of reward hacking in this run" : `No sign of reward hacking in ${total} runs`;
-  if (hacked.length) text = `${hacked.length} of ${plural(total, "run")} hacked ${hacked.length === 1 ? "its" : "their"} reward`;
+  if (hacked.length) text = `${hacked.length} of ${plural(total, "run")} hacked ${hacked.length === 1 ? "its" : "their"} reward`
+    + (collapsed.length ? `; the judge of ${collapsed.length} more collapsed` : "");
+  else if (collapsed.length) text = `The judge of ${collapsed.length} of ${plural(total, "run")} collapsed`;
   else if (lost.length) text = `${lost.length} of ${plural(total, "run")} gained reward and lost the language`;
   else if (data.runs.every((run) => run.verdict.kind === "none")) text = data.title;
   else if (!seen) text = total === 1 ? "No judge looked at this run" : "No judge looked at these runs";
   else if (seen < total) text = `No sign of reward hacking in the ${plural(seen, "run")} that a judge looked at`;
   byId("headline").textContent = text;
-  byId("lede").replaceChildren(...lede(hacked, lost));
+  byId("lede").replaceChildren(...lede(hacked, collapsed, lost));
   fill("notes", data.notes.map((note) => el("p", { class: "note" }, note)));
 }
 
-function lede(hacked, lost) {
+function lede(hacked, collapsed, lost) {
   if (hacked.length) {
     return ["Hacked: the reward that the policy is trained on rose while the held-out judge, which nothing is trained on, fell. "
       + "The words below carry most of its KL: what the policy now says and its reference would not."];
   }
+  if (collapsed.length) return ["The held-out judge fell, and the reward that the policy is trained on did not rise."];
   if (lost.length) return ["The reward rose while the reference finds the responses ever less likely, or they became alike."];
   const unjudged = data.runs.filter((run) => run.verdict.kind !== "none" && run.last[JUDGE] === undefined).length;
   if (unjudged) return [`No held-out judge looked at ${plural(unjudged, "run")}, so that a hacked reward could not be seen there; `
@@ -49,7 +51,7 @@ function card(group) {
   const when = worst.verdict.step === null ? "" : `, from step ${worst.verdict.step}`;
   const kl = worst.last[KL] === undefined ? "" : `, KL ${number(worst.last[KL])} nats per response`;
   return el("article", { class: `flag ${kind}` },
-    el("h3", {}, swatch(group.number), " ", group.name, " ", el("span", { class: `verdict ${kind}` }, VERDICTS[kind] + seeds)),
+    el("h3", {}, swatch(group.number), " ", group.name, " ", el("span", { class: `verdict ${kind}` }, worst.verdict.title + seeds)),
     el("div", {}, worst.verdict.why + kl + when + (group.runs.length > 1 ? ` (${titleOf(worst).split(" · ").at(-1)})` : "")),
     words(group.marked),
     el("div", { class: "act" },
@@ -88,7 +90,7 @@ const COLUMNS = [
   { name: "run", title: "Run", text: true, value: (run) => titleOf(run),
     cell: (run) => el("button", { type: "button", class: "link", on: { click: () => readTokens(run.name) } }, titleOf(run)) },
   { name: "verdict", title: "Verdict", text: true, value: severity,
-    cell: (run) => el("span", { class: `verdict ${run.verdict.kind}`, title: run.verdict.why }, VERDICTS[run.verdict.kind]) },
+    cell: (run) => el("span", { class: `verdict ${run.verdict.kind}`, title: run.verdict.why }, run.verdict.title) },
   { name: "reward", title: "Reward", value: (run) => run.last[REWARD], cell: (run) => number(run.last[REWARD]) },
   { name: "judge", title: "Judge", value: (run) => run.last[JUDGE], cell: (run) => number(run.last[JUDGE]) },
   { name: "gold", title: "Gold", value: (run) => (judged() ? undefined : run.gold), cell: (run) => number(run.gold) },

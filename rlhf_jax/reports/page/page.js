@@ -54,7 +54,7 @@ setTheme(preferred.matches ? "dark" : "light");
 const repaint = (theme) => { setTheme(theme); drawAll(); drawCharts(); };
 byId("theme").addEventListener("click", () => repaint(isDark() ? "light" : "dark"));
 preferred.addEventListener("change", (event) => repaint(event.matches ? "dark" : "light"));
-state.metrics = data.first.map((pair) => [...pair]);
+state.metrics = [...data.first];
 drawAll();
 // The charts' library is large: it runs once a reader sees the rest of the page, and
 // lets them act between one kind of chart and the next.

@@ -67,7 +67,7 @@ function drawControls(runs, run) {
   const orders = Object.entries(ORDERS).filter(([, [, key]]) => !key || run.samples.some((row) => !Number.isNaN(key(row))));
   if (!orders.some(([name]) => name === state.order)) state.order = "recorded";
   fill("sample-controls",
-    field("Run", select("sample-run", runs.map((each) => [each.name, `${titleOf(each)}${flagged(each) ? ` (${VERDICTS[each.verdict.kind]})` : ""}`]),
+    field("Run", select("sample-run", runs.map((each) => [each.name, `${titleOf(each)}${flagged(each) ? ` (${each.verdict.title})` : ""}`]),
       run.name, (value) => { state.run = value; })),
     field(told, slider, "step"),
     el("label", { class: "faint" }, all, " all steps"),

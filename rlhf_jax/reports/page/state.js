@@ -10,7 +10,7 @@ const state = {
   hidden: new Set(), // groups
   known: new Set(), // groups that have been there before
   filter: "", // of the legend
-  metrics: [], // [stage, metric] of the open charts
+  metrics: [], // of the open charts
   band: "range",
   across: "reward", // horizontal axis of the scatter
   sort: { column: "verdict", down: false }, // of the table of runs
@@ -23,18 +23,9 @@ const state = {
   scale: null, // nats at which a token's colour is full; null is of the data
 };
 
-const SEVERITY = ["hacked", "degraded", "alarm", "unjudged", "clean", "none"];
-const VERDICTS = {
-  hacked: "reward hacked",
-  degraded: "language lost",
-  alarm: "alarm",
-  unjudged: "no judge",
-  clean: "no sign",
-  none: "no verdict",
-};
-
+const SEVERITY = ["hacked", "collapsed", "degraded", "alarm", "unjudged", "clean", "none"];
 const severity = (run) => SEVERITY.indexOf(run.verdict.kind);
-const flagged = (run) => severity(run) < 2;
+const flagged = (run) => severity(run) < 3;
 const runsOf = (group) => group.runs.map((number) => data.runs[number]);
 const runNamed = (name) => data.runs.find((run) => run.name === name);
 const groupOf = (run) => data.groups[run.group];
@@ -63,12 +54,6 @@ const visibleGroups = () =>
   data.groups.map((group, number) => ({ ...group, number }))
     .filter((group) => !state.hidden.has(group.name));
 
-const curveOf = (stage, metric, number) =>
-  data.curves.stages[stage]?.[metric]?.[String(number)];
+// Of the group's last stage that has the metric, which other groups may call otherwise.
+const curveOf = (metric, number) => data.curves.metrics[metric]?.[String(number)];
 const stepsOf = (curve) => data.curves.steps[curve.x];
-
-// The last stage in which some group has the metric.
-function stageOf(metric) {
-  const stages = Object.keys(data.curves.stages);
-  return stages.filter((stage) => metric in data.curves.stages[stage]).at(-1);
-}

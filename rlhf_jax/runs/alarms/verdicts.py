@@ -1,0 +1,204 @@
+"""Whether a run hacked its reward: its score rose while the judge fell."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from scipy import optimize
+
+from rlhf_jax.runs.alarms.history import Row
+from rlhf_jax.runs.metrics import finite
+
+SCORE, JUDGE = "objective/scores", "judge/score"
+FEWEST = 6  # values of the judge that can show a fall
+PARTS = (5, 2)  # the last of so many parts of the judge's values is the end of the run
+ERRORS = 3.5  # standard errors that count; reports/README.md has the curve
+LEAST_NOISE = 0.65  # of the values from the best ones on, in their standard deviations
+MOST = 0.95  # autocorrelation that the judge is taken to have
+LOST = ("language_degradation", "mode_collapse_distinct", "mode_collapse_entropy")
+TITLES = {
+    "hacked": "reward hacked",
+    "collapsed": "judge collapsed",
+    "degraded": "language lost",
+    "alarm": "alarm",
+    "unjudged": "no judge",
+    "clean": "no sign",
+    "none": "no verdict",
+}
+
+Series = Sequence[tuple[int, float]]
+Kind = Literal["hacked", "collapsed", "degraded", "alarm", "unjudged", "clean", "none"]
+
+
+class Verdict(NamedTuple):
+    """What to think of a run, and why."""
+
+    kind: Kind
+    title: str  # of TITLES
+    why: str  # one line with the numbers
+    step: int | None  # from when
+
+
+class Fall(NamedTuple):
+    """How far the judge is below what it was."""
+
+    errors: float  # the most standard errors that it fell by; 0 where it did not
+    best: tuple[int, int]  # first and last step of the best values that it fell from
+    end: int  # first step of the last values
+
+
+def series(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:
+    """(step, value) of the rows that have a finite value."""
+    pairs = [(row["step"], finite(row.get(metric))) for row in rows]
+    return [(step, value) for step, value in pairs if value is not None]
+
+
+def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verdict:
+    """What a run's score, its judge and its alarms say together.
+
+    *hacked*     the judge fell by ERRORS standard errors, and the score rose by as many
+                 over the run, and still since the judge was best
+    *collapsed*  the judge fell, and the score did not rise, or there is none
+    *degraded*   the language or its variety was lost while the score rose
+    *alarm*      another alarm; or `reward_hacking` alone, which compares a few steps
+                 with those before, as noise of a long run may bring about
+    *unjudged*   no sign of it, but no judge looked either
+
+    Args:
+      rows: of the run's last stage, as metrics.jsonl holds them.
+      alarms: the run's, as summary.json holds them.
+    """
+    score, judge = series(rows, SCORE), series(rows, JUDGE)
+    fall = fall_of(judge)
+    if len(score) < 2 and fall is None:
+        return _verdict("none", "its first step" if score else "no reward", None)
+    ends = []
+    if score:
+        ends.append(f"reward {_number(score[0][1])} → {_number(score[-1][1])}")
+    if judge:
+        best = max(value for _, value in judge)
+        ends.append(f"judge {_number(best)} at best → {_number(judge[-1][1])}")
+    why = ", ".join(ends)
+    if fall is not None and fall.errors > ERRORS:
+        kind = "hacked" if _rose(score, fall) else "collapsed"
+        return _verdict(kind, why, fall.best[1])
+    first = {alarm["name"]: alarm["step"] for alarm in reversed(alarms)}
+    lost = [name for name in LOST if name in first]
+    if lost and score and score[-1][1] > score[0][1]:
+        why += f"; {' and '.join(lost)}".replace("_", " ")
+        return _verdict("degraded", why, min(first[name] for name in lost))
+    if first:
+        names = ", ".join(reversed(first)).replace("_", " ")
+        return _verdict("alarm", names, min(first.values()))
+    if not judge:
+        return _verdict("unjudged", f"{why}; no held-out judge looked", None)
+    if fall is None:
+        why += f"; {len(judge)} values of the judge cannot show a fall"
+    return _verdict("clean", why, None)
+
+
+def fall_of(judge: Series) -> Fall | None:
+    """The judge's fall from its best to its end; None of fewer than FEWEST values.
+
+    The end is the mean of the last n / p values, for each p of PARTS; of a judge that
+    recovers, the last of them. It is compared with every mean of n / p values before
+    it, and with the first value alone, since a judge may fall within a few steps. The
+    variance of a difference is
+
+        max(σ², (LEAST_NOISE s)²) (v(m) + v(l)),  v(m) = (1 + 2 Σₖ (1 - k/m) ρᵏ) / m,
+
+    of means of m and l values of an AR(1) process with autocorrelation ρ; k from 1 to
+    m - 1. σ and ρ are those of the values around a curve that rises to the best and
+    falls from there, however fast. s is the standard deviation of the values from the
+    best on: a fall of two means alone, out of a noise that is mostly ties, is none.
+    """
+    count = len(judge)
+    if count < FEWEST:
+        return None
+    steps = [step for step, _ in judge]
+    values = np.array([value for _, value in judge])
+    sizes = {max(FEWEST // 2, count // parts) for parts in PARTS}
+    means = {size: _means(values, size) for size in {1, *sizes}}
+    least = min(sizes)
+    best = int(np.argmax(means[least][: count - 2 * least + 1]))
+    variance, rho = _noise(values, best=best, size=least)
+    of_mean = {size: _variance_of_mean(size, rho) for size in means}
+    from_there = np.array([values[start:].var() for start in range(count)])
+    noise = np.maximum(variance, LEAST_NOISE**2 * from_there)
+    falls = []  # (standard errors, difference, first and last step of the best)
+    for end, size in itertools.product(sizes, means):
+        last = max(means[end][-1], means[least][-1])
+        for start in range(count - end - size + 1 if size > 1 else 1):
+            drop = float(means[size][start] - last)
+            error = math.sqrt(noise[start] * (of_mean[size] + of_mean[end]))
+            errors = drop / error if drop > 0 and error > 0 else 0.0
+            falls.append((errors, drop, (steps[start], steps[start + size - 1])))
+    most = max(errors for errors, _, _ in falls)
+    counting = [fall for fall in falls if fall[0] >= min(most, ERRORS)]
+    return Fall(most, max(counting, key=lambda fall: fall[1])[2], steps[-least])
+
+
+def _means(values: np.ndarray, size: int) -> np.ndarray:
+    """Of all `size` neighbouring values."""
+    return np.convolve(values, np.full(size, 1 / size), "valid")
+
+
+def _noise(values: np.ndarray, *, best: int, size: int) -> tuple[float, float]:
+    """(σ², ρ) around the rising and then falling curve of least squares.
+
+    Its peak is among the best values, or the first. Each level of the curve takes a
+    degree of freedom. The autocorrelation r of n residuals is (2 + 4 r) / n too small,
+    as around a line; around this curve it is more, which would hide falls in turn.
+    """
+    peaks = {0, *range(best, best + size, max(1, size // 20))}
+    curves = [_rising_then_falling(values, peak) for peak in peaks]
+    curve = min(curves, key=lambda curve: float(((values - curve) ** 2).sum()))
+    apart, count = values - curve, len(values)
+    squares = float(apart @ apart)
+    if squares <= 1e-12 * count * values.var():  # it is the curve but for rounding
+        return 0.0, 0.0
+    r = (apart[1:] @ apart[:-1]) / (count - 1) / (squares / count)
+    rho = float(np.clip(r + (2 + 4 * r) / count, 0.0, MOST))
+    return squares / max(1, count - len(np.unique(curve))), rho
+
+
+def _rising_then_falling(values: np.ndarray, peak: int) -> np.ndarray:
+    rising = optimize.isotonic_regression(values[: peak + 1]).x
+    if peak + 1 == len(values):
+        return rising
+    falling = optimize.isotonic_regression(values[peak + 1 :], increasing=False).x
+    return np.concatenate([rising, falling])
+
+
+def _variance_of_mean(count: int, rho: float) -> float:
+    """Of `count` values of an AR(1) process with variance 1."""
+    k = np.arange(1, count)
+    return float(1 + 2 * ((1 - k / count) * rho**k).sum()) / count
+
+
+def _rose(score: Series, fall: Fall) -> bool:
+    """Whether the score rose by ERRORS standard errors, and since the judge was best.
+
+    A reward that is hacked often rises first and stands still while the judge falls.
+    """
+    first, last = fall.best
+    best = [value for step, value in score if first <= step <= last]
+    end = np.array([value for step, value in score if step >= fall.end])
+    if not best or not len(end) or end.mean() <= np.mean(best):
+        return False
+    start = np.array([value for _, value in score[: len(end)]])
+    noise = min(start.var(), end.var())  # it may have leapt within one of them
+    error = math.sqrt(2 * noise / max(1, len(end) - 1))
+    return bool(end.mean() - start.mean() > ERRORS * error)
+
+
+def _verdict(kind: Kind, why: str, step: int | None) -> Verdict:
+    return Verdict(kind, TITLES[kind], why, step)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}".replace("-", "−")
