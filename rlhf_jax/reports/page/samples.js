@@ -46,13 +46,13 @@ function drawControls(runs, run) {
   const steps = [...new Set(run.samples.map((row) => row.step))].sort((a, b) => a - b);
   if (state.step !== null && !steps.includes(state.step)) state.step = steps.at(-1);
   const at = state.step === null ? steps.length - 1 : steps.indexOf(state.step);
-  const told = el("span", {}, state.step === null ? `Step: all ${steps.length}` : `Step ${state.step}`);
+  const shown = el("span", {}, state.step === null ? `Step: all ${steps.length}` : `Step ${state.step}`);
   const slider = el("input", { id: "sample-step", type: "range", min: 0, max: steps.length - 1, value: at,
-    "aria-valuetext": told.textContent,
+    "aria-valuetext": shown.textContent,
     on: { input: (event) => {
       state.step = steps[Number(event.target.value)];
-      told.textContent = `Step ${state.step}`;
-      event.target.setAttribute("aria-valuetext", told.textContent);
+      shown.textContent = `Step ${state.step}`;
+      event.target.setAttribute("aria-valuetext", shown.textContent);
       byId("sample-all").checked = false;
       state.limit = 12;
       drawList(run);
@@ -69,7 +69,7 @@ function drawControls(runs, run) {
   fill("sample-controls",
     field("Run", select("sample-run", runs.map((each) => [each.name, `${titleOf(each)}${flagged(each) ? ` (${each.verdict.title})` : ""}`]),
       run.name, (value) => { state.run = value; })),
-    field(told, slider, "step"),
+    field(shown, slider, "step"),
     el("label", { class: "faint" }, all, " all steps"),
     field("Order", select("sample-order", orders.map(([name, [text]]) => [name, text]), state.order, (value) => { state.order = value; })),
     field("Prompt", select("sample-prompt", [["", `all ${prompts.length}`], ...prompts.slice(0, 300).map((text) => [text, shortened(text)])],
@@ -116,14 +116,14 @@ function drawList(run) {
 
 function sample(run, row) {
   const wanted = state.search.trim().toLowerCase();
-  const told = (name, value, unit = "") => (value === undefined ? null
+  const figure = (name, value, unit = "") => (value === undefined ? null
     : el("span", {}, `${name} `, el("b", {}, number(value)), unit));
   const other = beside(run, row);
   const untouched = row.step === 0 && isReference(row) && !("reference" in row);
   const policy = row.tokens ? tokensOf(row, wanted) : el("div", { class: "said" }, marked(row.response, wanted));
   return el("article", { class: "sample" },
-    el("header", {}, el("span", {}, "step ", el("b", {}, String(row.step))), told("reward", row.score), told("judge", row.judge),
-      told("KL", row.kl, " nats"), row.tokens ? told("length", row.length, " tokens") : null, told("observed", row.read, " tokens")),
+    el("header", {}, el("span", {}, "step ", el("b", {}, String(row.step))), figure("reward", row.score), figure("judge", row.judge),
+      figure("KL", row.kl, " nats"), row.tokens ? figure("length", row.length, " tokens") : null, figure("observed", row.read, " tokens")),
     el("div", { class: "prompt" }, marked(row.prompt, wanted)),
     el("div", { class: "sides" },
       el("div", {}, el("h3", {}, other.title), el("div", { class: "said" }, other.text ?? el("span", { class: "faint" }, "none recorded"))),

@@ -92,30 +92,7 @@ class PolicyGradientConfig(RunConfig):
                 "expected a reward, got none; give one of --reward-model, --reward, "
                 "--verifier, --rewards and --environment"
             )
-        environment = self.sampler.environment is not None
-        own = {
-            f"--rewards {reward}": isinstance(reward.source, Environment)
-            for reward in self.sources
-        }
-        pairs.need(own, "--environment", has=environment)
-        self.rewards.refuse_unread(
-            has_pool=environment
-            or any(isinstance(reward.source, Verifier) for reward in self.sources)
-        )
-        checks.within(
-            most=max(0, self.num_steps - 1),
-            advice="no policy is older than the first of --num-steps; lower it",
-            **{"--max-staleness": self.sampler.max_staleness},
-        )
-        ptx, coef = self.data.ptx, self.method.ptx_coef
-        pairs.need({"--ptx": ptx is not None}, "--ptx-coef", has=coef != 0)
-        pairs.need({"--ptx-coef": coef != 0}, "--ptx", has=ptx is not None)
-        pages = getattr(self.sampler.sampler, "cache_pages", None)
-        pairs.need(
-            {"cache_pages of --sampler": pages is not None},
-            "--continuous-batching",
-            has=self.method.continuous_batching is not None,
-        )
+        self._check_needs()
         # As `PolicyGradient` checks them, but before a model is loaded.
         fixed = self.method.fixed_length
         checks.within(
@@ -126,10 +103,37 @@ class PolicyGradientConfig(RunConfig):
                 "--scores.overlong-after": self.method.scores.overlong_after,
             },
         )
+        checks.within(
+            most=max(0, self.num_steps - 1),
+            advice="no policy is older than the first of --num-steps; lower it",
+            **{"--max-staleness": self.sampler.max_staleness},
+        )
         self.kl.kl_control.controller(
             self.kl_coef, num_steps=self.num_steps
         )  # or raises
         capabilities.check(self)
+
+    def _check_needs(self) -> None:
+        """Raises InputError for an option without another one that it needs."""
+        environment = self.sampler.environment is not None
+        own = {
+            f"--rewards {reward}": isinstance(reward.source, Environment)
+            for reward in self.sources
+        }
+        pairs.need(own, "--environment", has=environment)
+        self.rewards.refuse_unread(
+            has_pool=environment
+            or any(isinstance(reward.source, Verifier) for reward in self.sources)
+        )
+        ptx, coef = self.data.ptx, self.method.ptx_coef
+        pairs.need({"--ptx": ptx is not None}, "--ptx-coef", has=coef != 0)
+        pairs.need({"--ptx-coef": coef != 0}, "--ptx", has=ptx is not None)
+        pages = getattr(self.sampler.sampler, "cache_pages", None)
+        pairs.need(
+            {"cache_pages of --sampler": pages is not None},
+            "--continuous-batching",
+            has=self.method.continuous_batching is not None,
+        )
 
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
