@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ _SHAPES = [  # of texts, which no vocabulary need have as tokens
 
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint folder or a hub id; InputError if there is none."""
+    # One of its advisories says that PyTorch is missing, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     folder = hub.folder(path_or_id, patterns=_DOWNLOADED)

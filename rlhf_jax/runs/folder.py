@@ -11,9 +11,11 @@ plots/          see `plots`
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -171,10 +173,33 @@ def versions() -> dict[str, str]:
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
-        "rlhf_jax": rlhf_jax.__version__,
+        "rlhf_jax": _source(),
         **{name: metadata.version(name) for name in PACKAGES},
         "devices": f"{jax.device_count()} {device.platform} ({device.device_kind})",
     }
+
+
+@functools.cache
+def _source() -> str:
+    """The version; of a checkout also its commit, and whether files differ from it."""
+    package = Path(rlhf_jax.__file__).parent
+    if not (package.parent / ".git").exists():
+        return rlhf_jax.__version__
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ("git", "-C", package, *arguments),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+    except (OSError, subprocess.CalledProcessError):  # without git, or a commit
+        return rlhf_jax.__version__
+    return f"{rlhf_jax.__version__} ({commit}{', changed' if changed else ''})"
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+import rlhf_jax
 from rlhf_jax.devices.mesh_shape import MeshOption, MeshShape
 from rlhf_jax.devices.placement import WITH_POLICY, Place, PlaceOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder
 from rlhf_jax.runs.folder import check_run, open_run, read_config, write_summary
 from rlhf_jax.runs.run_config import RunConfig, from_json, to_json
 
@@ -266,3 +269,33 @@ def test_a_group_that_may_be_none_is_read_back(tmp_path):
         config = Config(out=tmp_path, **options)
         fields = to_json(config)
         assert from_json(Config, fields, source=tmp_path) == config
+
+
+def test_a_checkout_names_its_commit_and_whether_files_differ(tmp_path, monkeypatch):
+    package = tmp_path / "rlhf_jax"
+    package.mkdir()
+    module = package / "__init__.py"
+    module.write_text("")
+    monkeypatch.setattr(rlhf_jax, "__file__", str(module))
+    source = folder._source.__wrapped__
+    version = rlhf_jax.__version__
+    assert source() == version  # installed
+
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(
+            ("git", *identity, *arguments), cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    assert source() == version  # no commit yet
+    git("add", ".")
+    git("commit", "--quiet", "-m", "one")
+    commit = git("rev-parse", "--short=12", "HEAD")
+    assert source() == f"{version} ({commit})"
+    (tmp_path / "notes.txt").write_text("beside the package")
+    assert source() == f"{version} ({commit})"
+    module.write_text("changed = True\n")
+    assert source() == f"{version} ({commit}, changed)"

@@ -7,7 +7,7 @@ import sys
 import tomllib
 
 import pytest
-from places import ROOT
+from places import FIXTURES, ROOT
 
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.inspection import token_kl
@@ -91,3 +91,24 @@ def test_texts_name_commands_that_there_are():
                 named.setdefault(name, path.name)
     assert len(named) > 10
     assert {name: named[name] for name in named.keys() - main.COMMANDS.keys()} == {}
+
+
+@pytest.mark.slow
+def test_help_ends_quietly_where_nobody_reads_on():
+    command = f"{sys.executable} -m rlhf_jax.train.main ppo --help-all | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("usage: ")
+    assert done.stderr.strip() == ""
+
+
+@pytest.mark.slow
+def test_nothing_is_said_of_pytorch():
+    folder = FIXTURES / "gpt2"
+    code = (
+        "from rlhf_jax.data.tokenization import load_tokenizer; "
+        f"load_tokenizer({str(folder)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert "PyTorch" not in done.stdout + done.stderr

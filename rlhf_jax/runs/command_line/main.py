@@ -75,6 +75,9 @@ def main(
             program_cache.use(None if cache == "None" else Path(cache))
     except InputError as error:
         _leave(2, f"error: {error}")
+    except BrokenPipeError:  # who reads the help has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(0, "")
     except SystemExit as stop:  # an option that there is not, or --help
         if jax.process_count() == 1:
             raise
