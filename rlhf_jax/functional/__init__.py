@@ -26,5 +26,5 @@ learned. None reaches what stays fixed while a model learns, whatever its value 
     statistics, counts       (sum, weight) pairs, num_*, loss_scale_factor
 
 `Returns` names what a gradient reaches where that is less, or none. The test
-`tests/functional/test_contract.py` has a row for every function.
+`tests/functional/test_gradient_contract.py` has a row for every function.
 """

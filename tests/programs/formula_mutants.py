@@ -27,7 +27,7 @@ import forked_tests
 import mutants
 
 FORMULAS = Path(__file__).with_name("formulas.toml")
-MATRIX = "tests/algorithms/test_conformance.py"
+MATRIX = "tests/algorithms/test_update_formulas.py"
 SECONDS = 120  # of CPU time for one mutant's test
 
 

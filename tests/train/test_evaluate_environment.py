@@ -169,10 +169,10 @@ def test_one_turn_is_a_verifier(files, tmp_path):
         (["--reward=m:f"], "got --reward m:f and --environment halls:LeftHall"),
         (["--template=a {prompt}"], "--template: expected none with --environment"),
         (["--prompt-field=q"], "--prompt-field: expected none with --environment"),
-        ([f"{NAMED},seconds=3"], "figures would depend on the clock, got 3"),
+        ([f"{NAMED},seconds=3"], "its figures would depend on the clock"),
         (
             [f"{NAMED},max_turn_tokens=99"],
-            "of at most the 11 tokens of --max-new-tokens",
+            "expected a number of at most 11, got 99",
         ),
     ],
 )

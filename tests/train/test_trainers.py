@@ -689,7 +689,11 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
             "--max-new-tokens: expected a number below 16",
         ),
         (PAIR, ("--max-length=5",), "expected at most 5 tokens, got 7"),
-        (PAIR, ("--max-length=17",), "at most the context of the model, 16 tokens"),
+        (
+            PAIR,
+            ("--max-length=17",),
+            "a number of at most 16, got 17; the model's context",
+        ),
         (PAIR, ("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
         (
             PAIR,

@@ -16,7 +16,7 @@ from places import FIXTURES
 from rlhf_jax import batch, grpo, kl_control, losses, masked, ppo, rewards, state
 from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.algorithms.policy_gradient import recipe
+from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional import advantages
 from rlhf_jax.functional.checks import InputError
@@ -119,7 +119,7 @@ APART = {
     "rloo-masked": {"overlong_mask": "group", "baseline": "leave_one_out"},
     "gspo": {"surrogate": grpo.GSPO.surrogate, "normalise": "group"},
     "cispo": {"surrogate": grpo.CISPO.surrogate, "temperature": 1.0},
-    "sapo": {"surrogate": recipe.SAPO(), "temperature": 1.0},
+    "sapo": {"surrogate": policy_recipe.SAPO(), "temperature": 1.0},
     "dapo": {"group_size": 16, "temperature": 1.0, "num_minibatches": 16},
     "dr-grpo": {"group_size": 8, "temperature": 1.0, "num_minibatches": 8},
     "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
@@ -259,7 +259,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         return recorded
 
     for function in (losses.policy_loss, losses.cispo_loss, losses.sapo_loss):
-        monkeypatch.setattr(recipe.losses, function.__name__, record(function))
+        monkeypatch.setattr(policy_recipe.losses, function.__name__, record(function))
     prompts = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4,)))
     jax.eval_shape(
         functools.partial(grpo.iteration, recipe=recipe),
@@ -324,31 +324,31 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
     ("make_one", "message"),
     [
         (
-            lambda: recipe.CISPO(ratio_level="sequence_token"),
+            lambda: policy_recipe.CISPO(ratio_level="sequence_token"),
             "ratio_level: expected one of 'token', 'sequence', got 'sequence_token'",
         ),
         (
-            lambda: recipe.Clip(ratio_level="response"),
+            lambda: policy_recipe.Clip(ratio_level="response"),
             "ratio_level: expected one of 'token', 'sequence', 'sequence_token'",
         ),
         (
-            lambda: recipe.Clip(clip_range=-0.1),
+            lambda: policy_recipe.Clip(clip_range=-0.1),
             "clip_range: expected a finite number above 0",
         ),
         (
-            lambda: recipe.CISPO(clip_range_high=-0.2),
+            lambda: policy_recipe.CISPO(clip_range_high=-0.2),
             "clip_range_high: expected a finite number above 0",
         ),
         (
-            lambda: recipe.Clip(dual_clip=1.0),
+            lambda: policy_recipe.Clip(dual_clip=1.0),
             "dual_clip: expected a number above 1",
         ),
         (
-            lambda: recipe.Clip(dual_clip=math.inf),
+            lambda: policy_recipe.Clip(dual_clip=math.inf),
             "dual_clip: expected a number above 1",
         ),
         (
-            lambda: recipe.SAPO(temperature_pos=0.0),
+            lambda: policy_recipe.SAPO(temperature_pos=0.0),
             "temperature_pos: expected a finite number above 0",
         ),
         (
