@@ -18,6 +18,7 @@ import places
 import pytest
 import toy_episodes
 import toy_files
+import toy_server
 from test_mesh_runs import assert_same
 
 from rlhf_jax.devices import processes, row_sharding
@@ -256,6 +257,55 @@ def test_each_process_plays_episodes_of_its_own(
         )
         for name in ("held_out_score_before", "held_out_score_after"):
             assert output[name] == expected[name] > 0
+
+
+OUTSIDE = (
+    *("--model=model", "--prompts=prompts.jsonl", "--batch-size=8", "--group-size=4"),
+    *("--max-new-tokens=4", "--num-steps=3", "--snapshot-every=1"),
+    *("--reward=their_rewards:score", "--learning-rate=1e-3", "--sampler=process"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ((), MESH),
+        pytest.param(("--lora=2",), "--placement.policy=data=2,tensor=2", marks=LONG),
+        pytest.param((), "--placement.policy=tensor=4", marks=LONG),
+    ],
+)
+def test_the_first_process_has_the_sampler_of_all(files, options, mesh, tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    run("grpo", files, two, *OUTSIDE, *options, mesh)
+    alone("grpo", files, one, *OUTSIDE, *options)
+    assert_same(two, one)
+    checks = [
+        row["policy/sampler_check"] for row in metrics.read(two / "metrics.jsonl")
+    ]
+    assert checks == [0.0] * 3
+
+
+@pytest.mark.long
+def test_two_processes_ask_a_server_as_one_does(files, tmp_path):
+    toy, two, one = toy_server.Toy(), tmp_path / "two", tmp_path / "one"
+    with toy_server.serving(toy) as url:
+        argv = (*OUTSIDE[:-1], "--max-new-tokens=3", f"--sampler={url}")
+        run("grpo", files, two, *argv, MESH)
+        loads = len(toy.loads)
+        alone("grpo", files, one, *argv)
+    assert loads == 3 == len(toy.loads) - loads  # once per version, by the first
+    assert_same(two, one)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_fails_ends_all_processes(files, tmp_path):
+    """No process loads weights within a hundredth of a second."""
+    argv = (*OUTSIDE[:-1], "--sampler=process,timeout=0.01,tries=1", MESH)
+    outputs = run("grpo", files, tmp_path / "out", *argv, expected=1)
+    for _, error in outputs:
+        assert "the sampler's process: expected a hand-over to return" in error
+        assert "Traceback" not in error
 
 
 @pytest.mark.slow

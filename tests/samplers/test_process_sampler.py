@@ -142,7 +142,9 @@ def test_a_process_that_is_killed_while_idle_gets_its_weights_again(
     mesh = ONE_DEVICE.make()
     version = np.int32(3)
     inner = process.ProcessSampler(RECIPE, timeout=60.0)
-    with OutsideSampler(inner, home=mesh) as sampler:
+    with OutsideSampler(
+        inner, home=mesh, max_new_tokens=RECIPE.max_new_tokens
+    ) as sampler:
         policy = jax.tree.map(jax.numpy.asarray, params(0))
         draw = functools.partial(
             sampler, policy, prompts=PROMPTS, key=KEY, version=version

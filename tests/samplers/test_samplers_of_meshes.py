@@ -49,7 +49,9 @@ def test_a_process_draws_as_for_one_device(mesh):
     rollouts, one = [], ONE_DEVICE.make()
     with ProcessSampler(RECIPE) as process:
         for home, policy in ((one, params(3)), (mesh, sharded(mesh))):
-            sampler = OutsideSampler(process, home=home)
+            sampler = OutsideSampler(
+                process, home=home, max_new_tokens=RECIPE.max_new_tokens
+            )
             rollouts.append(draw(sampler, policy, home))
             assert float(sampler.stats()["policy/sampler_check"][0]) == 0
     assert len(rollouts[1].tokens.sharding.device_set) == 4
@@ -70,7 +72,7 @@ def test_the_check_of_a_server_runs_on_the_shards(mesh):
                 return program(*args, **kwargs)
 
             check._logprobs = compiled
-            with OutsideSampler(server, home=home) as sampler:
+            with OutsideSampler(server, home=home, max_new_tokens=3) as sampler:
                 rollouts.append(draw(sampler, params_of, home))
                 assert float(sampler.stats()["policy/sampler_check"][0]) < 1e-5
     assert toy.loads[0] == toy.loads[1]

@@ -262,7 +262,12 @@ def test_what_an_overloaded_server_did_not_answer_is_asked_again(
 def outside(url, **options):
     tries = retries.Retries(**options)
     inner = sampler(url, retries=tries)
-    return OutsideSampler(inner, home=ONE_DEVICE.make(), retries=tries)
+    return OutsideSampler(
+        inner,
+        home=ONE_DEVICE.make(),
+        max_new_tokens=inner._recipe.max_new_tokens,
+        retries=tries,
+    )
 
 
 def draw(sampler, *, version=0):
