@@ -152,6 +152,9 @@ def group_relative(
         groups, within = jnp.where(within, groups, 0.0), within | equal
     centred = groups - jnp.mean(groups, axis=1, keepdims=True, where=within)
     if normalise:
+        # Of other numbers where all are equal: the slope of a root at 0 is infinite.
+        others = jnp.arange(group_size, dtype=jnp.float32)
+        groups = jnp.where(equal, others, groups)
         std = jnp.std(groups, axis=1, ddof=1, keepdims=True, where=within)
         centred = centred / (std + eps)
     return jnp.where(trained, centred, 0.0).reshape(scores.shape)

@@ -178,6 +178,11 @@ def _require(
 ) -> None:
     """InputError for a number that is out of bounds, or that no array can hold."""
     for name, value in numbers.items():
+        if isinstance(value, Array | np.ndarray) and value.ndim:
+            raise InputError(
+                f"{name}: expected one number, got an array of shape {value.shape}; "
+                f"map over several by jax.vmap"
+            )
         n = number(value)
         if n is None:
             continue
@@ -190,7 +195,8 @@ def _require(
             and (below is None or n < below)
             and (most is None or n <= most)
         ):
-            if isinstance(n, int) and abs(n) > _LARGEST_COUNT:
+            bounded = most is not None or below is not None  # as a seed is
+            if isinstance(n, int) and abs(n) > _LARGEST_COUNT and not bounded:
                 wanted = f"a whole number of at most {_LARGEST_COUNT}"
                 advised = "choose a smaller one"
             elif isinstance(n, float) and not (
@@ -204,8 +210,8 @@ def _require(
 
 
 def _shown(number: float) -> str:
-    """A number for a message; an integer beyond int32 by its size alone."""
-    if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
+    """A number for a message; an integer beyond 64 bits by its size alone."""
+    if isinstance(number, int) and number.bit_length() > 64:
         sign = "a negative one" if number < 0 else "one"
         return f"{sign} of {number.bit_length()} bits"
     return f"{number}"

@@ -48,7 +48,7 @@ def token_logprobs(
     checks.floating(logits=logits)
     checks.int32(tokens=tokens)
     checks.positive(temperature=temperature)
-    logprobs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32) / temperature)
+    logprobs = log_softmax(logits[:, :-1], temperature=temperature)
     drawn = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(drawn, ((0, 0), (1, 0)))
 
@@ -68,11 +68,31 @@ def entropy(
     >>> print(entropy(jnp.array([[1.0, 0.0], [2.0, 0.0]]), temperature=2.0))
     [0.663 0.582]
     """
-    checks.floating(logits=logits)
-    checks.positive(temperature=temperature)
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+    logprobs = log_softmax(logits, temperature=temperature)
     possible = jnp.where(logprobs > -jnp.inf, logprobs, 0.0)
     return -jnp.sum(jnp.exp(logprobs) * possible, axis=-1)
+
+
+def log_softmax(
+    logits: Float[Array, "*shape V"], *, temperature: Scalar
+) -> Float32[Array, "*shape V"]:
+    """log softmax(logits / temperature) in float32; -inf where a logit is -inf.
+
+    The gradient reaches both: -inf divided by a temperature has an infinite slope in
+    it, and so is left out of the division.
+
+    >>> logits = jnp.array([0.0, 2.0, -jnp.inf])
+    >>> print(log_softmax(logits, temperature=2.0))
+    [-1.313 -0.313   -inf]
+    >>> print(jax.grad(lambda t: log_softmax(logits, temperature=t)[1])(2.0))
+    -0.134
+    """
+    checks.floating(logits=logits)
+    checks.positive(temperature=temperature)
+    logits = logits.astype(jnp.float32)
+    possible = logits > -jnp.inf
+    scaled = jnp.where(possible, logits, 0.0) / temperature
+    return jax.nn.log_softmax(jnp.where(possible, scaled, -jnp.inf))
 
 
 def token_logprobs_from_hidden(

@@ -150,7 +150,7 @@ def cispo_loss(
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
     checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
     level = at_level(log_ratio, mask=mask, ratio_level=ratio_level)
-    ratio = jax.lax.stop_gradient(jnp.exp(level))
+    ratio = jnp.exp(level)
     weight = jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high)
     weight = jax.lax.stop_gradient(weight)
     loss, stats = aggregate(

@@ -248,8 +248,9 @@ def _without_failed(scores: Array | Scores, episodes: Scores) -> Scores:
     assert left_out is not None  # of `finished.Finished.scores`
     if whole.left_out is not None:
         left_out = whole.left_out | left_out
+    ends = whole.turn_ends if whole.turn_ends is not None else episodes.turn_ends
     parts = {**episodes.parts, **whole.parts}
-    return dataclasses.replace(whole, parts=parts, left_out=left_out)
+    return dataclasses.replace(whole, parts=parts, left_out=left_out, turn_ends=ends)
 
 
 def require_some(scores: Array | Scores | None, *, sources: Sequence[Reward]) -> None:

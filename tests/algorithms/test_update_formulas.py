@@ -411,7 +411,7 @@ CASES = {
         aggregation="sequence_mean",
         further=True,
     ),
-    "unbiased k3 with weights of prefixes, a constant divisor, normalised": Case(
+    "unbiased k3 with weights of tokens, a constant divisor, normalised": Case(
         recipe=partial(
             grpo.GRPO,
             **OF_GROUPS,
@@ -425,11 +425,10 @@ CASES = {
         aggregation="constant",
         scale=2.5,
         kl=KL(
-            value=UNBIASED_K3.value_estimator,
-            grad=UNBIASED_K3.grad_estimator,
+            value="k3",
+            grad="k2",
             placement="loss",
-            per=UNBIASED_K3.per,
-            weights=UNBIASED_K3.importance_weights,
+            weights="token",
         ),
         shaping=Shaping(length_penalty=0.1, missing_stop_penalty=0.3),
     ),

@@ -26,7 +26,7 @@ HUGE = 10**5000  # more digits than Python turns into text, and 16610 bits
         (checks.fraction, HUGE, "from 0 to 1, got one of 16610 bits; choose 0 <= x"),
         (checks.fraction, -HUGE, "from 0 to 1, got a negative one of 16610 bits"),
         (checks.fraction, 1.5, "from 0 to 1, got 1.5; choose 0 <= x <= 1"),
-        (checks.fraction, 2**31, "from 0 to 1, got one of 32 bits"),
+        (checks.fraction, 2**31, "from 0 to 1, got 2147483648"),
         (checks.fraction, 2**31 - 1, "from 0 to 1, got 2147483647"),
     ],
     ids=itertools.count(),  # not the numbers themselves
@@ -92,3 +92,15 @@ def test_numbers_of_numpy_are_read_as_python_s(kind):
     with pytest.raises(InputError, match="clip_range: expected a finite number"):
         checks.positive(clip_range=kind(-1))
     checks.within(above=1, advice="choose 3", dual_clip=kind(3))
+
+
+@pytest.mark.parametrize("value", [np.array([-1.0]), jnp.array([0.1, 0.2])])
+def test_several_numbers_are_no_number(value):
+    with pytest.raises(InputError, match="x: expected one number, got an array of sh"):
+        checks.positive(x=value)
+
+
+def test_a_bound_beyond_32_bits_is_the_bound():
+    checks.within(least=0, most=2**32 - 1, advice="choose another", seed=2**32 - 1)
+    with pytest.raises(InputError, match="at most 4294967295, got 4294967296; choose"):
+        checks.within(least=0, most=2**32 - 1, advice="choose another", seed=2**32)

@@ -152,6 +152,7 @@ CASES = {
     ),
     "logprob_chunks.logprobs_and_entropy": (MODELS, {"plan": PLAN, **FLAT}),
     "logprobs.entropy": ("logits temperature", {}),
+    "logprobs.log_softmax": ("logits temperature", {}),
     "logprobs.token_logprobs": ("logits temperature", {}),
     "logprobs.token_logprobs_from_hidden": (MODELS, FEW),
     "losses.entropy_bonus": ("entropy", {}),

@@ -201,6 +201,10 @@ CASES = {
         lambda x: logprobs.token_logprobs(x, TOKENS, temperature=0.7),
         (LOGITS,),
     ),
+    "logprobs.log_softmax": (
+        lambda x: logprobs.log_softmax(x, temperature=0.7),
+        (LOGITS,),
+    ),
     "logprobs.entropy": (lambda x: logprobs.entropy(x, temperature=0.7), (LOGITS,)),
     "logprobs.token_logprobs_from_hidden": (
         lambda h, w: logprobs.token_logprobs_from_hidden(

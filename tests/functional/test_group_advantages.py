@@ -145,3 +145,19 @@ def test_they_run_under_jit():
         rtol=1e-6,
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize("row_mask", [None, [True] * 8, [True] * 7 + [False]])
+def test_the_slope_of_equal_scores_is_no_nan(row_mask):
+    scores = jnp.array([0.1] * 4 + [1.0, 2.0, 3.0, 5.0], jnp.float32)
+    mask = None if row_mask is None else jnp.array(row_mask)
+
+    def total(scores):
+        weights = jnp.arange(8, dtype=jnp.float32)
+        made = advantages.group_relative(scores, group_size=4, row_mask=mask)
+        return (weights * made).sum()
+
+    gradient = np.asarray(jax.grad(total)(scores))
+    assert (gradient[:4] == 0).all()
+    assert np.isfinite(gradient).all()
+    assert gradient[4:7].any()

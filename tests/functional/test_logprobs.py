@@ -5,7 +5,7 @@ import oracles
 import pytest
 from tiers import one_in
 
-from rlhf_jax import logprobs
+from rlhf_jax import kl, logprobs
 from rlhf_jax.planning import cost
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -425,3 +425,37 @@ def test_wrong_input_says_what_to_do():
         from_hidden(vocab_size=49)
     with pytest.raises(ValueError, match=r"first_column: expected .* above 0, got 0"):
         from_hidden(first_column=0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y, t: logprobs.token_logprobs(x, TOKENS_OF_THREE, temperature=t),
+        lambda x, y, t: logprobs.entropy(x, temperature=t),
+        lambda x, y, t: kl.exact(x, y, temperature=t),
+        lambda x, y, t: kl.top_k(x, y, k=2, temperature=t),
+        lambda x, y, t: kl.jensen_shannon(x, y, beta=0.3, temperature=t),
+    ],
+)
+def test_a_learned_temperature_may_meet_tokens_of_probability_0(function):
+    """A logit of -inf over a temperature has an infinite slope in it."""
+    rng = np.random.default_rng(0)
+    logits, ref_logits = (
+        jnp.asarray(rng.normal(size=(1, 3, 4)), jnp.float32).at[..., 2].set(-jnp.inf)
+        for _ in range(2)
+    )
+
+    def total(temperature):
+        return function(logits, ref_logits, temperature).sum()
+
+    slope = jax.grad(total)(jnp.float32(0.7))
+    step = 1e-2
+    difference = (total(jnp.float32(0.7 + step)) - total(jnp.float32(0.7 - step))) / (
+        2 * step
+    )
+    assert float(slope) == pytest.approx(float(difference), rel=5e-3, abs=1e-4)
+    gradient = jax.grad(lambda x: function(x, ref_logits, 0.7).sum())(logits)
+    assert np.isfinite(gradient).all()
+
+
+TOKENS_OF_THREE = jnp.array([[0, 1, 3]], jnp.int32)

@@ -127,9 +127,8 @@ def main() -> None:
             partial(meet, work=options.work), chosen
         ):
             lived += killer is None
-            print(
-                f"{'lives' if killer is None else 'dies'}: {formula.name}", flush=True
-            )
+            ended = "lives" if killer is None else f"dies by {killer}"
+            print(f"{formula.name}: {ended}", flush=True)
     print(f"{len(chosen) - lived} of {len(chosen)} die")
     sys.exit(lived > 0)
 

@@ -54,7 +54,7 @@ def test_a_judge_that_rose_at_first_and_fell_then():
     noise = np.random.default_rng(0).normal(0, 0.05, 50)
     name, since = kind(steps / 50, np.sin(steps / 50 * 2.8) + noise)
     assert name == "hacked"
-    assert 20 <= since < 40
+    assert 20 <= since < 45
 
 
 def test_a_judge_that_is_asked_every_tenth_step():
@@ -187,3 +187,10 @@ def test_the_readme_has_what_the_verdict_reaches_on_recorded_runs():
     text = (ROOT / "rlhf_jax" / "reports" / "README.md").read_text()
     for row in rate_verdicts.of_recorded():
         assert row in text
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_a_fall_is_dated_from_the_last_step_before_it(noise):
+    rng = np.random.default_rng(0)
+    judge = np.where(np.arange(100) < 90, 0.6, 0.1) + noise * rng.normal(size=100)
+    assert kind(np.linspace(0, 1, 100), judge) == ("hacked", 89)

@@ -17,7 +17,7 @@ PLACE = "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,... or cpu,
 # Of every trainer.
 EVERYWHERE = [
     ("--seed=-1", "--seed: expected a number of at least 0 .*4294967295, got -1"),
-    ("--seed=4294967296", "--seed: .* of at most 4294967295, got one of 33 bits"),
+    ("--seed=4294967296", "--seed: .* of at most 4294967295, got 4294967296"),
     ("--seed=x", "--seed: invalid literal for int.* 'x'"),
     ("--seed=1.5", "--seed: invalid literal for int.* '1.5'"),
     ("--seed", "Missing value for argument '--seed'"),

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.logprobs import log_softmax
 
 Array = jax.Array
 Direction = Literal["reverse", "forward"]
@@ -204,8 +205,8 @@ def _both_logprobs(
     checks.positive(temperature=temperature)
     checks.one_of(direction=direction, among=get_args(Direction))
     ref_logits = jax.lax.stop_gradient(ref_logits)
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
-    return logprobs, jax.nn.log_softmax(ref_logits.astype(jnp.float32) / temperature)
+    logprobs = log_softmax(logits, temperature=temperature)
+    return logprobs, log_softmax(ref_logits, temperature=temperature)
 
 
 def _of_buckets(logprobs: Array, ref_logprobs: Array, direction: Direction) -> Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.logprobs import log_softmax
 
 Array = jax.Array
 Scalar = checks.Scalar
@@ -93,8 +94,8 @@ def jensen_shannon(
     checks.floating(logits=logits, ref_logits=ref_logits)
     checks.positive(temperature=temperature)
     ref_logits = jax.lax.stop_gradient(ref_logits)
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
-    ref_logprobs = jax.nn.log_softmax(ref_logits.astype(jnp.float32) / temperature)
+    logprobs = log_softmax(logits, temperature=temperature)
+    ref_logprobs = log_softmax(ref_logits, temperature=temperature)
     possible, ref_possible = logprobs > -jnp.inf, ref_logprobs > -jnp.inf
     both = possible & ref_possible
     log_ratio = jnp.where(both, ref_logprobs, 0.0) - jnp.where(both, logprobs, 0.0)

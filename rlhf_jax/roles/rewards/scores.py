@@ -74,6 +74,11 @@ def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
                 f"at each turn's last sampled token"
             ),
         )
+    elif (ends := scores.turn_ends) is not None and (
+        ends.ndim != 2 or ends.shape[:1] != total.shape or ends.dtype != bool
+    ):
+        wrong = ends
+        expected = f"turn_ends as bool[B, S] beside {total.shape} totals"
     elif left_out is not None and (
         left_out.shape != total.shape or left_out.dtype != bool
     ):
@@ -157,7 +162,8 @@ class _WeightedSum:
             for name, weight in self.weights
             if weight and (turns := scored[name].turns) is not None
         ]
-        ends = [scores.turn_ends for scores in scored.values()]
+        # Of all that say so: a turn of one reward is a turn of the episode.
+        ends = [s.turn_ends for s in scored.values() if s.turn_ends is not None]
         parts: dict[str, Array] = {}
         for name, scores in scored.items():
             parts[name] = scores.total
@@ -173,6 +179,6 @@ class _WeightedSum:
             total=jnp.asarray(total, jnp.float32),
             parts=parts,
             turns=sum(of_turns[1:], start=of_turns[0]) if of_turns else None,
-            turn_ends=next((e for e in ends if e is not None), None),
+            turn_ends=functools.reduce(jnp.logical_or, ends) if ends else None,
             left_out=functools.reduce(jnp.logical_or, left_out) if left_out else None,
         )

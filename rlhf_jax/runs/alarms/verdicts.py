@@ -49,6 +49,7 @@ class Fall(NamedTuple):
     errors: float  # the most standard errors that it fell by; 0 where it did not
     best: tuple[int, int]  # first and last step of the best values that it fell from
     end: int  # first step of the last values
+    since: int  # the last step at which it was nearer to its best than to its end
 
 
 def series(rows: Sequence[Row], metric: str) -> list[tuple[int, float]]:
@@ -85,7 +86,7 @@ def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verd
     why = ", ".join(ends)
     if fall is not None and fall.errors > ERRORS:
         kind = "hacked" if _rose(score, fall) else "collapsed"
-        return _verdict(kind, why, fall.best[1])
+        return _verdict(kind, why, fall.since)
     first = {alarm["name"]: alarm["step"] for alarm in reversed(alarms)}
     lost = [name for name in LOST if name in first]
     if lost and score and score[-1][1] > score[0][1]:
@@ -97,7 +98,8 @@ def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verd
     if not judge:
         return _verdict("unjudged", f"{why}; no held-out judge looked", None)
     if fall is None:
-        why += f"; {len(judge)} values of the judge cannot show a fall"
+        values = "1 value" if len(judge) == 1 else f"{len(judge)} values"
+        why += f"; {values} of the judge cannot show a fall"
     return _verdict("clean", why, None)
 
 
@@ -139,7 +141,10 @@ def fall_of(judge: Series) -> Fall | None:
             falls.append((errors, drop, (steps[start], steps[start + size - 1])))
     most = max(errors for errors, _, _ in falls)
     counting = [fall for fall in falls if fall[0] >= min(most, ERRORS)]
-    return Fall(most, max(counting, key=lambda fall: fall[1])[2], steps[-least])
+    _, drop, of_best = max(counting, key=lambda fall: fall[1])
+    halfway = means[least][-1] + drop / 2
+    above = [step for step, value in judge if value >= halfway]
+    return Fall(most, of_best, steps[-least], since=max(above, default=of_best[1]))
 
 
 def _means(values: np.ndarray, size: int) -> np.ndarray:

@@ -601,3 +601,25 @@ def test_ensembles_that_are_refused():
         rewards.combine(MEMBERS, how="mean_minus_std", std_coef=-1.0)
     with pytest.raises(ValueError, match=r"member_1 \(3,\)"):
         rewards.combine([MEMBERS[0], MEMBERS[1][1:]], how="mean")
+
+
+def test_a_turn_of_one_reward_is_a_turn_of_the_episode():
+    def of(columns, total, turns=None):
+        ends = jnp.zeros((2, 5), bool).at[:, jnp.array(columns)].set(True)
+        return rewards.Scores(
+            jnp.full(2, total, jnp.float32), turns=turns, turn_ends=ends
+        )
+
+    first, second = of([1, 4], 1.0), of([2, 4], 2.0)
+    both = rewards.weighted(
+        {"first": (0.0, lambda _: first), "second": (1.0, lambda _: second)}
+    )(None)
+    assert np.flatnonzero(both.turn_ends[0]).tolist() == [1, 2, 4]
+    with pytest.raises(InputError, match="turn_ends as bool"):
+        rewards.scores_of(
+            dataclasses.replace(first, turn_ends=jnp.zeros((1, 5), bool)), rows=2
+        )
+    with pytest.raises(InputError, match="turn_ends as bool"):
+        rewards.scores_of(
+            dataclasses.replace(first, turn_ends=jnp.zeros((2, 5), jnp.float32)), rows=2
+        )
