@@ -9,7 +9,7 @@ import test_update_formulas
 from places import ROOT
 
 FORMULAS = formula_mutants.formulas()
-SHARES = 8  # of the list; a run of the slow tier takes one, by the commit
+SHARES = 16  # of the list; a run of the slow tier takes one, by the commit
 
 
 def test_each_breaks_one_place_that_is_there():

@@ -298,7 +298,7 @@ def test_two_processes_ask_a_server_as_one_does(files, tmp_path):
     assert_same(two, one)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sampler_that_fails_ends_all_processes(files, tmp_path):
     """No process loads weights within a hundredth of a second."""
     argv = (*OUTSIDE[:-1], "--sampler=process,timeout=0.01,tries=1", MESH)
