@@ -53,7 +53,7 @@ def rollout(
     Raises:
       InputError: temperature <= 0, no new tokens, prompts too long for the model,
         continuous_batching below a group or above the rows, or two rows with one index
-        and one sample number, if prompts are not traced: they would be one response.
+        and one sample number, where this can be read: they would be one response.
     """
     _refuse_equal_samples(prompts)
     generated = decode.generate(
@@ -85,8 +85,11 @@ def rollout(
 
 def _refuse_equal_samples(prompts: Prompts) -> None:
     rows = prompts.index, prompts.sample
-    if any(isinstance(numbers, Tracer) for numbers in rows):
-        return
+    for numbers in rows:  # traced, or rows of several processes: not to be read here
+        if isinstance(numbers, Tracer):
+            return
+        if not getattr(numbers, "is_fully_addressable", True):
+            return
     pairs, counts = np.unique(np.stack(rows, axis=1), axis=0, return_counts=True)
     if (counts > 1).any():
         index, sample = pairs[counts > 1][0]

@@ -13,6 +13,7 @@ import tiny
 
 from rlhf_jax import frozen, masked, rewards
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.train import rewards as train_rewards
 
 MODEL = tiny.GPT2
 LENGTHS, SIZE = (6, 4, 1, 5), 6
@@ -623,3 +624,13 @@ def test_a_turn_of_one_reward_is_a_turn_of_the_episode():
         rewards.scores_of(
             dataclasses.replace(first, turn_ends=jnp.zeros((2, 5), jnp.float32)), rows=2
         )
+
+
+def test_ends_of_turns_stay_where_another_reward_alone_counts():
+    ends = jnp.zeros((2, 5), bool).at[:, 4].set(True)
+    episodes = rewards.Scores(
+        jnp.zeros(2), turn_ends=ends, left_out=jnp.array([False, True])
+    )
+    whole = train_rewards._without_failed(jnp.ones(2), episodes)
+    np.testing.assert_array_equal(whole.turn_ends, ends)
+    assert whole.left_out.tolist() == [False, True]
