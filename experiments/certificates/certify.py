@@ -67,6 +67,14 @@ class Setting(NamedTuple):
     stop_ids: tuple[int, ...]  # what ends a response; () is nothing
 
 
+NOT_COVERED = (
+    "gradients of another policy's samples, or after the first update on a batch",
+    "gradients with λ below 1, whitened advantages, clipped values, shaped rewards",
+    "groups, several references, episodes: other commands here have them",
+    "that a β fixed from the start reaches every optimum: it may lose modes",
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
     num_worlds: int = 3
@@ -258,6 +266,7 @@ def main(options: Config) -> None:
     conclusion.conclude(
         job.folder,
         shown,
+        not_covered=NOT_COVERED,
         figures={
             "gradients": [
                 {

@@ -145,6 +145,12 @@ CLAIMS = (
     Claim("k1 in the reward and a reward", IN_THE_REWARD, True, less_reward(whole)),
 )
 
+NOT_COVERED = (
+    "texts of a data set: the student samples, as in a run",
+    "whitened advantages, the mean over tokens of responses that differ in length",
+    "teachers whose support is not the student's",
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
@@ -351,6 +357,7 @@ def main(options: Config) -> None:
     conclusion.conclude(
         job.folder,
         list(shown.items()),
+        not_covered=NOT_COVERED,
         figures={
             "gradients": errors,
             "reached": reached,

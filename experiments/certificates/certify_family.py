@@ -68,6 +68,12 @@ RECIPES = {
     ),
 }
 
+NOT_COVERED = (
+    "gradients of groups of more than two responses: pairs alone are enumerated",
+    "gradients of another policy's samples, or after the first update on a batch",
+    "optima of GRPO with the std, of k3 in the loss, of groups of fewer than 64",
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
@@ -244,6 +250,7 @@ def main(options: Config) -> None:
     conclusion.conclude(
         job.folder,
         shown,
+        not_covered=NOT_COVERED,
         figures={
             **{
                 name: [figure._asdict() for figure in figures]

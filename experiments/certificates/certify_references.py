@@ -57,6 +57,11 @@ TOTAL = 1.0 + WEIGHT  # Σβ / β_1
 TEMPERATURE = 0.7  # of the gradients
 LEAST_SHARE = 0.05  # share of a gradient that the second reference is seen to be
 
+NOT_COVERED = (
+    "more than two references, and weights other than 1 and 1/2",
+    "penalties that `certify` alone has, references that move, older samples",
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
@@ -289,6 +294,7 @@ def main(options: Config) -> None:
     conclusion.conclude(
         job.folder,
         shown,
+        not_covered=NOT_COVERED,
         figures={
             "gradients": [
                 {
