@@ -1,7 +1,8 @@
 """Every formula of an update against float64: one tiny step for each set of options.
 
 `oracle_updates` computes the loss before the step and along directions through the
-parameters; the step, by SGD, has to move along them as its slope says. Options stand
+parameters; the step, by SGD, has to move along them as its slope says, and
+`oracle_statistics` what else an iteration logs: no statistic is left. Options stand
 together where that costs no program: each changes the number by itself. Bounds are no
 reciprocals of each other, groups are of three, weights are unequal, responses have five
 lengths, two never stop, and the vocabulary is read in several chunks.
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle_statistics
 import oracle_updates
 import oracles
 import pytest
@@ -51,6 +53,7 @@ CLIP, AS_IT_IS = Surrogate(), Shaping()
 PTX = slice(3, 6)  # the rows that are texts mixed in, too: those without padding before
 TARGET, HORIZON = 2.0, 90  # of an adaptive β, nats per response and episodes
 LENGTHS, UNFINISHED = (5, 3, 1, 4, 5, 2), (0, 4)
+OLD_ROW = 4  # whose tokens parameters of two iterations before drew
 FIXED: dict[str, Any] = {
     "model": MODEL,
     "policy_optimizer": optax.sgd(1.0),
@@ -96,6 +99,20 @@ def rows() -> Rows:
     noise = np.random.default_rng(1).normal(0, 0.4, own.shape)
     logprobs = np.where(drawn.response_mask, own + noise, 0.0).astype(np.float32)
     return dataclasses.replace(drawn, sampler_logprobs=logprobs.astype(np.float64))
+
+
+@functools.cache
+def ages():
+    """Of the parameters that drew each token, in iterations."""
+    old = (np.arange(len(LENGTHS)) == OLD_ROW)[:, None]
+    return np.where(texts().response_mask & old, 2, 0)
+
+
+@functools.cache
+def entropies():
+    """As a sampler reports them: of no distribution that is known here."""
+    drawn = np.random.default_rng(4).uniform(0.2, 2.5, texts().tokens.shape)
+    return np.where(texts().response_mask, drawn, 0.0)
 
 
 @functools.cache
@@ -189,6 +206,7 @@ class Oracle:
 
     def __init__(self, case: Case) -> None:
         self.case, everything = case, rows()
+        self.of_groups: dict[str, float] = {}
         self.references = [(of_reference(5, case.softcap), 1.0)]
         if case.further:
             self.references.append((of_reference(6), SHARE))
@@ -216,6 +234,14 @@ class Oracle:
             of_rows, trained = oracle_updates.over_groups(
                 everything, self.rewards, **options
             )
+            leaves_out = options["overlong_mask"] or options["equal_groups"] != "keep"
+            ended = everything.finished
+            self.of_groups = oracle_statistics.of_groups(
+                everything,
+                self.rewards,
+                counted=[options["overlong_mask"] != "group" or end for end in ended],
+                trained=list(trained) if leaves_out else None,
+            )
             advantages += of_rows[:, None]
         elif case.advantages == "gae":
             self.values = old_values()
@@ -228,6 +254,7 @@ class Oracle:
         advantages = np.where(self.rows.response_mask, advantages, 0.0)
         if case.whiten:
             advantages = oracles.masked_whiten(advantages, self.rows.response_mask)
+        self.compared = self.rows  # before any is rejected for its weight
         if case.weights is not None:
             correction, cap, floor = case.weights
             log_ratio = self.old - self.behaviour
@@ -238,6 +265,7 @@ class Oracle:
             if correction.endswith("_reject"):
                 self.rows = oracle_updates.kept(self.rows, left)
         self.advantages = advantages
+        self.own = own
         self.weights = oracle_updates.token_weights(
             self.rows, case.aggregation, case.scale
         )
@@ -322,7 +350,94 @@ class Oracle:
             value = np.mean(of_values["loss"])
             loss += case.vf_coef * value
             stats["loss/value"] = value
+            stats["value/clipfrac"] = np.mean(of_values["clipped"])
         return loss, stats
+
+    def logged(self) -> dict[str, float]:
+        """All statistics but those of `loss`, and the norms of the gradients."""
+        case, everything, start = self.case, rows(), table()
+        ref, *further = (
+            oracle_updates.picked(reference, everything)
+            for reference, _ in self.references
+        )
+        mask = everything.response_mask
+        gaps = np.abs(self.own - self.behaviour)[self.compared.response_mask]
+        stats = {
+            "objective/non_score_reward": self.penalty,
+            "objective/rlhf_reward": everything.scores.mean() + self.penalty,
+            "objective/kl_coef": self.beta,
+            "policy/sampler_mismatch": gaps.mean(),
+            "update/skipped": 0.0,
+            "update/skipped_in_a_row": 0.0,
+            **self.of_groups,
+            **oracle_statistics.of_responses(
+                everything, old=self.old, ref=ref, entropy=entropies()
+            ),
+            **oracle_statistics.of_trust(
+                everything,
+                behaviour=self.behaviour,
+                policy=start,
+                age=ages(),
+                room=SIZE,
+            ),
+        }
+        for other in further:
+            stats["objective/kl_second"] = (self.old - other)[mask].sum() / len(ref)
+        if case.weights is not None:
+            stats |= oracle_statistics.of_weights(
+                everything,
+                old=self.old,
+                behaviour=self.behaviour,
+                age=ages(),
+                correction=case.weights,
+            )
+        if case.advantages == "gae":
+            of_values = (self.values, self.returns, mask)
+            stats["value/explained_variance"] = oracles.explained_variance(*of_values)
+        return stats | self._of_penalty() | self._of_surrogate()
+
+    def _of_penalty(self) -> dict[str, float]:
+        """Estimates that are cut at `clip`, or beyond float32, where none is here."""
+        kl, stats = self.case.kl, {}
+        if kl is None:
+            return stats
+        large = {"k3"} & {kl.value, kl.grad} or kl.weights
+        if kl.placement in ("reward", "both"):
+            if kl.value == "k3":
+                stats["penalty/overflowfrac"] = 0.0
+            if kl.clip is not None:
+                free = dataclasses.replace(kl, clip=None)
+                estimates = np.array(
+                    [
+                        free.in_reward(rows(), self.old, table(), reference)
+                        for reference, _ in self.references
+                    ]
+                )[:, rows().response_mask]
+                stats["penalty/clipfrac"] = (np.abs(estimates) > kl.clip).mean()
+        if kl.placement in ("loss", "both") and large:
+            stats["loss/kl_overflowfrac"] = 0.0
+        return stats
+
+    def _of_surrogate(self) -> dict[str, float]:
+        """Shares of tokens beyond float32 or the dual clip; the slope of soft gates."""
+        case, stats = self.case, {}
+        if not case.policy_loss:
+            return stats
+        token = oracle_updates.picked(table(), self.rows)
+        ratios = case.surrogate.ratios(self.rows, now=token, start=token, old=self.old)
+        trained = self.rows.response_mask
+        ratio, advantage = ratios[trained], self.advantages[trained]
+        if case.surrogate.kind == "clip":
+            stats["policy/overflowfrac"] = 0.0
+        if case.surrogate.dual is not None:
+            beyond = (advantage < 0) & (ratio > case.surrogate.dual)
+            stats["policy/dual_clipfrac"] = beyond.mean()
+        if case.surrogate.kind == "sapo":
+            positive, negative = case.surrogate.positive, case.surrogate.negative
+            steep = np.where(advantage > 0, positive, negative)
+            gate = 1 / (1 + np.exp(-steep * (ratio - 1)))
+            stats["policy/gate"] = (4 * gate * (1 - gate)).mean()
+        return stats
 
 
 def run(case: Case):
@@ -335,9 +450,10 @@ def run(case: Case):
         mask=jnp.asarray(drawn.mask),
         response_mask=jnp.asarray(drawn.response_mask),
         old_logprobs=floats(drawn.sampler_logprobs),
-        entropy=jnp.zeros(drawn.tokens.shape, jnp.float32),
+        entropy=floats(entropies()),
         index=jnp.asarray(index, jnp.int32),
         sample=jnp.asarray(np.arange(6) % 3, jnp.int32),
+        version=jnp.asarray(-ages(), jnp.int32),
     )
     own = jax.tree.map(jnp.copy, POLICY)
     ptx = None
@@ -618,6 +734,12 @@ CASES = {
 }
 
 
+def distance(left, right) -> float:
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    squares = (((np.float64(a) - np.float64(b)) ** 2).sum() for a, b in pairs)
+    return math.sqrt(sum(squares))
+
+
 @pytest.mark.filterwarnings("ignore:KL penalty")
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_is_that_of_its_formula(name, monkeypatch):
@@ -626,22 +748,23 @@ def test_an_update_is_that_of_its_formula(name, monkeypatch):
     monkeypatch.setattr(policy, "MAX_LOGITS", 2 * len(LENGTHS) * SIZE * 5)
     oracle = Oracle(case)
     after, means = run(case)
-    _, expected = oracle.loss()
-    expected["objective/non_score_reward"] = oracle.penalty
-    own = rows().sampler_logprobs
-    if case.recomputes:
-        own = oracle.old
-    ref = oracle_updates.picked(oracle.references[0][0], rows())
-    expected["objective/kl"] = (own - ref).sum() / len(own)
-    expected["objective/kl_coef"] = oracle.beta
-    if case.advantages != "gae":
-        mask = oracle.rows.response_mask
+    expected = oracle.loss()[1] | oracle.logged()
+    if case.advantages == "gae":
+        expected["β after"] = BETA
+    else:
+        mask, own = oracle.rows.response_mask, oracle.old
+        ref = oracle_updates.picked(oracle.references[0][0], rows())
         kl = np.where(mask, own - ref, 0.0).sum() / mask.any(axis=1).sum()
         episodes = len(own) * case.every
         expected["β after"] = oracles.adaptive_kl_coef(
             BETA, kl, episodes, TARGET, HORIZON
         )
-    expected["objective/rlhf_reward"] = rows().scores.mean() + oracle.penalty
+    # By SGD of rate 1 the parameters move by the gradient.
+    parts = zip(("policy", "critic"), (POLICY, CRITIC), after, strict=True)
+    for role, before, moved_to in parts:
+        if moved_to is not None:
+            expected[f"{role}/grad_norm"] = distance(before, moved_to)
+    assert means.keys() == expected.keys()
     for stat, value in expected.items():
         assert means[stat] == pytest.approx(value, rel=2e-4, abs=2e-5), stat
     slopes = [
