@@ -25,6 +25,7 @@ from toy_episodes import (
     sharing,
 )
 
+from rlhf_jax import masked, rewards
 from rlhf_jax.environments import episodes
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.generation import decode
@@ -147,6 +148,26 @@ def test_one_turn_is_what_a_sampler_draws(model):
     assert not scores.turns.any()
 
 
+def assert_ends(rollout, scores, *, turns, limit, stop_ids=(STOP,)):
+    """What ended each episode of a script, told from its tokens and turns."""
+    expected = {name: [] for name in ("truncated", "out_of_turns", "out_of_room")}
+    numbers = np.asarray(scores.turn_ends).sum(axis=1)
+    for row, number in enumerate(numbers):
+        mask = rollout.response_mask[row]
+        stopped = rollout.tokens[row][mask][-1] in stop_ids
+        done = number == 1 + row % turns  # as `Script` has it
+        out_of_turns = stopped and not done and number >= limit
+        expected["truncated"].append(not stopped)
+        expected["out_of_turns"].append(out_of_turns)
+        expected["out_of_room"].append(stopped and not done and not out_of_turns)
+    means = masked.mean_stats(rewards.part_stats(scores))
+    for name, ended in expected.items():
+        np.testing.assert_array_equal(scores.parts[name], ended, err_msg=name)
+        share = float(means[f"reward/{name}"])
+        assert share == pytest.approx(np.mean(ended))
+    assert float(means["reward/turns"]) == pytest.approx(numbers.mean())
+
+
 def test_what_ends_an_episode_is_counted():
     model = tiny.GPT2
     params = params_of(model)
@@ -157,6 +178,7 @@ def test_what_ends_an_episode_is_counted():
     ended = np.array(list(parts.values()))
     assert ((ended.sum(axis=0) == 1) | (np.arange(ROWS) == 0)).all()
     assert parts["truncated"].sum() >= 1
+    assert_ends(rollout, scores, turns=99, limit=2)
     assert (rollout.response_mask.sum(axis=1) <= 10).all()
     failing = Script(fails={(2, 1)})
     _, scores = drawn(model, params, failing)
@@ -274,6 +296,7 @@ def test_the_room_of_an_episode_ends_it():
     )
     by_room = scores.parts["out_of_room"] > 0
     assert by_room.any()
+    assert_ends(rollout, scores, turns=99, limit=99, stop_ids=OFTEN["stop_ids"])
     used = rollout.mask[:, PROMPT:].sum(axis=1)
     assert used.max() <= 10
     # What did not fit is not there: the row ends with its last turn.
@@ -284,8 +307,11 @@ def test_the_room_of_an_episode_ends_it():
 def test_the_number_of_turns_ends_an_episode():
     model = tiny.GPT2
     limits = episodes.Limits(tokens=ROOM, turn_tokens=3, turns=2)
-    _, scores = drawn(model, params_of(model), Script(turns=99), limits=limits, **OFTEN)
+    rollout, scores = drawn(
+        model, params_of(model), Script(turns=99), limits=limits, **OFTEN
+    )
     assert scores.parts["turns"].max() == 2
+    assert_ends(rollout, scores, turns=99, limit=2, stop_ids=OFTEN["stop_ids"])
     assert (scores.parts["out_of_turns"] > 0).any()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from certificates import annealing, cases, certify
 from certificates.measured import gradients
-from certificates.penalty_claims import NONE, OTHERS, TABLE, ZERO, Claim
+from certificates.penalty_claims import KLS, NONE, OTHERS, TABLE, ZERO, Claim
 from worlds import enumerable
 
 from rlhf_jax import policy
@@ -17,7 +17,7 @@ from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.runs import command_line
+from rlhf_jax.runs import command_line, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 MODEL = enumerable.model(hidden_size=8)
@@ -271,6 +271,53 @@ def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsy
     assert reached["distance"] == pytest.approx(3.5, rel=1e-3)
     assert len(summary["fixed"]) == 2
     assert (out / "plots" / "frontier.png").stat().st_size > 0
+
+
+def test_what_a_run_of_certificates_logs(tmp_path, monkeypatch):
+    """Of a policy that stays the reference, and of a gradient that is off by noise."""
+    rng = np.random.default_rng(0)
+    names = [(name, per) for name in KLS for per in ("token", "response")]
+    known = {name: {"w": rng.normal(size=(3, 4))} for name in names}
+    claim = Claim(Penalty(), FULL_REVERSE)
+    expected = gradients.BETA * known[FULL_REVERSE, "token"]["w"]
+    noise = rng.normal(scale=1e-3, size=expected.shape)
+    finding = gradients._finding(
+        claim,
+        measured=(expected + noise).ravel(),
+        value=0.5,
+        temperature=1.0,
+        stops=False,
+        known=known,
+        values={"kl": 0.5},
+    )
+    monkeypatch.setattr(
+        certify, "certify", lambda case, claims, **_: [finding] * len(TABLE)
+    )
+    monkeypatch.setattr(annealing, "advance", lambda train, **_: (train, {}))
+    betas, iterations = (0.3, 0.1), 25
+    with pytest.raises(SystemExit):
+        play(
+            tmp_path / "run",
+            *("--gradients", "table", "--num-worlds", "1", "--hidden-size", "8"),
+            *("--iterations", str(iterations), "--betas", *map(str, betas)),
+        )
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    errors = [
+        row["exact/gradient_error"] for row in rows if row["stage"] == "gradients"
+    ]
+    expected_error = np.abs(noise).max() / np.abs(expected).max()
+    assert errors == pytest.approx([expected_error] * len(TABLE))
+    reference = enumerable.draw(0, model=MODEL, distance=3.5)
+    log_ref, rewards = reference.log_ref, reference.rewards
+    distances = []
+    for beta in betas:
+        best = log_ref + rewards / beta
+        best -= np.log(np.exp(best - best.max()).sum()) + best.max()
+        distances.append((np.exp(log_ref) * (log_ref - best)).sum())
+    logged = [
+        row["exact/kl_to_optimum"] for row in rows if row["stage"] == "annealed-0"
+    ]
+    assert logged == pytest.approx(distances, rel=1e-3)
 
 
 @pytest.mark.long

@@ -263,6 +263,15 @@ def test_a_metric_has_the_unit_of_the_glossary(tmp_path):
     assert len(entries) > 80
     of_part = glossary.entry_of("reward/helpful", entries=entries)
     assert of_part.unit == "the part's units per response"
+    for metric, of in {
+        "reward/tests/failed": "reward/failed",
+        "reward/tests/deep/helpful": "reward/NAME",
+        "reward/member_11": "reward/member_NAME",
+        "reward/model/member_0": "reward/member_NAME",
+        "eval/code_nll": "eval/NAME_nll",
+        "trust/distance_prompt_4": "trust/distance_prompt_1",
+    }.items():
+        assert glossary.entry_of(metric, entries=entries) == entries[of], metric
     assert glossary.entry_of("mine/own", entries=entries) == ("", "")
     of_page = data_of(run(tmp_path / "a"))["glossary"]
     assert of_page["judge/score"]["unit"] == "the judge's units per response"

@@ -91,6 +91,8 @@ def test_a_reference_of_another_shape(rollout):
     exact[:, 1:] = oracles.exact_kl(logits, ref_logits, 0.7)[:, :-1]
     np.testing.assert_allclose(output.kl, np.where(response, exact, 0.0), atol=1e-5)
     assert output.kl.max() > 0.1
+    total, rows = output.kl_stats["objective/kl_exact"]
+    assert float(total / rows) == pytest.approx(exact[response].sum() / 4, rel=1e-5)
 
 
 def test_values_are_the_critics_and_masked(scored, rollout):

@@ -406,6 +406,49 @@ def test_a_minibatch_of_a_large_mean_ratio_is_left_out_alone(calls_of_loss):
     assert "update/stopped" not in stats
 
 
+def test_norms_of_gradients_are_those_before_clipping(monkeypatch):
+    """Of ½Σθ², whose gradient is θ; steps of length 0.5 and 0.25 shorten it.
+
+    Logged is the mean over the minibatches, and of a supervised update its only norm.
+    """
+
+    def loss(policy, critic, *, experience, num_tokens, **_):
+        weight = experience.response_mask.sum(dtype=jnp.float32)
+        squares = sum(jnp.sum(x**2) for x in jax.tree.leaves((policy, critic)))
+        mean = {"policy/sampler_mismatch": (weight, weight)}
+        return weight / num_tokens * squares / 2, mean
+
+    monkeypatch.setattr("rlhf_jax.algorithms.ppo.recipe.ppo_loss", loss)
+
+    def steps_of(length):
+        return optax.chain(optax.clip_by_global_norm(length), optax.sgd(1.0))
+
+    settings = dataclasses.replace(
+        BASE,
+        num_minibatches=2,
+        micro_batch_size=1,
+        policy_optimizer=steps_of(0.5),
+        critic_optimizer=steps_of(0.25),
+    )
+    own = {"a": jnp.array([3.0, -4.0]), "b": jnp.array([[12.0]])}  # of length 13
+    start = state.ppo_state(
+        policy=own,
+        critic=jnp.array([2.0, -1.0, 2.0]),  # of length 3
+        policy_optimizer=settings.policy_optimizer,
+        critic_optimizer=settings.critic_optimizer,
+        kl=kl_control.fixed(0.1),
+    )
+    after, stats = ppo.update(start, experience=numbered(), key=KEY, recipe=settings)
+    means = masked.mean_stats(stats)
+    assert float(means["policy/grad_norm"]) == pytest.approx((13 + 12.5) / 2)
+    assert float(means["critic/grad_norm"]) == pytest.approx((3 + 2.75) / 2)
+    close(after.policy["a"], 12 / 13 * np.array([3, -4]))
+    supervised = state.supervised_state(own, optimizer=steps_of(0.5))
+    after, stats = state.supervised_step(supervised, own, {}, optimizer=steps_of(0.5))
+    assert float(stats["update/grad_norm"][0]) == pytest.approx(13)
+    close(after.params["a"], 12.5 / 13 * np.array([3, -4]))
+
+
 def test_the_critic_is_warmed_up_alone(calls_of_loss):
     adam = optax.adam(0.5)
     settings = dataclasses.replace(
