@@ -174,6 +174,15 @@ def old_values():
     return values.astype(np.float32).astype(np.float64)
 
 
+@functools.cache
+def of_trust() -> dict[str, float]:
+    """The same in every case: what the update does with a rollout changes nothing."""
+    behaviour = rows().sampler_logprobs
+    return oracle_statistics.of_trust(
+        rows(), behaviour=behaviour, policy=table(), age=ages(), room=SIZE
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """What is run, and the same in the oracle's words."""
@@ -373,13 +382,7 @@ class Oracle:
             **oracle_statistics.of_responses(
                 everything, old=self.old, ref=ref, entropy=entropies()
             ),
-            **oracle_statistics.of_trust(
-                everything,
-                behaviour=self.behaviour,
-                policy=start,
-                age=ages(),
-                room=SIZE,
-            ),
+            **of_trust(),
         }
         for other in further:
             stats["objective/kl_second"] = (self.old - other)[mask].sum() / len(ref)
