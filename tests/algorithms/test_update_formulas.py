@@ -364,7 +364,7 @@ class Oracle:
 
     def logged(self) -> dict[str, float]:
         """All statistics but those of `loss`, and the norms of the gradients."""
-        case, everything, start = self.case, rows(), table()
+        case, everything = self.case, rows()
         ref, *further = (
             oracle_updates.picked(reference, everything)
             for reference, _ in self.references
