@@ -52,6 +52,7 @@ def test_a_tokenizer_from_elsewhere_must_fit(tmp_path):
 PADDED = dataclasses.replace(toy_files.MODEL, vocab_size=30)  # for 24 tokens
 
 
+@pytest.mark.slow
 def test_ids_that_the_tokenizer_lacks_are_never_predicted(tmp_path):
     """Only where the checkpoint meets its tokenizer; its files stay as they are."""
     folder = toy_files.checkpoint(tmp_path / "model", model=PADDED)

@@ -100,6 +100,7 @@ def test_the_response_to_another_prompt_is_the_next_in_the_order(prompts, seed):
     ]
 
 
+@pytest.mark.slow
 def test_a_prompt_of_most_texts_takes_no_longer(tokenizer):
     def seconds(count):
         same = {"prompt": "the cat", "completion": "sat"}

@@ -51,6 +51,7 @@ def model(request):
     return MODELS[request.param]
 
 
+@pytest.mark.cases(quick=1)
 def test_logprobs_are_those_of_whole_rows(model):
     params = params_of(model)
     rollout, scores = drawn(model, params, Script())
@@ -88,7 +89,7 @@ def test_rewards_stand_at_the_ends_of_turns(model):
         assert set(at) <= set(stops)
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 def test_bits_do_not_depend_on_latency_places_or_order(model):
     params = params_of(model)
     whole = drawn(model, params, Script())
@@ -125,7 +126,7 @@ def test_bits_do_not_depend_on_latency_with_optimised_kernels():
     assert process.stdout == "0 numbers differ\n"
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 def test_one_turn_is_what_a_sampler_draws(model):
     params = params_of(model)
     limits = episodes.Limits(tokens=ROOM, turn_tokens=ROOM, turns=1)

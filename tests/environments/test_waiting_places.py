@@ -64,7 +64,7 @@ LIMITS = episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4)
 OFTEN = tuple(range(1, 6))  # tokens that end a turn
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch, counted):
     options = {"places": 2, "limits": LIMITS, "stop_ids": OFTEN}
@@ -116,6 +116,7 @@ def test_nor_one_whose_answer_comes_at_once(monkeypatch, counted):
     assert counts == {"take": 0, "put": 0}
 
 
+@pytest.mark.slow
 def test_the_clock_ends_episodes_without_a_place(monkeypatch, counted):
     """They keep the turns that they had."""
     monkeypatch.setattr(places, "PATIENCE", 1000.0)

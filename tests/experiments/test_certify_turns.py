@@ -18,6 +18,7 @@ def case():
     return turns.draw(0, hidden_size=8)
 
 
+@pytest.mark.slow
 def test_every_episode_is_there_once(case):
     episodes = jax.device_get(case.episodes)
     rows = {

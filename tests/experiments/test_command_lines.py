@@ -102,6 +102,7 @@ def test_a_command_line_that_is_shown_parses(command, parse):
         assert (places.ROOT / words[2]).is_file()
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
 def test_the_options_of_every_sweep_are_those_of_its_runs(file, parse, tmp_path):
     sweep = declaration.read(file)

@@ -52,6 +52,7 @@ def test_the_verifier_reads_the_last_integer(response, right):
     assert arithmetic.verifier([row])(answered).tolist() == [right]
 
 
+@pytest.mark.slow
 def test_the_share_and_the_kl_of_samples(tmp_path):
     """By hand, from the log-probs of both models at the tokens that were drawn."""
     options = training.Config(

@@ -233,6 +233,7 @@ def test_divergences_are_those_of_a_vocabulary_without_the_ids(kind, where, max_
     assert all(np.abs(x).max() < 1e-5 for x in own)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.sets(st.integers(0, V - 1), min_size=1, max_size=V - 1), st.integers(1, 2 * V)

@@ -140,8 +140,8 @@ def raised(sampler, steps):
         pytest.param("wrong ids", "trust_distance", marks=pytest.mark.slow),
         pytest.param("swapped", "trust_distance", marks=pytest.mark.slow),
         ("greedy", "trust_entropy"),
-        ("previous weights", "trust_distance"),
-        ("one seed", "trust_duplicates"),
+        pytest.param("previous weights", "trust_distance", marks=pytest.mark.slow),
+        pytest.param("one seed", "trust_duplicates", marks=pytest.mark.slow),
     ],
 )
 def test_a_lie_on_real_draws_alone_is_caught(lie, alarm):

@@ -110,6 +110,7 @@ def pid_of(sampler):
     return process._worker.pid
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_may_be_tried_again():
     with process.ProcessSampler(RECIPE) as sampler:
         sampler.hand_over(params(0), version=0)
@@ -133,7 +134,7 @@ def test_a_process_that_dies_or_hangs_may_be_tried_again():
             until_it_dies()
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, 0.5])
 def test_a_process_that_is_killed_while_idle_gets_its_weights_again(
     pause, capsys, monkeypatch

@@ -45,6 +45,7 @@ def draw(sampler, policy, mesh):
         return sampler(policy, prompts=PROMPTS, key=key, version=version)
 
 
+@pytest.mark.slow
 def test_a_process_draws_as_for_one_device(mesh):
     rollouts, one = [], ONE_DEVICE.make()
     with ProcessSampler(RECIPE) as process:
@@ -58,6 +59,7 @@ def test_a_process_draws_as_for_one_device(mesh):
     jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, rollouts))
 
 
+@pytest.mark.slow
 def test_the_check_of_a_server_runs_on_the_shards(mesh):
     toy, rollouts, programs = toy_server.Toy(), [], []
     policy = sharded(mesh)

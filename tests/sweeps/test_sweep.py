@@ -103,7 +103,7 @@ def test_a_run_that_fails_leaves_the_others_alone(tmp_path):
     assert results["claims"]["steeper"]["answer"] == "yes"
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [[], ["--map"]])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
 def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(

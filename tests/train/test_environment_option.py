@@ -57,6 +57,7 @@ def rows_of(run):
 GROUPS = ("--group-size=4",)
 
 
+@pytest.mark.slow
 def test_a_run_of_episodes_and_its_resume(files):
     run = train(files, "run", *GROUPS, "--keep-snapshots=4")
     rows = rows_of(run)
@@ -204,6 +205,7 @@ def letters(prompts, responses, rows):
     return [float(len(response)) for response in responses]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rewards",
     [
@@ -221,9 +223,8 @@ def test_a_failed_episode_is_left_out_whatever_reward_counts(files, rewards):
     assert left_out == [row[failed] for row in rows_of(run)]
 
 
-@pytest.mark.parametrize(
-    "ahead", [(), pytest.param(("--max-staleness=1",), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [(), ("--max-staleness=1",)])
 def test_the_reference_plays_episodes_beside_the_policy(files, ahead):
     options = ("--sample-reference", "--num-steps=2", "--sample-every=1")
     run = train(files, "run", *GROUPS, *options, *ahead)
@@ -245,6 +246,7 @@ def test_an_environment_that_answers_nothing_stops_the_run(files, capsys):
     assert not (files / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_clock_ends_episodes_and_not_those_that_are_measured(files):
     options = (environment("Talk", "seconds=1e-9"), "--num-steps=1")
     run = train(files, "run", *GROUPS, *options)

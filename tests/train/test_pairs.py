@@ -91,6 +91,7 @@ def infinite(rows):
 ROWS = pairs.rows()
 
 
+@pytest.mark.slow
 def test_the_rows_have_every_pair_that_the_table_allows():
     allowed = {pair for pair in pairs.every_pair() if pairs.is_allowed(dict(pair))}
     covered = set().union(*map(pairs.pairs_of, ROWS))

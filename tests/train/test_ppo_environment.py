@@ -99,6 +99,7 @@ def by_hand(files):
     return by_step, state
 
 
+@pytest.mark.slow
 def test_a_run_is_a_loop_of_episodes_and_learn(files):
     run = train(files, "run", "--snapshot-every=100")
     by_step, state = by_hand(files)
@@ -166,6 +167,7 @@ def test_a_run_on_eight_devices_is_that_of_one(files, options):
     toy_episodes.assert_same_run(output, expected)
 
 
+@pytest.mark.slow
 def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch):
     """The sampler of responses, which draws none, has no copy of its own."""
     bases = []

@@ -62,6 +62,7 @@ def test_it_is_an_option_of_every_trainer_and_of_nothing_else():
     assert not any(name.endswith("save_dtype") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, [*RUNS][::-1]))
 def test_what_was_read_in_16_bits_is_saved_so(files, tmp_path, name):
     """Training is the same: in float32, and the snapshots hold that."""
@@ -77,6 +78,7 @@ def test_what_was_read_in_16_bits_is_saved_so(files, tmp_path, name):
     assert metrics.read(same) == metrics.read(wide)
 
 
+@pytest.mark.slow
 def test_a_resume_writes_a_finished_model_in_another_dtype(files, tmp_path, capsys):
     train("sft", files, tmp_path / "run")
     train("sft", files, tmp_path / "run", "--resume", "--save-dtype=float16")

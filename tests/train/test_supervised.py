@@ -51,6 +51,7 @@ def trunk_of(params):
 # --- LoRA ---------------------------------------------------------------------
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "name", [pytest.param("sft", marks=SLOW), "dpo", "reward-model"]
 )
@@ -86,6 +87,7 @@ def test_adapters_alone_are_trained(name, files, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_base_is_stored_as_asked(files, tmp_path, capsys):
     argv = ("--lora=2", "--num-steps=1", "--reference-storage.dtype=bfloat16")
     train("sft", files, tmp_path / "run", *argv)
@@ -179,6 +181,7 @@ def test_a_run_that_cannot_fit_is_refused(name, files, tmp_path, monkeypatch, ca
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[SLOW] * (name != "dpo")) for name in RUNS]
 )
@@ -192,6 +195,7 @@ def test_a_run_that_can_fit_is_not(name, files, tmp_path, monkeypatch):
 # --- what is watched ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sft_watches_texts_what_is_held_out_and_the_drift(files, tmp_path):
     summary = train(
         *("sft", files, tmp_path / "run", "--num-steps=5", "--learning-rate=1e-2"),

@@ -77,15 +77,13 @@ def sampled():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        pytest.param(
-            # Both rows that are off.
-            {"sampler_correction": Reject(1.2, floor=0.9, level="geometric")},
-            marks=pytest.mark.slow,
-        ),
+        # Both rows that are off.
+        {"sampler_correction": Reject(1.2, floor=0.9, level="geometric")},
     ],
     ids=["the sampler's log-probs", "recomputed"],
 )

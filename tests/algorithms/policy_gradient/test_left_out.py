@@ -88,20 +88,8 @@ def learned(recipe, *, rollout, score, left_out=OUT):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "PPO",
-        pytest.param("N+", marks=pytest.mark.slow),
-        "GRPO",
-        pytest.param("RLOO", marks=pytest.mark.slow),
-        pytest.param("DAPO", marks=pytest.mark.slow),
-        pytest.param("REINFORCE++", marks=pytest.mark.slow),
-        pytest.param("online DPO", marks=pytest.mark.slow),
-        pytest.param("Nash-MD", marks=pytest.mark.slow),
-        "distillation",
-    ],
-)
+@pytest.mark.cases(quick=1)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_failure_pays_no_more_than_an_empty_response(name):
     """Whatever was sampled and whatever it scored: state and stats, to the bit."""
     recipe = RECIPES[name]
@@ -126,7 +114,7 @@ def test_a_failure_pays_no_more_than_an_empty_response(name):
     assert not toys.leaves_equal(counted.policy, expected.policy)
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["PPO", "N+", "REINFORCE++", "distillation"])
 def test_what_is_whitened_is_what_it_is_without_the_row(name):
     recipe = dataclasses.replace(RECIPES[name], num_minibatches=1)
@@ -269,6 +257,7 @@ def test_a_sum_leaves_out_what_a_reward_with_a_weight_does():
     assert unweighted.left_out is None
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("out", [np.zeros(2, bool), np.zeros(3, np.float32)])
 def test_what_is_left_out_is_one_bool_a_response(out):
     with pytest.raises(InputError, match=r"expected left_out as bool\[3\]"):

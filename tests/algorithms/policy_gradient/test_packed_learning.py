@@ -153,6 +153,7 @@ def padded():
     return learned(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "max_tokens", [pytest.param(None, marks=pytest.mark.long), COLUMNS]
 )

@@ -394,6 +394,7 @@ def test_on_devices_of_its_own(place):
     assert int(critic.step) == 12
 
 
+@pytest.mark.slow
 def test_a_critic_elsewhere_is_the_one_here(experience):
     """Its values and its update, on the last of eight devices."""
     settings = dataclasses.replace(BASE, **WAYS[FIRST])

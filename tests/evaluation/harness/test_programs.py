@@ -150,6 +150,7 @@ def test_greedy_responses_are_the_likeliest_tokens():
     assert any(len(response) == 4 for response in responses.values())
 
 
+@pytest.mark.slow
 def test_a_draw_depends_on_the_number_of_its_request_alone():
     draw = Draw(4, (), 1.3, Shaping())
     prompts = [drawn(i, 5) for i in range(5)]

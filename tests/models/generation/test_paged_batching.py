@@ -233,7 +233,7 @@ ONE_LAYER = dataclasses.replace(
 )
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "model"),
     [

@@ -168,6 +168,7 @@ def test_a_command_line_is_refused_with_status_2(monkeypatch, check, capsys):
     assert "as all of its batches have" in capsys.readouterr().err
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("name", features.METHODS)
 def test_a_method_refuses_an_option_by_what_the_method_is_alone(name, check):
     alone = parse(name)
