@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.batch import Experience, Rollout, RolloutPacking
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient.packed_parts import (
+from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import (
     PackedParts,
     accumulate_packed,
     packed_parts,
