@@ -14,7 +14,7 @@ from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix, Reset
 from rlhf_jax.runs import choices, command_line, run_config
 from rlhf_jax.train import commands
-from rlhf_jax.train.config import batch, optimizer, rewards, sampler, start
+from rlhf_jax.train.config import optimizer, prompts, rewards, sampler, start
 from rlhf_jax.train.config.optimizer import Adam, Custom, TFAdam
 from rlhf_jax.train.methods import distill, grpo, nash_md, online_dpo, ppo, reinforce
 
@@ -35,7 +35,7 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "rank=8",
         "rank=8,alpha=8.0,modules=attention/*+mlp/*",
     ],
-    batch.Packing: ["None", "auto", "auto,width=64,max_tokens_per_device=512"],
+    prompts.Packing: ["None", "auto", "auto,width=64,max_tokens_per_device=512"],
     optimizer.Rule: [
         "adam",
         "adam,eps=1e-05,b2=0.95,mu_dtype=bfloat16",
@@ -149,7 +149,7 @@ def test_what_a_text_stands_for():
         mu_dtype="bfloat16"
     )
     assert parsed("my:make", optimizer.Rule) == Custom("my:make")
-    assert parsed("auto,width=64", batch.Packing) == batch.Auto(width=64)
+    assert parsed("auto,width=64", prompts.Packing) == prompts.Auto(width=64)
 
 
 @pytest.mark.parametrize(

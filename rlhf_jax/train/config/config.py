@@ -25,9 +25,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.train.config import capabilities, pairs
-from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.optimizer import Critic, Optimizer
-from rlhf_jax.train.config.prompts import Prompts
+from rlhf_jax.train.config.prompts import Batch, Prompts
 from rlhf_jax.train.config.reference import KL, Reference
 from rlhf_jax.train.config.rewards import Environment, Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling

@@ -48,7 +48,6 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.train import commands
 from rlhf_jax.train.config import pairs
-from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
 from rlhf_jax.train.config.optimizer import (
     REWARD_MODEL,
@@ -57,6 +56,7 @@ from rlhf_jax.train.config.optimizer import (
     Optimizer,
     TFAdam,
 )
+from rlhf_jax.train.config.prompts import Batch
 from rlhf_jax.train.config.reference import KL
 
 RECIPE = Recipe(num_minibatches=4, temperature=1.0)
