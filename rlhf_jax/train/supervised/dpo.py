@@ -60,7 +60,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import report, run
 from rlhf_jax.train import commands
-from rlhf_jax.train.config import pairs
+from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.optimizer import Cosine, Optimizer
 from rlhf_jax.train.config.reference import NONE, START, OneReference
@@ -108,7 +108,7 @@ class Config(SupervisedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         place, adapters = self.placement.reference, self.start.lora is not None
-        pairs.exclude(
+        capabilities.exclude(
             {"--placement.reference": place.apart},
             {"--lora": adapters},
             reason="the reference is the policy's base, and runs with it",
@@ -117,7 +117,7 @@ class Config(SupervisedConfig):
         if self.reference.reference == NONE and not free_by_kind:
             self.method.check_reference_free()
         free = f"--kind {self.method.kind}" if free_by_kind else "--reference none"
-        pairs.exclude(
+        capabilities.exclude(
             {
                 "--reference": self.reference.reference not in (START, NONE),
                 "--precompute": self.reference.precompute,
