@@ -30,10 +30,9 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Loop, improve
 from rlhf_jax.train.outside.samplers import make_sampler
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.reading import read_data
+from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
 from rlhf_jax.train.sampling.sampler import Sampler
-from rlhf_jax.train.start import load_start, receipt_of
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
 if TYPE_CHECKING:

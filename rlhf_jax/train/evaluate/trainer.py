@@ -31,8 +31,8 @@ from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
+from rlhf_jax.train.reading import load_start, receipt_of
 from rlhf_jax.train.rewards import make_verifier
-from rlhf_jax.train.start import load_start, receipt_of
 
 STAGE = "evaluate"
 

@@ -41,8 +41,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import alarms, folder, plots, report, run
 from rlhf_jax.train import shapes
 from rlhf_jax.train.config.watch import WatchTexts
-from rlhf_jax.train.reading import read_texts
-from rlhf_jax.train.start import receipt_of
+from rlhf_jax.train.reading import read_texts, receipt_of
 from rlhf_jax.train.supervised.task import Models, Session, Task
 
 Params = Any

@@ -53,7 +53,7 @@ from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.optimizer import Optimizer
 from rlhf_jax.train.config.start import Trained
 from rlhf_jax.train.config.supervised import MicroBatches, SupervisedConfig, WatchPolicy
-from rlhf_jax.train.start import saved
+from rlhf_jax.train.reading import saved
 from rlhf_jax.train.supervised import demonstrations, loop
 from rlhf_jax.train.supervised.demonstrations import Demonstrations
 from rlhf_jax.train.supervised.task import Data, Masks, Session, Task

@@ -23,7 +23,7 @@ from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import run
 from rlhf_jax.train.config.supervised import SupervisedConfig
-from rlhf_jax.train.start import load_start
+from rlhf_jax.train.reading import load_start
 
 Array = jax.Array
 Params = Any
