@@ -23,7 +23,7 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import compile_counts, processes, sharding
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
-from rlhf_jax.train import memory
+from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
@@ -63,7 +63,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             tokenizer=config.start.tokenizer,
         )
     if config.check_memory:
-        memory.check(config, meshes=meshes)
+        shapes.check(config, meshes=meshes)
     start = load_start(
         config.start.model,
         options=config.start,
