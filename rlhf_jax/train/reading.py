@@ -22,7 +22,7 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models import axes, layout
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.start import Compute
+from rlhf_jax.train.config.models import Compute
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.responses import Responder

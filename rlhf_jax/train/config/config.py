@@ -25,12 +25,11 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.train.config import capabilities
+from rlhf_jax.train.config.models import KL, Reference, Start
 from rlhf_jax.train.config.optimizer import Critic, Optimizer
 from rlhf_jax.train.config.prompts import Batch, Prompts
-from rlhf_jax.train.config.reference import KL, Reference
 from rlhf_jax.train.config.rewards import Environment, Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.watch import Watch
 
 FLAT = tyro.conf.arg(name="")  # of a group whose options have no prefix

@@ -16,8 +16,8 @@ from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import Stored
 from rlhf_jax.train.config.optimizer import Optimizer
-from rlhf_jax.train.config.reference import Stored
 from rlhf_jax.train.config.watch import WatchTexts
 
 

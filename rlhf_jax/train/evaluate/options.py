@@ -12,10 +12,10 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import Compute
 from rlhf_jax.train.config.prompts import AskedPrompts
 from rlhf_jax.train.config.rewards import Verifier, Workers
 from rlhf_jax.train.config.sampler import Episodes
-from rlhf_jax.train.config.start import Compute
 
 NUM_TEXTS = 256
 KINDS: dict[str, Kind] = {  # of scores, by the option that computes them

@@ -49,6 +49,7 @@ from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.train import commands
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
+from rlhf_jax.train.config.models import KL
 from rlhf_jax.train.config.optimizer import (
     REWARD_MODEL,
     Adam,
@@ -57,7 +58,6 @@ from rlhf_jax.train.config.optimizer import (
     TFAdam,
 )
 from rlhf_jax.train.config.prompts import Batch
-from rlhf_jax.train.config.reference import KL
 
 RECIPE = Recipe(num_minibatches=4, temperature=1.0)
 

@@ -62,9 +62,8 @@ from rlhf_jax.runs import report, run
 from rlhf_jax.train import commands
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import NONE, START, OneReference, Start
 from rlhf_jax.train.config.optimizer import Cosine, Optimizer
-from rlhf_jax.train.config.reference import NONE, START, OneReference
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.supervised import Rows, SupervisedConfig, WatchPolicy
 from rlhf_jax.train.supervised import loop, preferences
 from rlhf_jax.train.supervised.preferences import Preferences

@@ -55,8 +55,8 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import report, run
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import Start
 from rlhf_jax.train.config.optimizer import Optimizer
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.supervised import MicroBatches, SupervisedConfig
 from rlhf_jax.train.supervised import loop
 from rlhf_jax.train.supervised.normalisation import (

@@ -50,8 +50,8 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import report
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import Trained
 from rlhf_jax.train.config.optimizer import Optimizer
-from rlhf_jax.train.config.start import Trained
 from rlhf_jax.train.config.supervised import MicroBatches, SupervisedConfig, WatchPolicy
 from rlhf_jax.train.reading import saved
 from rlhf_jax.train.supervised import demonstrations, loop
