@@ -38,8 +38,8 @@ from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler
-    from rlhf_jax.train.outside.sampler import OutsideSampler
     from rlhf_jax.train.rollouts.queue import RolloutQueue
+    from rlhf_jax.train.sampling.outside import OutsideSampler
 
 Array = jax.Array
 Params = Any

@@ -28,11 +28,10 @@ from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Loop, improve
-from rlhf_jax.train.outside.samplers import make_sampler
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.sampling.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.samplers import process, protocol, retries, weight_files
 from rlhf_jax.samplers.decoder import Decoder
 from rlhf_jax.samplers.retries import TransientError
-from rlhf_jax.train.outside.sampler import OutsideSampler
+from rlhf_jax.train.sampling.outside import OutsideSampler
 from rlhf_jax.train.sampling.sampler import Sampler
 
 RECIPE = GRPO(
