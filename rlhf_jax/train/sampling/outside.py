@@ -22,7 +22,7 @@ from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.samplers import protocol
-from rlhf_jax.samplers.retries import Retries, TransientError
+from rlhf_jax.samplers.protocol import Retries, TransientError
 from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array

@@ -31,7 +31,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.storage import store
 from rlhf_jax.samplers import protocol
-from rlhf_jax.samplers.retries import Retries
+from rlhf_jax.samplers.protocol import Retries
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here, Process, Server
