@@ -20,7 +20,7 @@ from rlhf_jax.algorithms import self_check
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.devices import compile_counts, processes, sharding
+from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
 from rlhf_jax.train import shapes
@@ -48,7 +48,7 @@ def main(config: PolicyGradientConfig) -> None:
 
 def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     """From the config to the summary."""
-    started, compiled = time.perf_counter(), compile_counts.so_far()
+    started, compiled = time.perf_counter(), program_cache.compiled_so_far()
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
     pools = RewardPools(config, mesh=mesh, stack=stack)
@@ -184,7 +184,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     if not isinstance(loop.sampler, Sampler):
         summary["sampler_retries"] = loop.sampler.retries.count
-    summary["compiled"] = compile_counts.since(compiled)
+    summary["compiled"] = program_cache.compiled_since(compiled)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     if held_out is not None:
