@@ -17,7 +17,7 @@ from rlhf_jax.data import batches, digests, tokenization
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.data.text import Question
-from rlhf_jax.data.text.question import Written
+from rlhf_jax.data.text.messages import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models import axes, layout
 from rlhf_jax.train.build import Meshes, Models

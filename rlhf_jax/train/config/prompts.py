@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from rlhf_jax.data.text.question import PLACE
+from rlhf_jax.data.text.messages import PLACE
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
