@@ -18,7 +18,7 @@ from flax import traverse_util
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from rlhf_jax.checkpoints import adapter_folders, shards
+from rlhf_jax.checkpoints import refusals, shards
 from rlhf_jax.checkpoints.hf import casting, layout
 from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
@@ -31,14 +31,14 @@ from rlhf_jax.models.families.options import types
 
 _GENERATION = "generation_config.json"
 _DOWNLOADED = [
-    *(layout.CONFIG, adapter_folders.CONFIG, _GENERATION),
+    *(layout.CONFIG, refusals.ADAPTER, _GENERATION),
     *("model*.safetensors", shards.INDEX),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*"),
 ]
 
 
-_SHAPE = [layout.CONFIG, adapter_folders.CONFIG]
+_SHAPE = [layout.CONFIG, refusals.ADAPTER]
 
 
 def load(
@@ -199,7 +199,7 @@ def _reading(
     folder = hub.folder(path_or_repo_id, patterns=patterns)
     try:
         if not (folder / layout.CONFIG).exists():
-            adapter_folders.refuse(folder)
+            refusals.refuse_adapter(folder)
         yield folder
     except InputError as error:
         raise InputError(f"checkpoint {path_or_repo_id}: {error}") from error.__cause__
@@ -214,10 +214,10 @@ def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
             f"checkpoint {of}: {shards.WEIGHTS} is read, as transformers does, and "
             f"{shards.INDEX} beside it is not; delete the one that is out of date"
         )
-    if (folder / adapter_folders.CONFIG).exists():
+    if (folder / refusals.ADAPTER).exists():
         _note(
             f"checkpoint {of}: its whole model is read, without the adapter beside it "
-            f"({adapter_folders.CONFIG}); merge the adapter where it is meant"
+            f"({refusals.ADAPTER}); merge the adapter where it is meant"
         )
     return tensors
 
