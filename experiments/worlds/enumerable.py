@@ -37,8 +37,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import IN_REWARD
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.reference.frozen import Frozen, References
 from worlds.optima import Frontier, Optimum, divergence, expected_reward, optimum
 
 Array = jax.Array

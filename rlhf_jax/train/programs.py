@@ -31,10 +31,8 @@ from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.models.lora import merge
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import drift, frozen
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels, Further
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig

@@ -31,8 +31,8 @@ from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 ALL = LoRA(rank=2, alpha=6.0)
 FEW = LoRA(rank=3, alpha=4.0, modules=("attention/[qv]*", "mlp/up"))

@@ -16,7 +16,7 @@ from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import build, responses, rewards
 from rlhf_jax.train.methods.ppo import Config, command

@@ -15,9 +15,8 @@ from rlhf_jax.functional.aggregation import token_weights
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.policy import exact_kl
-from rlhf_jax.roles.reference.frozen import read, shape_of
+from rlhf_jax.roles.reference.frozen import FrozenModels, read, shape_of
 
 if TYPE_CHECKING:  # whose loss this is
     from rlhf_jax.algorithms.distill.recipe import Distill

@@ -20,7 +20,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import SizedPacking
-from rlhf_jax.roles.reference.further import Further, References
+from rlhf_jax.roles.reference.frozen import Further, References
 
 Array = jax.Array
 Params = Any

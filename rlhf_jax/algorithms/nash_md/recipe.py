@@ -29,8 +29,7 @@ from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.models.generation import decode, mixture
 from rlhf_jax.models.generation.loop import Decoder
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
-from rlhf_jax.roles.reference.frozen import read, shape_of
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, read, shape_of
 
 Array = jax.Array
 Params = Any

@@ -26,7 +26,7 @@ from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted, rewards
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 Array = jax.Array
 Params = Any

@@ -14,9 +14,14 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
 from rlhf_jax.models.packing import Packing, Texts, texts_of
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
-from rlhf_jax.roles.reference.frozen import Frozen, read, shape_of
+from rlhf_jax.roles.reference.frozen import (
+    NO_MODELS,
+    Frozen,
+    FrozenModels,
+    read,
+    shape_of,
+)
 
 if TYPE_CHECKING:  # whose recipes hand this loss on
     from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient

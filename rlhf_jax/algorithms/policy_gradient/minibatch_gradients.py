@@ -20,7 +20,7 @@ from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 Array = jax.Array
 Params = Any

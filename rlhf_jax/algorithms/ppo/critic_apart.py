@@ -38,7 +38,7 @@ from rlhf_jax.algorithms.state import SupervisedState
 from rlhf_jax.functional import masked
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 Array = jax.Array
 Params = Any

@@ -27,10 +27,8 @@ from rlhf_jax.planning import model_flops, workload
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Program, Workload
 from rlhf_jax.roles import rewards
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels, Further
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig

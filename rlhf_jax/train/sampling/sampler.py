@@ -26,9 +26,8 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.models.lora import merge as merged
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import NO_MODELS, Frozen, FrozenModels
 from rlhf_jax.roles.reference.storage import store
 from rlhf_jax.samplers import protocol
 from rlhf_jax.samplers.protocol import Retries

@@ -15,8 +15,7 @@ from rlhf_jax.algorithms import batch
 from rlhf_jax.algorithms.flow import further, score
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
-from rlhf_jax.roles.frozen_models import FrozenModels
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import FrozenModels, Further
 
 MASK = np.array([[0, 0, 1, 1, 1], [0, 0, 1, 1, 0]], bool)
 NOISE = np.random.default_rng(0).normal(size=(4, *MASK.shape))

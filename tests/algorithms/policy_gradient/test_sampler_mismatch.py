@@ -34,7 +34,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.functional.kl.penalty import UNBIASED_K3
 from rlhf_jax.functional.off_policy.importance import Correction
-from rlhf_jax.roles.frozen_models import NO_MODELS
+from rlhf_jax.roles.reference.frozen import NO_MODELS
 
 CAP = 1.5
 

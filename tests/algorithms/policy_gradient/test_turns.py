@@ -29,8 +29,7 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, Further
 from rlhf_jax.roles.rewards.normalisation import RunningMoments
 
 KL_COEF = 0.3

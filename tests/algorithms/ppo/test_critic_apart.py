@@ -22,7 +22,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.roles.critic import from_base
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 LR = 0.1
 POLICY = toys.params()

@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.recipe import Clip, FixedLength
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
