@@ -25,8 +25,8 @@ from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles import adapted, rewards
-from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
+from rlhf_jax.roles import rewards
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -105,7 +105,7 @@ def sample(
     recipe.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
     sample_key, _ = jax.random.split(key)
     rollout = recipe.rollout(
-        adapted.params(policy, base=frozen.base, lora=recipe.lora),
+        adapted_params(policy, base=frozen.base, lora=recipe.lora),
         prompts=prompts,
         key=sample_key,
         frozen=frozen,
@@ -242,7 +242,7 @@ def make_experience(
         turn_rewards = flow.shaping.shape_turns(
             turn_rewards, ends=returned.turn_ends, scores=returned.total, **shaping
         )
-    params = adapted.params(state.policy, base=frozen.base, lora=recipe.lora)
+    params = adapted_params(state.policy, base=frozen.base, lora=recipe.lora)
     rollout = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scoring: dict[str, Any] = {
         "model": recipe.model,

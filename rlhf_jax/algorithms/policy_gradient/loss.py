@@ -13,12 +13,12 @@ from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
 from rlhf_jax.models.packing import Packing, Texts, texts_of
-from rlhf_jax.roles import adapted
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference.frozen import (
     NO_MODELS,
     Frozen,
     FrozenModels,
+    adapted_params,
     read,
     shape_of,
 )
@@ -81,7 +81,7 @@ def policy_terms(
       the ledger of trust where the experience has its entries.
     """
     mask = experience.response_mask
-    params = adapted.params(policy, base=frozen.base, lora=recipe.lora)
+    params = adapted_params(policy, base=frozen.base, lora=recipe.lora)
     texts = texts_of(
         experience.tokens,
         experience.mask,

@@ -19,8 +19,7 @@ from rlhf_jax.algorithms.state import LossFunction, accumulate
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference.frozen import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -140,7 +139,7 @@ def ptx_gradient(
 
     def ptx_loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:
         loss, stats = sft.loss(
-            adapted.params(trained, base=frozen.base, lora=recipe.lora),
+            adapted_params(trained, base=frozen.base, lora=recipe.lora),
             part,
             model=recipe.model,
             num_tokens=num_tokens,

@@ -14,6 +14,15 @@ The first reference is the one whose weight is 1: lifecycles move it, controller
 read its KL, and weight drift is measured to it. The others stay what they were.
 
 Source: Aminian et al. 2025, arXiv:2502.01203, section 5.
+
+A role that trains adapters of a frozen base runs with both (`adapted_params`):
+
+    trained                              base     run with
+    parameters                           None     themselves
+    adapters A, B                        W        W beside A, B
+    {"trunk": A, B, "score": s}          W        {"trunk": W beside A, B, "score": s}
+
+Policy, critic and reward model may share one base, which is also the reference.
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import axes, leaves
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA, attach
 from rlhf_jax.roles.reference import fingerprint, storage
 
 Array = jax.Array
@@ -237,3 +247,19 @@ class FrozenModels:
 
 
 NO_MODELS = FrozenModels()
+
+
+def adapted_params(
+    trained: Params, *, base: Frozen | None, lora: LoRA | None
+) -> Params:
+    """The parameters for a forward pass; no gradient flows into the base."""
+    if base is None and lora is None:
+        return trained
+    if base is None or lora is None:
+        missing = "base" if base is None else "lora"
+        raise InputError(
+            f"expected base and lora together, got no {missing}: with LoRA the trained "
+            f"parameters are adapters of a frozen base. Give both, or neither to train "
+            f"every parameter"
+        )
+    return attach(read(base), trained, lora=lora)
