@@ -276,7 +276,7 @@ def _run_kl(
         temperature=temperature,
     )
     if further:
-        scored, _ = flow.further.add(
+        scored, _ = flow.objective.add_further(
             scored,
             further=further,
             model=model,

@@ -235,7 +235,7 @@ def measure(
     scored = dataclasses.replace(scored, values=values)
     beside: dict[str, Further] = {}
     if further:
-        scored, beside = flow.further.add(
+        scored, beside = flow.objective.add_further(
             scored,
             further=further,
             model=algorithm.model,

@@ -266,7 +266,9 @@ def make_experience(
         **scoring,
     )
     scored = dataclasses.replace(scored, turn_ends=returned.turn_ends)
-    scored, further = flow.further.add(scored, further=frozen.further, **scoring)
+    scored, further = flow.objective.add_further(
+        scored, further=frozen.further, **scoring
+    )
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
     ref_hidden = None

@@ -152,7 +152,7 @@ def policy_terms(
 
         kl_loss, kl_stats = of_reference(experience.ref_logprobs, frozen.reference)
         for name, further in experience.further.items():
-            assert further.logprobs is not None  # of `flow.further.add`
+            assert further.logprobs is not None  # of `flow.objective.add_further`
             model = frozen.further[name].frozen if frozen.further else None
             added, added_stats = of_reference(further.logprobs, model)
             kl_loss += further.weight * added

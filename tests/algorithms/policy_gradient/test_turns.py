@@ -575,7 +575,7 @@ def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
         **options,
     )
     beside = {"far": Further(models()[2], old - 0.25, 0.0)}
-    scored, _ = flow.further.add(scored, further=beside, **options)
+    scored, _ = flow.objective.add_further(scored, further=beside, **options)
     for name, nats in (("exact", 0.5), ("far", 0.25)):
         total, count = scored.kl_stats[f"objective/kl_{name}"]
         assert float(count) == 5
