@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
+from rlhf_jax.algorithms.policy_gradient.corrections import staleness
 from rlhf_jax.algorithms.policy_gradient.iteration import seen_by_reward
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import StopError

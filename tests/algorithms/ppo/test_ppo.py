@@ -590,7 +590,7 @@ REBUILT = {
 ABOVE = {
     *("micro_batch_size", "lora", "fixed_length"),
     "continuous_batching",  # must change nothing: test_continuous_batching.py
-    # test_sampler_mismatch.py
+    # test_corrections.py
     "sampler_correction",
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     # test_published.py, test_surrogates.py, test_packed_learning.py

@@ -21,8 +21,6 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     Recompute,
     Reject,
     Truncate,
-)
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import (
     corrected,
     recomputed,
     staleness,
@@ -327,7 +325,7 @@ def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
         recorded_options.update(options)
         return after
 
-    module = import_module("rlhf_jax.algorithms.policy_gradient.sampler_mismatch")
+    module = import_module("rlhf_jax.algorithms.policy_gradient.corrections")
     monkeypatch.setattr(module.flow.rollout, "recompute_logprobs", recompute_logprobs)
     packing = object()
     assert recomputed(None, None, recipe=RECIPE, packing=packing) is after
