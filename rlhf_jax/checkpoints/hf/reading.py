@@ -26,8 +26,7 @@ from rlhf_jax.data import hub
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, mapping
-from rlhf_jax.models.families.options import types
+from rlhf_jax.models.families import fields, keys, mapping
 
 _GENERATION = "generation_config.json"
 _DOWNLOADED = [
@@ -188,7 +187,7 @@ def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
         config = shards.read_json(folder / layout.CONFIG)
         if (folder / _GENERATION).exists():
             config |= shards.read_json(folder / _GENERATION)
-        return types.token_ids(config.get("eos_token_id"), option="eos_token_id")
+        return fields.token_ids(config.get("eos_token_id"), option="eos_token_id")
 
 
 @contextlib.contextmanager
