@@ -24,7 +24,7 @@ from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
-from rlhf_jax.roles.rewards.normalisation import RunningMoments
+from rlhf_jax.roles.rewards.scores import RunningMoments
 
 Array = jax.Array
 Params = Any

@@ -30,7 +30,7 @@ from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, Further
-from rlhf_jax.roles.rewards.normalisation import RunningMoments
+from rlhf_jax.roles.rewards.scores import RunningMoments
 
 KL_COEF = 0.3
 KEY = jax.random.key(9)
