@@ -25,7 +25,6 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
-from rlhf_jax.train.environment.rows import ReadRows, read_prompts
 from rlhf_jax.train.evaluate import responses, results, scoring
 from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
@@ -33,6 +32,7 @@ from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
 from rlhf_jax.train.reading import load_start, receipt_of
 from rlhf_jax.train.rewards import make_verifier
+from rlhf_jax.train.rows import ReadRows, read_prompts
 
 STAGE = "evaluate"
 

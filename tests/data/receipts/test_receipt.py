@@ -15,7 +15,7 @@ from rlhf_jax.data.examples import Episode, Example
 from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments.protocol import Started
-from rlhf_jax.train.environment.rows import read_begun
+from rlhf_jax.train.rows import read_begun
 
 EOS = 1
 TOKENIZER = toy_files.tokenizer()
