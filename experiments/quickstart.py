@@ -46,9 +46,8 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Example
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import profiled
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 from rlhf_jax.runs import alarms, command_line, drift_report, folder, plots, report, run
 
 Array = jax.Array

@@ -19,10 +19,8 @@ from rlhf_jax import critic, kl_control, masked, ppo, state
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels, References
 from rlhf_jax.runs import run
 
 Array = jax.Array

@@ -42,7 +42,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import IN_REWARD
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs import command_line, report, run, run_config
 
 Array = jax.Array

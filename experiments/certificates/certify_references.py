@@ -46,8 +46,7 @@ from certificates.verdicts import Certificate, Policy, Reached
 from rlhf_jax import frozen, ppo
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import Frozen, Further
 from rlhf_jax.runs import command_line, report, run, run_config
 
 Params = Any

@@ -57,9 +57,8 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Example
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 from rlhf_jax.runs import command_line, folder, report, run, run_config
 from studies.distilled_students import look, prompts_of, respond
 

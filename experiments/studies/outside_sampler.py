@@ -46,13 +46,11 @@ from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
 from rlhf_jax.samplers import served
 from rlhf_jax.samplers.server import ServerSampler
 from rlhf_jax.train import trainer
-from rlhf_jax.train.config.batch import Batch
+from rlhf_jax.train.config.models import Reference, Start
 from rlhf_jax.train.config.optimizer import AdamW, Cosine, Optimizer
-from rlhf_jax.train.config.prompts import Prompts
-from rlhf_jax.train.config.reference import Reference
+from rlhf_jax.train.config.prompts import Batch, Prompts
 from rlhf_jax.train.config.rewards import Rewards, Verifier
 from rlhf_jax.train.config.sampler import Here, Process, Sampler, Sampling, Server
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.supervised import Rows
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.methods import grpo

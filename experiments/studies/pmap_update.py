@@ -47,8 +47,7 @@ from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.algorithms.state import LossFunction, TrainState
 from rlhf_jax.data import batches
 from rlhf_jax.functional import checks
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import NO_MODELS, Frozen, FrozenModels
 from rlhf_jax.runs import command_line, report
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig

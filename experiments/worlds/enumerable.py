@@ -37,8 +37,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import IN_REWARD
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import References
+from rlhf_jax.roles.reference.frozen import Frozen, References
 from worlds.optima import Frontier, Optimum, divergence, expected_reward, optimum
 
 Array = jax.Array
@@ -277,7 +276,7 @@ def _run_kl(
         temperature=temperature,
     )
     if further:
-        scored, _ = flow.further.add(
+        scored, _ = flow.objective.add_further(
             scored,
             further=further,
             model=model,

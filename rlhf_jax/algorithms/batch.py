@@ -36,7 +36,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from rlhf_jax.functional import masked
 from rlhf_jax.models.packing import SizedPacking
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import Further
 
 Array = jax.Array
 

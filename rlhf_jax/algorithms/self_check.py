@@ -20,9 +20,8 @@ from rlhf_jax.algorithms.flow.rollout import response_logprobs
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, changes_nothing
-from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import fingerprint, frozen
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -79,7 +78,7 @@ def measure(
             temperature=temperature,
         )
 
-    params = adapted.params(policy, base=base, lora=lora)
+    params = adapted_params(policy, base=base, lora=lora)
     equal = jnp.zeros((), bool)
     if reference is not None:
         if base is None:

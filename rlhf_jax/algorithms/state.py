@@ -21,10 +21,10 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import KLController
 from rlhf_jax.models import layout
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import adapted, rewards
+from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import fingerprint
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.normalisation import RunningMoments
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
+from rlhf_jax.roles.rewards.scores import RunningMoments
 
 Array = jax.Array
 Params = Any
@@ -235,7 +235,7 @@ def supervised_update(
     Its parameters are those to run with: the state's, or its adapters over `base`.
     """
     grads, stats = accumulate(
-        lambda trained, part: loss(adapted.params(trained, base=base, lora=lora), part),
+        lambda trained, part: loss(adapted_params(trained, base=base, lora=lora), part),
         state.params,
         batch,
         micro_batch_size=micro_batch_size,

@@ -19,7 +19,7 @@ from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.reference import further
+from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import choices
 
@@ -43,7 +43,7 @@ class FurtherReference:
     """Where it is, in the forms of --placement.reference."""
 
     def __post_init__(self) -> None:
-        further.check(self.name, weight=self.weight)
+        frozen.check_further(self.name, weight=self.weight)
         _ = self.storage  # or raises
 
     @classmethod

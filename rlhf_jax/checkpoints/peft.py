@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from rlhf_jax.checkpoints import adapter_folders, finite, fused_adapters, shards
+from rlhf_jax.checkpoints import fused_adapters, refusals, shards
 from rlhf_jax.checkpoints.fused_adapters import Linear
 from rlhf_jax.checkpoints.hf import PathLike, SaveDtype, casting
 from rlhf_jax.devices import processes
@@ -40,7 +40,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 Params = Any
 Tensors = dict[str, np.ndarray]
 
-_CONFIG = adapter_folders.CONFIG
+_CONFIG = refusals.ADAPTER
 _WEIGHTS = "adapter_model.safetensors"
 _SCORE = f"{fused_adapters.PREFIX}score.weight"
 # Options that say nothing of the numbers, or are read below. Dropout is of training
@@ -158,9 +158,9 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
         lora, adapters = _read(config, tensors, model=model)
         bias = np.array(metadata.get("score_bias", 0.0), np.float32)
         numbers = {**tensors, "score_bias": bias}
-        finite.refuse(
+        refusals.refuse_not_finite(
             {
-                f"{name} in {_WEIGHTS}": (finite.NotFinite.of(array), array.size)
+                f"{name} in {_WEIGHTS}": (refusals.NotFinite.of(array), array.size)
                 for name, array in numbers.items()
             }
         )

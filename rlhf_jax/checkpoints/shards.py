@@ -20,8 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rlhf_jax.checkpoints import adapter_folders, finite
-from rlhf_jax.checkpoints.finite import NotFinite
+from rlhf_jax.checkpoints import refusals
+from rlhf_jax.checkpoints.refusals import NotFinite
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.families import mapping
 from rlhf_jax.runs import write_errors
@@ -139,7 +139,7 @@ class Tensors:
 
     def check_finite(self) -> None:
         """Raises InputError if an entry read so far was NaN or infinite."""
-        finite.refuse(
+        refusals.refuse_not_finite(
             {
                 f"{name} in {self._files[name].name}": (
                     not_finite,
@@ -248,7 +248,7 @@ def _files(folder: Path) -> list[Path]:
                 f"the checkpoint again"
             )
         return files
-    adapter_folders.refuse(folder)
+    refusals.refuse_adapter(folder)
     raise InputError(
         f"expected {WEIGHTS} or {INDEX}, got {_listing(folder)}; to convert a "
         f"pytorch_model.bin (a pickle), load it with torch and transformers and call "

@@ -26,8 +26,7 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import SupervisedState, supervised_state
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.functional import masked
-from rlhf_jax.roles.frozen_models import FrozenModels
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 
 Array = jax.Array
 Params = Any

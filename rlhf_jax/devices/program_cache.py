@@ -5,22 +5,34 @@ on: its text, the compiler's version and flags, the devices. What runs is the sa
 machine code, so the numbers are the same bits. Of several processes the first writes,
 and each reads its own folder, or one that they share. `give_back_memory` is for what
 making a program has left in memory.
+
+`compiled_since` counts how often each program is compiled: a run whose shapes change
+compiles in its loop. JAX tells every listener of a compilation and of a program that it
+reads from disk instead; both count, as both are a new shape. A program is known by its
+function's name.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
+import functools
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax import monitoring
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 
 MAX_BYTES = 4 * 2**30  # of a folder at a start, before the oldest programs go
+EVENT = "/jax/core/compile/backend_compile_duration"
+Counts = collections.Counter[str]
+_counts: Counts = collections.Counter()
 
 
 def default_folder() -> Path | None:
@@ -109,3 +121,26 @@ def give_back_memory() -> None:
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def compiled_so_far() -> Counts:
+    """{program: compilations} of this process since this was first called."""
+    _listen()
+    return _counts.copy()
+
+
+def compiled_since(before: Counts) -> dict[str, int]:
+    """{program: compilations} since `before`, of `compiled_so_far`; the most first."""
+    return dict((compiled_so_far() - before).most_common())
+
+
+@functools.cache
+def _listen() -> None:
+    monitoring.register_event_duration_secs_listener(_count)
+
+
+def _count(event: str, duration_secs: float, **about: Any) -> None:
+    del duration_secs
+    if event == EVENT:
+        name = str(about.get("fun_name", "unnamed"))
+        _counts[name.removeprefix("jit(").removesuffix(")")] += 1

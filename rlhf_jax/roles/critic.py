@@ -56,7 +56,7 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
 
     Returns:
       {"trunk": adapters f32, "score": {"kernel": f32[D], "bias": f32[]}}, for
-      `adapted.params`, which merges base and trunk.
+      `adapted_params`, which merges base and trunk.
 
     Raises:
       InputError: a pattern of `lora` matches no matrix of the model.

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import jax
 
-from rlhf_jax.devices import compile_counts, processes
+from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import alarms, jsonl, write_errors
@@ -188,7 +188,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         self._pending = (step, stats, vectors)
         now = time.perf_counter()
         timings = {"seconds": now - self._since, "phases": self._phases}
-        if compiled := compile_counts.since(self._compiled_before):
+        if compiled := program_cache.compiled_since(self._compiled_before):
             timings["compiled"] = compiled
         if waits is not None:
             timings["waits"] = dict(waits)
@@ -258,7 +258,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         """Begins the timings of the next step."""
         self._phases: dict[str, float] = {}
         self._since = now
-        self._compiled_before = compile_counts.so_far()
+        self._compiled_before = program_cache.compiled_so_far()
 
     def _open(self, name: str) -> None:
         with write_errors.writing(self._paths[name]):

@@ -1,23 +1,31 @@
-"""One stage of a run: its state at the newest snapshot, and the ends of its steps."""
+"""One stage of a run: where it begins, and the ends of its steps.
+
+It begins at its newest snapshot, at an older one, or at its start.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 
 from rlhf_jax.devices import processes, program_cache
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import command_line
 from rlhf_jax.runs.profile.profiler import HOST_SCOPE, Masks
 from rlhf_jax.runs.run_config import to_json
-from rlhf_jax.runs.snapshots import beginning, proof, snapshots
+from rlhf_jax.runs.snapshots import files, proof, resume
+from rlhf_jax.runs.snapshots.integrity import DamagedError
+from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from rlhf_jax.runs.run import Run
@@ -35,6 +43,7 @@ SKIPPED = {
         "Snapshots of before the first critic/skipped in metrics.jsonl have both whole"
     ),
 }
+ROWS = "rows"  # key in a snapshot's meta: how many rows each file of the record has
 
 
 class DivergedError(StopError):
@@ -97,8 +106,8 @@ class Stage:
         self._meta = {**meta, "config": config, "versions": run.versions}
         self._name = name
         folder = run.folder / "snapshots" / name
-        self._snapshots = snapshots.Snapshots(folder, keep=run.config.keep_snapshots)
-        begun = beginning.begin(
+        self._snapshots = Snapshots(folder, keep=run.config.keep_snapshots)
+        begun = begin(
             name,
             state,
             snapshots=self._snapshots,
@@ -187,7 +196,7 @@ class Stage:
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
         # A copy, as the snapshot is written while the next steps run.
-        meta[beginning.ROWS] = dict(self._run.record.rows)
+        meta[ROWS] = dict(self._run.record.rows)
         self._snapshots.save(done, arrays=state, meta=meta)
 
     def _copy(self, done: int) -> tuple[int, PyTree]:
@@ -215,3 +224,93 @@ class Stage:
             f"within {limit.seconds:g} s of {signal_name} (--stop-timeout); "
             f"{saved}; {command_line.go_on(config)}"
         )
+
+
+class Beginning(NamedTuple):
+    """What a stage goes on from."""
+
+    step: int  # number of the snapshot, 0 for the start of the stage
+    state: PyTree
+    rows: Mapping[str, int] | None  # of each JSONL file; None if they are not known
+    went_back: bool = False  # to an older snapshot, as the user asked
+
+
+def begin(
+    name: str,
+    state: PyTree,
+    *,
+    snapshots: Snapshots,
+    folder: Path,
+    meta: Mapping[str, Any],
+    frozen: proof.Proof,
+    resume_from: int | None,
+    is_newest_stage: bool,
+) -> Beginning:
+    """Restores a stage from its snapshots, or begins it with its `state`.
+
+    The meta must equal that of the snapshot, and the frozen models are verified.
+
+    Args:
+      resume_from: the snapshot to go back to, 0 for the start of the stage; None takes
+        the newest one.
+      is_newest_stage: whether no later stage has a snapshot.
+
+    Raises:
+      InputError: there is no such snapshot, or it has another meta.
+      ReferenceMovedError: a frozen model is not what was frozen.
+      DamagedError: the newest snapshot is damaged, and `resume_from` is None. The
+        message names the newest one that is whole.
+    """
+
+    def restored(step: int, *, went_back: bool) -> Beginning:
+        arrays, saved = snapshots.restore(step, like=state)
+        where = f"snapshot {step} of {name}"
+        resume.check_meta(saved, meta, where=where)
+        frozen.check_resumed(saved[proof.META], arrays, where=where)
+        return Beginning(step, arrays, saved.get(ROWS), went_back)
+
+    def gone_back(step: int) -> Beginning:
+        steps = (0, *snapshots.steps())
+        checks.one_of(among=steps, **{f"--resume-from, a snapshot of {name}": step})
+        if step == 0:
+            frozen.check(state)
+            beginning = Beginning(0, state, None, went_back=True)
+        else:
+            beginning = restored(step, went_back=True)
+        for path in snapshots.set_aside(after=step):
+            print(
+                f"note: {name} goes on from snapshot {step}; a newer one is set aside "
+                f"as {path}, delete it when it is of no more use",
+                file=sys.stderr,
+            )
+        return beginning
+
+    newest = snapshots.latest() or 0
+    if resume_from is not None and (newest == 0 or is_newest_stage):
+        return gone_back(resume_from)
+    if newest == 0:
+        frozen.check(state)
+        return Beginning(0, state, None)
+    try:
+        return restored(newest, went_back=False)
+    except DamagedError as damage:
+        if resume_from is None:
+            way_back = _way_back(name, snapshots, folder, newest=newest)
+            raise DamagedError(f"{damage}\n{way_back}") from None
+        return gone_back(resume_from)
+
+
+def _way_back(name: str, snapshots: Snapshots, folder: Path, *, newest: int) -> str:
+    """Which older snapshot to go on from, for the message about a damaged one."""
+    for step in reversed([n for n in snapshots.steps() if n < newest]):
+        checked = files.check(folder, step)
+        if checked.damage is None:
+            return (
+                f"snapshot {step} of {name} is {checked.verdict}: go on from it "
+                f"with --resume-from {step} instead of --resume; what came after "
+                f"it is computed again, with the same numbers"
+            )
+    return (
+        f"no older snapshot of {name} is whole: start the stage again with "
+        f"--resume-from 0 instead of --resume"
+    )

@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 from rlhf_jax.functional.checks import StopError
-from rlhf_jax.samplers.retries import TransientError
+from rlhf_jax.samplers.protocol import TransientError
 
 SHOWN = 300  # characters of an answer in a message
 HEADERS = {"Content-Type": "application/json"}

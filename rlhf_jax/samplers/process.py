@@ -28,8 +28,7 @@ from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.samplers import decoder, weight_files
 from rlhf_jax.samplers.decoder import Decoder
-from rlhf_jax.samplers.protocol import Drawn
-from rlhf_jax.samplers.retries import TIMEOUT, TransientError
+from rlhf_jax.samplers.protocol import TIMEOUT, Drawn, TransientError
 from rlhf_jax.verification import user_objects
 from rlhf_jax.verification.worker import Failed
 from rlhf_jax.verification.workers import Ended, Workers

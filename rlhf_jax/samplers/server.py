@@ -37,8 +37,7 @@ from rlhf_jax.samplers.connection import (
     ServerError,
     Unreachable,
 )
-from rlhf_jax.samplers.protocol import Drawn
-from rlhf_jax.samplers.retries import TIMEOUT, Retries
+from rlhf_jax.samplers.protocol import TIMEOUT, Drawn, Retries
 
 Array = jax.Array
 Params = Any

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
+from rlhf_jax.algorithms.policy_gradient.corrections import staleness
 from rlhf_jax.algorithms.policy_gradient.iteration import seen_by_reward
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import StopError
@@ -38,8 +38,8 @@ from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler
-    from rlhf_jax.train.outside.sampler import OutsideSampler
     from rlhf_jax.train.rollouts.queue import RolloutQueue
+    from rlhf_jax.train.sampling.outside import OutsideSampler
 
 Array = jax.Array
 Params = Any

@@ -21,7 +21,7 @@ from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models import layout
 from rlhf_jax.models.packing import SizedPacking
-from rlhf_jax.train.config.batch import Packing
+from rlhf_jax.train.config.prompts import Packing
 
 if TYPE_CHECKING:
     from rlhf_jax.data.layouts import Packer

@@ -30,11 +30,13 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.models.lora import merge
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import drift, frozen
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import (
+    Frozen,
+    FrozenModels,
+    Further,
+    adapted_params,
+)
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
@@ -129,7 +131,7 @@ class Programs:
         ) -> Rollout:
             after = recipe.fixed_length.truncate_after if recipe.fixed_length else 0
             responses = rollout.rollout(
-                adapted.params(policy, base=base, lora=recipe.lora),
+                adapted_params(policy, base=base, lora=recipe.lora),
                 prompts=prompts,
                 key=key,
                 stop_ids=() if after else recipe.stop_ids,
@@ -159,7 +161,7 @@ class Programs:
         ) -> Stats:
             from rlhf_jax.algorithms import evaluation
 
-            params = adapted.params(policy, base=base, lora=recipe.lora)
+            params = adapted_params(policy, base=base, lora=recipe.lora)
             return evaluation.text_stats(params, texts, model=recipe.model)
 
         self._text_stats = jit(on(text_stats))

@@ -1,26 +1,90 @@
-"""What a run reads before it draws: prompts, held-out prompts and texts."""
+"""What a command reads before it begins: its checkpoint, prompts and texts."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints import hf, pretrained
+from rlhf_jax.checkpoints.hf import SaveDtype
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, digests
+from rlhf_jax.data import batches, digests, tokenization
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.receipts import Receipts, items
-from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.data.text import Question
+from rlhf_jax.data.text.messages import Written
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.models import axes, layout
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.models import Compute
 from rlhf_jax.train.config.watch import WatchTexts
-from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.responses import Responder
 from rlhf_jax.train.rewards import RewardPools
-from rlhf_jax.train.start import prompts_given
+from rlhf_jax.train.rows import ReadRows
+
+
+def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
+    """What a run prints of its data and keeps as data.json.
+
+    Args:
+      start: whose tokenizer shows an example, its special tokens among them.
+    """
+    decode = functools.partial(tokenization.decode, start.tokenizer)
+    (unprompted,) = start.contract.prompts([Question("")])
+    return receipts.to_json(decode=decode, unprompted=unprompted)
+
+
+def prompts_given(written_prompts: Iterable[Written]) -> dict[str, str]:
+    """What snapshots say of prompts that a user's function scores, if of messages."""
+    of_texts = all(isinstance(prompt, str) for prompt in written_prompts)
+    return {} if of_texts else {"prompts_given": "messages"}
+
+
+def load_start(
+    path_or_repo_id: str,
+    *,
+    options: Compute,
+    mesh: Mesh,
+    save_dtype: SaveDtype | None = None,
+) -> Pretrained:
+    """The checkpoint with its tokenizer, sharded over `mesh`.
+
+    Args:
+      save_dtype: Of what is written; None is that of most weights.
+
+    Raises:
+      InputError: As `pretrained.load`, the mesh shares columns, which the attention
+        that is asked for cannot, or --save-dtype does not hold the parameters.
+    """
+    if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
+        layout.refuse_context(options.attention)
+    start = pretrained.load(
+        path_or_repo_id,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        remat=options.remat,
+        attention=options.attention,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
+    )
+    return saved(start, save_dtype)
+
+
+def saved(start: Pretrained, save_dtype: SaveDtype | None) -> Pretrained:
+    """`start`, whose folders are written in a dtype; None changes nothing.
+
+    Raises:
+      InputError: its parameters do not fit the dtype already.
+    """
+    if save_dtype is None:
+        return start
+    hf.check_dtype(start.params, dtype=save_dtype)
+    return start._replace(save_dtype=save_dtype)
 
 
 class ReadData(NamedTuple):

@@ -18,8 +18,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.environment.rows import ReadRows, read_prompts
 from rlhf_jax.train.rewards import Early, RewardPools
+from rlhf_jax.train.rows import ReadRows, read_prompts
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler

@@ -1,20 +1,28 @@
-"""Checkpoints as shapes, for `jax.eval_shape` of a build: nothing is read or allocated.
+"""Checkpoints and models of a run as shapes: nothing is read or allocated.
 
-Under `jax.eval_shape` the zeros are shapes alone.
+Under `jax.eval_shape` of a build the zeros are shapes alone. `check` says from them
+whether the models and one iteration fit a device, before weights are read.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.checkpoints import hf
+from rlhf_jax.checkpoints import hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import memory_check
+from rlhf_jax.planning.memory_check import Part, Passing
 from rlhf_jax.roles import critic
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.train.build import Load, Meshes, Models, build
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.sampler import Here
 
 Params = Any
 
@@ -55,3 +63,156 @@ def load_reward(path: str, **_: Any) -> tuple[ModelConfig, Params]:
     """As `hf.load_reward`, by the small files of a checkpoint."""
     model, trunk = load(path)
     return model, critic.from_policy(trunk, model=model)
+
+
+def of_run(
+    config: PolicyGradientConfig, *, meshes: Meshes, start: Pretrained | None = None
+) -> Models:
+    """What `build` will make, as shapes: by the small files of its checkpoints.
+
+    Args:
+      start: --model without parameters; None reads its small files.
+
+    Raises:
+      InputError: there is no such checkpoint, or it does not fit the policy's tokens.
+    """
+    if start is None:
+        options = config.start
+        start = pretrained.described(options.model, tokenizer=options.tokenizer)
+        model = dataclasses.replace(start.model, dtype=options.dtype)
+        start = start._replace(model=model)
+    whole = start
+
+    def made() -> Models:
+        begin = whole._replace(params=params(whole.model))
+        return build(config, begin, meshes=meshes, load=Load(load, load_reward))
+
+    return jax.eval_shape(made)
+
+
+def reward_names(models: Models) -> list[str]:
+    """What reward models are called: by number where there are several."""
+    count = len(models.rewards)
+    return ["reward model", *(f"reward model {i}" for i in range(2, count + 1))][:count]
+
+
+def parts(
+    config: PolicyGradientConfig, models: Models, *, meshes: Meshes
+) -> list[Part]:
+    """Every model and optimizer of a run, where it is."""
+    mesh, placement = meshes.policy, config.placement
+    policy, of_critic = models.train.policy, models.train
+    valued, valued_opt = of_critic.critic, of_critic.critic_opt
+    if models.critic is not None:
+        valued, valued_opt = models.critic.params, models.critic.opt
+    reference_mesh = placement.reference.memory_mesh(mesh)
+    whole = [
+        Part("policy", policy, mesh),
+        Part("policy's optimizer", models.train.policy_opt, mesh),
+        Part("critic", valued, meshes.critic),
+        Part("critic's optimizer", valued_opt, meshes.critic),
+    ]
+    if models.base is not None:
+        whole.append(Part("base", models.base.stored, mesh))
+    chosen = config.reference
+    alias = chosen.checkpoint is None and models.base is not None
+    if models.reference is not None and not (alias and not chosen.lifecycle.moves):
+        whole.append(Part("reference", models.reference.stored, reference_mesh))
+    if models.head is not None:
+        whole.append(Part("reference's head", models.head.stored, mesh))
+    for reference in chosen.references:
+        stored = models.further[reference.name].stored
+        whole.append(
+            Part(
+                f"reference {reference.name}", stored, reference.place.memory_mesh(mesh)
+            )
+        )
+    for name, one in zip(reward_names(models), models.rewards, strict=True):
+        place = placement.reward.memory_mesh(mesh)
+        whole.append(Part(name, one.stored, place))
+    return whole
+
+
+def check(config: PolicyGradientConfig, *, meshes: Meshes) -> None:
+    """Refuses a run that cannot fit.
+
+    Prompts count neither in the cache nor as activations.
+
+    Raises:
+      InputError: the run needs more memory than there is, or there is no such
+        checkpoint.
+    """
+    models = of_run(config, meshes=meshes)
+    recipe, mesh, placement = models.recipe, meshes.policy, config.placement
+    resident = parts(config, models, meshes=meshes)
+    policy, valued = models.train.policy, models.train.critic
+    if models.critic is not None:
+        valued = models.critic.params
+    options, whole = config.sampler.sampler, storage_of_sampler(config, models)
+    sampler_mesh, copies = meshes.sampler, []
+    handed_over = placement.sampler.apart or config.staleness > 0
+    rounds = isinstance(options, Here) and options.dtype != "float32"
+    if handed_over or rounds:
+        copies = [Part("policy", whole, sampler_mesh)]
+        resident += [
+            Part(f"policy for the batch {i} ahead", whole, sampler_mesh)
+            for i in range(2, config.staleness + 1)
+        ]
+    plays_apart = config.sampler.environment is not None and mesh.size > 1
+    if plays_apart:
+        handed = copies if config.staleness > 0 else []
+        from rlhf_jax.devices import replicas
+
+        sampler_mesh = replicas.of_mesh(sampler_mesh).everyone
+        of_player = memory_check.shapes_of(recipe.model)
+        copies = [*handed, Part("policy that plays episodes", of_player, sampler_mesh)]
+    if (placement.sampler.apart or plays_apart) and models.base is not None:
+        resident.append(Part("sampler's base", models.base.stored, sampler_mesh))
+
+    def passing() -> list[Passing]:
+        rows = config.batch.batch_size
+        if recipe.continuous_batching is not None:
+            rows = min(rows, recipe.continuous_batching)
+        model = recipe.model
+        if isinstance(options, Here):
+            model = options.sampled(model)
+        learning = [
+            memory_check.gradients("gradients", policy, model=recipe.model, mesh=mesh)
+        ]
+        if valued is not None:
+            learning.append(
+                memory_check.gradients(
+                    "gradients", valued, model=recipe.model, mesh=meshes.critic
+                )
+            )
+        cache = memory_check.cache(
+            model,
+            rows=rows,
+            max_new_tokens=recipe.max_new_tokens,
+            mesh=sampler_mesh,
+            beside=tuple(copies),
+        )
+        return [*([] if config.sampler.is_outside else [cache]), *learning]
+
+    memory_check.check(
+        resident,
+        passing,
+        change="lower --max-new-tokens, --batch-size or --continuous-batching, share "
+        "pages with cache_pages of --sampler, train adapters with --lora, store the "
+        "reference with --reference-storage.dtype, or share it among devices with "
+        "--placement.policy",
+    )
+
+
+def storage_of_sampler(config: PolicyGradientConfig, models: Models) -> Params:
+    """Shapes of the policy as it is sampled with."""
+    options, policy = config.sampler.sampler, models.train.policy
+    if not isinstance(options, Here) or options.dtype == "float32":
+        return policy
+    store = functools.partial(
+        storage.store,
+        dtype=options.dtype,
+        embeddings=options.embeddings,
+        vectors="float32",
+    )
+    return jax.eval_shape(store, policy)

@@ -38,7 +38,7 @@ from rlhf_jax.sweeps.execution import Ended
 from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit, Workers
 from rlhf_jax.sweeps.planned import Planned
 from rlhf_jax.train.commands import RENAMED
-from rlhf_jax.train.config import pairs
+from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.main import TRAINERS
 
 
@@ -62,7 +62,7 @@ class Config:
 
     def __post_init__(self) -> None:
         checks.positive(jobs=self.jobs)
-        pairs.exclude(
+        capabilities.exclude(
             {"--map": self.map},
             {f"--launcher {self.launcher}": self.launcher != "local"},
             reason="only local processes stay from run to run",

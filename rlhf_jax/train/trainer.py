@@ -20,20 +20,18 @@ from rlhf_jax.algorithms import self_check
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.devices import compile_counts, processes, sharding
+from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
-from rlhf_jax.train import memory
+from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Loop, improve
-from rlhf_jax.train.outside.samplers import make_sampler
 from rlhf_jax.train.programs import Programs
-from rlhf_jax.train.reading import read_data
+from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.sampling.sampler import Sampler
-from rlhf_jax.train.start import load_start, receipt_of
+from rlhf_jax.train.sampling.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def main(config: PolicyGradientConfig) -> None:
 
 def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     """From the config to the summary."""
-    started, compiled = time.perf_counter(), compile_counts.so_far()
+    started, compiled = time.perf_counter(), program_cache.compiled_so_far()
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
     pools = RewardPools(config, mesh=mesh, stack=stack)
@@ -64,7 +62,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             tokenizer=config.start.tokenizer,
         )
     if config.check_memory:
-        memory.check(config, meshes=meshes)
+        shapes.check(config, meshes=meshes)
     start = load_start(
         config.start.model,
         options=config.start,
@@ -186,7 +184,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     if not isinstance(loop.sampler, Sampler):
         summary["sampler_retries"] = loop.sampler.retries.count
-    summary["compiled"] = compile_counts.since(compiled)
+    summary["compiled"] = program_cache.compiled_since(compiled)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     if held_out is not None:

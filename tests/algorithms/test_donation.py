@@ -33,8 +33,8 @@ from rlhf_jax.algorithms import optimizers, reward_model
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models.generation.loop import Decoder, Draw
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 MODEL, ROWS, SIZE = toys.GPT2, 16, 9
 PROMPT = SIZE - toys.SIZE

@@ -11,7 +11,7 @@ import pytest
 import toys
 
 from rlhf_jax import kl_control, masked, ppo, state
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 POLICY = toys.params()

@@ -14,7 +14,7 @@ from rlhf_jax.algorithms import dpo, ppo, state
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional.kl import control
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs.profile import trace
 
 ROWS = 4

@@ -34,8 +34,7 @@ from rlhf_jax.algorithms.policy_gradient import corrections
 from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
 from rlhf_jax.functional.kl.penalty import UNBIASED_K3, Penalty
 from rlhf_jax.roles import policy
-from rlhf_jax.roles.frozen_models import FrozenModels
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import FrozenModels, Further
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 MODEL = toys.GPT2

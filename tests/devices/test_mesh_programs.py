@@ -28,7 +28,7 @@ from rlhf_jax.data import packing
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 MODEL = config.llama(

@@ -20,7 +20,7 @@ import rlhf_jax.train.methods.ppo
 from rlhf_jax import hf, ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train.build import Meshes, build
 from rlhf_jax.train.methods import grpo

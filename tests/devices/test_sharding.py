@@ -33,8 +33,8 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 from rlhf_jax.models.families import mapping
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 MODELS = {
     "gpt2": config.gpt2(

@@ -19,7 +19,7 @@ from toy_episodes import (
     sharing,
 )
 
-from rlhf_jax.devices import compile_counts, sharding
+from rlhf_jax.devices import program_cache, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 
 MESHES = [MeshShape(data=2), MeshShape(data=2, fsdp=2)]
@@ -88,9 +88,9 @@ def test_episodes_are_those_of_one_device(shape, places):
 )
 def test_devices_along_tensor_draw_together(model, shape):
     of_one_device(model)
-    before = compile_counts.so_far()
+    before = program_cache.compiled_so_far()
     programs = check_drawn(model, shape, places=ROWS, replicas=shape.data)
-    compiled = compile_counts.since(before)
+    compiled = program_cache.compiled_since(before)
     assert compiled["read"] == compiled["advance"] == 1
     keys, _ = programs._state.caches[0]
     heads = model.num_kv_heads

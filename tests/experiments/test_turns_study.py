@@ -13,11 +13,10 @@ from studies.turns import figures, preparation
 from rlhf_jax.data import tokenization
 from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.sweeps import declaration, planned
-from rlhf_jax.train.config.batch import Batch
-from rlhf_jax.train.config.prompts import Prompts
+from rlhf_jax.train.config.models import Start
+from rlhf_jax.train.config.prompts import Batch, Prompts
 from rlhf_jax.train.config.rewards import Rewards
 from rlhf_jax.train.config.sampler import Episodes, Sampling
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.methods import grpo
 

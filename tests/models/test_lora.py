@@ -30,9 +30,8 @@ from rlhf_jax.algorithms import reward_model, self_check
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import FrozenModels, adapted_params
 
 ALL = LoRA(rank=2, alpha=6.0)
 FEW = LoRA(rank=3, alpha=4.0, modules=("attention/[qv]*", "mlp/up"))
@@ -209,7 +208,7 @@ def test_over_a_base_stored_in_another_way(model, way):
     base = frozen.freeze(tiny.params(model), **way)
     read = jax.tree.map(np.asarray, lora.leaves.read(base.stored))
     expected = logits(by_hand(read, adapters, scale=3.0), model=model)
-    attached = logits(adapted.params(adapters, base=base, lora=ALL), model=model)
+    attached = logits(adapted_params(adapters, base=base, lora=ALL), model=model)
     merged = lora.merge(base.stored, adapters, lora=ALL)
     np.testing.assert_allclose(attached, expected, atol=2e-4)
     np.testing.assert_allclose(logits(merged, model=model), expected, atol=2e-4)
@@ -279,7 +278,7 @@ def test_a_scalar_model_has_a_score_over_the_adapted_trunk():
 
 def loss(adapters, base, *, model=toys.LLAMA):
     tokens, mask = texts()
-    params = adapted.params(adapters, base=base, lora=ALL)
+    params = adapted_params(adapters, base=base, lora=ALL)
     return policy.logprobs(params, model=model, tokens=tokens, mask=mask).sum()
 
 
@@ -321,7 +320,7 @@ def test_the_backward_pass_holds_no_second_base(dtype):
     one = np.ones((1, 4), np.int32)
 
     def loss(adapters, base):
-        full = adapted.params(adapters, base=base, lora=ALL)
+        full = adapted_params(adapters, base=base, lora=ALL)
         return policy.logprobs(full, model=deep, tokens=one, mask=one > 0).sum()
 
     # The compiler needs shapes alone.

@@ -15,8 +15,8 @@ from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
-from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import adapted_params
 
 REMATS = ["dots", "full"]
 ROWS, SIZE, WIDTH = 8, 64, 64
@@ -43,7 +43,7 @@ def value_and_grad(trained, batch, *, model, base=None, adapters=None):
     """Of the language-model loss a token."""
 
     def loss(trained):
-        params = adapted.params(trained, base=base, lora=adapters)
+        params = adapted_params(trained, base=base, lora=adapters)
         num_tokens = sft.predicted(batch).sum(dtype=jnp.float32)
         return sft.loss(params, batch, model=model, num_tokens=num_tokens)[0]
 

@@ -13,7 +13,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled, memory_check
 from rlhf_jax.planning.memory_check import Part, Passing
 from rlhf_jax.runs import command_line
-from rlhf_jax.train import memory, trainer
+from rlhf_jax.train import shapes, trainer
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.methods import ppo
 from rlhf_jax.train.plan import job
@@ -74,7 +74,7 @@ def check_run(files, out, *options):
     config = command_line.parse(
         ppo.Config, description="", argv=command(files, out, *options)
     )
-    memory.check(config, meshes=Meshes.of(config))
+    shapes.check(config, meshes=Meshes.of(config))
 
 
 def has(monkeypatch, size):

@@ -14,7 +14,7 @@ from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix, Reset
 from rlhf_jax.runs import choices, command_line, run_config
 from rlhf_jax.train import commands
-from rlhf_jax.train.config import batch, optimizer, rewards, sampler, start
+from rlhf_jax.train.config import models, optimizer, prompts, rewards, sampler
 from rlhf_jax.train.config.optimizer import Adam, Custom, TFAdam
 from rlhf_jax.train.methods import distill, grpo, nash_md, online_dpo, ppo, reinforce
 
@@ -29,13 +29,13 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "pi,target=0.1,unit=token",
         "lagrangian,target=6.0,unit=response",
     ],
-    start.Adapters: [
+    models.Adapters: [
         "None",
         "lora",
         "rank=8",
         "rank=8,alpha=8.0,modules=attention/*+mlp/*",
     ],
-    batch.Packing: ["None", "auto", "auto,width=64,max_tokens_per_device=512"],
+    prompts.Packing: ["None", "auto", "auto,width=64,max_tokens_per_device=512"],
     optimizer.Rule: [
         "adam",
         "adam,eps=1e-05,b2=0.95,mu_dtype=bfloat16",
@@ -140,16 +140,16 @@ def test_what_a_text_stands_for():
     assert parsed("pi,unit=token,target=1", Control) == PI(target=1.0, unit="token")
     assert isinstance(parsed("lagrangian,target=6,unit=token", Control), Lagrangian)
     assert parsed("fixed", Control) == Fixed()
-    assert parsed("16", start.Adapters) == LoRA(rank=16)
-    assert parsed("16,alpha=8", start.Adapters) == LoRA(rank=16, alpha=8.0)
-    assert parsed("None", start.Adapters) is None
+    assert parsed("16", models.Adapters) == LoRA(rank=16)
+    assert parsed("16,alpha=8", models.Adapters) == LoRA(rank=16, alpha=8.0)
+    assert parsed("None", models.Adapters) is None
     assert parsed("16,reward_only=true", FixedLength | None) == FixedLength(16, True)
     assert parsed("0", FixedLength | None) == FixedLength()
     assert parsed("tf-adam,mu-dtype=bfloat16", optimizer.Rule) == TFAdam(
         mu_dtype="bfloat16"
     )
     assert parsed("my:make", optimizer.Rule) == Custom("my:make")
-    assert parsed("auto,width=64", batch.Packing) == batch.Auto(width=64)
+    assert parsed("auto,width=64", prompts.Packing) == prompts.Auto(width=64)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_what_a_text_stands_for():
             "expected recompute alone, which has no",
         ),
         ("reject,cap=2,level=token", SamplerCorrection, "sequence or geometric, got"),
-        ("sixteen", start.Adapters, "expected rank to be an integer, got 'sixteen'"),
+        ("sixteen", models.Adapters, "expected rank to be an integer, got 'sixteen'"),
         ("mix,every=2", Reset | Mix | None, "expected rate with mix, got none"),
         ("never", Reset | Mix | None, "expected one of reset, mix, None, got 'never'"),
     ],

@@ -19,7 +19,7 @@ from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.kl.control import fixed
-from rlhf_jax.roles.frozen_models import NO_MODELS
+from rlhf_jax.roles.reference.frozen import NO_MODELS
 from rlhf_jax.runs import alarms
 from rlhf_jax.samplers import agreement, protocol
 from rlhf_jax.samplers.process import ProcessSampler

@@ -19,10 +19,10 @@ from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.samplers import process, protocol, retries, weight_files
+from rlhf_jax.samplers import process, protocol, weight_files
 from rlhf_jax.samplers.decoder import Decoder
-from rlhf_jax.samplers.retries import TransientError
-from rlhf_jax.train.outside.sampler import OutsideSampler
+from rlhf_jax.samplers.protocol import TransientError
+from rlhf_jax.train.sampling.outside import OutsideSampler
 from rlhf_jax.train.sampling.sampler import Sampler
 
 RECIPE = GRPO(
@@ -139,7 +139,7 @@ def test_a_process_that_dies_or_hangs_may_be_tried_again():
 def test_a_process_that_is_killed_while_idle_gets_its_weights_again(
     pause, capsys, monkeypatch
 ):
-    monkeypatch.setattr(retries, "SECONDS", 0.01)
+    monkeypatch.setattr(protocol, "SECONDS", 0.01)
     mesh = ONE_DEVICE.make()
     version = np.int32(3)
     inner = process.ProcessSampler(RECIPE, timeout=60.0)

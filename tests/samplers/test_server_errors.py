@@ -21,10 +21,10 @@ from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles import policy
-from rlhf_jax.samplers import completions, retries, served
+from rlhf_jax.samplers import completions, protocol, served
 from rlhf_jax.samplers.connection import ServerError, Unreachable
 from rlhf_jax.samplers.server import ServerSampler
-from rlhf_jax.train.outside.sampler import OutsideSampler
+from rlhf_jax.train.sampling.outside import OutsideSampler
 
 RECIPE = GRPO(
     model=toy_files.MODEL,
@@ -230,7 +230,7 @@ class Failing:
 def pauses(monkeypatch):
     """Seconds that were waited for the next try, none of which passes."""
     waited = []
-    monkeypatch.setattr(retries.time, "sleep", waited.append)
+    monkeypatch.setattr(protocol.time, "sleep", waited.append)
     return waited
 
 
@@ -260,7 +260,7 @@ def test_what_an_overloaded_server_did_not_answer_is_asked_again(
 
 
 def outside(url, **options):
-    tries = retries.Retries(**options)
+    tries = protocol.Retries(**options)
     inner = sampler(url, retries=tries)
     return OutsideSampler(
         inner,
@@ -316,7 +316,7 @@ def test_pauses_have_an_end(pauses):
         raise Unreachable("gone")
 
     with pytest.raises(StopError, match=r"gone \(tried 9 times\)"):
-        retries.Retries(9)(fails)
+        protocol.Retries(9)(fails)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
 
 

@@ -20,10 +20,10 @@ from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import build, loop
+from rlhf_jax.train import rows as asked
 from rlhf_jax.train.config.prompts import AskedPrompts
-from rlhf_jax.train.environment import rows as asked
 from rlhf_jax.train.methods import nash_md, online_dpo, reinforce
-from rlhf_jax.train.outside.samplers import make_sampler
+from rlhf_jax.train.sampling.sampler import make_sampler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]

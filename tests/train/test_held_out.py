@@ -11,7 +11,7 @@ import toy_files
 from rlhf_jax.algorithms.dpo import PreferenceKind
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import splits
-from rlhf_jax.train.config.start import Start
+from rlhf_jax.train.config.models import Start
 from rlhf_jax.train.config.supervised import Rows
 from rlhf_jax.train.supervised import (
     demonstrations,

@@ -15,7 +15,7 @@ import rlhf_jax.train.methods.online_dpo
 import rlhf_jax.train.methods.ppo
 import rlhf_jax.train.methods.reinforce
 from rlhf_jax.runs import metrics
-from rlhf_jax.samplers import retries
+from rlhf_jax.samplers import protocol
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -131,7 +131,7 @@ def test_a_trainer_on_a_mesh_asks_a_server(files, more):
 
 @pytest.mark.slow
 def test_failures_that_pass_leave_no_trace_but_a_count(files, capsys, monkeypatch):
-    monkeypatch.setattr(retries, "SECONDS", 0.01)
+    monkeypatch.setattr(protocol, "SECONDS", 0.01)
     toy, options = toy_server.Toy(), (GROUPS, "--max-new-tokens=3")
     with toy_server.serving(toy) as url:
         run = train(files, "run", f"--sampler={url}", *options)
@@ -154,7 +154,7 @@ def test_failures_that_pass_leave_no_trace_but_a_count(files, capsys, monkeypatc
 def test_a_server_that_dies_stops_the_run_which_then_goes_on(
     files, capsys, monkeypatch
 ):
-    monkeypatch.setattr(retries, "SECONDS", 0.01)
+    monkeypatch.setattr(protocol, "SECONDS", 0.01)
     toy = toy_server.Toy()
     options = (GROUPS, "--max-new-tokens=3")
     with toy_server.serving(toy) as url:

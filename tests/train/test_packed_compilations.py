@@ -11,7 +11,7 @@ from test_trainers import play
 import rlhf_jax.train.methods.grpo
 import rlhf_jax.train.methods.ppo
 from rlhf_jax import config, hf, rewards
-from rlhf_jax.devices import compile_counts
+from rlhf_jax.devices import program_cache
 from rlhf_jax.runs import metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -31,10 +31,10 @@ def test_a_compilation_counts_by_its_function_and_a_second_call_does_not():
     def doubled(x):
         return 2 * x
 
-    double, before = jax.jit(doubled), compile_counts.so_far()
+    double, before = jax.jit(doubled), program_cache.compiled_so_far()
     for size in (3, 4, 3):
         double(jnp.zeros(size))
-    assert (compile_counts.so_far() - before)["doubled"] == 2
+    assert (program_cache.compiled_so_far() - before)["doubled"] == 2
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import build, responses, rewards
 from rlhf_jax.train.methods.ppo import Config, command
-from rlhf_jax.train.outside import samplers
+from rlhf_jax.train.sampling import sampler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
@@ -172,11 +172,11 @@ def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch
     """The sampler of responses, which draws none, has no copy of its own."""
     bases = []
 
-    def sampler(*_, frozen, **__):
+    def refused(*_, frozen, **__):
         bases.append(frozen.base)
         raise InputError("that is all")
 
-    monkeypatch.setattr(samplers, "Sampler", sampler)
+    monkeypatch.setattr(sampler, "Sampler", refused)
     meshes = ("--placement.policy=fsdp=8", "--placement.sampler=data=8")
     with pytest.raises(SystemExit):
         train(files, "run", *LORA, *meshes)

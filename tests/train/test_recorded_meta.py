@@ -9,7 +9,7 @@ from rlhf_jax import hf
 from rlhf_jax.runs import run
 from rlhf_jax.train import evaluate
 from rlhf_jax.train.methods import distill, grpo, ppo
-from rlhf_jax.train.start import prompts_given
+from rlhf_jax.train.reading import prompts_given
 from rlhf_jax.train.supervised import dpo, reward_model, sft
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -16,7 +16,7 @@ from rlhf_jax import grpo
 from rlhf_jax.algorithms.flow import rollout as rollouts
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.roles.frozen_models import NO_MODELS
+from rlhf_jax.roles.reference.frozen import NO_MODELS
 from rlhf_jax.train.config.sampler import Here
 from rlhf_jax.train.sampling.sampler import Sampler
 

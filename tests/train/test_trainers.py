@@ -23,10 +23,10 @@ from rlhf_jax.data.files import hold_out
 from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.runs import command_line, metrics, plots
 from rlhf_jax.train import build, trainer
+from rlhf_jax.train.config.models import Start
 from rlhf_jax.train.config.optimizer import Critic
 from rlhf_jax.train.config.prompts import Prompts
 from rlhf_jax.train.config.rewards import Model, Rewards
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.supervised import reward_model, sft
 
 PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}

@@ -39,8 +39,8 @@ from rlhf_jax import config, decoder, grpo, kl_control, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.policy_gradient.corrections import Truncate
 from rlhf_jax.functional import checks
-from rlhf_jax.roles.frozen_models import NO_MODELS
 from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import NO_MODELS
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import report
 from rlhf_jax.train.rollouts.queue import RolloutQueue

@@ -27,8 +27,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.devices import critic_devices, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import NO_MODELS, Frozen, FrozenModels
 
 Array = jax.Array
 Params = Any

@@ -31,8 +31,8 @@ from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import frozen, grpo, masked
 from rlhf_jax.algorithms.batch import PolicyExperience
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import corrected, recomputed
 
 Array = jax.Array
 Params = Any

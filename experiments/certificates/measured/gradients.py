@@ -39,9 +39,7 @@ from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.roles.frozen_models import FrozenModels
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import Further, References
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels, Further, References
 
 Array = jax.Array
 Params = Any
@@ -237,7 +235,7 @@ def measure(
     scored = dataclasses.replace(scored, values=values)
     beside: dict[str, Further] = {}
     if further:
-        scored, beside = flow.further.add(
+        scored, beside = flow.objective.add_further(
             scored,
             further=further,
             model=algorithm.model,

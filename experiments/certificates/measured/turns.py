@@ -33,8 +33,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.reinforce import REINFORCE
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen_models import FrozenModels
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 
 Array = jax.Array
 Params = Any

@@ -36,9 +36,8 @@ from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.examples import Pair
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 from rlhf_jax.roles.rewards import Reward
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.rollouts.queue import Draw

@@ -33,8 +33,7 @@ from pipeline import shown
 from worlds.arithmetic import decode_text, every_triple, prompts_of, verifier
 
 from rlhf_jax import frozen
-from rlhf_jax.roles.frozen_models import FrozenModels
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 from rlhf_jax.runs import command_line, folder, report, run
 from studies.policies.sums import scores
 from studies.policies.sums.training import (

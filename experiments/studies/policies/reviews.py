@@ -32,7 +32,7 @@ from pipeline.preferences import text_of
 from pipeline.samples import careful_gold
 
 from rlhf_jax import masked
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
+from rlhf_jax.algorithms.policy_gradient.corrections import staleness
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import command_line, folder, report, run
 from rlhf_jax.train.rollouts.queue import RolloutQueue

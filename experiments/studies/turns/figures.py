@@ -31,9 +31,9 @@ from rlhf_jax.runs import folder, metrics, report, run_config
 from rlhf_jax.sweeps import statistics
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.methods import grpo
+from rlhf_jax.train.reading import load_start
 from rlhf_jax.train.responses import Responder
 from rlhf_jax.train.rewards import RewardPools
-from rlhf_jax.train.start import load_start
 
 Figures = Mapping[str, float]
 EPISODES = 800

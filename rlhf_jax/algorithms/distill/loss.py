@@ -14,10 +14,8 @@ from rlhf_jax.functional import masked
 from rlhf_jax.functional.aggregation import token_weights
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.policy import exact_kl
-from rlhf_jax.roles.reference.frozen import read, shape_of
+from rlhf_jax.roles.reference.frozen import FrozenModels, adapted_params, read, shape_of
 
 if TYPE_CHECKING:  # whose loss this is
     from rlhf_jax.algorithms.distill.recipe import Distill
@@ -90,7 +88,7 @@ def distillation_loss(
         )
     mixed = recipe.divergence == "jensen_shannon"
     divergence = exact_kl(
-        adapted.params(policy, base=frozen.base, lora=recipe.lora),
+        adapted_params(policy, base=frozen.base, lora=recipe.lora),
         hidden,
         read(teacher),
         teacher_hidden,

@@ -24,7 +24,7 @@ from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 Array = jax.Array
 Divergence = Literal["reverse", "forward", "jensen_shannon"]

@@ -17,9 +17,9 @@ from rlhf_jax.algorithms.dpo.recipe import DPO
 from rlhf_jax.algorithms.state import micro_batches
 from rlhf_jax.functional import checks, masked, preference_losses
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles import adapted, policy
+from rlhf_jax.roles import policy
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -191,7 +191,7 @@ def kto_baseline(
     Returns:
       f32[], nats per response. No gradient reaches any argument.
     """
-    params = adapted.params(trained, base=base, lora=dpo.lora)
+    params = adapted_params(trained, base=base, lora=dpo.lora)
     parts = micro_batches(batch, micro_batch_size=dpo.micro_batch_size)
     logprobs = jax.lax.map(
         lambda part: pair_logprobs(

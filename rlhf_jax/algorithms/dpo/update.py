@@ -22,8 +22,7 @@ from rlhf_jax.algorithms.dpo.recipe import DPO
 from rlhf_jax.algorithms.state import SupervisedState, supervised_update
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -44,7 +43,7 @@ def measure(
     """
     if ref_logprobs is None and base is not None and dpo.has_reference:
         ref_logprobs = reference_logprobs(base, batch=batch, dpo=dpo)
-    params = adapted.params(trained, base=base, lora=dpo.lora)
+    params = adapted_params(trained, base=base, lora=dpo.lora)
     return loss(params, batch, ref_logprobs=ref_logprobs, dpo=dpo)[1]
 
 

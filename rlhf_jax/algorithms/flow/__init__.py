@@ -1,16 +1,8 @@
 """The steps that all policy gradients share, from prompts to scores."""
 
-from rlhf_jax.algorithms.flow import (
-    further,
-    ledger,
-    objective,
-    rollout,
-    score,
-    shaping,
-)
+from rlhf_jax.algorithms.flow import ledger, objective, rollout, score, shaping
 
 __all__ = [
-    "further",
     "ledger",
     "objective",
     "rollout",

@@ -15,10 +15,10 @@ from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty, reward_kl
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
-from rlhf_jax.roles import adapted, critic
+from rlhf_jax.roles import critic
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -280,13 +280,13 @@ def reference_logprobs(
 
     Args:
       reference: however it is stored, of any shape (`Frozen.model`).
-      base, lora: where the reference is adapters, else None (`adapted.params`).
+      base, lora: where the reference is adapters, else None (`adapted_params`).
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
     """
     return response_logprobs(
-        adapted.params(frozen.read(reference), base=base, lora=lora),
+        adapted_params(frozen.read(reference), base=base, lora=lora),
         rollout=rollout,
         model=frozen.shape_of(reference, policy=model),
         max_new_tokens=max_new_tokens,

@@ -11,7 +11,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow.score import ended
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.rewards.normalisation import RunningMoments, update_moments
+from rlhf_jax.roles.rewards.scores import RunningMoments, update_moments
 
 Array = jax.Array
 

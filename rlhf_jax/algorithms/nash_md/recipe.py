@@ -28,9 +28,13 @@ from rlhf_jax.functional import checks, masked, token_rewards
 from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.models.generation import decode, mixture
 from rlhf_jax.models.generation.loop import Decoder
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
-from rlhf_jax.roles.reference.frozen import read, shape_of
+from rlhf_jax.roles.reference.frozen import (
+    NO_MODELS,
+    FrozenModels,
+    adapted_params,
+    read,
+    shape_of,
+)
 
 Array = jax.Array
 Params = Any
@@ -142,7 +146,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
         ref_model = shape_of(frozen.reference, policy=self.model)
         reference = read(frozen.reference)
         if self.lora is not None and self.lifecycle.moves:  # it is adapters, too
-            reference = adapted.params(reference, base=frozen.base, lora=self.lora)
+            reference = adapted_params(reference, base=frozen.base, lora=self.lora)
         drawn = mixture.generate(
             Decoder(policy, self.model),
             Decoder(reference, ref_model),

@@ -29,8 +29,8 @@ from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles import adapted, policy
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles import policy
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 
 Array = jax.Array
 
@@ -139,7 +139,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
                 return x.reshape(2 * pairs, -1)
 
             logprobs, entropy = policy.logprobs_and_entropy(
-                adapted.params(trained[0], base=frozen.base, lora=self.lora),
+                adapted_params(trained[0], base=frozen.base, lora=self.lora),
                 model=self.model,
                 tokens=apart(part.tokens),
                 mask=apart(part.mask),

@@ -28,7 +28,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
 
 Array = jax.Array

@@ -12,8 +12,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -40,10 +39,10 @@ def critic_of(
         )
     adapt = {"base": frozen.base, "lora": recipe.lora}
     if recipe.critic.shared_trunk:
-        trunk = adapted.params(state.policy, **adapt)
+        trunk = adapted_params(state.policy, **adapt)
         params = {"trunk": trunk, "score": state.critic["score"]}
     else:
-        params = adapted.params(state.critic, **adapt)
+        params = adapted_params(state.critic, **adapt)
     return Critic(params, recipe.critic.model, recipe.critic.after_stop)
 
 

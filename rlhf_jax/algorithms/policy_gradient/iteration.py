@@ -19,14 +19,14 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms import batch, flow
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
 from rlhf_jax.algorithms.policy_gradient.critic import critic_of
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import corrected, recomputed
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles import adapted, rewards
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles import rewards
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -105,7 +105,7 @@ def sample(
     recipe.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
     sample_key, _ = jax.random.split(key)
     rollout = recipe.rollout(
-        adapted.params(policy, base=frozen.base, lora=recipe.lora),
+        adapted_params(policy, base=frozen.base, lora=recipe.lora),
         prompts=prompts,
         key=sample_key,
         frozen=frozen,
@@ -242,7 +242,7 @@ def make_experience(
         turn_rewards = flow.shaping.shape_turns(
             turn_rewards, ends=returned.turn_ends, scores=returned.total, **shaping
         )
-    params = adapted.params(state.policy, base=frozen.base, lora=recipe.lora)
+    params = adapted_params(state.policy, base=frozen.base, lora=recipe.lora)
     rollout = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scoring: dict[str, Any] = {
         "model": recipe.model,
@@ -266,7 +266,9 @@ def make_experience(
         **scoring,
     )
     scored = dataclasses.replace(scored, turn_ends=returned.turn_ends)
-    scored, further = flow.further.add(scored, further=frozen.further, **scoring)
+    scored, further = flow.objective.add_further(
+        scored, further=frozen.further, **scoring
+    )
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
     ref_hidden = None

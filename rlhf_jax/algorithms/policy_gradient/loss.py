@@ -13,10 +13,15 @@ from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
 from rlhf_jax.models.packing import Packing, Texts, texts_of
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
-from rlhf_jax.roles.reference.frozen import Frozen, read, shape_of
+from rlhf_jax.roles.reference.frozen import (
+    NO_MODELS,
+    Frozen,
+    FrozenModels,
+    adapted_params,
+    read,
+    shape_of,
+)
 
 if TYPE_CHECKING:  # whose recipes hand this loss on
     from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -76,7 +81,7 @@ def policy_terms(
       the ledger of trust where the experience has its entries.
     """
     mask = experience.response_mask
-    params = adapted.params(policy, base=frozen.base, lora=recipe.lora)
+    params = adapted_params(policy, base=frozen.base, lora=recipe.lora)
     texts = texts_of(
         experience.tokens,
         experience.mask,
@@ -147,7 +152,7 @@ def policy_terms(
 
         kl_loss, kl_stats = of_reference(experience.ref_logprobs, frozen.reference)
         for name, further in experience.further.items():
-            assert further.logprobs is not None  # of `flow.further.add`
+            assert further.logprobs is not None  # of `flow.objective.add_further`
             model = frozen.further[name].frozen if frozen.further else None
             added, added_stats = of_reference(further.logprobs, model)
             kl_loss += further.weight * added

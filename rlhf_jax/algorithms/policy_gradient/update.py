@@ -18,12 +18,13 @@ import optax
 
 from rlhf_jax.algorithms.batch import PolicyExperience, RolloutPacking, Sequences
 from rlhf_jax.algorithms.flow import ledger
-from rlhf_jax.algorithms.policy_gradient import ptx_texts
 from rlhf_jax.algorithms.policy_gradient.algorithm import MinibatchLoss, PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.packed_parts import (
+from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import (
     PackedParts,
     accumulate_packed,
     packed_parts,
+    ptx_gradient,
+    ptx_parts,
 )
 from rlhf_jax.algorithms.state import (
     Optimizer,
@@ -35,7 +36,7 @@ from rlhf_jax.algorithms.state import (
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import k1
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 Array = jax.Array
 Params = Any
@@ -91,7 +92,7 @@ def update(
             "with; make it by state.grpo_state"
         )
     rows = experience.tokens.shape[0]
-    texts = ptx_texts.shared_out(ptx, recipe)
+    texts = ptx_parts(ptx, recipe)
 
     order = minibatches(key, rows=rows, recipe=recipe)
     loss_of = functools.partial(
@@ -201,9 +202,7 @@ def _step(
             loss, trained, minibatch, parts=parts
         )
     if ptx is not None:
-        grads, ptx_stats = ptx_texts.gradient(
-            state.policy, ptx, recipe=recipe, frozen=frozen
-        )
+        grads, ptx_stats = ptx_gradient(state.policy, ptx, recipe=recipe, frozen=frozen)
         policy_grads = jax.tree.map(jnp.add, policy_grads, grads)
         stats |= ptx_stats
     norms = {"policy/grad_norm": optax.tree.norm(policy_grads)}

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.batch import Experience, Rollout, RolloutPacking
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient.packed_parts import (
+from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import (
     PackedParts,
     accumulate_packed,
     packed_parts,
@@ -37,8 +37,7 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import SupervisedState
 from rlhf_jax.functional import masked
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 
 Array = jax.Array
 Params = Any
@@ -54,7 +53,7 @@ def values(
 ) -> Array:
     """The critic's values of a rollout, f32[B, S], reward units."""
     return score.response_values(
-        adapted.params(critic, base=frozen.base, lora=recipe.lora),
+        adapted_params(critic, base=frozen.base, lora=recipe.lora),
         rollout=rollout,
         model=recipe.critic_model,
         max_new_tokens=recipe.max_new_tokens,

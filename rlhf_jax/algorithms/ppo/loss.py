@@ -17,9 +17,8 @@ from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.ppo.experience import estimate
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles import adapted
 from rlhf_jax.roles.critic import values, values_of_hidden
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 
 if TYPE_CHECKING:  # whose recipes hand this loss on
     from rlhf_jax.algorithms.ppo.recipe import PPO
@@ -130,7 +129,7 @@ def critic_loss(
         whole minibatch.
     """
     predicted = values(
-        adapted.params(critic, base=frozen.base, lora=recipe.lora),
+        adapted_params(critic, base=frozen.base, lora=recipe.lora),
         model=recipe.critic_model,
         tokens=experience.tokens,
         mask=experience.mask,

@@ -24,7 +24,7 @@ from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 Array = jax.Array
 

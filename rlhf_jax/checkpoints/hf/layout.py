@@ -13,8 +13,7 @@ from flax import traverse_util
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys
-from rlhf_jax.models.families.options import types
+from rlhf_jax.models.families import fields, keys
 
 Params = Any  # nested dict of arrays
 Leaves = dict[str, Any]  # Params flattened to {"layers/mlp/up/kernel": leaf}
@@ -66,7 +65,7 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
     Raises:
       InputError: no family has its `model_type`, or it sets an option of `UNSUPPORTED`.
     """
-    types.check(config)
+    fields.check(config)
     name = config.get("model_type")
     for option, feature in UNSUPPORTED.items():
         if config.get(option):

@@ -18,7 +18,7 @@ from flax import traverse_util
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from rlhf_jax.checkpoints import adapter_folders, shards
+from rlhf_jax.checkpoints import refusals, shards
 from rlhf_jax.checkpoints.hf import casting, layout
 from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
@@ -26,19 +26,18 @@ from rlhf_jax.data import hub
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, mapping
-from rlhf_jax.models.families.options import types
+from rlhf_jax.models.families import fields, keys, mapping
 
 _GENERATION = "generation_config.json"
 _DOWNLOADED = [
-    *(layout.CONFIG, adapter_folders.CONFIG, _GENERATION),
+    *(layout.CONFIG, refusals.ADAPTER, _GENERATION),
     *("model*.safetensors", shards.INDEX),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*"),
 ]
 
 
-_SHAPE = [layout.CONFIG, adapter_folders.CONFIG]
+_SHAPE = [layout.CONFIG, refusals.ADAPTER]
 
 
 def load(
@@ -188,7 +187,7 @@ def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
         config = shards.read_json(folder / layout.CONFIG)
         if (folder / _GENERATION).exists():
             config |= shards.read_json(folder / _GENERATION)
-        return types.token_ids(config.get("eos_token_id"), option="eos_token_id")
+        return fields.token_ids(config.get("eos_token_id"), option="eos_token_id")
 
 
 @contextlib.contextmanager
@@ -199,7 +198,7 @@ def _reading(
     folder = hub.folder(path_or_repo_id, patterns=patterns)
     try:
         if not (folder / layout.CONFIG).exists():
-            adapter_folders.refuse(folder)
+            refusals.refuse_adapter(folder)
         yield folder
     except InputError as error:
         raise InputError(f"checkpoint {path_or_repo_id}: {error}") from error.__cause__
@@ -214,10 +213,10 @@ def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
             f"checkpoint {of}: {shards.WEIGHTS} is read, as transformers does, and "
             f"{shards.INDEX} beside it is not; delete the one that is out of date"
         )
-    if (folder / adapter_folders.CONFIG).exists():
+    if (folder / refusals.ADAPTER).exists():
         _note(
             f"checkpoint {of}: its whole model is read, without the adapter beside it "
-            f"({adapter_folders.CONFIG}); merge the adapter where it is meant"
+            f"({refusals.ADAPTER}); merge the adapter where it is meant"
         )
     return tensors
 

@@ -1,15 +1,26 @@
-"""What the rows of a source have become, as the texts that a loss reads of each.
+"""What the rows of a source have become, and what one use is made of them.
 
-An item is {title: text}: a demonstration is one text, a pair is its two sides.
+An item is the texts of a row that a loss reads, {title: text}: a demonstration is one
+text, a pair is its two sides. A `Part` has counts, lengths and an example of the items
+of one use, as training or held out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
+
+from rlhf_jax.data import splits, tokenization
 from rlhf_jax.data.examples import Example, Labelled, Pair, Text, Tokens
+from rlhf_jax.data.tokenization import CONTEXT
 
 Item = Mapping[str, Text]
+Decode = Callable[[list[int]], str]
+SHOWN = 300  # tokens of an example
 
 
 def of_texts(examples: Iterable[Text]) -> list[Item]:
@@ -43,3 +54,100 @@ def of_labelled(texts: Iterable[Labelled]) -> list[Item]:
 def of_prompts(prompts: Iterable[Tokens]) -> list[Item]:
     """Prompts, whose responses are sampled: no token of the rows is learned."""
     return [{"prompt": Example(prompt, ())} for prompt in prompts]
+
+
+class Part:
+    """The rows of a source that have one use, as training or held out."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        """Takes what the rows have become."""
+        texts = [text for item in items for text in item.values()]
+        # A byte for each token, as there may be many: 1 where it is learned.
+        masks = [bytes(text.trained) for text in texts]
+        self.rows = len(items)
+        self.texts = Counter(title for item in items for title in item)
+        self.prompts = [splits.digest(_prompt(item)) for item in items]
+        self.turns_learned = sum((b"\0" + mask).count(b"\0\1") for mask in masks)
+        self.tokens_learned = sum(mask.count(1) for mask in masks)
+        self.tokens = sum(len(mask) for mask in masks)
+        self._lengths = {
+            "prompt": [len(_prompt(item)) for item in items],
+            "response": [len(text.response) for text in texts],
+            "text": [len(mask) for mask in masks],
+        }
+        self._first = items[0] if items else {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts, and the median and the longest length in tokens."""
+        return {
+            "rows": self.rows,
+            "texts": dict(self.texts),
+            "turns_learned": self.turns_learned,
+            "tokens_learned": self.tokens_learned,
+            "tokens": self.tokens,
+            "lengths": {
+                name: {"median": float(np.median(lengths)), "longest": max(lengths)}
+                for name, lengths in self._lengths.items()
+                if lengths
+            },
+        }
+
+    def example(self, *, decode: Decode) -> list[dict[str, Any]]:
+        """The texts of the first row, in pieces that are learned or not."""
+        return [
+            {"title": title} | shown(text, decode=decode)
+            for title, text in self._first.items()
+        ]
+
+
+def shown(text: Text, *, decode: Decode) -> dict[str, Any]:
+    """A text in pieces that are learned or not, cut to `SHOWN` tokens.
+
+    The cut keeps the border between what is not learned and what is, or the end of a
+    text of which nothing is learned.
+
+    Args:
+      text: of which `trained` says what is learned.
+      decode: token ids to text, special tokens kept.
+    """
+    tokens = [*text.prompt, *text.response]
+    learned = [*map(bool, text.trained)]
+    border = learned.index(True) if True in learned else len(tokens)
+    start = max(0, min(border - SHOWN // 2, len(tokens) - SHOWN))
+    end = min(start + SHOWN, len(tokens))
+    changes = [at for at in range(start + 1, end) if learned[at] != learned[at - 1]]
+    borders = [start, *changes, end] if tokens else []
+    return {
+        "tokens": len(tokens),
+        "not_shown": {"before": start, "after": len(tokens) - end},
+        "pieces": [
+            {
+                "text": tokenization.added(
+                    tokens[one:other],
+                    before=tokens[max(0, one - CONTEXT) : one],
+                    decode=decode,
+                ),
+                "learned": learned[one],
+            }
+            for one, other in itertools.pairwise(borders)
+        ],
+    }
+
+
+def shared_prompts(
+    training: Iterable[Part], held_out: Part, *, unprompted: Tokens = ()
+) -> int:
+    """How many held-out rows have a prompt that is trained on.
+
+    Rows without a prompt, as blocks of plain text, share none.
+
+    Args:
+      unprompted: tokens of a prompt without text, such as BOS.
+    """
+    none = {None, splits.digest(unprompted)}
+    trained = {prompt for part in training for prompt in part.prompts} - none
+    return sum(prompt in trained for prompt in held_out.prompts)
+
+
+def _prompt(item: Item) -> Tokens:
+    return next(iter(item.values())).prompt

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rlhf_jax.data.examples import Tokens
-from rlhf_jax.data.receipts.items import Item
-from rlhf_jax.data.receipts.part import Decode, Part, shared_prompts
+from rlhf_jax.data.receipts.items import Decode, Item, Part, shared_prompts
 
 Use = Literal["training", "held out", "watched", "evaluated", "normalised on"]
 

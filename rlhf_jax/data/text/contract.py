@@ -32,8 +32,7 @@ from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages
 from rlhf_jax.data.text.control import Control, RowPieces
 from rlhf_jax.data.text.joining import Joining
-from rlhf_jax.data.text.messages import OPENING, Message
-from rlhf_jax.data.text.question import PLACE, Question, Written
+from rlhf_jax.data.text.messages import OPENING, PLACE, Message, Question, Written
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 

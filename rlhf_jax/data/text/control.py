@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages
-from rlhf_jax.data.text.question import Question
+from rlhf_jax.data.text.messages import Question
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from rlhf_jax.data.examples import Episode, Example, Text
 from rlhf_jax.data.text import chat, messages
 from rlhf_jax.data.text.control import RowPieces
 from rlhf_jax.data.text.joining import Joining
-from rlhf_jax.data.text.messages import OPENING, Message
-from rlhf_jax.data.text.question import Question
+from rlhf_jax.data.text.messages import OPENING, Message, Question
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import progress
 

@@ -6,13 +6,14 @@
 A turn of the assistant with the weight 0 is not learned.
 
 Beside its messages a row may hold what the chat template reads: `tools`, `documents`,
-and its options in `chat_template_kwargs`.
+and its options in `chat_template_kwargs`. A `Question` is a prompt as its row gives it:
+a text or messages, and how they are to be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.functional.checks import InputError
@@ -37,9 +38,11 @@ TEMPLATE_ARGUMENTS = (  # to a template, by name
     *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
     *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),
 )
+Written = str | list[Message]  # a text, or messages for the chat template
+PLACE = "{prompt}"  # where a row's text stands in a template of plain text
 
 
-def variables(row: Row, *, where: str) -> dict[str, Any]:
+def variables_of(row: Row, *, where: str) -> dict[str, Any]:
     """What a row gives the chat template besides messages.
 
     They are its fields `tools` and `documents`, and the options in
@@ -49,7 +52,7 @@ def variables(row: Row, *, where: str) -> dict[str, Any]:
       InputError: one of them is of another kind, or an option has a name of something
         that the template is given anyway.
     """
-    values = {name: field(row, name, where=where) for name in OF_TEMPLATE}
+    values = {name: field_of(row, name, where=where) for name in OF_TEMPLATE}
     options = values.pop(OPTIONS) or {}
     for name in options:
         if name in TEMPLATE_ARGUMENTS:
@@ -61,7 +64,7 @@ def variables(row: Row, *, where: str) -> dict[str, Any]:
     return fields | {name: v for name, v in options.items() if v is not None}
 
 
-def field(row: Row, name: str, *, where: str) -> Any:
+def field_of(row: Row, name: str, *, where: str) -> Any:
     """What a row says in one of `FIELDS`; None where it says nothing.
 
     Raises:
@@ -265,3 +268,45 @@ def _calls_tools(message: Any) -> bool:
         and message.get("content") is None
         and bool(message.get(CALLS))
     )
+
+
+class Question(NamedTuple):
+    """A prompt, with what its row says of how it is to be read."""
+
+    written: Written
+    where: str = "a prompt"
+    """Its file and line, for errors."""
+    variables: Mapping[str, Any] = {}  # nobody writes to it
+    """What the chat template reads besides the messages: tools, documents, options."""
+    control: tuple[str, ...] = ()
+    """Control tokens that are tokens in this row's texts, by name."""
+    template: str = PLACE
+    """Of a plain prompt, with the row's text in place of {prompt}. It is the run's
+    own, so that a control token in it is one."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is messages, for the chat template."""
+        return not isinstance(self.written, str)
+
+    @property
+    def messages(self) -> list[Message]:
+        """Of a conversation."""
+        assert not isinstance(self.written, str)
+        return self.written
+
+
+def read_question(row: Row, *, field: str, where: str, chat: bool = False) -> Question:
+    """The prompt in a field of a row, with the fields that say how to read it.
+
+    Args:
+      chat: whether a text is put as a message, too. Of a row without messages `tools`,
+        `documents` and `chat_template_kwargs` may be anything: no template reads them.
+
+    Raises:
+      InputError: one of these fields is not what it should be; names file and line.
+    """
+    by_template = chat or not isinstance(row[field], str)
+    variables = variables_of(row, where=where) if by_template else {}
+    names = field_of(row, CONTROL_TOKENS, where=where)
+    return Question(row[field], where, variables, tuple(names or ()))

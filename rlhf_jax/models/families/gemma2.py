@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, llama
-from rlhf_jax.models.families.options import values, windows
+from rlhf_jax.models.families import fields, keys, llama, windows
 
 # Where a config.json is silent, as transformers 4 left out what was a default of all.
 DEFAULTS = {
@@ -60,14 +59,14 @@ def decoder_from_hf(
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    values.only(config, {"use_bidirectional_attention": False})
+    fields.only(config, {"use_bidirectional_attention": False})
     options = {name: value for name, value in config.items() if value is not None}
     options = DEFAULTS | options
     model = llama.decoder_from_hf(
         options, family=family, activation="hidden_activation"
     )
     if "layer_types" not in options:  # which local layers there are, null does not say
-        values.required(DEFAULTS | dict(config), "sliding_window")
+        fields.required(DEFAULTS | dict(config), "sliding_window")
     model = windows.from_hf(
         model,
         config,

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import gemma2, keys
-from rlhf_jax.models.families.options import rotary, values
+from rlhf_jax.models.families import fields, gemma2, keys, rotary
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -26,16 +25,16 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
       InputError: an option that the decoder does not implement, by name.
     """
     # Theirs names it, and computes without.
-    values.only(config, {"attn_logit_softcapping": None})
+    fields.only(config, {"attn_logit_softcapping": None})
     nested = config.get("rope_parameters") or {}
     near = nested.get("sliding_attention") or {}
-    values.only(near, {"rope_type": "default"})
+    fields.only(near, {"rope_type": "default"})
     far = dict(nested.get("full_attention") or {}) | (config.get("rope_scaling") or {})
-    pattern = values.option(config, "sliding_window_pattern", 6)
+    pattern = fields.option(config, "sliding_window_pattern", 6)
     model = gemma2.decoder_from_hf(
         {
             **config,
-            "rope_theta": values.option(config, "rope_theta", 1e6),
+            "rope_theta": fields.option(config, "rope_theta", 1e6),
             "rope_parameters": far,
             "rope_scaling": None,
         },

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig, head_dim_of
-from rlhf_jax.models.families import keys
-from rlhf_jax.models.families.options import values
+from rlhf_jax.models.families import fields, keys
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a GPT-2 `config.json`."""
-    values.only(
+    fields.only(
         config,
         {
             "scale_attn_weights": True,
@@ -21,28 +20,28 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             "add_cross_attention": False,
         },
     )
-    hidden_size = values.required(config, "n_embd")
-    num_heads = values.required(config, "n_head")
+    hidden_size = fields.required(config, "n_embd")
+    num_heads = fields.required(config, "n_head")
     inner = config.get("n_inner")
     return ModelConfig(
         family="gpt2",
-        vocab_size=values.required(config, "vocab_size"),
+        vocab_size=fields.required(config, "vocab_size"),
         hidden_size=hidden_size,
-        num_layers=values.required(config, "n_layer"),
+        num_layers=fields.required(config, "n_layer"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim_of(hidden_size, num_heads),
         intermediate_size=4 * hidden_size if inner is None else inner,
-        max_positions=values.required(config, "n_positions"),
+        max_positions=fields.required(config, "n_positions"),
         norm="layernorm",
-        norm_eps=values.option(config, "layer_norm_epsilon", 1e-5),
+        norm_eps=fields.option(config, "layer_norm_epsilon", 1e-5),
         positions="learned",
-        activation=values.activation(config, "activation_function", "gelu_new"),
+        activation=fields.activation(config, "activation_function", "gelu_new"),
         gated_mlp=False,
         attention_bias=True,
         attention_output_bias=True,
         mlp_bias=True,
-        tied_head=values.option(config, "tie_word_embeddings", True),
+        tied_head=fields.option(config, "tie_word_embeddings", True),
     )
 
 
@@ -56,7 +55,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
         "n_inner": model.intermediate_size,
         "n_positions": model.max_positions,
         "layer_norm_epsilon": model.norm_eps,
-        "activation_function": values.ACTIVATIONS_TO_HF[model.activation],
+        "activation_function": fields.ACTIVATIONS_TO_HF[model.activation],
         "tie_word_embeddings": model.tied_head,
     }
 

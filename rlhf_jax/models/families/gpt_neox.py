@@ -6,42 +6,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig, head_dim_of
-from rlhf_jax.models.families import keys
-from rlhf_jax.models.families.options import rotary, values
+from rlhf_jax.models.families import fields, keys, rotary
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a GPT-NeoX `config.json`."""
-    hidden_size = values.required(config, "hidden_size")
-    num_heads = values.required(config, "num_attention_heads")
+    hidden_size = fields.required(config, "hidden_size")
+    num_heads = fields.required(config, "num_attention_heads")
     head_dim = head_dim_of(hidden_size, num_heads)
     rope_theta, rope_scaling = rotary.from_hf(config, theta="rotary_emb_base")
-    attention_bias = values.option(config, "attention_bias", True)
+    attention_bias = fields.option(config, "attention_bias", True)
     return ModelConfig(
         family="gpt_neox",
-        vocab_size=values.required(config, "vocab_size"),
+        vocab_size=fields.required(config, "vocab_size"),
         hidden_size=hidden_size,
-        num_layers=values.required(config, "num_hidden_layers"),
+        num_layers=fields.required(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        intermediate_size=values.required(config, "intermediate_size"),
+        intermediate_size=fields.required(config, "intermediate_size"),
         max_positions=rotary.max_positions(config, rope_scaling),
         norm="layernorm",
-        norm_eps=values.option(config, "layer_norm_eps", 1e-5),
+        norm_eps=fields.option(config, "layer_norm_eps", 1e-5),
         positions="rope",
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rotary_dim=rotary.rotary_dim(
             config, head_dim=head_dim, share="rotary_pct", default=0.25
         ),
-        activation=values.activation(config, "hidden_act", "gelu"),
+        activation=fields.activation(config, "hidden_act", "gelu"),
         gated_mlp=False,
-        parallel_residual=values.option(config, "use_parallel_residual", True),
+        parallel_residual=fields.option(config, "use_parallel_residual", True),
         attention_bias=attention_bias,
         attention_output_bias=attention_bias,
         mlp_bias=True,
-        tied_head=values.option(config, "tie_word_embeddings", False),
+        tied_head=fields.option(config, "tie_word_embeddings", False),
     )
 
 
@@ -55,7 +54,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
         "intermediate_size": model.intermediate_size,
         "max_position_embeddings": model.max_positions,
         "layer_norm_eps": model.norm_eps,
-        "hidden_act": values.ACTIVATIONS_TO_HF[model.activation],
+        "hidden_act": fields.ACTIVATIONS_TO_HF[model.activation],
         "use_parallel_residual": model.parallel_residual,
         "attention_bias": model.attention_bias,
         "tie_word_embeddings": model.tied_head,

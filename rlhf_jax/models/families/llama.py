@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig, head_dim_of
-from rlhf_jax.models.families import keys
-from rlhf_jax.models.families.options import rotary, values
+from rlhf_jax.models.families import fields, keys, rotary
 
 NORMS = {
     "input_layernorm": "attention_norm",
@@ -34,39 +33,39 @@ def decoder_from_hf(
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    hidden_size = values.required(config, "hidden_size")
-    num_heads = values.required(config, "num_attention_heads")
+    hidden_size = fields.required(config, "hidden_size")
+    num_heads = fields.required(config, "num_attention_heads")
     num_kv_heads = config.get("num_key_value_heads")
     head_dim = config.get("head_dim")
     head_dim = head_dim_of(hidden_size, num_heads) if head_dim is None else head_dim
     if not partial_rotary:
-        values.only(config, {"partial_rotary_factor": 1.0})
-        values.only(rotary.parameters(config), {"partial_rotary_factor": 1.0})
+        fields.only(config, {"partial_rotary_factor": 1.0})
+        fields.only(rotary.parameters(config), {"partial_rotary_factor": 1.0})
     rope_theta, rope_scaling = rotary.from_hf(config)
     # Theirs is one option for all four projections.
-    attention_bias = values.option(config, "attention_bias", False)
+    attention_bias = fields.option(config, "attention_bias", False)
     return ModelConfig(
         family=family,
-        vocab_size=values.required(config, "vocab_size"),
+        vocab_size=fields.required(config, "vocab_size"),
         hidden_size=hidden_size,
-        num_layers=values.required(config, "num_hidden_layers"),
+        num_layers=fields.required(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=values.required(config, "intermediate_size"),
+        intermediate_size=fields.required(config, "intermediate_size"),
         max_positions=rotary.max_positions(config, rope_scaling),
         norm="rmsnorm",
-        norm_eps=values.option(config, "rms_norm_eps", 1e-6),
+        norm_eps=fields.option(config, "rms_norm_eps", 1e-6),
         positions="rope",
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rotary_dim=rotary.rotary_dim(config, head_dim=head_dim),
-        activation=values.activation(config, activation, "silu"),
+        activation=fields.activation(config, activation, "silu"),
         gated_mlp=True,
         attention_bias=attention_bias,
         attention_output_bias=attention_bias,
-        mlp_bias=values.option(config, "mlp_bias", False),
-        tied_head=values.option(config, "tie_word_embeddings", False),
+        mlp_bias=fields.option(config, "mlp_bias", False),
+        tied_head=fields.option(config, "tie_word_embeddings", False),
     )
 
 
@@ -82,7 +81,7 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
         "intermediate_size": model.intermediate_size,
         "max_position_embeddings": model.max_positions,
         "rms_norm_eps": model.norm_eps,
-        "hidden_act": values.ACTIVATIONS_TO_HF[model.activation],
+        "hidden_act": fields.ACTIVATIONS_TO_HF[model.activation],
         "tie_word_embeddings": model.tied_head,
         **rotary.to_hf(model),
     }

@@ -7,8 +7,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, llama, mistral
-from rlhf_jax.models.families.options import rotary, values
+from rlhf_jax.models.families import fields, keys, llama, mistral, rotary
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -24,7 +23,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         )
     # In theirs attention has no bias, whatever an older config says.
     options = dict(config) | {
-        "rms_norm_eps": values.option(config, "rms_norm_eps", 1e-5),
+        "rms_norm_eps": fields.option(config, "rms_norm_eps", 1e-5),
         "attention_bias": False,
     }
     return mistral.in_every_layer(

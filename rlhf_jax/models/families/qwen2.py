@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, llama
-from rlhf_jax.models.families.options import values, windows
+from rlhf_jax.models.families import fields, keys, llama, windows
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -30,13 +29,13 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
     """The model with the sliding windows that Qwen's options say."""
-    first = values.option(config, "max_window_layers", 28)
+    first = fields.option(config, "max_window_layers", 28)
     return windows.from_hf(
         model,
         config,
         window=(
-            values.option(config, "sliding_window", 4096)
-            if values.option(config, "use_sliding_window", False)
+            fields.option(config, "sliding_window", 4096)
+            if fields.option(config, "use_sliding_window", False)
             else None
         ),
         default=lambda layer: layer >= first,

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, llama, qwen2
-from rlhf_jax.models.families.options import values
+from rlhf_jax.models.families import fields, keys, llama, qwen2
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Qwen3 `config.json`."""
-    options = dict(config) | {"head_dim": values.option(config, "head_dim", 128)}
+    options = dict(config) | {"head_dim": fields.option(config, "head_dim", 128)}
     model = llama.decoder_from_hf(options, family="qwen3")
     return dataclasses.replace(qwen2.with_windows(model, config), query_key_norm=True)
 

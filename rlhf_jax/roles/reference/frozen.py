@@ -3,10 +3,31 @@
 A `Frozen` is made by copying, is always an argument (a closure would bake it into the
 program), is never donated, and is read under `stop_gradient`. Digests of its parameters
 stand beside them, as arrays: a static field would retrace every program at a reset.
+
+`FrozenModels` are those of an iteration, as its programs take them: one argument. Each
+`Further` is a reference beside the first one, with a name, a weight and its own KL:
+
+    J(π) = E[r] - β·(KL(π ‖ π_ref) + Σ_i w_i·KL(π ‖ π_i))
+    π*   ∝ (π_ref·Π_i π_i^{w_i})^{1/W}·exp(r/(β·W)),  W = 1 + Σ_i w_i
+
+The first reference is the one whose weight is 1: lifecycles move it, controllers of β
+read its KL, and weight drift is measured to it. The others stay what they were.
+
+Source: Aminian et al. 2025, arXiv:2502.01203, section 5.
+
+A role that trains adapters of a frozen base runs with both (`adapted_params`):
+
+    trained                              base     run with
+    parameters                           None     themselves
+    adapters A, B                        W        W beside A, B
+    {"trunk": A, B, "score": s}          W        {"trunk": W beside A, B, "score": s}
+
+Policy, critic and reward model may share one base, which is also the reference.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +36,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import axes, leaves
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA, attach
 from rlhf_jax.roles.reference import fingerprint, storage
 
 Array = jax.Array
 Params = Any
+TAKEN = ("k3", "coef", "exact")  # objective/kl_NAME is another metric there
 
 
 class ReferenceMovedError(StopError):
@@ -172,3 +196,70 @@ def verify_all(models: Mapping[str, Frozen]) -> None:
             verify(model)
         except ReferenceMovedError as error:
             raise ReferenceMovedError(f"{name}: {error}") from None
+
+
+@flax.struct.dataclass
+class Further:
+    """One reference beside the first, as programs take it: {name: Further}."""
+
+    frozen: Frozen | None  # None where its log-probs are at hand and suffice
+    logprobs: Array | None = None  # f32[B, S], nats; None computes them
+    weight: float = flax.struct.field(pytree_node=False, default=1.0)
+    """w, dimensionless: its KL coefficient is w·β. At 0 its KL is only measured."""
+
+
+References = Mapping[str, Further]
+
+
+def check_further(name: str, *, weight: float) -> None:
+    """Raises InputError for a name or a weight that a reference cannot have."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in TAKEN:
+        raise InputError(
+            f"expected a name of letters, digits, _, - and ., and none of "
+            f"{', '.join(TAKEN)}, which name other metrics objective/kl_NAME, got "
+            f"{name!r}; choose another"
+        )
+    checks.within(
+        least=0,
+        advice="a negative one would push the policy away from the reference without "
+        "bound, and 0 measures its KL alone",
+        **{f"weight of reference {name}": weight},
+    )
+
+
+@flax.struct.dataclass
+class FrozenModels:
+    """What an iteration reads and nothing trains; a pytree.
+
+    It is an argument of every program and never donated, and no gradient reaches it.
+    Each function reads what it needs of it: sampling the base, the loss the reference
+    too.
+    """
+
+    # π_ref of the KL and of a mixture that is sampled, or the teacher. It is read where
+    # a program runs it: where no `ReferenceOutput` is passed, and for exact KL. None
+    # takes no KL, unless there is such an output; the head alone suffices where that
+    # has hidden states.
+    reference: Frozen | None = None
+    base: Frozen | None = None  # what adapters adapt, with `recipe.lora`
+    # References beside the first by name, with their log-probs where those ran before.
+    further: References = flax.struct.field(default_factory=dict)
+
+
+NO_MODELS = FrozenModels()
+
+
+def adapted_params(
+    trained: Params, *, base: Frozen | None, lora: LoRA | None
+) -> Params:
+    """The parameters for a forward pass; no gradient flows into the base."""
+    if base is None and lora is None:
+        return trained
+    if base is None or lora is None:
+        missing = "base" if base is None else "lora"
+        raise InputError(
+            f"expected base and lora together, got no {missing}: with LoRA the trained "
+            f"parameters are adapters of a frozen base. Give both, or neither to train "
+            f"every parameter"
+        )
+    return attach(read(base), trained, lora=lora)

@@ -15,17 +15,15 @@ if TYPE_CHECKING:
         init,
         sequence_scores,
     )
-    from rlhf_jax.roles.rewards.normalisation import (
-        RunningMoments,
-        no_moments,
-        normalise,
-        update_moments,
-    )
     from rlhf_jax.roles.rewards.scores import (
         Reward,
+        RunningMoments,
         Scores,
+        no_moments,
+        normalise,
         part_stats,
         scores_of,
+        update_moments,
         weighted,
     )
     from rlhf_jax.roles.rewards.text import Responses, TextFunction, TextReward, Texts
@@ -57,9 +55,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"rlhf_jax.roles.rewards has no name {name!r}")
-    from rlhf_jax.roles.rewards import ensembles, normalisation, scores, text
+    from rlhf_jax.roles.rewards import ensembles, scores, text
 
-    for module in (ensembles, normalisation, scores, text):
+    for module in (ensembles, scores, text):
         if hasattr(module, name):
             return getattr(module, name)
     from rlhf_jax.roles.rewards import model  # of runs with a reward model

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from rlhf_jax.models import context, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
+from rlhf_jax.models.lora import init as init_adapters
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
-from rlhf_jax.roles import adapted
 from rlhf_jax.roles.critic import values_of_hidden
 from rlhf_jax.roles.reference import frozen, storage
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.roles.rewards.text import Responses
 
 Array = jax.Array
@@ -40,11 +40,11 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     """Reward-model parameters over a base: adapters that change nothing, a fresh head.
 
     Returns:
-      {"trunk": adapters, "score": ...}, to be run with its base (`adapted.params`).
+      {"trunk": adapters, "score": ...}, to be run with its base (`adapted_params`).
     """
     trunk_key, score_key = jax.random.split(key)
     return {
-        "trunk": adapted.init(trunk_key, model=model, lora=lora),
+        "trunk": init_adapters(trunk_key, model=model, lora=lora),
         "score": decoder.init_score(score_key, model=model),
     }
 
@@ -118,7 +118,7 @@ class _Scores:
         rollout: Responses,
         packing: SizedPacking | None = None,
     ) -> Array:
-        params = adapted.params(frozen.read(reference), base=base, lora=self.lora)
+        params = adapted_params(frozen.read(reference), base=base, lora=self.lora)
 
         def compute(packing: Packing | None) -> Array:
             return sequence_scores(

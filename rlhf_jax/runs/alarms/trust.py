@@ -8,10 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlhf_jax.runs.alarms import history
 from rlhf_jax.runs.alarms.history import Row
-from rlhf_jax.runs.alarms.limits import Limits
+
+if TYPE_CHECKING:
+    from rlhf_jax.runs.alarms.rules import Limits
 
 PARTS = "trust/distance_"
 LEAST_DISTANCE = 1e-4  # nats per token: what float32 makes of decoding and training

@@ -1,9 +1,7 @@
 """From a command line to a config, and from a signal to a clean stop."""
 
-from rlhf_jax.runs.command_line.functions import load_function
-from rlhf_jax.runs.command_line.interruption import Interrupt, Interrupted, go_on
-from rlhf_jax.runs.command_line.main import main
-from rlhf_jax.runs.command_line.options import Presets, parse
+from rlhf_jax.runs.command_line.main import Interrupt, Interrupted, go_on, main
+from rlhf_jax.runs.command_line.options import Presets, load_function, parse
 
 __all__ = [
     "Interrupt",

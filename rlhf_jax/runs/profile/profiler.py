@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlhf_jax.devices import compile_counts, processes
+from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.runs import write_errors
 from rlhf_jax.runs.folder import write_text
 from rlhf_jax.runs.profile.window import Window
@@ -85,7 +85,7 @@ class Profiler:
         self._first = 0
         self._masks: list[list[Masks]] = []
         self._earlier: set[Path] = set()
-        self._compiled_before = compile_counts.Counts()
+        self._compiled_before = program_cache.Counts()
         self._step = contextlib.ExitStack()  # the annotation of a step under way
 
     def begin_stage(self, stage: str, start: int) -> None:
@@ -149,11 +149,11 @@ class Profiler:
             self._earlier = set(folder.rglob(TRACES))
             with self._paused(), write_errors.writing(folder):
                 jax.profiler.start_trace(folder, profiler_options=options)
-        self._compiled_before = compile_counts.so_far()
+        self._compiled_before = program_cache.compiled_so_far()
         self._first, self._since = step, time.perf_counter()
 
     def _write(self, seconds: float, *, window: Window) -> None:
-        compiled = compile_counts.since(self._compiled_before)
+        compiled = program_cache.compiled_since(self._compiled_before)
         texts, self._masks = [_lengths(mask) for mask in self._masks], []
         if not processes.is_first():
             return

@@ -1,6 +1,8 @@
 """What cannot be combined across groups: one table, {(feature, feature): reason}.
 
-It makes the check, its message, the matrix in the README and the tests.
+It makes the check, its message, the matrix in the README and the tests. Within a group
+`exclude` and `need` refuse: options that exclude each other, or of which one needs the
+other. Choices are {option that makes one: whether it is made}, as it is written.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.lifecycle import FROZEN
-from rlhf_jax.train.config import pairs
 from rlhf_jax.train.config.optimizer import POLICY, REWARD_MODEL
 from rlhf_jax.train.config.sampler import Here, Server
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 Config: TypeAlias = "PolicyGradientConfig"
 STALE = "--max-staleness or --placement.sampler last"
+Choices = Mapping[str, bool]
 
 
 def _kl_options(c: Config) -> dict[str, bool]:
@@ -192,7 +195,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
 
 
 FEATURES: Mapping[str, Callable[[Config], str | None]] = {
-    name: lambda c, choices=choices: pairs.first(choices(c))
+    name: lambda c, choices=choices: first(choices(c))
     for name, choices in CHOICES.items()
 }
 """The first option that a config chooses a feature by, or None where it does not."""
@@ -266,4 +269,42 @@ def check(config: Config) -> None:
       InputError: names both options and the reason.
     """
     for (one, other), reason in TABLE.items():
-        pairs.exclude(CHOICES[one](config), CHOICES[other](config), reason=reason)
+        exclude(CHOICES[one](config), CHOICES[other](config), reason=reason)
+
+
+def first(choices: Choices) -> str | None:
+    """The first option that makes a choice; None where none does."""
+    return next((option for option, chosen in choices.items() if chosen), None)
+
+
+def exclude(choices: Choices, others: Choices, *, reason: str) -> None:
+    """Checks that no choice of one kind meets one of the other.
+
+    Args:
+      reason: why, as the end of a sentence.
+
+    Raises:
+      InputError: names both options and the reason.
+    """
+    option, other = first(choices), first(others)
+    if option is not None and other is not None:
+        raise InputError(
+            f"{option}: expected none with {other}, as {reason}; leave one of them out"
+        )
+
+
+def need(choices: Choices, other: str, *, has: bool) -> None:
+    """Checks that no choice is made without the option that it belongs to.
+
+    Args:
+      other: that option, and `has` whether it is there.
+
+    Raises:
+      InputError: it is missing; names both.
+    """
+    option = first(choices)
+    if option is not None and not has:
+        raise InputError(
+            f"{option}: expected {other} with it, which it belongs to, got none; give "
+            f"both, or leave it out"
+        )

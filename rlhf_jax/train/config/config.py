@@ -24,14 +24,12 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place, RolloutPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.train.config import capabilities, pairs
-from rlhf_jax.train.config.batch import Batch
+from rlhf_jax.train.config import capabilities
+from rlhf_jax.train.config.models import KL, Reference, Start
 from rlhf_jax.train.config.optimizer import Critic, Optimizer
-from rlhf_jax.train.config.prompts import Prompts
-from rlhf_jax.train.config.reference import KL, Reference
+from rlhf_jax.train.config.prompts import Batch, Prompts
 from rlhf_jax.train.config.rewards import Environment, Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.watch import Watch
 
 FLAT = tyro.conf.arg(name="")  # of a group whose options have no prefix
@@ -120,16 +118,16 @@ class PolicyGradientConfig(RunConfig):
             f"--rewards {reward}": isinstance(reward.source, Environment)
             for reward in self.sources
         }
-        pairs.need(own, "--environment", has=environment)
+        capabilities.need(own, "--environment", has=environment)
         self.rewards.refuse_unread(
             has_pool=environment
             or any(isinstance(reward.source, Verifier) for reward in self.sources)
         )
         ptx, coef = self.data.ptx, self.method.ptx_coef
-        pairs.need({"--ptx": ptx is not None}, "--ptx-coef", has=coef != 0)
-        pairs.need({"--ptx-coef": coef != 0}, "--ptx", has=ptx is not None)
+        capabilities.need({"--ptx": ptx is not None}, "--ptx-coef", has=coef != 0)
+        capabilities.need({"--ptx-coef": coef != 0}, "--ptx", has=ptx is not None)
         pages = getattr(self.sampler.sampler, "cache_pages", None)
-        pairs.need(
+        capabilities.need(
             {"cache_pages of --sampler": pages is not None},
             "--continuous-batching",
             has=self.method.continuous_batching is not None,

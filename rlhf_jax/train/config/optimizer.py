@@ -13,7 +13,7 @@ import optax
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs.command_line.functions import load_function
+from rlhf_jax.runs.command_line.options import load_function
 
 POLICY, REWARD_MODEL = "policy", "reward_model"  # where a critic starts
 MomentDtype = Literal["float32", "bfloat16"]

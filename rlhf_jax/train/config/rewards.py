@@ -18,7 +18,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.ensembles import Combine
 from rlhf_jax.runs import choices
-from rlhf_jax.train.config import pairs
+from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.watch import refuse_twice
 from rlhf_jax.verification.user_objects import OnFailure
 
@@ -40,12 +40,12 @@ class Model:
                 f"got {'+'.join(self.paths)!r}; name each once"
             )
         checks.non_negative(std_coef=self.std_coef)
-        pairs.need(
+        capabilities.need(
             {"std_coef= of a reward model": self.std_coef is not None},
             "combine=mean_minus_std",
             has=self.combine == "mean_minus_std",
         )
-        pairs.need(
+        capabilities.need(
             {f"combine={self.combine}": self.combine != "mean"},
             "several checkpoints A+B",
             has=len(self.paths) > 1,
@@ -71,12 +71,12 @@ class Verifier:
         if not self.is_function:
             checks.one_of(among=VERIFIERS, **{"--verifier": self.name})
         chosen = f"--verifier {self.name}"
-        pairs.exclude(
+        capabilities.exclude(
             {f"unmarked={self.unmarked}": self.unmarked != "wrong"},
             {chosen: self.name != "gsm8k"},
             reason="gsm8k alone looks for a mark",
         )
-        pairs.exclude(
+        capabilities.exclude(
             {"answer_field=": self.answer_field != "answer"},
             {chosen: self.is_function},
             reason="the function reads the row itself",
@@ -185,7 +185,7 @@ class Workers:
             != field.default
             for field in _WORKERS
         }
-        pairs.need(chosen, "--verifier or --environment", has=has_pool)
+        capabilities.need(chosen, "--verifier or --environment", has=has_pool)
 
 
 _WORKERS = dataclasses.fields(Workers)

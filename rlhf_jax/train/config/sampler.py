@@ -13,7 +13,7 @@ from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import PAGE_SIZE, Cache, ModelConfig
-from rlhf_jax.samplers import retries
+from rlhf_jax.samplers import protocol
 
 Recipe = TypeVar("Recipe", bound=PolicyRecipe)
 
@@ -59,8 +59,8 @@ class Process:
     """Our decoder in a process of its own, to which weights go through a folder."""
 
     weights: Path | None = None
-    timeout: float = retries.TIMEOUT
-    tries: int = retries.TRIES
+    timeout: float = protocol.TIMEOUT
+    tries: int = protocol.TRIES
 
     def __post_init__(self) -> None:
         checks.positive(timeout=self.timeout, tries=self.tries)
@@ -79,8 +79,8 @@ class Server:
     address: str
     model: str | None = None
     weights: Path | None = None
-    timeout: float = retries.TIMEOUT
-    tries: int = retries.TRIES
+    timeout: float = protocol.TIMEOUT
+    tries: int = protocol.TRIES
     check_tolerance: float | None = None
 
     def __post_init__(self) -> None:

@@ -14,10 +14,10 @@ from rlhf_jax.functional import checks
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.train.config import pairs
+from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import Stored
 from rlhf_jax.train.config.optimizer import Optimizer
-from rlhf_jax.train.config.reference import Stored
 from rlhf_jax.train.config.watch import WatchTexts
 
 
@@ -97,7 +97,7 @@ class SupervisedConfig(RunConfig):
         super().__post_init__()
         checks.positive(num_steps=self.num_steps)
         stored = self.reference.reference_storage != frozen_models.COPY
-        pairs.need(
+        capabilities.need(
             {"--reference-storage": stored},
             "--lora or a reference",
             has=self.start.lora is not None or self.has_reference,

@@ -11,7 +11,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
-from rlhf_jax.train.config import pairs
+from rlhf_jax.train.config import capabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,4 +118,4 @@ class Watch(WatchTexts):
             held_out_samples=self.held_out_samples,
         )
         failure = {"--judge-failure warn": self.judge_failure != "stop"}
-        pairs.need(failure, "--judge", has=self.judge is not None)
+        capabilities.need(failure, "--judge", has=self.judge is not None)

@@ -21,8 +21,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode, episode_places, episodes
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.models.generation.sampling import Shaping
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
 Array = jax.Array
 HostArray = Any
@@ -113,7 +112,7 @@ class EpisodePrograms:
 
         # Taken apart once per rollout: in every call it would copy all parameters.
         def weights(policy: Params, base: Frozen | None) -> Weights:
-            params = adapted.params(policy, base=base, lora=recipe.lora)
+            params = adapted_params(policy, base=base, lora=recipe.lora)
             return Weights(
                 params,
                 cached_decoder.layers_to_decode(params, model=recipe.model, rows=own),

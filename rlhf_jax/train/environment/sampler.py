@@ -34,7 +34,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.rewards import Workers
 from rlhf_jax.train.config.sampler import Episodes
 from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
-from rlhf_jax.train.environment.rows import ReadRows, read_begun
+from rlhf_jax.train.rows import ReadRows, read_begun
 
 Array = jax.Array
 Params = Any

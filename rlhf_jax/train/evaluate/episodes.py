@@ -18,10 +18,10 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.environment.programs import Sampled
-from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.environment.sampler import EpisodeSampler, OpenedEnvironment
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.scoring import Scored
+from rlhf_jax.train.rows import ReadRows
 
 Array = jax.Array
 BY_ENVIRONMENT = "by_environment"  # how an episode ends that nothing cuts

@@ -10,12 +10,12 @@ from rlhf_jax.evaluation.figures import Kind
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.run_config import RunConfig
-from rlhf_jax.train.config import pairs
+from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import Compute
 from rlhf_jax.train.config.prompts import AskedPrompts
 from rlhf_jax.train.config.rewards import Verifier, Workers
 from rlhf_jax.train.config.sampler import Episodes
-from rlhf_jax.train.config.start import Compute
 
 NUM_TEXTS = 256
 KINDS: dict[str, Kind] = {  # of scores, by the option that computes them
@@ -109,9 +109,9 @@ class Config(RunConfig):
             )
         self._check_scores()
         num_texts = {"--num-texts": self.num_texts != NUM_TEXTS}
-        pairs.need(num_texts, "--texts", has=self.texts is not None)
+        capabilities.need(num_texts, "--texts", has=self.texts is not None)
         judge = {f"--judge {self.judge}": self.judge is not None}
-        pairs.need(judge, "--reference", has=self.reference is not None)
+        capabilities.need(judge, "--reference", has=self.reference is not None)
 
     def _check_scores(self) -> None:
         """Raises InputError for what cannot score these responses together."""
@@ -125,12 +125,12 @@ class Config(RunConfig):
         self.workers.refuse_unread(has_pool=self.kind in ("verifier", "environment"))
         if self.environment is not None:
             option = self.data.writing_option
-            pairs.exclude(
+            capabilities.exclude(
                 {str(option): option is not None},
                 {f"--environment {self.environment.name}": True},
                 reason="it writes its prompts from the rows",
             )
-            pairs.exclude(
+            capabilities.exclude(
                 {"seconds= of --environment": self.environment.seconds is not None},
                 {"rlhf-jax evaluate": True},
                 reason="its figures would depend on the clock (--timeout limits turns)",

@@ -22,11 +22,11 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import text
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.verifiers import Answering
-from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.evaluate import episodes
 from rlhf_jax.train.evaluate.episodes import Played
 from rlhf_jax.train.evaluate.programs import Programs, prompts_of
 from rlhf_jax.train.evaluate.scoring import Score, first
+from rlhf_jax.train.rows import ReadRows
 
 Array = jax.Array
 Model = Literal["policy", "reference"]

@@ -16,7 +16,7 @@ from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, json_lines
 from rlhf_jax.data.receipts import Receipt, Receipts, items
-from rlhf_jax.devices import compile_counts, sharding
+from rlhf_jax.devices import program_cache, sharding
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
 from rlhf_jax.functional.checks import InputError, StopError
@@ -25,14 +25,14 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
-from rlhf_jax.train.environment.rows import ReadRows, read_prompts
 from rlhf_jax.train.evaluate import responses, results, scoring
 from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
+from rlhf_jax.train.reading import load_start, receipt_of
 from rlhf_jax.train.rewards import make_verifier
-from rlhf_jax.train.start import load_start, receipt_of
+from rlhf_jax.train.rows import ReadRows, read_prompts
 
 STAGE = "evaluate"
 
@@ -49,7 +49,7 @@ def main(options: Config) -> None:
 
 def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     """From the options to the results."""
-    started, compiled = time.perf_counter(), compile_counts.so_far()
+    started, compiled = time.perf_counter(), program_cache.compiled_so_far()
     if jax.process_count() > 1:
         raise InputError(
             f"--coordinator: expected one process, got {jax.process_count()}; evaluate "
@@ -209,7 +209,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         collected
         | {
             "frozen_verified": True,
-            "compiled": compile_counts.since(compiled),
+            "compiled": program_cache.compiled_since(compiled),
             "seconds": seconds,
         }
         | profile,

@@ -36,10 +36,10 @@ from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.functional import checks
 from rlhf_jax.train import commands
-from rlhf_jax.train.config.batch import Batch
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
+from rlhf_jax.train.config.models import KL, Reference
 from rlhf_jax.train.config.optimizer import Optimizer
-from rlhf_jax.train.config.reference import KL, Reference
+from rlhf_jax.train.config.prompts import Batch
 from rlhf_jax.train.config.sampler import Sampling
 
 RECIPE = GroupRecipe(temperature=1.0)

@@ -47,9 +47,9 @@ from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.train import commands
-from rlhf_jax.train.config import pairs
-from rlhf_jax.train.config.batch import Batch
+from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
+from rlhf_jax.train.config.models import KL
 from rlhf_jax.train.config.optimizer import (
     REWARD_MODEL,
     Adam,
@@ -57,7 +57,7 @@ from rlhf_jax.train.config.optimizer import (
     Optimizer,
     TFAdam,
 )
-from rlhf_jax.train.config.reference import KL
+from rlhf_jax.train.config.prompts import Batch
 
 RECIPE = Recipe(num_minibatches=4, temperature=1.0)
 
@@ -79,7 +79,7 @@ class Config(PolicyGradientConfig):
         method, sampler = self.method, self.sampler
         # First: the default correction would be named, which nobody chose.
         stale = bool(sampler.max_staleness) and method.sampler_correction is None
-        pairs.exclude(
+        capabilities.exclude(
             {
                 "--whiten-rewards minibatch": method.whiten_rewards == "minibatch",
                 "--whiten-advantages minibatch": method.whiten_advantages

@@ -27,11 +27,9 @@ from rlhf_jax.planning import model_flops, workload
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Program, Workload
 from rlhf_jax.roles import rewards
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import Further
-from rlhf_jax.train import memory
+from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels, Further
+from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here
@@ -52,10 +50,10 @@ def workload_of(
     """
     refuse_apart(config)
     meshes = Meshes(mesh, mesh, mesh)
-    models = memory.shapes(config, meshes=meshes, start=start)
+    models = shapes.of_run(config, meshes=meshes, start=start)
     parts = {
         part.name: part.shapes
-        for part in memory.parts(config, models, meshes=meshes)
+        for part in shapes.parts(config, models, meshes=meshes)
         if part.shapes is not None
     }
     rows = config.batch.batch_size
@@ -131,7 +129,7 @@ def programs(
         )
 
     mixed = models.reference if config.mixes_reference else None
-    policy = memory.storage_of_sampler(config, models)
+    policy = shapes.storage_of_sampler(config, models)
     drawn = (policy, FrozenModels(mixed, models.base), prompts, key)
     rollout = jax.eval_shape(sample, *drawn)
     mesh = config.placement.sampler.mesh
@@ -156,7 +154,7 @@ def programs(
             resharded=() if mesh is None else (0,),
         )
     ]
-    names = memory.reward_names(models)
+    names = shapes.reward_names(models)
     for name, scorer in zip(names, models.reward_models, strict=True):
 
         def scored(
@@ -267,7 +265,7 @@ def _learning(
             )
             # And the values before the first update.
             learning += model_flops.forward(model, texts, head=False)
-    unread = {*memory.reward_names(models)}
+    unread = {*shapes.reward_names(models)}
     if not reads_reference:
         unread |= {"reference"}
     if not further:

@@ -1,1 +1,1 @@
-"""Sampling on the devices of a trainer: on which, in which dtype, with which cache."""
+"""Who samples: our decoder on the devices of a trainer, or a program outside."""

@@ -13,7 +13,7 @@ from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.config import pairs
+from rlhf_jax.train.config import capabilities
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Demonstrations:
 
     def __post_init__(self) -> None:
         checks.positive(row_width=self.row_width)
-        pairs.exclude(
+        capabilities.exclude(
             {"--row-width": self.row_width is not None},
             {"--buckets": self.buckets is not None},
             reason="all packed rows have one width",

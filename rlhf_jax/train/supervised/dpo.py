@@ -60,11 +60,10 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import report, run
 from rlhf_jax.train import commands
-from rlhf_jax.train.config import pairs
+from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import NONE, START, OneReference, Start
 from rlhf_jax.train.config.optimizer import Cosine, Optimizer
-from rlhf_jax.train.config.reference import NONE, START, OneReference
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.supervised import Rows, SupervisedConfig, WatchPolicy
 from rlhf_jax.train.supervised import loop, preferences
 from rlhf_jax.train.supervised.preferences import Preferences
@@ -108,7 +107,7 @@ class Config(SupervisedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         place, adapters = self.placement.reference, self.start.lora is not None
-        pairs.exclude(
+        capabilities.exclude(
             {"--placement.reference": place.apart},
             {"--lora": adapters},
             reason="the reference is the policy's base, and runs with it",
@@ -117,7 +116,7 @@ class Config(SupervisedConfig):
         if self.reference.reference == NONE and not free_by_kind:
             self.method.check_reference_free()
         free = f"--kind {self.method.kind}" if free_by_kind else "--reference none"
-        pairs.exclude(
+        capabilities.exclude(
             {
                 "--reference": self.reference.reference not in (START, NONE),
                 "--precompute": self.reference.precompute,

@@ -35,14 +35,12 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.lora import merge
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
-from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import drift, frozen
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import alarms, folder, plots, report, run
 from rlhf_jax.train import shapes
 from rlhf_jax.train.config.watch import WatchTexts
-from rlhf_jax.train.reading import read_texts
-from rlhf_jax.train.start import receipt_of
+from rlhf_jax.train.reading import read_texts, receipt_of
 from rlhf_jax.train.supervised.task import Models, Session, Task
 
 Params = Any
@@ -223,7 +221,7 @@ class Watcher:
         def text_stats(
             policy: Params, texts: Mapping[str, Sequences], base: Frozen | None
         ) -> Stats:
-            params = adapted.params(policy, base=base, lora=lora)
+            params = adapted_params(policy, base=base, lora=lora)
             return evaluation.text_stats(params, texts, model=model)
 
         def moved(

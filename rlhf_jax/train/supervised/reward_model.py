@@ -49,14 +49,14 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import merge
-from rlhf_jax.roles import adapted, rewards
+from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import report, run
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import Start
 from rlhf_jax.train.config.optimizer import Optimizer
-from rlhf_jax.train.config.start import Start
 from rlhf_jax.train.config.supervised import MicroBatches, SupervisedConfig
 from rlhf_jax.train.supervised import loop
 from rlhf_jax.train.supervised.normalisation import (
@@ -227,7 +227,7 @@ class RewardModel(Task[Config]):
 
         def score(params: Params, base: Frozen | None, text: Any) -> Array:
             if base is not None:
-                params = adapted.params(params, base=base, lora=lora)
+                params = adapted_params(params, base=base, lora=lora)
             return rewards.sequence_scores(
                 params, model=start.model, tokens=text.tokens, mask=text.mask
             )

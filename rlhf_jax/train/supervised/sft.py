@@ -45,15 +45,14 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models import config as models
 from rlhf_jax.models import decoder, layout
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import report
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.models import Trained
 from rlhf_jax.train.config.optimizer import Optimizer
-from rlhf_jax.train.config.start import Trained
 from rlhf_jax.train.config.supervised import MicroBatches, SupervisedConfig, WatchPolicy
-from rlhf_jax.train.start import saved
+from rlhf_jax.train.reading import saved
 from rlhf_jax.train.supervised import demonstrations, loop
 from rlhf_jax.train.supervised.demonstrations import Demonstrations
 from rlhf_jax.train.supervised.task import Data, Masks, Session, Task
@@ -192,7 +191,7 @@ class SFT(Task[Config]):
         lora, model = self.config.start.lora, session.start.model
 
         def loss(params: Params, base: Frozen | None, batch: Sequences) -> Stats:
-            params = adapted.params(params, base=base, lora=lora)
+            params = adapted_params(params, base=base, lora=lora)
             one = jnp.float32(1.0)  # the weight of the stats says how many there are
             return sft.loss(params, batch, model=model, num_tokens=one)[1]
 

@@ -19,11 +19,11 @@ from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles import adapted
+from rlhf_jax.models.lora import init as init_adapters
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import run
 from rlhf_jax.train.config.supervised import SupervisedConfig
-from rlhf_jax.train.start import load_start
+from rlhf_jax.train.reading import load_start
 
 Array = jax.Array
 Params = Any
@@ -109,7 +109,7 @@ class Task(abc.ABC, Generic[Config]):
         lora = self.config.start.lora
         if lora is None:
             return start.params
-        return adapted.init(key, model=start.model, lora=lora)
+        return init_adapters(key, model=start.model, lora=lora)
 
     def reference(
         self, start: Pretrained, *, base: Frozen | None, mesh: Mesh, load: Load

@@ -20,9 +20,9 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import scores_of
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.environment.rows import ReadRows
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.rewards import RewardList
+from rlhf_jax.train.rows import ReadRows
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler

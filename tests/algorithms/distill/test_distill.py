@@ -25,8 +25,8 @@ from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, Clip
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD, Penalty
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 STUDENT, TEACHER = tiny.params(tiny.GPT2), tiny.params(tiny.LLAMA, seed=1)
 FROZEN = frozen.freeze(TEACHER, model=tiny.LLAMA)  # twice as wide, another family

@@ -224,7 +224,8 @@ def test_the_reference_is_run_where_its_log_probs_are_not_given(packed, monkeypa
         ({"base": 3.0}, 3),
         ({"base": 3.0, "ref_logprobs": logprobs}, 7),
     ]:
-        monkeypatch.setattr(module.adapted, "params", lambda params, **_: params)
+        for caller in (module, state):
+            monkeypatch.setattr(caller, "adapted_params", lambda params, **_: params)
         current = state.supervised_state(
             {"w": jnp.ones(())}, optimizer=ALGORITHM.optimizer
         )
@@ -435,7 +436,7 @@ def test_pairs_are_measured_against_the_base_of_adapters(packed, monkeypatch):
 
     monkeypatch.setattr(updating, "reference_logprobs", reference_logprobs)
     monkeypatch.setattr(updating, "loss", loss)
-    monkeypatch.setattr(updating.adapted, "params", lambda *_, **__: None)
+    monkeypatch.setattr(updating, "adapted_params", lambda *_, **__: None)
     assert dpo.measure(None, batch=packed, dpo=adapted, base=base) == "of the base"
     assert references == [base]
     known = dpo.measure(None, batch=packed, dpo=adapted, base=base, ref_logprobs=1)

@@ -12,11 +12,10 @@ import toys
 
 from rlhf_jax import frozen, grpo, kl_control, masked, ppo, state
 from rlhf_jax.algorithms import batch
-from rlhf_jax.algorithms.flow import further, score
+from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
-from rlhf_jax.roles.frozen_models import FrozenModels
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import FrozenModels, Further
 
 MASK = np.array([[0, 0, 1, 1, 1], [0, 0, 1, 1, 0]], bool)
 NOISE = np.random.default_rng(0).normal(size=(4, *MASK.shape))
@@ -61,7 +60,9 @@ def test_the_kl_to_each_is_of_the_episodes_that_began():
         rollout=dataclasses.replace(of_two.rollout, response_mask=alone),
         row_mask=jnp.asarray([True, False]),
     )
-    output, _ = further.add(of_one, further=REFERENCES, penalty=IN_REWARD, **SHAPE)
+    output, _ = objective.add_further(
+        of_one, further=REFERENCES, penalty=IN_REWARD, **SHAPE
+    )
     total, count = output.kl_stats["objective/kl_b"]
     assert float(count) == 1
     assert float(total) == pytest.approx((LOGPROBS - SECOND)[0].sum(), abs=1e-5)
@@ -69,7 +70,7 @@ def test_the_kl_to_each_is_of_the_episodes_that_began():
 
 def test_the_reward_gets_the_weighted_sum_and_each_kl_is_logged():
     penalty = Penalty(clip=0.7)
-    output, beside = further.add(
+    output, beside = objective.add_further(
         scored(penalty), further=REFERENCES, penalty=penalty, **SHAPE
     )
     first, second, third = (
@@ -90,7 +91,7 @@ def test_the_reward_gets_the_weighted_sum_and_each_kl_is_logged():
 
 def test_in_the_loss_alone_no_reward_has_it():
     penalty = Penalty("k2", placement="loss")
-    output, beside = further.add(
+    output, beside = objective.add_further(
         scored(penalty), further=REFERENCES, penalty=penalty, **SHAPE
     )
     assert output.kl is None
@@ -100,13 +101,15 @@ def test_in_the_loss_alone_no_reward_has_it():
 
 def test_what_is_missing_is_named():
     with pytest.raises(InputError, match=r"first reference with the .* b, c, got none"):
-        further.add(
+        objective.add_further(
             scored(ref_logprobs=None), further=REFERENCES, penalty=IN_REWARD, **SHAPE
         )
     with pytest.raises(InputError, match="reference b: expected its parameters or"):
-        further.add(scored(), further={"b": Further(None)}, penalty=IN_REWARD, **SHAPE)
+        objective.add_further(
+            scored(), further={"b": Further(None)}, penalty=IN_REWARD, **SHAPE
+        )
     with pytest.raises(InputError, match="reference b: expected policy and reference"):
-        further.add(
+        objective.add_further(
             scored(),
             further=REFERENCES,
             penalty=Penalty("exact"),
@@ -257,9 +260,9 @@ def test_each_is_scored_as_the_first(monkeypatch):
         calls.append(options)
         return scored(options["penalty"], ref_logprobs=SECOND)
 
-    monkeypatch.setattr(further, "score", recorded)
+    monkeypatch.setattr(objective, "score", recorded)
     policy, packing = object(), object()
-    further.add(
+    objective.add_further(
         scored(),
         further={"b": REFERENCES["b"]},
         penalty=IN_REWARD,

@@ -15,7 +15,7 @@ from rlhf_jax import batch, grpo, kl_control, masked, policy, rewards, state
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LR = 0.1

@@ -20,8 +20,8 @@ from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional import advantages
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.frozen_models import FrozenModels
-from rlhf_jax.roles.rewards.normalisation import no_moments
+from rlhf_jax.roles.reference.frozen import FrozenModels
+from rlhf_jax.roles.rewards.scores import no_moments
 
 RECIPES = {
     "grpo": grpo.PUBLISHED,

@@ -15,7 +15,7 @@ from rlhf_jax import kl_control, masked, state
 from rlhf_jax.algorithms import nash_md
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MASK = np.array([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]], bool)

@@ -19,7 +19,7 @@ from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.online_dpo import pairs as pairs_of
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.frozen_models import NO_MODELS
+from rlhf_jax.roles.reference.frozen import NO_MODELS
 
 BETA, RATE = 0.3, 0.1
 ROWS, COLUMNS = 8, 5

@@ -12,14 +12,13 @@ import pytest
 import toys
 
 from rlhf_jax.algorithms import batch, reinforce, sft, state
-from rlhf_jax.algorithms.policy_gradient import algorithm, loss, ptx_texts
+from rlhf_jax.algorithms.policy_gradient import algorithm, loss, minibatch_gradients
 from rlhf_jax.algorithms.policy_gradient.corrections import Reject, Truncate
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional.kl.control import Adaptive
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import packing
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
-from rlhf_jax.roles.reference.further import Further
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, Further
 
 ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
@@ -418,7 +417,9 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
 
     monkeypatch.setattr(sft, "loss", loss)
     params = {"w": jnp.float32(3)}
-    gradient, stats = ptx_texts.gradient(params, texts, recipe=recipe, frozen=NO_MODELS)
+    gradient, stats = minibatch_gradients.ptx_gradient(
+        params, texts, recipe=recipe, frozen=NO_MODELS
+    )
     assert float(gradient["w"]) == 0.5
     assert [float(x) for x in stats["loss/ptx"]] == [12.0, 4.0]
 

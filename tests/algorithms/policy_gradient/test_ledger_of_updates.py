@@ -26,7 +26,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import Reject
 from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.kl.control import fixed
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 SHARED = {
     "model": toys.GPT2,

@@ -19,7 +19,7 @@ from rlhf_jax.algorithms.policy_gradient.iteration import learn, make_experience
 from rlhf_jax.algorithms.reinforce import REINFORCE
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 KEY = jax.random.key(5)
 SHAPE = {

@@ -26,7 +26,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.models.packing import at_size
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 KEY = jax.random.key(9)
 PROMPTS, SIZE, ROWS = 4, 10, 8

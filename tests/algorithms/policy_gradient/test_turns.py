@@ -29,9 +29,8 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
-from rlhf_jax.roles.reference.further import Further
-from rlhf_jax.roles.rewards.normalisation import RunningMoments
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, Further
+from rlhf_jax.roles.rewards.scores import RunningMoments
 
 KL_COEF = 0.3
 KEY = jax.random.key(9)
@@ -576,7 +575,7 @@ def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
         **options,
     )
     beside = {"far": Further(models()[2], old - 0.25, 0.0)}
-    scored, _ = flow.further.add(scored, further=beside, **options)
+    scored, _ = flow.objective.add_further(scored, further=beside, **options)
     for name, nats in (("exact", 0.5), ("far", 0.25)):
         total, count = scored.kl_stats[f"objective/kl_{name}"]
         assert float(count) == 5

@@ -15,14 +15,14 @@ import toys
 from rlhf_jax import batch, frozen, kl_control, masked, ppo, state
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient.packed_parts import PackedParts
+from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import PackedParts
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.devices import critic_devices, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.roles.critic import from_base
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 LR = 0.1
 POLICY = toys.params()

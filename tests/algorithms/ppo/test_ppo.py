@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.recipe import Clip, FixedLength
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
@@ -590,7 +590,7 @@ REBUILT = {
 ABOVE = {
     *("micro_batch_size", "lora", "fixed_length"),
     "continuous_batching",  # must change nothing: test_continuous_batching.py
-    # test_sampler_mismatch.py
+    # test_corrections.py
     "sampler_correction",
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     # test_published.py, test_surrogates.py, test_packed_learning.py

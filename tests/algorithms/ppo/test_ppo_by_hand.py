@@ -24,7 +24,7 @@ from rlhf_jax.algorithms.policy_gradient.recipe import Clip, FixedLength
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.roles.frozen_models import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 LR, KL_COEF, SIZE = 0.1, 0.1, 8
 POLICY = toys.params()

@@ -14,7 +14,7 @@ import toys
 from rlhf_jax import kl_control, masked, policy, state
 from rlhf_jax.algorithms import reinforce
 from rlhf_jax.algorithms.batch import Rollout, Scored
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 KEY = jax.random.key(3)
 LR = 0.1

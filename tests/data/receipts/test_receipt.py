@@ -12,10 +12,10 @@ from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, turns, unpaired
 from rlhf_jax.data.examples import Episode, Example
-from rlhf_jax.data.receipts import Receipts, items, part
+from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments.protocol import Started
-from rlhf_jax.train.environment.rows import read_begun
+from rlhf_jax.train.rows import read_begun
 
 EOS = 1
 TOKENIZER = toy_files.tokenizer()
@@ -414,7 +414,7 @@ def test_the_first_place_is_that_of_the_file_whatever_was_told_first():
 def test_a_long_example_is_cut_around_the_border(prompt, response, before, after):
     tokens = [2 + at % 20 for at in range(prompt + response)]
     text = Example(tokens[:prompt], tokens[prompt:])
-    shown = part.shown(text, decode=decode)
+    shown = items.shown(text, decode=decode)
     assert shown["tokens"] == prompt + response
     assert shown["not_shown"] == {"before": before, "after": after}
     words = " ".join(piece["text"].strip() for piece in shown["pieces"])
@@ -431,12 +431,12 @@ def test_a_character_of_several_tokens_and_nothing_at_all():
         return b"".join(letters[token] for token in tokens).decode(errors="replace")
 
     text = Episode([0, 1, 2, 3], [4, 0], ((1, 2),))
-    assert part.shown(text, decode=of_bytes)["pieces"] == [
+    assert items.shown(text, decode=of_bytes)["pieces"] == [
         {"text": "a�", "learned": False},
         {"text": "🙂", "learned": True},
         {"text": "a", "learned": False},
     ]
-    assert part.shown(Example((), ()), decode=of_bytes)["pieces"] == []
+    assert items.shown(Example((), ()), decode=of_bytes)["pieces"] == []
 
 
 WORDS = st.lists(st.sampled_from(toy_files.WORDS[:-1]), min_size=1, max_size=14)

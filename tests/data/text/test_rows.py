@@ -5,8 +5,8 @@ import tokenizer_zoo
 
 from rlhf_jax.data import encoding, tokenization
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.train import rows
 from rlhf_jax.train.config.prompts import AskedPrompts
-from rlhf_jax.train.environment import rows
 
 ZOO = tokenizer_zoo.zoo()
 CHAT = ZOO["chat"]

@@ -21,7 +21,7 @@ from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 
 LENGTHS = (4, 2, 3, 1) * 2
 SGD = optax.sgd(0.1)

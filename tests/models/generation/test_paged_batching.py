@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from places import FIXTURES
 
 from rlhf_jax import decode, hf, policy
-from rlhf_jax.devices import compile_counts, sharding
+from rlhf_jax.devices import program_cache, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import attention
@@ -262,13 +262,13 @@ def test_shares_that_exchange_heads_go_on_in_step(mesh, model):
     )
     with jax.set_mesh(mesh.make(jax.devices()[: mesh.size])):
         params = sharding.place(params)
-        before = compile_counts.so_far()
+        before = program_cache.compiled_so_far()
         for batch, expected in zip(batches, outputs, strict=True):
             lengths = np.asarray(expected.response_mask).sum(axis=1).reshape(2, -1)
             assert lengths.sum(axis=1).std() > 0
             # Sums over `tensor` round otherwise.
             assert_same(run(params, **batch), expected, atol=2e-5)
-    assert compile_counts.since(before)["generate"] == 1
+    assert program_cache.compiled_since(before)["generate"] == 1
 
 
 @pytest.mark.slow

@@ -255,3 +255,22 @@ def test_another_reference_of_one_shape_does_not_retrace():
     first(frozen.freeze(small()))
     first(frozen.freeze(jax.tree.map(lambda leaf: leaf + leaf, small())))
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5, 3])
+def test_a_weight_of_0_or_more_is_taken(weight):
+    frozen.check_further("code-7b.v2", weight=weight)
+
+
+@pytest.mark.parametrize("weight", [-0.5, -1e-9, float("nan"), float("inf")])
+def test_a_negative_weight_is_refused_with_its_name(weight):
+    with pytest.raises(
+        InputError, match="of reference code: expected a number of at least 0, got"
+    ):
+        frozen.check_further("code", weight=weight)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "k3", "coef", "exact"])
+def test_a_name_that_no_metric_could_have_is_refused(name):
+    with pytest.raises(InputError, match="expected a name of letters"):
+        frozen.check_further(name, weight=1.0)

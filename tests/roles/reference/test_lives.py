@@ -11,8 +11,8 @@ import pytest
 import toys
 
 from rlhf_jax import frozen, kl_control, masked, ppo, state
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import lifecycle
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.roles.reference.lifecycle import Lifecycle, Reset
 from rlhf_jax.runs import metrics, run, run_config
 from rlhf_jax.runs.snapshots import proof

@@ -15,9 +15,8 @@ from tiers import one_in
 from rlhf_jax import frozen, kl_control, masked, ppo, state
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import leaves
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import lifecycle
-from rlhf_jax.roles.reference.frozen import ReferenceMovedError
+from rlhf_jax.roles.reference.frozen import FrozenModels, ReferenceMovedError
 
 MODEL = toys.GPT2
 assert MODEL.tied_head  # one table is read at both ends

@@ -20,8 +20,8 @@ from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import leaves
-from rlhf_jax.roles.frozen_models import FrozenModels
 from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs import report
 
 CPUS = jax.devices()

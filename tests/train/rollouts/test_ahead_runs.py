@@ -18,7 +18,7 @@ from rlhf_jax import hf, masked, ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, encoding
 from rlhf_jax.data.files import read_prompts
-from rlhf_jax.roles.frozen_models import FrozenModels
+from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import build, main

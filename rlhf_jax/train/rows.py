@@ -11,7 +11,7 @@ from rlhf_jax.data.json_lines import Row, place
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Question, Written, messages, read_question
-from rlhf_jax.data.text.question import PLACE
+from rlhf_jax.data.text.messages import PLACE
 from rlhf_jax.train.config.prompts import AskedPrompts
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.samplers import protocol
-from rlhf_jax.samplers.retries import Retries, TransientError
+from rlhf_jax.samplers.protocol import Retries, TransientError
 from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
@@ -32,7 +32,7 @@ Params = Any
 class OutsideSampler(contextlib.AbstractContextManager[Any]):
     """Hands parameters over once per version, and draws; ends the sampler on leaving.
 
-    It is called as `train.sampling.sampler.Sampler` is, by the trainer or by the thread
+    It is called as `sampler.Sampler` is, by the trainer or by the thread
     of a queue; draws come in the order of versions.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig, RopeScaling
-from rlhf_jax.models.families.options import types, values
+from rlhf_jax.models.families import fields
 
 
 def parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -38,14 +38,14 @@ def from_hf(
             return base, None
         case "linear":
             return base, RopeScaling(
-                "linear", float(values.required(scaling, "factor"))
+                "linear", float(fields.required(scaling, "factor"))
             )
         case "llama3":
             return base, RopeScaling(
                 "llama3",
-                float(values.required(scaling, "factor")),
-                float(values.required(scaling, "low_freq_factor")),
-                float(values.required(scaling, "high_freq_factor")),
+                float(fields.required(scaling, "factor")),
+                float(fields.required(scaling, "low_freq_factor")),
+                float(fields.required(scaling, "high_freq_factor")),
                 _original_max_positions(config, scaling),
             )
         case "yarn":
@@ -81,14 +81,14 @@ def max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int
     Raises:
       InputError: it is not stated, or longer than any.
     """
-    stated = values.required(config, "max_position_embeddings")
+    stated = fields.required(config, "max_position_embeddings")
     if scaling is None or scaling.kind != "yarn":
         return stated
     context = max(stated, int(scaling.factor * scaling.original_max_positions))
-    if context > types.MAX_SIZE:
+    if context > fields.MAX_SIZE:
         raise InputError(
             f"config.json: expected factor × original_max_position_embeddings of yarn "
-            f"to be at most {types.MAX_SIZE}, got {scaling.factor:g} × "
+            f"to be at most {fields.MAX_SIZE}, got {scaling.factor:g} × "
             f"{scaling.original_max_positions}; correct them"
         )
     return context
@@ -151,7 +151,7 @@ def _yarn(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> RopeScaling:
     original = _original_max_positions(config, scaling)
     factor = scaling.get("factor")
     if factor is None:
-        factor = values.required(config, "max_position_embeddings") / original
+        factor = fields.required(config, "max_position_embeddings") / original
 
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -183,7 +183,7 @@ def _original_max_positions(
     originals = (config.get(name), scaling.get(name))
     original = next((original for original in originals if original is not None), None)
     if original is None:
-        return values.required(config, "max_position_embeddings")
+        return fields.required(config, "max_position_embeddings")
     return original
 
 

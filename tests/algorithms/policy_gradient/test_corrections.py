@@ -21,8 +21,6 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     Recompute,
     Reject,
     Truncate,
-)
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import (
     corrected,
     recomputed,
     staleness,
@@ -34,7 +32,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.functional.kl.penalty import UNBIASED_K3
 from rlhf_jax.functional.off_policy.importance import Correction
-from rlhf_jax.roles.frozen_models import NO_MODELS
+from rlhf_jax.roles.reference.frozen import NO_MODELS
 
 CAP = 1.5
 
@@ -327,7 +325,7 @@ def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
         recorded_options.update(options)
         return after
 
-    module = import_module("rlhf_jax.algorithms.policy_gradient.sampler_mismatch")
+    module = import_module("rlhf_jax.algorithms.policy_gradient.corrections")
     monkeypatch.setattr(module.flow.rollout, "recompute_logprobs", recompute_logprobs)
     packing = object()
     assert recomputed(None, None, recipe=RECIPE, packing=packing) is after

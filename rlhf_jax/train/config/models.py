@@ -1,23 +1,66 @@
-"""`reference` and `kl`: frozen models, how they live, and the KL coefficient."""
+"""`start`, `reference` and `kl`: the trained model, and the frozen ones beside it.
+
+How each is read, stored, run and written; how references live; the KL coefficient.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.further_references import FurtherReference
+from rlhf_jax.checkpoints.hf import SaveDtype
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.control import Control, Fixed
+from rlhf_jax.models.config import Attention, Remat
+from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 from rlhf_jax.train.config.watch import refuse_twice
 
+Adapters = LoRA | None
 START, NONE = "start", "none"
 Further = tuple[FurtherReference, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How a model is read and run."""
+
+    tokenizer: str | None = None
+    """Tokenizer, a folder or hub id; None takes the one in --model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of activations; trained parameters stay float32."""
+    remat: Remat = "none"
+    """Activations of a layer that the backward pass rematerialises, to save memory."""
+    attention: Attention = "auto"
+    """Implementation of attention over whole sequences; auto takes the flash attention
+    of the backend for long rows, and prints it at the start."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained(Compute):
+    """How a model is trained and written."""
+
+    lora: Adapters = None
+    """Rank of LoRA adapters over a frozen base, as 16 or
+    16,alpha=32,modules=attention/*+mlp/*. None trains every parameter."""
+    save_dtype: SaveDtype | None = None
+    """Dtype of OUT/model and OUT/adapter; None is that of most weights of --model, and
+    float32 for a fresh model. Weights are trained in float32: 16 bits lose what is
+    smaller than a 256th (bfloat16) or a 2048th (float16) of a weight."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start(Trained):
+    """The model that is trained."""
+
+    model: str
+    """Model to start from, a checkpoint folder or hub id."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

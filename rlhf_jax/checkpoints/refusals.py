@@ -1,8 +1,10 @@
-"""Weights that are numbers: NaN and infinite entries of a checkpoint are refused."""
+"""What no checkpoint is: a folder of adapters, and weights that are no numbers."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,7 +13,33 @@ import numpy as np
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
+ADAPTER = "adapter_config.json"  # as PEFT names the config of one
 CHUNK = 1 << 16  # entries looked at together, so that they stay in the cache
+
+
+def refuse_adapter(folder: Path) -> None:
+    """InputError if the folder holds an adapter; for folders without a whole model.
+
+    No option takes an adapter in place of a model, since a run would have to find the
+    base by a name that may mean another folder here.
+    """
+    if not (folder / ADAPTER).exists():
+        return
+    try:
+        options = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        base, task = options.get("base_model_name_or_path"), options.get("task_type")
+    except (OSError, ValueError, AttributeError):
+        base, task = None, None
+    kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
+    merged = folder.absolute().parent / "model"  # where a run of ours writes it
+    elsewhere = f", or give {merged}" if (merged / "config.json").exists() else ""
+    raise InputError(
+        f"expected a whole model, got an adapter ({ADAPTER}) of the base "
+        f"{base!r:.200}; no option takes an adapter in place of a model: merge it into "
+        f"its base with PEFT, "
+        f"`AutoPeftModelFor{kind}.from_pretrained(ADAPTER).merge_and_unload()"
+        f".save_pretrained(MERGED)`, and give MERGED{elsewhere}"
+    )
 
 
 class NotFinite(NamedTuple):
@@ -36,7 +64,7 @@ def _all_finite(array: np.ndarray) -> bool:
     return all(((chunk & exponent) != exponent).all() for chunk in chunks)
 
 
-def refuse(counts: Mapping[str, tuple[NotFinite, int]]) -> None:
+def refuse_not_finite(counts: Mapping[str, tuple[NotFinite, int]]) -> None:
     """Raises InputError if there is an entry that is NaN or infinite.
 
     Args:

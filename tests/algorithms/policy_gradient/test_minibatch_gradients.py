@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.algorithms.policy_gradient.packed_parts import (
+from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import (
     PackedParts,
     accumulate_packed,
 )

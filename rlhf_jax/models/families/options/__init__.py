@@ -1,1 +1,0 @@
-"""Options of a `config.json` that several families have."""

@@ -1,1 +1,0 @@
-"""`--sampler`: responses that something outside of the trainer's programs draws."""
