@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,8 +45,16 @@ def resident() -> int:
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that `-m` leaves out
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
+    into_tiers(items)
+    result = yield  # `-m` leaves out the other tiers
+    if config.option.share is not None:
+        only_a_share(config, items)
+    return result
+
+
+def into_tiers(items):
     """Of a test with `cases(quick=n)`, n quick cases, evenly spread, stay quick.
 
     The others go down a tier: they are slow, and with `cases(slow=n)` long.
@@ -67,6 +76,23 @@ def pytest_collection_modifyitems(items):
         for number, item in enumerate(group):
             if number not in numbers:
                 item.add_marker({"quick": "slow", "slow": "long"}[tier])
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--share",
+        metavar="I/N",
+        help="of the tests that are chosen, those of share I (from 0) of N alone",
+    )
+
+
+def only_a_share(config, items):
+    """Leaves out the tests of the other shares, by a digest of their names."""
+    number, count = map(int, config.option.share.split("/"))
+    shares = [zlib.crc32(item.nodeid.encode()) % count for item in items]
+    others = [item for item, of in zip(items, shares, strict=True) if of != number]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item, of in zip(items, shares, strict=True) if of == number]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -75,6 +75,7 @@ def test_logprobs_are_those_of_whole_rows(model):
     )
 
 
+@pytest.mark.cases(quick=1)
 def test_rewards_stand_at_the_ends_of_turns(model):
     params = params_of(model)
     rollout, scores = drawn(model, params, Script())
@@ -240,7 +241,7 @@ def test_a_slow_answer_ends_its_episode_alone():
     assert (rollout.tokens[1][mask] == whole.rollout.tokens[1][mask]).all()
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.slow
 def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypatch):
     """Rows 0 to 3 are of one prompt; apart from each other each reads all of it."""
     params = params_of(model)
@@ -316,6 +317,7 @@ def test_the_number_of_turns_ends_an_episode():
     assert (scores.parts["out_of_turns"] > 0).any()
 
 
+@pytest.mark.slow
 def test_episodes_that_had_no_time_to_begin_are_counted():
     model = tiny.GPT2
     pool = Script(latency=lambda row, turn: 1.0)

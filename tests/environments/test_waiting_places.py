@@ -64,7 +64,7 @@ LIMITS = episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4)
 OFTEN = tuple(range(1, 6))  # tokens that end a turn
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch, counted):
     options = {"places": 2, "limits": LIMITS, "stop_ids": OFTEN}
@@ -81,7 +81,7 @@ def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch, counted)
     assert (whole.scores.parts["turns"] > 1).sum() >= 2
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [MeshShape(data=2), MeshShape(data=2, tensor=2)])
 def test_they_come_back_to_any_replica(shape, monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 1000.0)

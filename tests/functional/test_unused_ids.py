@@ -42,6 +42,7 @@ ids_used = st.integers(1, 60).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(ids_used)
 def test_ranges_hold_the_other_ids(case):

@@ -21,7 +21,7 @@ from places import ROOT, TESTS
 
 from rlhf_jax import drift, masked, rewards
 from rlhf_jax.algorithms import batch
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
+from rlhf_jax.algorithms.policy_gradient.corrections import staleness
 from rlhf_jax.environments import finished
 from rlhf_jax.reports import glossary
 from rlhf_jax.runs import alarms, metrics

@@ -154,6 +154,7 @@ def test_a_lie_on_real_draws_alone_is_caught(lie, alarm):
     assert alarmed.get(alarm) == (1 if lie == "previous weights" else 0), alarmed
 
 
+@pytest.mark.slow
 def test_an_honest_server_raises_nothing():
     with (
         toy_server.serving(Drawing(None)) as url,

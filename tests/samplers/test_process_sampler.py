@@ -55,6 +55,7 @@ def params(seed):
     return jax.device_get(toy_files.params(seed=seed))
 
 
+@pytest.mark.slow
 def test_both_draw_what_the_program_of_an_iteration_does(outside):
     sampler, folder = outside
     here = Decoder(RECIPE)

@@ -398,6 +398,7 @@ def test_a_measure_that_no_run_has_does_not_hide_the_others(tmp_path, capsys):
         swept(tmp_path, text.replace(", 13.0]", "]"))
 
 
+@pytest.mark.slow
 def test_two_sweeps_do_not_share_a_folder(tmp_path):
     file, out = tmp_path / "sweep.toml", tmp_path / "out"
     file.write_text(TOML)

@@ -71,6 +71,7 @@ def whole(files, tmp_path_factory):
     return out, play(files, out, *HALL, "--max-new-tokens=12")
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_episodes(whole):
     out, results = whole
     rows = metrics.read(out / "samples.jsonl")

@@ -99,6 +99,7 @@ def test_the_rows_have_every_pair_that_the_table_allows():
     assert all(pairs.is_allowed(row) for row in ROWS)
 
 
+@pytest.mark.slow
 def test_a_pair_that_is_refused_has_its_row_in_the_table():
     for pair in pairs.every_pair():
         chosen = dict(pair)

@@ -51,10 +51,8 @@ def trunk_of(params):
 # --- LoRA ---------------------------------------------------------------------
 
 
-@pytest.mark.cases(quick=1)
-@pytest.mark.parametrize(
-    "name", [pytest.param("sft", marks=SLOW), "dpo", "reward-model"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward-model"])
 def test_adapters_alone_are_trained(name, files, tmp_path):
     """OUT/model is the base with OUT/adapter merged in, and the rest of it the base."""
     argv = ("--lora=2,modules=attention/*", "--learning-rate=1e-2", "--num-steps=3")
@@ -117,6 +115,7 @@ SCHEDULES = {  # sums over four updates of a peak of 1/64
 }
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

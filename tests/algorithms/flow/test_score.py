@@ -65,6 +65,7 @@ def test_every_number_of_a_scored_rollout(scored, rollout):
     assert scored.rollout.tokens.shape == rollout.tokens.shape
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_shape(rollout):
     """Another family, wider and with a soft cap: its log-probs and the exact KL."""
     model = dataclasses.replace(toys.LLAMA, hidden_size=32, logit_softcap=3.0)

@@ -76,6 +76,7 @@ def plain(tmp_path_factory):
     return config
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_last_stage_are_traced(tmp_path, plain):
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="2:5")
     play(config)
@@ -98,6 +99,7 @@ def test_the_steps_of_the_last_stage_are_traced(tmp_path, plain):
         assert mine == theirs
 
 
+@pytest.mark.slow
 def test_a_resume_within_the_window_traces_what_is_left(tmp_path, plain):
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="1:6")
     with pytest.raises(RuntimeError, match="a defect"):
@@ -118,6 +120,7 @@ def test_a_resume_within_the_window_traces_what_is_left(tmp_path, plain):
     assert json.loads((config.out / "profile" / "window.json").read_text()) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_leaves_the_profiler_free(tmp_path, plain):
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="2:5")
     with pytest.raises(RuntimeError, match="a defect"):
@@ -126,6 +129,7 @@ def test_a_run_that_fails_leaves_the_profiler_free(tmp_path, plain):
         pass
 
 
+@pytest.mark.slow
 def test_a_trace_that_was_given_up_leaves_no_file(tmp_path, plain):
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="1:2")
     play(config, stages=("last",))
