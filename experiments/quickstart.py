@@ -48,7 +48,17 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
-from rlhf_jax.runs import alarms, command_line, drift_report, folder, plots, report, run
+from rlhf_jax.runs import (
+    alarms,
+    command_line,
+    drift_report,
+    folder,
+    metrics,
+    plots,
+    report,
+    run,
+)
+from rlhf_jax.runs.alarms import verdicts
 
 Array = jax.Array
 Params = Any
@@ -270,6 +280,11 @@ def main(options: Config) -> None:
     print(f"policy moved, relative weight drift {moved:.4f}")
     print(f"reward model agrees with the gold order of {accuracy:.1%} held-out pairs")
     plots.draw(job.folder)
+    measured = [
+        row
+        for row in metrics.read(job.folder / "metrics.jsonl")
+        if row["stage"] == "ppo"
+    ]
     summary = {
         **{f"{key}_reference": before[key] for key in MEASURED},
         **{f"{key}_policy": after[key] for key in MEASURED},
@@ -280,6 +295,7 @@ def main(options: Config) -> None:
         "reference_verified": True,
         "drift_relative": moved,
         "alarms": job.alarms,
+        "verdict": verdicts.told(measured, alarms=job.alarms),
         "seconds": time.perf_counter() - started,
     }
     summary |= profiled.summary(job.folder, profile=options.profile, flops=None)

@@ -73,10 +73,7 @@ def conclude(
     if config.watch.judge is not None:
         from rlhf_jax.runs.alarms import verdicts
 
-        verdict = verdicts.verdict(measured, alarms=job.alarms)
-        since = "" if verdict.step is None else f" from step {verdict.step}"
-        print(f"verdict: {verdict.title}{since}; {verdict.why}")
-        summary["verdict"] = verdict._asdict()
+        summary["verdict"] = verdicts.told(measured, alarms=job.alarms)
     if config.watch.judge is not None and config.watch.judge_failure == "warn":
         summary["judge_failures"] = judge_failures(measured)
     if reference is not None:

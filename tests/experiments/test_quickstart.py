@@ -51,6 +51,8 @@ def test_the_summary_holds_what_is_promised(toy):
     assert summary["kl_reference"] == pytest.approx(0, abs=1e-4)
     assert summary["kl"] == summary["kl_policy"] != 0
     assert summary["drift_relative"] > 0
+    # Of PPO's three rows; the other stages have no judge.
+    assert "3 values of the judge cannot show a fall" in summary["verdict"]["why"]
     assert {path.name for path in (out / "plots").iterdir()} >= {
         *("reward.png", "kl.png", "entropy.png", "losses.png", "length.png"),
     }

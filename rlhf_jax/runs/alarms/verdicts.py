@@ -103,6 +103,14 @@ def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verd
     return _verdict("clean", why, None)
 
 
+def told(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Prints the verdict on a run that ends, and returns it for summary.json."""
+    found = verdict(rows, alarms=alarms)
+    since = "" if found.step is None else f" from step {found.step}"
+    print(f"verdict: {found.title}{since}; {found.why}")
+    return found._asdict()
+
+
 def fall_of(judge: Series) -> Fall | None:
     """The judge's fall from its best to its end; None of fewer than FEWEST values.
 
