@@ -127,7 +127,8 @@ def improve(
             ("critic", initial.critic, True),
             ("reference", reference.stored, False),
             ("reward model", scorer.stored, False),
-        ]
+        ],
+        model=algorithm.model,
     )
     sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
     # The reward is an argument: a closure would bake its parameters into the program.

@@ -32,6 +32,10 @@ SHOWN = (
 )
 
 
+# Ends of paths to what has a row for each id of the vocabulary.
+VOCABULARY_TABLES = ("['embed']['tokens']", "['head']['kernel']")
+
+
 class Progress:
     """A sink of `metrics.Recorder`: one bar per stage, the time left, and main metrics.
 
@@ -163,24 +167,25 @@ def side_by_side(
 def model_table(
     roles: Sequence[tuple[str, PyTree | None, bool]],
     *,
+    model: ModelConfig | None = None,
     meshes: Mapping[str, Mesh] | None = None,
 ) -> None:
     """Prints the size and the placement of each model, and how much is trained.
 
-    The sum below the table reads "124,439,808 trainable, 248,880,385 frozen". The
-    scales of int8 take memory, but are not counted as parameters.
+    The sum below the table reads "124,439,808 trainable, 248,880,385 frozen". Scales of
+    int8 and rows that pad a vocabulary take memory, but are not counted as parameters.
 
     Args:
       roles: (role, params, trainable). Params are arrays or shapes, stored in any way;
         None is a role without parameters of its own.
+      model: says which rows of tables of its vocabulary are padding; None is none.
       meshes: role -> mesh, for roles whose programs run where no array of theirs is.
     """
     meshes = {} if meshes is None else meshes
     counts = {True: 0, False: 0}
     rows = []
     for role, params, trainable in roles:
-        whole = jax.tree.leaves(params, is_leaf=leaves.is_stored)
-        count = sum(math.prod(leaf.shape) for leaf in whole)
+        count = _count(params, model=model)
         arrays = jax.tree.leaves(params)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
         dtypes = sorted({np.dtype(leaf.dtype).name for leaf in arrays})
@@ -194,6 +199,20 @@ def model_table(
     columns = ("role", "parameters", "MiB", "dtype", "status")
     table("Models", (*columns, "devices", "mesh"), rows)
     Console().print(f"{counts[True]:,} trainable, {counts[False]:,} frozen")
+
+
+def _count(params: PyTree | None, *, model: ModelConfig | None) -> int:
+    """Number of parameters, without rows of padding."""
+    count = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=leaves.is_stored
+    ):
+        rows, *width = leaf.shape or (1,)
+        table = jax.tree_util.keystr(path).endswith(VOCABULARY_TABLES)
+        if table and model is not None and rows == model.padded_vocab_size:
+            rows = model.vocab_size
+        count += math.prod((rows, *width))
+    return count
 
 
 def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:

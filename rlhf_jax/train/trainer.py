@@ -268,6 +268,7 @@ def tell(
             *((name, one.stored, False) for name, one in models.beside.items()),
             *([("sampler", None, True)] if apart else []),
         ],
+        model=start.model,
         meshes={"sampler": meshes.sampler} if apart else {},
     )
     report.engine(start.model, columns=columns, mesh=meshes.policy)

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
+import tiny
 from rich.console import Console
 
+from rlhf_jax.models import decoder
 from rlhf_jax.runs import loggers, metrics, plots, report
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.run_config import RunConfig
@@ -169,6 +171,33 @@ def test_models_are_counted(capsys, monkeypatch):
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     size = ["3,145,732", "3", "float32, int8"]
     assert cells == ["reference", *size, "frozen", "cpu 0", "none"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_padding_are_no_parameters(tied, capsys, monkeypatch):
+    """A reward model of another vocabulary has none; bytes are those that are held."""
+    monkeypatch.setenv("COLUMNS", "120")
+    model = dataclasses.replace(
+        tiny.GPT2, vocab_size=61, tied_head=tied, vocab_multiple=1
+    )
+    other = dataclasses.replace(model, vocab_size=30)
+    padded = dataclasses.replace(model, vocab_multiple=64)
+    counted, others = (
+        sum(leaf.size for leaf in jax.tree.leaves(decoder.shapes(shape)))
+        for shape in (model, other)
+    )
+    report.model_table(
+        [
+            ("policy", decoder.shapes(padded), True),
+            ("reward", {"trunk": decoder.shapes(other)}, False),
+        ],
+        model=padded,
+    )
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == f"{counted:,} trainable, {others:,} frozen"
+    held = sum(leaf.size * 4 for leaf in jax.tree.leaves(decoder.shapes(padded)))
+    row = next(line for line in text.splitlines() if "policy" in line)
+    assert f"{held / 2**20:.3g}" in row
 
 
 def write_rows(folder: Path, rows: list[dict]) -> None:

@@ -158,7 +158,8 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 # A reward or judge that fails at once leaves no run behind.
                 unscored.callback(empty, job.folder)
             report.model_table(
-                [(name, model.stored, False) for name, model in beside.items()]
+                [(name, model.stored, False) for name, model in beside.items()],
+                model=start.model,
             )
             for step in stage.steps():
                 batch = evaluation.batch(step, guard=stage.user_code)

@@ -272,7 +272,8 @@ def tell(
         [
             (task.role, initial.params, True),
             *((name, model.stored, False) for name, model in beside.items()),
-        ]
+        ],
+        model=session.start.model,
     )
     report.engine(session.start.model, columns=columns, mesh=session.mesh)
 
