@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import numpy as np
@@ -72,20 +71,9 @@ def test_episodes_are_those_of_one_device(shape, places):
     check_drawn(tiny.GPT2, shape, places=places, replicas=shape.size)
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"),
-    [
-        pytest.param(
-            *(model, shape),
-            # Two replicas whose heads are split, and one whose are not.
-            marks=() if number == 5 else pytest.mark.slow,
-            id=f"{shape}-{name}",
-        )
-        for number, ((name, model), shape) in enumerate(
-            itertools.product(SPLIT.items(), REPLICAS)
-        )
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", REPLICAS, ids=str)
+@pytest.mark.parametrize("model", SPLIT.values(), ids=SPLIT)
 def test_devices_along_tensor_draw_together(model, shape):
     of_one_device(model)
     before = program_cache.compiled_so_far()

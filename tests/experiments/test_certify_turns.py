@@ -54,6 +54,7 @@ def test_every_episode_is_there_once(case):
     assert turns.chance_of_all(case) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_rewards_of_first_turns_depend_on_them_alone(case):
     early = np.asarray(case.of_turns.sum(axis=1))
     first = np.asarray(case.episodes.first)
@@ -101,6 +102,7 @@ def test_rewards_of_turns_that_land_at_the_end_fail_with_a_discount(case):
     assert finding.error > 0.01
 
 
+@pytest.mark.slow
 def test_without_a_discount_rewards_to_go_have_the_gradient_of_the_objective(case):
     to_go = turns.expected_to_go(case, gamma=1.0)
     np.testing.assert_allclose(

@@ -133,15 +133,16 @@ def raised(sampler, steps):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lie", "alarm"),
     [
         ("off by 0.2", "trust_distance"),
-        pytest.param("wrong ids", "trust_distance", marks=pytest.mark.slow),
-        pytest.param("swapped", "trust_distance", marks=pytest.mark.slow),
+        ("wrong ids", "trust_distance"),
+        ("swapped", "trust_distance"),
         ("greedy", "trust_entropy"),
-        pytest.param("previous weights", "trust_distance", marks=pytest.mark.slow),
-        pytest.param("one seed", "trust_duplicates", marks=pytest.mark.slow),
+        ("previous weights", "trust_distance"),
+        ("one seed", "trust_duplicates"),
     ],
 )
 def test_a_lie_on_real_draws_alone_is_caught(lie, alarm):

@@ -235,6 +235,7 @@ def test_the_reference_plays_episodes_beside_the_policy(files, ahead):
             assert sample["reference"] == sample["response"]
 
 
+@pytest.mark.slow
 def test_an_environment_that_answers_nothing_stops_the_run(files, capsys):
     with pytest.raises(SystemExit):
         train(files, "run", *GROUPS, environment("Broken"))

@@ -114,6 +114,7 @@ def test_a_pair_that_is_refused_has_its_row_in_the_table():
             assert any(row in pairs.violated(pair) for row in TABLE)
 
 
+@pytest.mark.slow
 def test_every_feature_of_the_table_is_in_some_row():
     assert set().union(*map(pairs.chosen, ROWS)) == set(FEATURES)
 

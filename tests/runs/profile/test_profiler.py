@@ -145,6 +145,7 @@ def test_a_trace_that_was_given_up_leaves_no_file(tmp_path, plain):
     assert not (other.out / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_resume_after_the_window_says_so(tmp_path, plain, capsys):
     config = dataclasses.replace(plain, out=tmp_path / "run")
     with pytest.raises(RuntimeError, match="a defect"):
@@ -239,6 +240,7 @@ def test_programs_that_the_window_compiles_are_counted(tmp_path, plain, monkeypa
     assert profiled.compiled == sum(of_rows[3:6]) >= 2
 
 
+@pytest.mark.slow
 def test_lengths_are_counted_by_row_and_segment():
     lengths = profiler._lengths([(np.asarray(SEGMENTS), np.asarray(RESPONSES))])
     assert lengths == LENGTHS
