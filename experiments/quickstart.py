@@ -296,7 +296,7 @@ def main(options: Config) -> None:
         "reference_verified": True,
         "drift_relative": moved,
         "alarms": job.alarms,
-        "verdict": verdicts.told(measured, alarms=job.alarms),
+        "verdict": verdicts.conclude(measured, alarms=job.alarms),
         "seconds": time.perf_counter() - started,
     }
     summary |= profiled.summary(job.folder, profile=options.profile, flops=None)

@@ -73,7 +73,7 @@ def conclude(
     if config.watch.judge is not None:
         from rlhf_jax.runs.alarms import verdicts
 
-        summary["verdict"] = verdicts.told(measured, alarms=job.alarms)
+        summary["verdict"] = verdicts.conclude(measured, alarms=job.alarms)
     if config.watch.judge is not None and config.watch.judge_failure == "warn":
         summary["judge_failures"] = judge_failures(measured)
     if reference is not None:
