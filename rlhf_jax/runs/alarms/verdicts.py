@@ -103,7 +103,9 @@ def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verd
     return _verdict("clean", why, None)
 
 
-def conclude(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def conclude(
+    rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Prints the verdict on a run that ends, and returns it for summary.json."""
     found = verdict(rows, alarms=alarms)
     since = "" if found.step is None else f" from step {found.step}"
