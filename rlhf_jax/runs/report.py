@@ -167,7 +167,7 @@ def side_by_side(
 def model_table(
     roles: Sequence[tuple[str, PyTree | None, bool]],
     *,
-    model: ModelConfig | None = None,
+    models: Mapping[str, ModelConfig],
     meshes: Mapping[str, Mesh] | None = None,
 ) -> None:
     """Prints the size and the placement of each model, and how much is trained.
@@ -178,14 +178,15 @@ def model_table(
     Args:
       roles: (role, params, trainable). Params are arrays or shapes, stored in any way;
         None is a role without parameters of its own.
-      model: says which rows of tables of its vocabulary are padding; None is none.
+      models: role -> its shape, which says what rows of its tables are padding. Of a
+        role that is not there all are counted.
       meshes: role -> mesh, for roles whose programs run where no array of theirs is.
     """
     meshes = {} if meshes is None else meshes
     counts = {True: 0, False: 0}
     rows = []
     for role, params, trainable in roles:
-        count = _count(params, model=model)
+        count = _count(params, model=models.get(role))
         arrays = jax.tree.leaves(params)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
         dtypes = sorted({np.dtype(leaf.dtype).name for leaf in arrays})

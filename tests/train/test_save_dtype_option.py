@@ -8,7 +8,6 @@ import toy_files
 from safetensors.numpy import load_file
 from test_help import TRAINERS
 from test_trainers import ANSWERS, OTHER, PAIR, play
-from tiers import one_in
 
 from rlhf_jax import hf
 from rlhf_jax.runs import metrics, run_config
@@ -63,7 +62,7 @@ def test_it_is_an_option_of_every_trainer_and_of_nothing_else():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(3, [*RUNS][::-1]))
+@pytest.mark.parametrize("name", RUNS)
 def test_what_was_read_in_16_bits_is_saved_so(files, tmp_path, name):
     """Training is the same: in float32, and the snapshots hold that."""
     train(name, files, tmp_path / "same")

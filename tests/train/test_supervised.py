@@ -181,9 +181,7 @@ def test_a_run_that_cannot_fit_is_refused(name, files, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[SLOW] * (name != "dpo")) for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_can_fit_is_not(name, files, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_check, "limit", lambda place: int(0.95 * most(name)))
     train(name, files, tmp_path / "adapters", *ONE_STEP, "--lora=1")

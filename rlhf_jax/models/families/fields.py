@@ -121,7 +121,7 @@ _GROUPS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attenti
 def check(config: Mapping[str, Any], *, inside: str = "") -> None:
     """Raises InputError for an option of another type, or out of bounds.
 
-    What is null is absent: `values.required` and the defaults decide.
+    What is null is absent: `required` and the defaults decide.
 
     Args:
       config: of a config.json, or of a group of options in it.

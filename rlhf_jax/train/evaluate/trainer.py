@@ -142,8 +142,13 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             **start.meta,
         }
         beside: dict[str, Frozen] = {**models}
+        shapes = {
+            name: frozen.shape_of(model, policy=start.model)
+            for name, model in models.items()
+        }
         if reward_model is not None:
             beside["reward_model"] = reward_model.frozen
+            shapes["reward_model"] = reward_model.model
         with (
             contextlib.ExitStack() as unscored,
             run.Run(
@@ -159,7 +164,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 unscored.callback(empty, job.folder)
             report.model_table(
                 [(name, model.stored, False) for name, model in beside.items()],
-                model=start.model,
+                models=shapes,
             )
             for step in stage.steps():
                 batch = evaluation.batch(step, guard=stage.user_code)

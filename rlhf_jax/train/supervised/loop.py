@@ -273,7 +273,13 @@ def tell(
             (task.role, initial.params, True),
             *((name, model.stored, False) for name, model in beside.items()),
         ],
-        model=session.start.model,
+        models={
+            task.role: session.start.model,
+            **{
+                name: frozen.shape_of(model, policy=session.start.model)
+                for name, model in beside.items()
+            },
+        },
     )
     report.engine(session.start.model, columns=columns, mesh=session.mesh)
 

@@ -216,6 +216,45 @@ def test_an_honest_sampler_raises_nothing(sampler, scale):
 CALIBRATED = ("trust/entropy_z", "trust/weight_z", "trust/duplicates_z")
 
 
+def test_quarters_of_lengths_and_columns_by_hand():
+    """A prompt of each quarter of 8 columns, a response token of each of 4."""
+    before = size = 8
+    length = np.array([2, 4, 5, 8])  # the first two quarters' last, then the others'
+    column = np.arange(before + size)
+    response = (column >= before) & (column - before < length[:, None])
+    mask = (column >= before - length[:, None]) & (column < before) | response
+    gap = np.where(response, 0.1 * length[:, None] + 0.01 * column, 0.0)
+    gap[2, before] = 1.5  # an outlier
+    drawn = batch.Rollout(
+        tokens=toys.array(np.zeros(mask.shape), np.int32),
+        mask=toys.array(mask, bool),
+        response_mask=toys.array(response, bool),
+        old_logprobs=toys.array(np.where(response, -2.0, 0.0)),
+        entropy=toys.array(np.ones(mask.shape)),
+        index=toys.array(range(4), np.int32),
+        sample=toys.array([0] * 4, np.int32),
+        version=toys.array(np.full(mask.shape, 5), np.int32),
+    )
+    sums = ledger.sums(
+        ledger.entries(drawn, step=jnp.int32(5), rows=jnp.arange(4)),
+        logprobs=toys.array(np.where(response, -2.0 - gap, 0.0)),
+        entropy=toys.array(np.ones(mask.shape)),
+        mask=drawn.mask,
+        max_new_tokens=size,
+        vocab_size=50,
+    )
+    got = {name: metric(*x) for name, x in jax.device_get(sums).items()}
+    assert got["trust/outliers"] == pytest.approx(1 / length.sum(), rel=1e-5)
+    for row, quarter in enumerate((1, 2, 3, 4)):
+        of_prompt = gap[row][response[row]].mean()
+        name = f"trust/distance_prompt_{quarter}"
+        assert got[name] == pytest.approx(of_prompt, rel=1e-5), name
+        columns = slice(before + 2 * row, before + 2 * row + 2)
+        of_columns = gap[:, columns][response[:, columns]].mean()
+        name = f"trust/distance_position_{quarter}"
+        assert got[name] == pytest.approx(of_columns, rel=1e-5), name
+
+
 def test_the_sums_by_hand():
     """Of three rows, of which the policy drew two; what is masked is not read."""
     width, size = 3, 4
