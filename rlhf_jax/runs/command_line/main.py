@@ -23,7 +23,7 @@ from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import lock, progress, write_errors
 from rlhf_jax.runs.command_line import help_screen
-from rlhf_jax.runs.command_line.options import Config, Presets, parse
+from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
 from rlhf_jax.runs.run_config import RunConfig, to_json
 
@@ -52,7 +52,8 @@ def main(
     """
     try:
         cache, argv = _join(sys.argv[1:] if argv is None else argv)
-        processes.check_platform()
+        if HELP.isdisjoint(argv):  # help neither waits for an accelerator nor takes it
+            processes.check_platform()
     except InputError as error:  # before JAX could tell of other processes
         _exit(2, f"error: {error}")
     try:
@@ -82,7 +83,7 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(0, "")
     except SystemExit as stop:  # an option that there is not, or --help
-        if jax.process_count() == 1:
+        if not jax.distributed.is_initialized():  # it asks no device, as the count does
             raise
         _leave(stop.code if isinstance(stop.code, int) else 1, "")
     try:

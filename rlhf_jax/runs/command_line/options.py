@@ -24,6 +24,7 @@ from rlhf_jax.runs.run_config import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
 Presets = Mapping[str, Mapping[str, Any]]  # {name: {field: default}}
+HELP = frozenset({"-h", "--help", "--help-all"})
 
 
 def parse(
@@ -81,7 +82,7 @@ def parse(
             *options,
         ]
     description = (description or "").strip()
-    if screen is not None and not {"-h", "--help"}.isdisjoint(options):
+    if screen is not None and not (HELP - {"--help-all"}).isdisjoint(options):
         print(
             help_screen.screen(
                 config_class,

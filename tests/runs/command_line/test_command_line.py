@@ -12,6 +12,7 @@ from typing import Literal
 import places
 import pytest
 
+from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, folder, progress, run_config
 
@@ -295,6 +296,22 @@ def test_an_out_that_no_system_takes_is_one_short_line(
     assert line.startswith("error: --out")
     assert len(line) < 400
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["-h", "--help", "--help-all"])
+def test_help_starts_no_accelerator(option, monkeypatch, capsys):
+    """It would wait for it, and take a TPU that a run may hold."""
+
+    def started():
+        raise AssertionError("JAX was started")
+
+    monkeypatch.setattr(processes, "check_platform", started)
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(
+            print, run_config.RunConfig, description="A run.", argv=[option]
+        )
+    assert ended.value.code == 0
+    assert "A run." in capsys.readouterr().out
 
 
 @pytest.mark.slow
