@@ -220,8 +220,8 @@ def tokenizer_of(fields: dict[str, Any]) -> Any:
 def convert(file: Path, out: Path) -> dict[str, Any]:
     """Writes the checkpoint into the folder `out`; returns what source.json holds."""
     # They are of the extra `smollm2`, or take seconds to import.
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+    from gguf.quants import dequantize  # pyright: ignore[reportMissingImports]
     from safetensors.numpy import save_file
 
     reader = GGUFReader(file)

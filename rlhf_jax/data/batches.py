@@ -14,9 +14,8 @@ slice of the rows; the width is that of the global batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-import grain
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Preferences, Prompts, Sequences
@@ -25,6 +24,9 @@ from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
+
+if TYPE_CHECKING:
+    import grain
 
 # The records name jax.Array; a batch holds the NumPy arrays that become one.
 HostArray = Any
@@ -208,6 +210,8 @@ def shuffled(
     collate: Callable[[Sequence[Visit]], Batch],
 ) -> Batches[Batch]:
     """Batches of the stream above, made by `collate` of the rows that are due."""
+    import grain  # a quarter of a second, which `--help` need not wait for
+
     stream = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
     visits = stream.map_with_index(lambda place, row: Visit(row, place // num_rows))
     return Batches(
