@@ -12,7 +12,7 @@ package's own dependencies, which compile llama.cpp, are not needed.
 
 What the folder holds is what transformers writes: config.json, model.safetensors,
 tokenizer with its chat template, generation_config.json; and source.json, the digests.
-Expect 134,515,008 parameters in a file of 538 MB, after a few seconds.
+Expect 134,515,008 parameters in a file of 538 MB, within half a minute.
 """
 
 from __future__ import annotations
@@ -91,10 +91,8 @@ def check_digest(file: Path) -> None:
 
 def model_config(fields: dict[str, Any]) -> dict[str, Any]:
     """config.json of `LlamaForCausalLM`, from the metadata of a GGUF file."""
-    width, heads = (
-        fields["llama.embedding_length"],
-        fields["llama.attention.head_count"],
-    )
+    width = fields["llama.embedding_length"]
+    heads = fields["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
