@@ -13,6 +13,7 @@ def differing(digests: dict[str, str]) -> list[str]:
     return [name for name, digest in digests.items() if digest != BEFORE[name]]
 
 
+@pytest.mark.slow
 def test_recorded_runs():
     digests = token_digests.recorded()
     assert digests.keys() == {

@@ -63,6 +63,7 @@ def check_drawn(model, shape, *, places, replicas):
     return sampler.programs
 
 
+@pytest.mark.slow
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("places", [ROWS, 3])

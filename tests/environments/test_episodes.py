@@ -127,6 +127,7 @@ def test_bits_do_not_depend_on_latency_with_optimised_kernels():
     assert process.stdout == "0 numbers differ\n"
 
 
+@pytest.mark.slow
 @pytest.mark.cases(quick=1)
 def test_one_turn_is_what_a_sampler_draws(model):
     params = params_of(model)
@@ -306,6 +307,7 @@ def test_the_room_of_an_episode_ends_it():
     assert (last[by_room] == PROMPT + used[by_room] - 1).all()
 
 
+@pytest.mark.slow
 def test_the_number_of_turns_ends_an_episode():
     model = tiny.GPT2
     limits = episodes.Limits(tokens=ROOM, turn_tokens=3, turns=2)

@@ -62,6 +62,7 @@ def test_rows_are_written_as_plans_are_made_and_not_made_twice(
     assert lines[3].startswith(f"| 8B, 8k, 64 h200 | {layout} | 6.1 of 98.5 | 5.99 |")
 
 
+@pytest.mark.cases(quick=12)
 @pytest.mark.parametrize("cell", plans.CELLS, ids=lambda cell: cell.name)
 def test_a_cell_has_rows_for_both_of_its_meshes(cell):
     config, options = command.parse(cell.command()[1:])

@@ -274,7 +274,7 @@ def test_every_array_and_scalar_is_passed():
                 assert parameter.name in passed[name], (name, parameter.name)
 
 
-@pytest.mark.cases(quick=20)
+@pytest.mark.cases(quick=10)
 @pytest.mark.parametrize("name", CASES)
 def test_a_gradient_reaches_what_the_contract_says(name):
     function, values = FUNCTIONS[name.split(" ")[0]], arguments(name)

@@ -427,6 +427,7 @@ def test_wrong_input_says_what_to_do():
         from_hidden(first_column=0)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     "function",
     [

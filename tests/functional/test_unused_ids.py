@@ -185,7 +185,7 @@ def values(kind: str, ranges) -> np.ndarray:
     return values
 
 
-@pytest.mark.cases(quick=6, slow=8)
+@pytest.mark.cases(quick=3, slow=8)
 @pytest.mark.parametrize(
     ("kind", "where", "max_logits"),
     one_in(5, [*itertools.product(KINDS, LEFT_OUT, [ONE, TEN, ALL])]),

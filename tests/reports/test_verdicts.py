@@ -99,6 +99,7 @@ def test_a_judge_that_fell_and_recovered_is_none():
     assert kind(steps, judge) == ("clean", None)
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize("count", [10, 20, 40, 100])
 @pytest.mark.parametrize("name", ["normal", "ties", "long tails"])
 def test_noise_is_seldom_taken_for_a_fall(name, count):

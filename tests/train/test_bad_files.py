@@ -166,7 +166,7 @@ def files(tmp_path_factory):
         yield bad_inputs.make_files(tmp_path_factory.mktemp("files"))
 
 
-@pytest.mark.cases(quick=12, slow=80)
+@pytest.mark.cases(quick=6, slow=80)
 @pytest.mark.parametrize(
     ("trainer", "content", "message"),
     [

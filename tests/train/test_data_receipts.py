@@ -238,6 +238,7 @@ def test_evaluate(begin, files):
     assert "nothing of it is learned" in out.out
 
 
+@pytest.mark.slow
 def test_evaluate_gives_rows_to_a_reward(begin):
     sources, *_ = evaluated(begin, "--reward=shortness:score")
     fields = sources["--prompts"]["fields"]

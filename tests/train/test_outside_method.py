@@ -58,6 +58,7 @@ def test_an_unknown_command_is_not_found():
     assert "signs" not in main.usage()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_the_command_trains(tmp_path):
     toy_files.checkpoint(tmp_path / "model")

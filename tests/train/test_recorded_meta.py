@@ -37,6 +37,7 @@ class Began(Exception):
     """A stage would begin."""
 
 
+@pytest.mark.slow
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "name",

@@ -213,6 +213,7 @@ def test_sft_watches_texts_what_is_held_out_and_the_drift(files, tmp_path):
     assert [alarm["name"] for alarm in summary["alarms"]] == ["weight_drift"]
 
 
+@pytest.mark.slow
 def test_a_reward_model_watches_its_accuracy(files, tmp_path):
     summary = train(
         *("reward-model", files, tmp_path / "run", "--num-steps=3", "--lora=2"),

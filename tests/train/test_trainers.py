@@ -125,6 +125,7 @@ def test_a_new_algorithm_learns(tmp_path):
     assert 0.1 < rows[-1]["objective/kl"] < 15
 
 
+@pytest.mark.slow
 def test_sft_from_nothing_leaves_a_checkpoint(files, tmp_path):
     out = tmp_path / "run"
     argv = (
@@ -162,6 +163,7 @@ def losses_of(out, model, params, row):
     return -picked[len(prompt) - 1 :]
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_the_pairs(files, tmp_path):
     out = tmp_path / "run"
     argv = ("--model", files / "model", "--data", files / "pairs.jsonl")

@@ -133,6 +133,7 @@ EVERY = {
 }
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_policy_gradient_has_it(name):
     recipe = EVERY[name]
@@ -148,6 +149,7 @@ def test_every_policy_gradient_has_it(name):
     assert {"trust/entropy_z", "trust/weight_z", "trust/duplicates_z"} < names
 
 
+@pytest.mark.slow
 def test_rows_of_a_mixture_are_left_out():
     """Of Nash-MD the even rows are the policy's, and no two have one prompt."""
     recipe = EVERY["nash-md"]

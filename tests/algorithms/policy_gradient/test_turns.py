@@ -125,6 +125,7 @@ def gradient_of(recipe, scored, params):
     return jax.value_and_grad(lambda p: loss((p, p), minibatch), has_aux=True)(params)
 
 
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize("name", RECIPES)
 def test_observed_tokens_have_no_weight_in_any_term(stubbed, name):
     """Other ids, and 1e9 wherever a number is about them: the same loss to the bit."""

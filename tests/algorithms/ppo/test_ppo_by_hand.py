@@ -413,6 +413,7 @@ def as_experience(scored: batch.Scored, **numbers) -> batch.Experience:
     )
 
 
+@pytest.mark.slow
 def test_openai_2019_by_hand(untruncated, sampled):
     """Rewards whitened in the minibatch, GAE there, a critic that is a head.
 

@@ -61,6 +61,7 @@ def demonstrated(name, prompt, response):
     return [*example.prompt], [*example.response]
 
 
+@pytest.mark.cases(quick=5)
 @for_each_plain
 @quickly
 @given(prompt=texts, response=texts)
@@ -91,6 +92,7 @@ def test_control_tokens_are_those_of_the_contract(name, prompt, response):
     assert answer[-1] in ZOO[name].stop_ids
 
 
+@pytest.mark.cases(quick=5)
 @for_each_plain
 @quickly
 @example(prompt="<s>", response="<|eos|>", other="")
@@ -122,6 +124,7 @@ def test_every_path_has_the_same_tokens(name, prompt, response, other):
     assert ([*episode.prompt], [*episode.response]) == (prompt_ids, answer)
 
 
+@pytest.mark.cases(quick=5)
 @for_each_plain
 @quickly
 @example(observed="é日🙂", response="\n")  # more bytes than the tokens looked back at

@@ -146,6 +146,7 @@ def observed_ids(text):
     return text and [message("user", text)]
 
 
+@pytest.mark.cases(quick=8)
 @for_each_family
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 def test_the_ids_are_those_of_the_whole_conversation(family, kind, gpt2):
@@ -157,6 +158,7 @@ def test_the_ids_are_those_of_the_whole_conversation(family, kind, gpt2):
     )
 
 
+@pytest.mark.cases(quick=4)
 @for_each_family
 def test_a_message_of_the_system(family, gpt2):
     """But for Mistral's template, which moves it to the last turn of the user."""
@@ -243,6 +245,7 @@ INJECTED = (
 )
 
 
+@pytest.mark.cases(quick=8)
 @for_each_family
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 def test_no_text_becomes_a_control_token(family, kind, gpt2):

@@ -182,6 +182,7 @@ def test_gradient_is_that_of_the_materialised_one(direction, k, max_logits):
             np.testing.assert_array_equal(reference, 0.0)
 
 
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize(("direction", "k", "max_logits"), [*EXACT, *TOP_K])
 def test_equal_models_have_no_kl_and_no_slope(direction, k, max_logits):
     program = chunked(direction, max_logits, k)

@@ -109,7 +109,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.cases(quick=2, slow=4)
+@pytest.mark.cases(quick=1, slow=4)
 @pytest.mark.parametrize(
     ("model", "options"),
     [

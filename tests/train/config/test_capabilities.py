@@ -183,6 +183,7 @@ def refused(name, options):
     return [TABLE[pair] for pair in violated(parse(f"{name} {options}"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "exceptions"), [("rlhf_jax/train/README.md", False), ("README.md", True)]
 )
@@ -192,6 +193,7 @@ def test_the_matrix_of_a_readme_is_that_of_the_table(file, exceptions):
     assert matrix in text, f"expected in {file}:\n\n{matrix}"
 
 
+@pytest.mark.slow
 def test_the_front_page_names_what_every_method_accepts():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     for feature, options in features.OPTIONS.items():
