@@ -30,7 +30,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.runs import run
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.programs import Programs
+from rlhf_jax.train.programs import Programs, Read
 from rlhf_jax.train.responses import Drawn
 from rlhf_jax.train.rewards import Early, RewardList
 from rlhf_jax.train.sampling.sampler import Sampler
@@ -46,6 +46,15 @@ Params = Any
 TOTAL = ""  # of early scores: the whole list's, where a draw needed it
 
 
+class Begun(NamedTuple):
+    """What is at hand of a step before the loop comes to it."""
+
+    rollout: Rollout
+    early: Early  # of processes, which have computed it
+    scores: Array | Scores | None
+    read: Read
+
+
 class Loop(NamedTuple):
     """What an iteration takes, beside the state that it changes."""
 
@@ -58,6 +67,7 @@ class Loop(NamedTuple):
     ptx: Batches[Sequences] | None
     watcher: Watcher
     root_key: Array
+    begun: dict[int, Begun]  # by step; the loop takes out what it uses
 
     def key(self, step: int) -> Array:
         """The key of a step, from which everything random in it comes."""
@@ -137,14 +147,19 @@ def improve(
         stage.state |= queue.begin(
             state, start=stage.start, policy=train.policy, version=train.step
         )
+    if stage.start:  # what was begun is of another policy
+        loop.begun.clear()
     for step in stage.steps():
         key, stats = loop.key(step), {}
+        begun = loop.begun.pop(step, None)
         if config.mixes_reference:
             assert isinstance(loop.sampler, Sampler)  # as the capability table has it
             assert reference is not None
             loop.sampler.follow(reference)
         with stage.user_code():
-            if queue is None:
+            if queue is None and begun is not None:
+                rollout, early = begun.rollout, begun.early
+            elif queue is None:
                 rollout, early = loop.draw(
                     train.policy,
                     prompts=loop.prompts[step],
@@ -164,17 +179,22 @@ def improve(
             with stage.user_code():
                 rollout, early, redrawn = fill(loop, rollout, early, train, step=step)
             stats |= redrawn
+        if begun is not None and begun.rollout is not rollout:
+            begun = None  # some of it was drawn again
         taken = reference if moves.takes_kl(step) else None
-        read = programs.read(
-            train,
-            critic,
-            rollout,
-            reference=taken,
-            key=key,
-            values_first=loop.values_first,
-        )
+        if begun is not None and taken is reference:
+            read = begun.read
+        else:
+            read = programs.read(
+                train,
+                critic,
+                rollout,
+                reference=taken,
+                key=key,
+                values_first=loop.values_first,
+            )
         with stage.user_code():
-            scores = loop.scores(rollout, early)
+            scores = loop.scores(rollout, early) if begun is None else begun.scores
             stats |= loop.watcher.before(
                 train.policy, loop.shown(rollout), reference, step=step
             )

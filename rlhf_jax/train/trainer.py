@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax.algorithms import self_check
 from rlhf_jax.checkpoints import frozen_models, pretrained
@@ -28,7 +29,7 @@ from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.loop import Loop, improve
+from rlhf_jax.train.loop import Begun, Loop, improve
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
@@ -139,6 +140,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             else None,
         ),
         root_key=key,
+        begun={},
     )
     if not isinstance(loop.sampler, Sampler):
         stack.enter_context(loop.sampler)
@@ -200,6 +202,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     """The first iteration up to its update, before there is a run folder.
 
     A reward function that fails stops the run now, and so does whatever does not fit.
+    What it made is the first step's, unless the run is resumed later.
 
     Raises:
       SelfCheckError: the policy's log-probs are not the sampler's, or the KL to the
@@ -208,7 +211,10 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     config, programs, train = loop.config, loop.programs, models.train
     key = loop.key(0)
     rollout, early = loop.draw(
-        train.policy, prompts=loop.prompts[0], key=key, version=train.step
+        train.policy,
+        prompts=loop.prompts[0],
+        key=key,
+        version=jnp.array(train.step, copy=True),  # the update donates it
     )
     read = programs.read(
         train,
@@ -218,7 +224,9 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         key=key,
         values_first=loop.values_first,
     )
+    early = early() if callable(early) else early
     scores = loop.scores(rollout, early)
+    loop.begun[0] = Begun(rollout, early, scores, read)
     require_some(scores, sources=config.sources)
     if judge is not None:
         judge(loop.shown(rollout))
@@ -314,7 +322,7 @@ def run_stage(
             threaded=loop.sampler.threaded,
             patience=config.stop_timeout,
         )
-        saved |= queue.first(models.train.policy, version=models.train.step)
+        saved |= queue.first(loop.begun[0].rollout, loop.begun[0].early)
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (
         job.stage(config.name, saved, meta=meta, beside=beside, moving=moving) as stage,

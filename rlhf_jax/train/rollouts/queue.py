@@ -63,7 +63,7 @@ class RolloutQueue:
     """The rollouts of the next k steps; a context manager that ends its thread.
 
     queue = RolloutQueue(draw, hand_over=hand_over, staleness=k, ...)
-    kept |= queue.first(policy, version=version)
+    kept |= queue.first(rollout, scores)
     with job.stage("ppo", kept) as stage, queue:
         stage.state |= queue.begin(stage.state, start=stage.start, ...)
         for step in stage.steps():
@@ -127,15 +127,12 @@ class RolloutQueue:
         """The entries of a stage's state, in the order of the steps they are for."""
         return tuple(f"rollout_{i}" for i in range(self.staleness))
 
-    def first(self, policy: Params, *, version: Array) -> dict[str, Entry]:
-        """Draws the rollout of step 0, in this thread.
+    def first(self, rollout: Rollout, scores: dict[str, Scores]) -> dict[str, Entry]:
+        """What a stage's state begins with: the rollout of step 0 in every place.
 
-        Returns:
-          What a stage's state begins with: this rollout in every place of the queue,
-          of the shapes that a snapshot has.
+        So that the state has the shapes of a snapshot.
         """
-        drawn = self._draw(self._hand_over(policy), **self._of(0, version))
-        return dict.fromkeys(self._names, _entry(*drawn))
+        return dict.fromkeys(self._names, (rollout, scores))
 
     def begin(
         self, state: dict[str, Any], *, start: int, policy: Params, version: Array
