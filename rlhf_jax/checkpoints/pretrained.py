@@ -164,11 +164,13 @@ def load(
     remat: Remat = "none",
     attention: Attention = "xla",
     sharding: Any = None,
+    start: Pretrained | None = None,
 ) -> Pretrained:
     """Reads a checkpoint to train, and checks that its tokenizer fits it.
 
     Args:
       tokenizer: where the tokenizer is; None for in the checkpoint.
+      start: the checkpoint as `described`, if it was read; None reads it now.
       dtype: of activations; the parameters are float32.
       sharding: of the parameters, as `hf.load` takes it.
 
@@ -176,7 +178,8 @@ def load(
       InputError: either is missing or unreadable (`hf.load`), the tokenizer has ids
         that the model lacks, or this backend has no such attention.
     """
-    start = described(path_or_repo_id, tokenizer=tokenizer)
+    if start is None:
+        start = described(path_or_repo_id, tokenizer=tokenizer)
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     return start._replace(
         model=layout.fastest(

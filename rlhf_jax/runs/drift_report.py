@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from rlhf_jax.devices import processes
 from rlhf_jax.runs import metrics, report, write_errors
 from rlhf_jax.runs import plots as run_plots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Drift = Mapping[str, Any]  # as `drift.weight_drift` returns it, on the host
 
@@ -66,6 +68,8 @@ def plots(folder: Path, drift: Drift) -> list[Path]:
 
 def _by_layer(drift: Drift) -> Figure:
     """A line a module over the layers; what stands outside of them in the margin."""
+    from matplotlib.figure import Figure  # as `plots` loads it
+
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axis = figure.subplots()
     relative = {
@@ -99,6 +103,8 @@ def _by_layer(drift: Drift) -> Figure:
 
 def _by_position(rows: list[dict[str, Any]]) -> Figure:
     """k1 and k3 at the first, the middle and the last step that was recorded."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 6.5), layout="constrained")
     panels = {
         "k1\n[nats per token]": "k1",

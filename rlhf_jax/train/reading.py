@@ -52,11 +52,13 @@ def load_start(
     options: Compute,
     mesh: Mesh,
     save_dtype: SaveDtype | None = None,
+    start: Pretrained | None = None,
 ) -> Pretrained:
     """The checkpoint with its tokenizer, sharded over `mesh`.
 
     Args:
       save_dtype: Of what is written; None is that of most weights.
+      start: As `pretrained.load`.
 
     Raises:
       InputError: As `pretrained.load`, the mesh shares columns, which the attention
@@ -66,6 +68,7 @@ def load_start(
         layout.refuse_context(options.attention)
     start = pretrained.load(
         path_or_repo_id,
+        start=start,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
         remat=options.remat,

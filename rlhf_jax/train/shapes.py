@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.checkpoints import hf, pretrained
+from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import memory_check
@@ -66,25 +66,19 @@ def load_reward(path: str, **_: Any) -> tuple[ModelConfig, Params]:
 
 
 def of_run(
-    config: PolicyGradientConfig, *, meshes: Meshes, start: Pretrained | None = None
+    config: PolicyGradientConfig, *, meshes: Meshes, start: Pretrained
 ) -> Models:
     """What `build` will make, as shapes: by the small files of its checkpoints.
 
     Args:
-      start: --model without parameters; None reads its small files.
+      start: --model without parameters, its activations in the dtype of the run.
 
     Raises:
-      InputError: there is no such checkpoint, or it does not fit the policy's tokens.
+      InputError: a model beside it is missing, or does not fit the policy's tokens.
     """
-    if start is None:
-        options = config.start
-        start = pretrained.described(options.model, tokenizer=options.tokenizer)
-        model = dataclasses.replace(start.model, dtype=options.dtype)
-        start = start._replace(model=model)
-    whole = start
 
     def made() -> Models:
-        begin = whole._replace(params=params(whole.model))
+        begin = start._replace(params=params(start.model))
         return build(config, begin, meshes=meshes, load=Load(load, load_reward))
 
     return jax.eval_shape(made)
@@ -133,16 +127,20 @@ def parts(
     return whole
 
 
-def check(config: PolicyGradientConfig, *, meshes: Meshes) -> None:
+def check(config: PolicyGradientConfig, *, meshes: Meshes, start: Pretrained) -> None:
     """Refuses a run that cannot fit.
 
     Prompts count neither in the cache nor as activations.
 
+    Args:
+      start: --model as `pretrained.described`.
+
     Raises:
-      InputError: the run needs more memory than there is, or there is no such
-        checkpoint.
+      InputError: the run needs more memory than there is, or a model beside --model
+        is missing.
     """
-    models = of_run(config, meshes=meshes)
+    model = dataclasses.replace(start.model, dtype=config.start.dtype)
+    models = of_run(config, meshes=meshes, start=start._replace(model=model))
     recipe, mesh, placement = models.recipe, meshes.policy, config.placement
     resident = parts(config, models, meshes=meshes)
     policy, valued = models.train.policy, models.train.critic

@@ -63,10 +63,12 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             student=config.start.model,
             tokenizer=config.start.tokenizer,
         )
+    start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     if config.check_memory:
-        shapes.check(config, meshes=meshes)
+        shapes.check(config, meshes=meshes, start=start)
     start = load_start(
         config.start.model,
+        start=start,
         options=config.start,
         save_dtype=config.start.save_dtype,
         mesh=mesh,
@@ -322,7 +324,7 @@ def run_stage(
             threaded=loop.sampler.threaded,
             patience=config.stop_timeout,
         )
-        saved |= queue.first(loop.begun[0].rollout, loop.begun[0].early)
+        saved |= queue.filled(loop.begun[0].rollout, loop.begun[0].early)
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (
         job.stage(config.name, saved, meta=meta, beside=beside, moving=moving) as stage,

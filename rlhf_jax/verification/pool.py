@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.roles.rewards import text
@@ -176,15 +175,15 @@ class Pending:
             rows=f"responses could not be verified and {become}",
             of="verifier",
         )
+        # Of NumPy: JAX's would wait for what the devices were given meanwhile.
+        failed: Any = np.array([bool(answer.why) for answer in answers])
         return Scores(
             total=_floats(answer.score for answer in answers),
             parts={
-                "failed": _floats(bool(answer.why) for answer in answers),
+                "failed": failed.astype(np.float32),
                 "timed_out": _floats(answer.timed_out for answer in answers),
             },
-            left_out=jnp.asarray([bool(answer.why) for answer in answers])
-            if leave_out
-            else None,
+            left_out=failed if leave_out else None,
         )
 
 

@@ -8,6 +8,7 @@ import planned
 import pytest
 import toy_files
 
+from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled, memory_check
@@ -74,7 +75,8 @@ def check_run(files, out, *options):
     config = command_line.parse(
         ppo.Config, description="", argv=command(files, out, *options)
     )
-    shapes.check(config, meshes=Meshes.of(config))
+    start = pretrained.described(config.start.model)
+    shapes.check(config, meshes=Meshes.of(config), start=start)
 
 
 def has(monkeypatch, size):

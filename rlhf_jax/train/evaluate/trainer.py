@@ -89,7 +89,9 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         frozen_models.check_reference(options.reference, policy=reader)
     if options.reward_model is not None:
         hf.model_config(options.reward_model)
-    start = load_start(options.start.model, options=options.start, mesh=mesh)
+    start = load_start(
+        options.start.model, options=options.start, mesh=mesh, start=reader
+    )
     on_mesh: dict[str, Any] = {
         "policy": start,
         "storage": frozen_models.COPY,

@@ -63,7 +63,7 @@ class RolloutQueue:
     """The rollouts of the next k steps; a context manager that ends its thread.
 
     queue = RolloutQueue(draw, hand_over=hand_over, staleness=k, ...)
-    kept |= queue.first(rollout, scores)
+    kept |= queue.first(policy, version=version)
     with job.stage("ppo", kept) as stage, queue:
         stage.state |= queue.begin(stage.state, start=stage.start, ...)
         for step in stage.steps():
@@ -127,11 +127,18 @@ class RolloutQueue:
         """The entries of a stage's state, in the order of the steps they are for."""
         return tuple(f"rollout_{i}" for i in range(self.staleness))
 
-    def first(self, rollout: Rollout, scores: dict[str, Scores]) -> dict[str, Entry]:
-        """What a stage's state begins with: the rollout of step 0 in every place.
+    def first(self, policy: Params, *, version: Array) -> dict[str, Entry]:
+        """Draws the rollout of step 0, in this thread.
 
-        So that the state has the shapes of a snapshot.
+        Returns:
+          What a stage's state begins with: this rollout in every place of the queue,
+          of the shapes that a snapshot has.
         """
+        drawn = self._draw(self._hand_over(policy), **self._of(0, version))
+        return self.filled(*_entry(*drawn))
+
+    def filled(self, rollout: Rollout, scores: dict[str, Scores]) -> dict[str, Entry]:
+        """As `first`, of a rollout of step 0 that is drawn already."""
         return dict.fromkeys(self._names, (rollout, scores))
 
     def begin(

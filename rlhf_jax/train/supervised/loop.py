@@ -172,7 +172,7 @@ def check_memory(task: Task[Any], *, mesh: Mesh) -> None:
       InputError: the run needs more memory than there is, or there is no such
         checkpoint.
     """
-    config, start = task.config, task.described()
+    config, start = task.config, task.described
     model = dataclasses.replace(start.model, dtype=config.start.dtype)
 
     def made() -> tuple[SupervisedState, Models]:

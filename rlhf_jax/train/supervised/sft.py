@@ -123,18 +123,19 @@ class SFT(Task[Config]):
         self._receipt = receipts.source("--data", data.data)
         return demonstrations.read(data, receipt=self._receipt)
 
+    @functools.cached_property
     def described(self) -> Pretrained:
         """--model by its small files, or a fresh model's shape."""
         if self.config.start.model is None:
             return fresh(self.config.start)
-        return super().described()
+        return super().described
 
     def load(self, mesh: Mesh) -> Pretrained:
         """--model, or a fresh model of the tokenizer's vocabulary."""
         options = self.config.start
         if options.model is not None:
             return super().load(mesh)
-        start = fresh(options)
+        start = self.described
         key = jax.random.key(self.config.seed)
         init = functools.partial(decoder.init, key, model=start.model)
         start = start._replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -83,6 +84,7 @@ class Task(abc.ABC, Generic[Config]):
     def read(self, receipts: Receipts) -> Any:
         """The rows of --data, before a model is loaded."""
 
+    @functools.cached_property
     def described(self) -> Pretrained:
         """--model by its small files, without parameters."""
         return pretrained.described(self._path, tokenizer=self.config.start.tokenizer)
@@ -91,7 +93,11 @@ class Task(abc.ABC, Generic[Config]):
         """--model with its parameters."""
         start = self.config.start
         return load_start(
-            self._path, options=start, save_dtype=start.save_dtype, mesh=mesh
+            self._path,
+            options=start,
+            save_dtype=start.save_dtype,
+            mesh=mesh,
+            start=self.described,
         )
 
     @property

@@ -34,12 +34,6 @@ def drawn(policy, *, prompts, key, version):
     return Toy(prompt=jnp.float32(prompts), policy=policy, version=version), {}
 
 
-def first(queue, policy, version):
-    """The state with the rollout of step 0, of buffers that no update donates."""
-    policy = jnp.array(policy, copy=True)
-    return queue.first(*drawn(policy, prompts=0, key=None, version=version))
-
-
 def queue_of(
     staleness, *, draw=drawn, threaded=True, patience=20.0, num_steps=NUM_STEPS
 ):
@@ -63,7 +57,7 @@ def update():
 def played(queue, update, *, start=0, state=None, stop=NUM_STEPS):
     """What each step learned from, and the state after the last one."""
     policy, version = jnp.float32(10 * start), jnp.int32(start)
-    state = first(queue, policy, version) if state is None else dict(state)
+    state = queue.first(policy, version=version) if state is None else dict(state)
     learned = []
     with queue:
         state |= queue.begin(state, start=start, policy=policy, version=version)
@@ -134,7 +128,7 @@ def test_a_draw_that_hangs_keeps_neither_the_trainer_nor_a_snapshot(update):
 
     start, queue = time.monotonic(), queue_of(2, draw=hanging, patience=0.1)
     policy, version = jnp.float32(0), jnp.int32(0)
-    state = first(queue, policy, version)
+    state = queue.first(policy, version=version)
     with queue:
         state |= queue.begin(state, start=0, policy=policy, version=version)
         queue.take()
@@ -154,7 +148,7 @@ def test_a_second_ctrl_c_waits_for_no_draw(update):
 
     policy, version = jnp.float32(0), jnp.int32(0)
     queue = queue_of(2, draw=hanging)
-    state = first(queue, policy, version)
+    state = queue.first(policy, version=version)
     start = time.monotonic()
 
     def interrupted():
@@ -175,7 +169,7 @@ def test_both_waits_are_counted_also_while_they_last(update):
         return drawn(policy, prompts=prompts, key=key, version=version)
 
     policy, version, queue = jnp.float32(0), jnp.int32(0), queue_of(1, draw=slow)
-    state = first(queue, policy, version)
+    state = queue.first(policy, version=version)
     with queue:
         queue.begin(state, start=0, policy=policy, version=version)
         queue.take()
@@ -197,7 +191,7 @@ def test_a_snapshot_waits_as_the_trainer_and_the_end_is_no_wait(update):
 
     policy, version = jnp.float32(0), jnp.int32(0)
     queue = queue_of(1, draw=slow, num_steps=2)
-    state = first(queue, policy, version)
+    state = queue.first(policy, version=version)
     with queue:
         state = queue.begin(state, start=0, policy=policy, version=version)
         queue.take()
@@ -228,9 +222,7 @@ def test_the_next_draw_begins_while_scores_are_waited_for():
         return rollout, scores
 
     policy, version, queue = jnp.float32(0), jnp.int32(0), queue_of(3, draw=scored)
-    state = queue.first(
-        drawn(policy, prompts=0, key=None, version=version)[0], jnp.zeros(())
-    )
+    state = queue.first(policy, version=version)
     with queue:
         start = time.perf_counter()
         queue.begin(state, start=0, policy=policy, version=version)
