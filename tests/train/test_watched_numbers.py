@@ -71,7 +71,9 @@ class HeldOutPrograms:
 
     def finish(self, rollout, greedy):
         row, draw = np.asarray(rollout.index), np.asarray(rollout.sample) % 3
-        return toys.array(GREEDY_SCORES[row] if greedy else SCORES[draw, row])
+        total = toys.array(GREEDY_SCORES[row] if greedy else SCORES[draw, row])
+        # A reward of --rewards, and what it says of itself, which is no reward.
+        return rewards.Scores(total, parts={"half": total / 2, "half/failed": total})
 
 
 def test_held_out_prompts_are_evaluated_one_by_one():
@@ -79,6 +81,7 @@ def test_held_out_prompts_are_evaluated_one_by_one():
     config = types.SimpleNamespace(
         batch=types.SimpleNamespace(batch_size=2),
         watch=types.SimpleNamespace(held_out_samples=3),
+        rewards=types.SimpleNamespace(rewards=[types.SimpleNamespace(name="half")]),
         seed=0,
     )
     prompts = {row: tuple(range(3, 3 + 1 + row % PROMPT)) for row in range(ROWS)}
@@ -105,6 +108,7 @@ def test_held_out_prompts_are_evaluated_one_by_one():
         {
             "eval/greedy_score": GREEDY_SCORES.mean(),
             "eval/score": SCORES.mean(),
+            "eval/reward/half": SCORES.mean() / 2,
             "eval/pass_at_k": np.mean(solved),
             "eval/length": LENGTHS.mean(),
             "eval/kl": np.mean(kls),
@@ -119,13 +123,14 @@ def test_a_held_out_response_without_a_score_counts_as_0():
     scores = programs.finish
     failed = 2
     programs.finish = lambda rollout, greedy: rewards.Scores(
-        jnp.where(rollout.index == failed, 0.0, scores(rollout, greedy)),
+        jnp.where(rollout.index == failed, 0.0, scores(rollout, greedy).total),
         left_out=rollout.index == failed,
     )
     held_out = HeldOut(
         types.SimpleNamespace(
             batch=types.SimpleNamespace(batch_size=ROWS),
             watch=types.SimpleNamespace(held_out_samples=0),
+            rewards=types.SimpleNamespace(rewards=()),
             seed=0,
         ),
         ReadRows([{}] * ROWS, [""] * ROWS, dict.fromkeys(range(ROWS), (3,))),
