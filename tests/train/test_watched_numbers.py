@@ -16,7 +16,7 @@ from rlhf_jax.samplers import agreement, protocol
 from rlhf_jax.train import loop
 from rlhf_jax.train.rows import ReadRows
 from rlhf_jax.train.sampling.outside import OutsideSampler
-from rlhf_jax.train.watch.held_out import HeldOut
+from rlhf_jax.train.watch.held_out import HeldOut, of_held_out
 
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
 
@@ -115,6 +115,19 @@ def test_held_out_prompts_are_evaluated_one_by_one():
         },
         rel=1e-5,
     )
+
+
+def test_the_summary_has_greedy_and_sampled_scores_of_held_out_prompts():
+    one = toys.array(1.0)
+    stats = {
+        f"eval/{name}": (value * one, one)
+        for name, value in (("greedy_score", 1), ("score", 2), ("reward/form", 3))
+    }
+    assert of_held_out(stats, "after") == {
+        "held_out_score_after": 1,
+        "held_out_sampled_score_after": 2,
+        "held_out_reward/form_after": 3,
+    }
 
 
 def test_a_held_out_response_without_a_score_counts_as_0():

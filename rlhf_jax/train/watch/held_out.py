@@ -33,6 +33,10 @@ HostArray = Any
 Scored = dict[str, HostArray]  # f32[B] each: TOTAL, and the named rewards
 GREEDY = "eval/greedy_score"
 TOTAL = "score"
+IN_SUMMARY = {  # where the name is not that of the metric
+    GREEDY: "held_out_score",
+    f"eval/{TOTAL}": "held_out_sampled_score",
+}
 
 
 class HeldOut:
@@ -176,8 +180,7 @@ def _mean(numbers: HostArray) -> tuple[Array, Array]:
 def of_held_out(stats: Stats, when: str) -> dict[str, float]:
     """Evaluations for the summary: held_out_score_before and so on."""
     means = {name: float(value) for name, value in masked.mean_stats(stats).items()}
-    names = {GREEDY: "held_out_score"}
     return {
-        f"{names.get(name, name.replace('eval/', 'held_out_'))}_{when}": mean
+        f"{IN_SUMMARY.get(name, name.replace('eval/', 'held_out_'))}_{when}": mean
         for name, mean in means.items()
     }
