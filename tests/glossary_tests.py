@@ -200,6 +200,7 @@ BY_TEST = {
     "::test_held_out_prompts_are_evaluated_one_by_one": (
         "eval/greedy_score",
         "eval/score",
+        "eval/reward/NAME",
         "eval/length",
         "eval/pass_at_k",
         "eval/kl",

@@ -16,7 +16,7 @@ from rlhf_jax.samplers import agreement, protocol
 from rlhf_jax.train import loop
 from rlhf_jax.train.rows import ReadRows
 from rlhf_jax.train.sampling.outside import OutsideSampler
-from rlhf_jax.train.watch.held_out import HeldOut
+from rlhf_jax.train.watch.held_out import HeldOut, of_held_out
 
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
 
@@ -71,7 +71,9 @@ class HeldOutPrograms:
 
     def finish(self, rollout, greedy):
         row, draw = np.asarray(rollout.index), np.asarray(rollout.sample) % 3
-        return toys.array(GREEDY_SCORES[row] if greedy else SCORES[draw, row])
+        total = toys.array(GREEDY_SCORES[row] if greedy else SCORES[draw, row])
+        # A reward of --rewards, and what it says of itself, which is no reward.
+        return rewards.Scores(total, parts={"half": total / 2, "half/failed": total})
 
 
 def test_held_out_prompts_are_evaluated_one_by_one():
@@ -79,6 +81,7 @@ def test_held_out_prompts_are_evaluated_one_by_one():
     config = types.SimpleNamespace(
         batch=types.SimpleNamespace(batch_size=2),
         watch=types.SimpleNamespace(held_out_samples=3),
+        rewards=types.SimpleNamespace(rewards=[types.SimpleNamespace(name="half")]),
         seed=0,
     )
     prompts = {row: tuple(range(3, 3 + 1 + row % PROMPT)) for row in range(ROWS)}
@@ -105,6 +108,7 @@ def test_held_out_prompts_are_evaluated_one_by_one():
         {
             "eval/greedy_score": GREEDY_SCORES.mean(),
             "eval/score": SCORES.mean(),
+            "eval/reward/half": SCORES.mean() / 2,
             "eval/pass_at_k": np.mean(solved),
             "eval/length": LENGTHS.mean(),
             "eval/kl": np.mean(kls),
@@ -113,19 +117,33 @@ def test_held_out_prompts_are_evaluated_one_by_one():
     )
 
 
+def test_the_summary_has_greedy_and_sampled_scores_of_held_out_prompts():
+    one = toys.array(1.0)
+    stats = {
+        f"eval/{name}": (value * one, one)
+        for name, value in (("greedy_score", 1), ("score", 2), ("reward/form", 3))
+    }
+    assert of_held_out(stats, "after") == {
+        "held_out_score_after": 1,
+        "held_out_sampled_score_after": 2,
+        "held_out_reward/form_after": 3,
+    }
+
+
 def test_a_held_out_response_without_a_score_counts_as_0():
     """As the glossary says: the table of pass_at_k has a number for each response."""
     programs = HeldOutPrograms()
     scores = programs.finish
     failed = 2
     programs.finish = lambda rollout, greedy: rewards.Scores(
-        jnp.where(rollout.index == failed, 0.0, scores(rollout, greedy)),
+        jnp.where(rollout.index == failed, 0.0, scores(rollout, greedy).total),
         left_out=rollout.index == failed,
     )
     held_out = HeldOut(
         types.SimpleNamespace(
             batch=types.SimpleNamespace(batch_size=ROWS),
             watch=types.SimpleNamespace(held_out_samples=0),
+            rewards=types.SimpleNamespace(rewards=()),
             seed=0,
         ),
         ReadRows([{}] * ROWS, [""] * ROWS, dict.fromkeys(range(ROWS), (3,))),

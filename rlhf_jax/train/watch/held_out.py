@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 Array = jax.Array
 Params = Any
 HostArray = Any
+Scored = dict[str, HostArray]  # f32[B] each: TOTAL, and the named rewards
 GREEDY = "eval/greedy_score"
+TOTAL = "score"
+IN_SUMMARY = {  # where the name is not that of the metric
+    GREEDY: "held_out_score",
+    f"eval/{TOTAL}": "held_out_sampled_score",
+}
 
 
 class HeldOut:
@@ -58,6 +64,7 @@ class HeldOut:
         self._size = size = min(config.batch.batch_size, whole)
         self._data, self._mesh = data, mesh
         self._samples = config.watch.held_out_samples
+        self._names = {reward.name for reward in config.rewards.rewards}
         self._rewards = rewards(rows=data.rows, prompts=data.written_prompts)
         self._episodes = {
             greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
@@ -78,25 +85,30 @@ class HeldOut:
         Returns:
           `eval/greedy_score`, the mean score of the likeliest responses. With samples
           `eval/score`, their mean score; `eval/pass_at_k`, the share of rows of whose k
-          samples one scores above 0; `eval/kl`, k1 to the reference, nats per response;
-          and `eval/length`, tokens.
+          samples one scores above 0; `eval/reward/NAME`, the mean of the reward NAME of
+          --rewards; `eval/kl`, k1 to the reference, nats per response; and
+          `eval/length`, tokens.
         """
-        scores = [scored for _, scored in self._drawn(policy, programs, greedy=True)]
+        drawn = self._drawn(policy, programs, greedy=True)
+        scores = [scored[TOTAL] for _, scored in drawn]
         stats: Stats = {GREEDY: _mean(self._of_rows(scores))}
         if not self._samples:
             return stats
-        every, lengths, kls = [], [], []
+        every: dict[str, list[HostArray]] = {}
+        lengths, kls = [], []
         for sample in range(self._samples):
             drawn = [*self._drawn(policy, programs, greedy=False, sample=sample)]
-            every.append(self._of_rows([scored for _, scored in drawn]))
+            for name in drawn[0][1]:
+                of_rows = self._of_rows([scored[name] for _, scored in drawn])
+                every.setdefault(name, []).append(of_rows)
             for rollout, _ in drawn:
                 lengths.append(processes.whole(rollout.response_mask.sum(axis=1)))
                 if reference is not None:
                     output = programs.reference_output(reference, rollout)
                     kls.append(processes.whole(_kl(rollout, output.logprobs)))
-        table = np.stack(every)  # [k, rows]
-        stats["eval/score"] = _mean(table)
-        stats["eval/pass_at_k"] = _mean((table > 0).any(axis=0))
+        tables = {name: np.stack(of) for name, of in every.items()}  # [k, rows]
+        stats |= {f"eval/{name}": _mean(table) for name, table in tables.items()}
+        stats["eval/pass_at_k"] = _mean((tables[TOTAL] > 0).any(axis=0))
         per_pass = len(lengths) // self._samples
         for name, parts in {"eval/length": lengths, "eval/kl": kls}.items():
             if parts:
@@ -109,7 +121,7 @@ class HeldOut:
 
     def _drawn(
         self, policy: Params, programs: Programs, *, greedy: bool, sample: int = 0
-    ) -> Iterator[tuple[Rollout, HostArray]]:
+    ) -> Iterator[tuple[Rollout, Scored]]:
         """Rollouts of all rows, batch by batch, with their scores on the host.
 
         Verifiers work on one batch while the next is drawn.
@@ -140,11 +152,15 @@ class HeldOut:
         if episodes is not None:
             episodes.free()  # of its cache, until the next evaluation
 
-    def _scored(self, rollout: Rollout, early: Any) -> tuple[Rollout, HostArray]:
-        scores = self._rewards.finish(rollout, early())
-        if scores is None:
-            return rollout, np.zeros(len(rollout.index), np.float32)
-        return rollout, processes.whole(scores_of(scores).total)
+    def _scored(self, rollout: Rollout, early: Any) -> tuple[Rollout, Scored]:
+        output = self._rewards.finish(rollout, early())
+        if output is None:
+            return rollout, {TOTAL: np.zeros(len(rollout.index), np.float32)}
+        scores = scores_of(output)
+        arrays = {TOTAL: scores.total}
+        for name in sorted(self._names & scores.parts.keys()):
+            arrays[f"reward/{name}"] = scores.parts[name]
+        return rollout, {name: processes.whole(x) for name, x in arrays.items()}
 
     def _of_rows(self, parts: list[HostArray]) -> HostArray:
         """One number per row: the last batch is filled with rows of the first ones."""
@@ -164,8 +180,7 @@ def _mean(numbers: HostArray) -> tuple[Array, Array]:
 def of_held_out(stats: Stats, when: str) -> dict[str, float]:
     """Evaluations for the summary: held_out_score_before and so on."""
     means = {name: float(value) for name, value in masked.mean_stats(stats).items()}
-    names = {GREEDY: "held_out_score"}
     return {
-        f"{names.get(name, name.replace('eval/', 'held_out_'))}_{when}": mean
+        f"{IN_SUMMARY.get(name, name.replace('eval/', 'held_out_'))}_{when}": mean
         for name, mean in means.items()
     }
