@@ -1,6 +1,7 @@
 """Sums and GSM8K on SmolLM2: prompts, rewards by hand, tables, and a real run."""
 
 import importlib.util
+import dataclasses
 import json
 import subprocess
 import sys
@@ -158,7 +159,9 @@ def test_the_runs_differ_by_method_and_estimator_alone(name, tmp_path):
                 vars(configs[trainer, estimator, seed]) for trainer in ("ppo", "grpo")
             )
             differ = {key for key in grpo if ppo[key] != grpo[key]}
-            assert differ == {"out", "method", "placement"}
+            assert differ == {"out", "method", "placement", "batch"}
+            packing = grpo["batch"].packing
+            assert dataclasses.replace(ppo["batch"], packing=packing) == grpo["batch"]
             assert ppo["method"].penalty == grpo["method"].penalty
             assert ppo["method"].penalty.placement == "reward"
 
