@@ -1,7 +1,7 @@
 """Sums and GSM8K on SmolLM2: prompts, rewards by hand, tables, and a real run."""
 
-import importlib.util
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
