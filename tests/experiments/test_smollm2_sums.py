@@ -108,16 +108,16 @@ def test_examples_of_the_prompts_are_in_their_form():
 
 
 def test_gsm8k_is_asked_for_where_it_is_not(tmp_path):
-    options = preparation.Options(out=tmp_path / "out", gsm8k=tmp_path)
+    options = preparation.Options(out=tmp_path / "out", questions=tmp_path)
     with pytest.raises(
-        InputError, match=r"--gsm8k: expected a folder with train\.jsonl"
+        InputError, match=r"--questions: expected a folder with train\.jsonl"
     ):
         preparation.main(options)
 
 
 def test_the_smallest_size_needs_neither_gsm8k_nor_a_model(tmp_path, capsys):
     options = preparation.Options(
-        out=tmp_path, gsm8k=tmp_path / "none", model="none", smallest=True
+        out=tmp_path, questions=tmp_path / "none", model="none", smallest=True
     )
     preparation.main(options)
     assert "8 held_out" in capsys.readouterr().out
