@@ -65,12 +65,12 @@ def asked(row):
 
 
 def test_held_out_sums_are_trained_on_in_neither_order():
-    sides = preparation.sums(num_held_out=32, seed=0)
+    sides = preparation.sums(num_held_out=24, seed=0)
     pairs = {
         name: {frozenset(asked(row)) for row in rows} for name, rows in sides.items()
     }
-    assert len(sides["held_out"]) == len(pairs["held_out"]) == 32
-    assert len(sides["train"]) == len(pairs["train"]) == 29 * 30 // 2 - 1 - 32
+    assert len(sides["held_out"]) == len(pairs["held_out"]) == 24
+    assert len(sides["train"]) == len(pairs["train"]) == 29 * 30 // 2 - 1 - 24
     assert not pairs["train"] & pairs["held_out"]
     assert frozenset((12, 19)) not in pairs["train"] | pairs["held_out"]
     for row in (*sides["train"], *sides["held_out"]):
@@ -81,8 +81,8 @@ def test_held_out_sums_are_trained_on_in_neither_order():
 
 
 def test_the_order_of_pairs_is_of_the_seed():
-    one, other = (preparation.sums(num_held_out=32, seed=seed) for seed in (0, 1))
-    assert one == preparation.sums(num_held_out=32, seed=0)
+    one, other = (preparation.sums(num_held_out=24, seed=seed) for seed in (0, 1))
+    assert one == preparation.sums(num_held_out=24, seed=0)
     assert one["held_out"] != other["held_out"]
 
 
@@ -109,16 +109,16 @@ def test_examples_of_the_prompts_are_in_their_form():
 
 
 def test_gsm8k_is_asked_for_where_it_is_not(tmp_path):
-    options = preparation.Options(out=tmp_path / "out", gsm8k=tmp_path)
+    options = preparation.Options(out=tmp_path / "out", questions=tmp_path)
     with pytest.raises(
-        InputError, match=r"--gsm8k: expected a folder with train\.jsonl"
+        InputError, match=r"--questions: expected a folder with train\.jsonl"
     ):
         preparation.main(options)
 
 
 def test_the_smallest_size_needs_neither_gsm8k_nor_a_model(tmp_path, capsys):
     options = preparation.Options(
-        out=tmp_path, gsm8k=tmp_path / "none", model="none", smallest=True
+        out=tmp_path, questions=tmp_path / "none", model="none", smallest=True
     )
     preparation.main(options)
     assert "8 held_out" in capsys.readouterr().out

@@ -7,7 +7,7 @@
 questions of GSM8K that take one step, by the <<...>> of the worked answer: 404 of its
 training set and 64 of its test set, of which those with short prompts are kept. What is
 held out is from the test set. GSM8K (MIT, github.com/openai/grade-school-math) is read
-from --gsm8k and comes with nothing here.
+from --questions and comes with nothing here.
 
 Prompts are messages with one solved example, in the form that is asked for. Writes
 OUT/TASK/train.jsonl and OUT/TASK/held_out.jsonl within seconds.
@@ -50,9 +50,9 @@ class Options:
     """Folder of the prompts; files that are there are written anew."""
     model: str = "runs/smollm2"
     """Checkpoint whose tokenizer counts the tokens of prompts."""
-    gsm8k: Path = Path("../shared/data/gsm8k")
+    questions: Path = Path("../shared/data/gsm8k")
     """Folder of GSM8K's train.jsonl and test.jsonl."""
-    held_out_sums: int = 32
+    held_out_sums: int = 24
     """Pairs of `sums` that are held out."""
     max_prompt: int = 130
     """Longest prompt of `gsm8k_easy`, tokens, chat template included."""
@@ -146,11 +146,12 @@ def main(options: Options) -> None:
         return
     sides = {}
     for side, name in {"train": "train", "held_out": "test"}.items():
-        file = options.gsm8k / f"{name}.jsonl"
+        file = options.questions / f"{name}.jsonl"
         if not file.exists():
             raise InputError(
-                f"--gsm8k: expected a folder with {file.name}, got {options.gsm8k}; "
-                f"give the folder of GSM8K, or --smallest for sums alone"
+                f"--questions: expected a folder with {file.name}, got "
+                f"{options.questions}; give the folder of GSM8K, or --smallest for "
+                f"sums alone"
             )
         easy = one_step(json_lines.read_jsonl(file))
         sides[side] = short(easy, model=options.model, longest=options.max_prompt)

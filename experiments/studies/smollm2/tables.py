@@ -30,7 +30,7 @@ SAMPLES = 8  # of --held-out-samples, which pass@8 is of
 Summaries = Mapping[int, Mapping[str, Any]]  # by seed
 
 
-def cells_of(runs: Sequence[finished.Finished]) -> dict[str, Summaries]:
+def cells_of(runs: Sequence[finished.Finished]) -> Mapping[str, Summaries]:
     """The summaries of every cell, in the order of the sweep.
 
     Raises:
