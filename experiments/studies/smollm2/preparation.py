@@ -110,19 +110,15 @@ def one_step(rows: Iterable[Row]) -> list[Row]:
 def short(rows: Iterable[Row], *, model: str, longest: int) -> list[Row]:
     """The rows whose prompts have at most so many tokens."""
     tokenizer = load_tokenizer(model)
-    return [
-        row
-        for row in rows
-        if len(
-            tokenizer.encode(
-                tokenizer.apply_chat_template(
-                    row["prompt"], tokenize=False, add_generation_prompt=True
-                ),
-                add_special_tokens=False,
-            )
+
+    def num_tokens(row: Row) -> int:
+        text = tokenizer.apply_chat_template(
+            row["prompt"], tokenize=False, add_generation_prompt=True
         )
-        <= longest
-    ]
+        assert isinstance(text, str)  # as it is not tokenized
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    return [row for row in rows if num_tokens(row) <= longest]
 
 
 def write(folder: Path, sides: dict[str, list[Row]]) -> None:
