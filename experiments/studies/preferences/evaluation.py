@@ -43,6 +43,8 @@ class Options:
     """Responses of the reference to each prompt, of which best-of-n takes the best."""
     max_new_tokens: int = 32
     """Longest response, tokens, as in the sweeps."""
+    temperature: float = 0.7
+    """Of the samples, as in the sweeps."""
     batch_size: int = 16
     """Prompts at a time."""
 
@@ -90,6 +92,7 @@ def command_line(options: Options, policy: Policy, *, scorer: str) -> list[str]:
         f"--texts={study / 'data' / TEXTS[scorer]}.jsonl",
         f"--num-samples={samples}",
         f"--max-new-tokens={options.max_new_tokens}",
+        f"--temperature={options.temperature}",
         f"--batch-size={max(options.batch_size * options.num_samples // samples, 1)}",
         f"--seed={policy.seed}",
         *("--snapshot-every=1", "--keep-snapshots=1", "--no-progress"),

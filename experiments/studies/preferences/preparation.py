@@ -57,6 +57,8 @@ class Options:
     """Longest prompt with its response, tokens; the same."""
     max_asked: int = 64
     """Longest prompt of PPO and of the evaluation, tokens."""
+    max_evaluated: int = 40
+    """Held-out prompts of the evaluation at most, from the beginning."""
     num_texts: int = 32
     """Rows of Shakespeare and of GSM8K."""
     max_pairs: int | None = None
@@ -111,6 +113,8 @@ def write_data(options: Options, data: Path) -> None:
         prompts = [
             row for row in dialogues.prompts(part) if repr(row["prompt"]) in asked
         ]
+        if name == "held_out":
+            prompts = prompts[: options.max_evaluated]
         counts[name] = {
             "pairs": write(data / f"{name}.jsonl", part),
             "prompts": write(data / f"{name}_prompts.jsonl", prompts),
@@ -138,10 +142,10 @@ def learn(options: Options, *, name: str, data: Path) -> None:
             f"--data={data / name}.jsonl",
             f"--max-length={options.max_pair}",
             *("--buckets", "64", "96", "128", str(options.max_pair)),
-            "--normalise=samples,num_samples=32,max_new_tokens=24",
+            "--normalise=samples,num_samples=64,max_new_tokens=32,temperature=0.7",
             f"--learning-rate={options.learning_rate}",
             "--schedule=linear,warmup=0.1",
-            *("--batch-size=16", "--micro-batch-size=8", "--held-out=0"),
+            *("--batch-size=16", "--micro-batch-size=4", "--held-out=0"),
             *steps,
             f"--seed={JUDGES[name]}",
             *("--snapshot-every=10", "--keep-snapshots=1", "--no-progress"),
