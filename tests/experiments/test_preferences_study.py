@@ -231,7 +231,6 @@ def write(study, policy, seed, scorer, *, score, loss, samples):
     place = study / "evaluation" / policy / f"seed_{seed}" / scorer
     place.mkdir(parents=True)
     sampled = {"score": {"mean": score}, "length": {"mean": 5.0}}
-    sampled |= {"distinct_overall": 0.5}
     if policy != "reference" and scorer == "proxy":
         sampled |= {"kl": {"mean": 2.25}, "log_perplexity": {"mean": math.log(3)}}
     figures_of = {
@@ -261,6 +260,7 @@ def study(tmp_path):
             write(tmp_path, "reference", seed, scorer, loss=2.0 + seed, **shared)
             shared = {"score": 2.0 + seed, "loss": 2.5 + seed}
             samples = [sample(0, 0, 2.0, decoding="greedy", response="a | b\nc")]
+            samples += [sample(i, 0, 2.0) for i in range(3)]
             write(tmp_path, "ppo/kl=0", seed, scorer, samples=samples, **shared)
     return tmp_path
 
@@ -275,6 +275,7 @@ def test_rows_by_hand(study):
     reference, policy = rows["reference", 0], rows["ppo/kl=0", 1]
     assert reference["perplexity"] == pytest.approx(math.exp(2))
     assert (reference["kl"], reference["shakespeare"]) == (0, 0)
+    assert (reference["distinct"], policy["distinct"]) == (1, 0.5)
     assert policy["perplexity"] == pytest.approx(3)
     assert (policy["kl"], policy["proxy"], policy["judge"]) == (2.25, 3, 3)
     assert (policy["shakespeare"], policy["gsm8k"]) == (0.5, 0.5)

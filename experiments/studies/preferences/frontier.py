@@ -21,12 +21,13 @@ from studies.preferences.evaluation import REFERENCE, TEXTS
 
 Row = dict[str, Any]
 PROXY, JUDGE = TEXTS  # the scorers
+SAMPLES = 2  # of each prompt, among which distinct ones are counted
 MEASURED = {
     "kl": "KL [nats per response]",
     "proxy": "proxy [reward units]",
     "judge": "judge [reward units]",
     "perplexity": "perplexity under the reference",
-    "distinct": "distinct share of all responses",
+    "distinct": "distinct share, 2 per prompt",
     "length": "length [tokens]",
     "shakespeare": "forgetting, Shakespeare [nats per token]",
     "gsm8k": "forgetting, GSM8K [nats per token]",
@@ -68,7 +69,7 @@ def of_policy(evaluated: Row, reference: Row) -> Row:
             if itself
             else proxy["log_perplexity"]["mean"]
         ),
-        "distinct": proxy["distinct_overall"],
+        "distinct": _distinct(results.sampled(evaluated[PROXY])),
         "length": proxy["length"]["mean"],
         **forgotten,
     }
@@ -85,10 +86,7 @@ def of_best(reference: Row) -> list[Row]:
       InputError: the scorers did not score the same responses.
     """
     by_prompt: dict[int, list[tuple[Row, Row]]] = {}
-    both = (
-        results.sampled(reference[PROXY]),
-        results.sampled(reference[JUDGE]),
-    )
+    both = (results.sampled(reference[scorer]) for scorer in (PROXY, JUDGE))
     for ours, theirs in zip(*both, strict=True):
         if ours["response"] != theirs["response"]:
             raise InputError(
@@ -160,6 +158,12 @@ def estimate(of_seeds: Sequence[float]) -> Row:
         "interval": interval and list(interval),
         "of_seeds": [*of_seeds],
     }
+
+
+def _distinct(samples: Sequence[Row]) -> float:
+    """Share of different texts; the reference has more samples, which are not read."""
+    responses = [row["response"] for row in samples if row["sample"] < SAMPLES]
+    return len(set(responses)) / len(responses)
 
 
 def _own_nll(row: Row) -> float:
