@@ -55,8 +55,11 @@ def test_a_dialogue_becomes_messages():
 def test_a_speaker_within_a_turn_is_what_somebody_wrote():
     written = "You said Human: yes.\nHuman: and\n\nHumans: no"
     one = dialogues.pair(row(f"\n\nHuman: {written}", " Assistant: ok", " Human: no"))
-    assert one["prompt"] == [{"role": "user", "content": written}]
-    assert (one["chosen"], one["rejected"]) == ("Assistant: ok", "Human: no")
+    assert one == {
+        "prompt": [{"role": "user", "content": written}],
+        "chosen": "Assistant: ok",
+        "rejected": "Human: no",
+    }
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_accuracy_and_agreement_by_hand(capsys):
     assert measured["expected_agreement"] == 0.5
     low, high = (measured["agreement"][end] for end in ("low", "high"))
     assert 0.1 < low < 0.2 < 0.8 < high < 0.9  # Wilson's of 2 of 4
-    expected = np.corrcoef(*leads.values())[0, 1]
+    expected = np.corrcoef(np.stack([*leads.values()]))[0, 1]
     assert measured["correlation"] == pytest.approx(expected)
     accuracy.tell(measured)
     assert "accuracy of the judge" in capsys.readouterr().out

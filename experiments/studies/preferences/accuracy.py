@@ -59,15 +59,14 @@ def summarise(of_models: Mapping[str, Floats]) -> dict[str, Any]:
     accuracies = {name: _share(right) for name, right in signs.items()}
     proxy, judge = signs.values()
     p, q = (share["mean"] for share in accuracies.values())
-    varied = all(np.ptp(lead) > 0 for lead in of_models.values())
+    ours, theirs = of_models.values()
+    varied = np.ptp(ours) > 0 and np.ptp(theirs) > 0
     return {
         "pairs": len(proxy),
         "accuracy": accuracies,
         "agreement": _share(proxy == judge),
         "expected_agreement": p * q + (1 - p) * (1 - q),
-        "correlation": float(np.corrcoef(*of_models.values())[0, 1])
-        if varied
-        else None,
+        "correlation": float(np.corrcoef(ours, theirs)[0, 1]) if varied else None,
     }
 
 
@@ -88,4 +87,4 @@ def tell(measured: Mapping[str, Any]) -> None:
 
 
 def _share(outcomes: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    return figures.over_prompts(outcomes.astype(float), trials=True)._asdict()
+    return figures.over_prompts(outcomes.astype(float).tolist(), trials=True)._asdict()
