@@ -57,7 +57,7 @@ class Options:
     """Longest prompt with its response, tokens; the same."""
     max_asked: int = 64
     """Longest prompt of PPO and of the evaluation, tokens."""
-    max_evaluated: int = 40
+    max_evaluated: int = 32
     """Held-out prompts of the evaluation at most, from the beginning."""
     num_texts: int = 32
     """Rows of Shakespeare and of GSM8K."""
