@@ -36,7 +36,7 @@ from rlhf_jax.train.supervised import reward_model
 from studies.preferences import accuracy, dialogues, texts
 
 DATA = Path("..") / "shared" / "data"
-JUDGES = {"proxy": 0, "judge": 1}  # the part of each reward model: its seed
+SEEDS = {"proxy": 0, "judge": 1}  # of the reward model of each part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,8 @@ class Options:
     """Pairs of a part at most, from the beginning; None takes all."""
     max_steps: int | None = None
     """Updates of a reward model; None is one pass over its pairs."""
+    num_normalised: int = 64
+    """Samples of --model on which scores get mean 0 and standard deviation 1."""
     learning_rate: float = 2e-5
     """Peak learning rate of the reward models."""
 
@@ -142,12 +144,13 @@ def learn(options: Options, *, name: str, data: Path) -> None:
             f"--data={data / name}.jsonl",
             f"--max-length={options.max_pair}",
             *("--buckets", "64", "96", "128", str(options.max_pair)),
-            "--normalise=samples,num_samples=64,max_new_tokens=32,temperature=0.7",
+            f"--normalise=samples,num_samples={options.num_normalised},"
+            "max_new_tokens=32,temperature=0.7",
             f"--learning-rate={options.learning_rate}",
             "--schedule=linear,warmup=0.1",
             *("--batch-size=16", "--micro-batch-size=4", "--held-out=0"),
             *steps,
-            f"--seed={JUDGES[name]}",
+            f"--seed={SEEDS[name]}",
             *("--snapshot-every=10", "--keep-snapshots=1", "--no-progress"),
             f"--out={out}",
             *(["--resume"] if (out / folder.CONFIG).exists() else []),
@@ -162,19 +165,20 @@ def main(options: Options) -> None:
     if not (data / "counts.json").exists():
         write_data(options, data)
     print((data / "counts.json").read_text(encoding="utf-8"))
-    for name in JUDGES:
+    for name in SEEDS:
         learn(options, name=name, data=data)
-    start = pretrained.described(options.model)
-    held_out = files.read_preferences(data / "held_out.jsonl")
-    leads = {
-        name: accuracy.leads(
-            options.out / name / "model", encoded(start, held_out), pad_id=start.pad_id
-        )
-        for name in JUDGES
-    }
-    measured = accuracy.summarise(leads)
-    folder.write_json(options.out / "accuracy.json", measured)
-    accuracy.tell(measured)
+    measured_file = options.out / "accuracy.json"
+    if not measured_file.exists():
+        start = pretrained.described(options.model)
+        pairs = encoded(start, files.read_preferences(data / "held_out.jsonl"))
+        leads = {
+            name: accuracy.leads(
+                options.out / name / "model", pairs, pad_id=start.pad_id
+            )
+            for name in SEEDS
+        }
+        folder.write_json(measured_file, accuracy.summarise(leads))
+    accuracy.tell(json.loads(measured_file.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":
