@@ -8,16 +8,20 @@ import math
 import numpy as np
 import places
 import pytest
+import tokenizer_zoo
+import toy_files
 from studies.preferences import (
     accuracy,
     dialogues,
     evaluation,
     figures,
     frontier,
+    preparation,
     results,
     texts,
 )
 
+from rlhf_jax import config, hf
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
 from rlhf_jax.sweeps import declaration, planned
@@ -325,3 +329,80 @@ def test_other_responses_or_no_reference_are_refused(study):
     (study / "evaluation" / "reference" / "seed_1" / "proxy" / "summary.json").unlink()
     with pytest.raises(InputError, match=r"seeds \[0, 1\], got \[0\]"):
         results.read(study)
+
+
+# --- the whole way ----------------------------------------------------------------
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    """A checkpoint that reads bytes and chats."""
+    tokenizer = tokenizer_zoo.finished(
+        tokenizer_zoo.byte_level(),
+        added=tokenizer_zoo.CHAT,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        template=tokenizer_zoo.CHATML,
+    )
+    model = config.gpt2(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        max_positions=256,
+    )
+    folder = tmp_path / "model"
+    hf.save(folder, model, toy_files.params(model), tokenizer=tokenizer)
+    return folder
+
+
+@pytest.mark.slow
+def test_preparation_evaluation_and_figures_at_toy_size(tmp_path, chat_model, capsys):
+    rows = [row(f"\n\nHuman: {i}?", f" yes {i}", f" no {i}") for i in range(40)]
+    long = row("\n\nHuman: " + "long " * 60)
+    pairs = toy_files.jsonl(tmp_path / "pairs.jsonl", *rows, long)
+    play = tmp_path / "play.txt"
+    play.write_text(f"ALL:\n{'so ' * 60}\n")
+    questions = {"question": "1+1?", "answer": "2"}
+    study = tmp_path / "study"
+    options = preparation.Options(
+        out=study,
+        model=str(chat_model),
+        pairs=pairs,
+        shakespeare=play,
+        gsm8k=toy_files.jsonl(tmp_path / "gsm8k.jsonl", questions),
+        max_evaluated=3,
+        max_steps=1,
+        num_normalised=16,
+    )
+    preparation.main(options)
+    counts = json.loads((study / "data" / "counts.json").read_text())
+    assert counts["left_out"] == {"longer than the limits": 1}
+    assert [counts[name]["pairs"] for name in dialogues.SHARES] == [18, 14, 8]
+    assert counts["held_out"]["prompts"] == 3
+    measured = json.loads((study / "accuracy.json").read_text())
+    assert measured["pairs"] == 8
+    preparation.main(options)
+    assert "judge: done already" in capsys.readouterr().out
+    for sweep in evaluation.SWEEPS:
+        run = study / sweep / "runs" / "kl=0" / "seed_0"
+        run.mkdir(parents=True)
+        (run / "model").symlink_to(chat_model)
+        (run / "config.json").write_text('{"config": {}, "versions": {}}')
+        (run / "summary.json").write_text("{}")
+        (study / sweep / "sweep.json").write_text('{"cells": {"kl=0": {}}}')
+    evaluation.main(
+        evaluation.Options(
+            study=study, model=str(chat_model), max_new_tokens=4, best_of=4
+        )
+    )
+    figures.main(figures.Options(study=study, shown=(2,)))
+    of = json.loads((study / "figures.json").read_text())["policies"]
+    assert [*of] == ["reference", "dpo/kl=0", "ppo/kl=0", "best of 2", "best of 4"]
+    # These policies are the reference, and sample what it does.
+    for name in ("ppo/kl=0", "dpo/kl=0"):
+        assert of[name]["kl"]["mean"] == pytest.approx(0, abs=1e-5)
+        assert of[name]["shakespeare"]["mean"] == pytest.approx(0, abs=1e-5)
+        assert of[name]["distinct"] == of["reference"]["distinct"]
+    gains = [of[name]["proxy_gain"]["mean"] for name in ("best of 2", "best of 4")]
+    assert 0 < gains[0] < gains[1]

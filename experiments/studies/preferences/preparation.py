@@ -35,6 +35,7 @@ from rlhf_jax.runs import folder
 from rlhf_jax.train.supervised import reward_model
 from studies.preferences import accuracy, dialogues, texts
 
+ANY_LENGTH = 2**20  # tokens, more than any pair has
 DATA = Path("..") / "shared" / "data"
 SEEDS = {"proxy": 0, "judge": 1}  # of the reward model of each part
 
@@ -71,6 +72,12 @@ class Options:
     """Peak learning rate of the reward models."""
 
 
+def read(path: Path) -> list[Any]:
+    """The rows of JSON lines."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def write(path: Path, rows: Iterable[Any]) -> int:
     """JSON lines; returns how many."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
@@ -83,7 +90,7 @@ def encoded(start: Pretrained, rows: Sequence[Row]) -> list[Pair]:
     return encoding.encode_preferences(
         start.tokenizer,
         rows,
-        max_length=start.limit(None),
+        max_length=ANY_LENGTH,
         stop_ids=start.stop_ids,
     )
 
@@ -91,7 +98,7 @@ def encoded(start: Pretrained, rows: Sequence[Row]) -> list[Pair]:
 def write_data(options: Options, data: Path) -> None:
     """Writes the parts, the prompts, the texts, and what became of every row."""
     start = pretrained.described(options.model)
-    rows = [json.loads(line) for line in options.pairs.open(encoding="utf-8")]
+    rows = read(options.pairs)
     kept, left_out = dialogues.pairs(rows)
     write(data / "messages.jsonl", kept)
     tokens = encoded(start, files.read_preferences(data / "messages.jsonl"))
@@ -122,7 +129,7 @@ def write_data(options: Options, data: Path) -> None:
             "prompts": write(data / f"{name}_prompts.jsonl", prompts),
         }
     play = options.shakespeare.read_text(encoding="utf-8")
-    questions = map(json.loads, options.gsm8k.open(encoding="utf-8"))
+    questions = read(options.gsm8k)
     write(
         data / "shakespeare.jsonl",
         texts.shakespeare(play, rows=options.num_texts),
