@@ -1,6 +1,6 @@
 """The table, the frontier and texts side by side of the study of preferences.
 
-    python experiments studies.preferences.figures runs/preferences --shown 6 22 27 37
+    python experiments studies.preferences.figures runs/preferences --shown 6 11 22 27
 
 Writes figures.json, table.md and plots/frontier.png into the study's folder: proxy and
 judge of every policy and of best-of-n against the root of the KL, and what the policy

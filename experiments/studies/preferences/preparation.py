@@ -60,7 +60,7 @@ class Options:
     """Longest prompt of PPO and of the evaluation, tokens."""
     max_evaluated: int = 32
     """Held-out prompts of the evaluation at most, from the beginning."""
-    num_texts: int = 32
+    num_texts: int = 16
     """Rows of Shakespeare and of GSM8K."""
     max_pairs: int | None = None
     """Pairs of a part at most, from the beginning; None takes all."""
