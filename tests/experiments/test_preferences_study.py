@@ -241,6 +241,7 @@ def write(study, policy, seed, scorer, *, score, loss, samples):
     if policy != "reference" and scorer == "proxy":
         sampled |= {"kl": {"mean": 2.25}, "log_perplexity": {"mean": math.log(3)}}
     figures_of = {
+        "num_samples": 4 if policy == "reference" else 3,
         "policy": {"sampled": sampled},
         "texts": {"policy_loss": loss},
     }
@@ -267,7 +268,7 @@ def study(tmp_path):
             write(tmp_path, "reference", seed, scorer, loss=2.0 + seed, **shared)
             shared = {"score": 2.0 + seed, "loss": 2.5 + seed}
             samples = [sample(0, 0, 2.0, decoding="greedy", response="a | b\nc")]
-            samples += [sample(i, 0, 2.0) for i in range(3)]
+            samples += [sample(i, 0, 2.0 + seed) for i in range(3)]
             write(tmp_path, "ppo/kl=0", seed, scorer, samples=samples, **shared)
     return tmp_path
 
@@ -306,10 +307,10 @@ def test_the_table_the_plot_and_the_texts(study, capsys):
     assert lines == capsys.readouterr().out.splitlines()[: len(lines)]
     [row_of] = [line for line in lines if line.startswith("| ppo/kl=0 |")]
     cells = [cell.strip() for cell in row_of.split("|")[1:-1]]
-    # Over the reference: 2 - 1.125 and 3 - 1.125, and 2 - 1.625 and 3 - 1.625.
+    # Over the first three samples of the reference: 2 and 3 less 7/6, and less 2/3.
     assert cells[1] == "2.25 (2.25 to 2.25)"
-    assert cells[2].startswith("1.38 (-4.98 to 7.73)")
-    assert cells[3].startswith("0.88 (")
+    assert cells[2].startswith("1.33 (-5.02 to 7.69)")
+    assert cells[3].startswith("1.83 (")
     [best] = [line for line in lines if line.startswith("| best of 2 |")]
     assert best.count("|") == lines[0].count("|")
     assert (study / "plots" / "frontier.png").stat().st_size > 10_000

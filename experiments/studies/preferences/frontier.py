@@ -1,8 +1,8 @@
 """What the study comes to: a row for each policy and seed, and means over seeds.
 
-A row is of one policy, or of the reference's best of k by the proxy: "policy", "seed"
-and MEASURED, None where it was not measured. It is read from the two evaluations of
-`evaluation.py`, whose responses are the same.
+A row is of one policy, or of the reference's best of k by the proxy: "policy", "seed",
+MEASURED and GAINS, None where it was not measured. It is read from the two evaluations
+of `evaluation.py`, whose responses are the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from studies.preferences.evaluation import REFERENCE, TEXTS
 
 Row = dict[str, Any]
 PROXY, JUDGE = TEXTS  # the scorers
+GAINS = tuple(f"{scorer}_gain" for scorer in TEXTS)  # over the reference, same units
 SAMPLES = 2  # of each prompt, among which distinct ones are counted
 MEASURED = {
     "kl": "KL [nats per response]",
@@ -58,9 +59,16 @@ def of_policy(evaluated: Row, reference: Row) -> Row:
         - reference[scorer]["results"]["texts"]["policy_loss"]
         for scorer, texts in TEXTS.items()
     }
+    # The same keys draw both, so that the same samples are compared.
+    count = evaluated[PROXY]["results"]["num_samples"]
     return {
         "policy": evaluated["policy"],
         "seed": evaluated["seed"],
+        **{
+            f"{scorer}_gain": _score(evaluated[scorer], below=count)
+            - _score(reference[scorer], below=count)
+            for scorer in TEXTS
+        },
         "kl": 0.0 if itself else proxy["kl"]["mean"],
         "proxy": proxy["score"]["mean"],
         "judge": judge["score"]["mean"],
@@ -109,14 +117,18 @@ def of_best(reference: Row) -> list[Row]:
                 for samples in by_prompt.values()
             )
 
+        proxy = best(lambda ours, theirs: ours["score"])
+        judge = best(lambda ours, theirs: theirs["score"])
         rows.append(
             dict.fromkeys(MEASURED)
             | {
                 "policy": f"best of {k}",
                 "seed": reference["seed"],
                 "kl": best_of_n.kl_bound(k),
-                "proxy": best(lambda ours, theirs: ours["score"]),
-                "judge": best(lambda ours, theirs: theirs["score"]),
+                "proxy": proxy,
+                "judge": judge,
+                "proxy_gain": proxy - _score(reference[PROXY], below=count),
+                "judge_gain": judge - _score(reference[JUDGE], below=count),
                 "perplexity": math.exp(best(lambda ours, theirs: _own_nll(ours))),
                 "length": best(lambda ours, theirs: ours["length"]),
                 "shakespeare": 0.0,  # nothing is trained
@@ -131,18 +143,13 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Means over seeds with 95% intervals, by policy, in the order of the rows.
 
     Returns:
-      Of each policy and of each of MEASURED {"mean", "interval", "of_seeds"}, None
-      where it has none; "proxy_gain" and "judge_gain" are over the reference, seed by
-      seed.
+      Of each policy and of each of MEASURED and GAINS {"mean", "interval",
+      "of_seeds"}, None where it has none, and its "seeds".
     """
-    base = {row["seed"]: row for row in rows if row["policy"] == REFERENCE}
     summary = {}
     for name in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == name]
-        values = {key: [row[key] for row in own] for key in MEASURED}
-        for key in TEXTS:
-            gains = [row[key] - base[row["seed"]][key] for row in own]
-            values[f"{key}_gain"] = gains
+        values = {key: [row[key] for row in own] for key in (*MEASURED, *GAINS)}
         summary[name] = {
             key: None if None in of_seeds else estimate(of_seeds)
             for key, of_seeds in values.items()
@@ -158,6 +165,12 @@ def estimate(of_seeds: Sequence[float]) -> Row:
         "interval": interval and list(interval),
         "of_seeds": [*of_seeds],
     }
+
+
+def _score(scored: Row, *, below: int) -> float:
+    """The mean score of the first samples of each prompt."""
+    rows = results.sampled(scored)
+    return _mean(row["score"] for row in rows if row["sample"] < below)
 
 
 def _distinct(samples: Sequence[Row]) -> float:

@@ -12,7 +12,8 @@ which neither has seen: accuracy.json has the accuracy of both and their agreeme
 The start of PPO and DPO is --model as it is: it was trained to answer chats, while the
 chosen responses of a few hundred short pairs would mostly teach it to be brief.
 
-The same command again goes on with what is missing. Expect half an hour on two CPU cores.
+The same command again goes on with what is missing. Expect half an hour on two
+CPU cores.
 """
 
 from __future__ import annotations
