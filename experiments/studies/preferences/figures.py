@@ -96,6 +96,7 @@ def draw(summary: Mapping[str, Any]) -> Figure:
             mean = summary[REFERENCE][key]["mean"]
             axis.axhline(mean, color="0.6", linewidth=0.8, label=REFERENCE)
         axis.set_title(MEASURED[key], fontsize="small")
+        axis.set_xlim(left=0)
         axis.set_xlabel("√KL to the reference [√nat]", fontsize="small")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
