@@ -1,0 +1,188 @@
+"""What the study comes to: a row for each policy and seed, and means over seeds.
+
+A row is of one policy, or of the reference's best of k by the proxy: "policy", "seed",
+MEASURED and GAINS, None where it was not measured. It is read from the two evaluations
+of `evaluation.py`, whose responses are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.functional import best_of_n
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.sweeps import statistics
+from studies.preferences import results
+from studies.preferences.evaluation import REFERENCE, TEXTS
+
+Row = dict[str, Any]
+PROXY, JUDGE = TEXTS  # the scorers
+GAINS = tuple(f"{scorer}_gain" for scorer in TEXTS)  # over the reference, same units
+SAMPLES = 2  # of each prompt, among which distinct ones are counted
+MEASURED = {
+    "kl": "KL [nats per response]",
+    "proxy": "proxy [reward units]",
+    "judge": "judge [reward units]",
+    "perplexity": "perplexity under the reference",
+    "distinct": "distinct share, 2 per prompt",
+    "length": "length [tokens]",
+    "shakespeare": "forgetting, Shakespeare [nats per token]",
+    "gsm8k": "forgetting, GSM8K [nats per token]",
+}
+
+
+def rows_of(evaluated: Sequence[Row]) -> list[Row]:
+    """A row for each policy and seed, and those of best-of-n.
+
+    Args:
+      evaluated: of `results.read`.
+    """
+    references = {one["seed"]: one for one in evaluated if one["policy"] == REFERENCE}
+    rows = [of_policy(one, references[one["seed"]]) for one in evaluated]
+    for reference in references.values():
+        rows += of_best(reference)
+    return rows
+
+
+def of_policy(evaluated: Row, reference: Row) -> Row:
+    """MEASURED of one policy; both are of `results.read`, with the same seed."""
+    proxy, judge = (
+        evaluated[scorer]["results"]["policy"]["sampled"] for scorer in TEXTS
+    )
+    itself = evaluated["policy"] == REFERENCE
+    forgotten = {
+        texts: evaluated[scorer]["results"]["texts"]["policy_loss"]
+        - reference[scorer]["results"]["texts"]["policy_loss"]
+        for scorer, texts in TEXTS.items()
+    }
+    # The same keys draw both, so that the same samples are compared.
+    count = evaluated[PROXY]["results"]["num_samples"]
+    return {
+        "policy": evaluated["policy"],
+        "seed": evaluated["seed"],
+        **{
+            f"{scorer}_gain": _score(evaluated[scorer], below=count)
+            - _score(reference[scorer], below=count)
+            for scorer in TEXTS
+        },
+        "kl": 0.0 if itself else proxy["kl"]["mean"],
+        "proxy": proxy["score"]["mean"],
+        "judge": judge["score"]["mean"],
+        "perplexity": math.exp(
+            _mean(_own_nll(row) for row in results.sampled(evaluated[PROXY]))
+            if itself
+            else proxy["log_perplexity"]["mean"]
+        ),
+        "distinct": _distinct(results.sampled(evaluated[PROXY])),
+        "length": proxy["length"]["mean"],
+        **forgotten,
+    }
+
+
+def of_best(reference: Row) -> list[Row]:
+    """MEASURED of the reference's best of k by the proxy, k = 2, 4, ... up to n.
+
+    The KL is log k - (k - 1)/k. Of the n samples of a prompt k are drawn in every way,
+    as `evaluation.success.best_at_k` has it: the i-th worst by the proxy is the best of
+    C(i - 1, k - 1) of C(n, k) draws, and so counts whatever else is measured of it.
+
+    Raises:
+      InputError: the scorers did not score the same responses.
+    """
+    by_prompt: dict[int, list[tuple[Row, Row]]] = {}
+    both = (results.sampled(reference[scorer]) for scorer in (PROXY, JUDGE))
+    for ours, theirs in zip(*both, strict=True):
+        if ours["response"] != theirs["response"]:
+            raise InputError(
+                f"prompt {ours['row']}: expected equal samples in both evaluations of "
+                f"the reference, got different ones; give both one seed and batch size"
+            )
+        by_prompt.setdefault(ours["row"], []).append((ours, theirs))
+    for samples in by_prompt.values():
+        samples.sort(key=lambda pair: pair[0]["score"])
+    count, k, rows = min(map(len, by_prompt.values())), 2, []
+    while k <= count:
+
+        def best(number: Callable[[Row, Row], float], k: int = k) -> float:
+            return _mean(
+                sum(
+                    number(*pair) * math.comb(rank, k - 1)
+                    for rank, pair in enumerate(samples)
+                )
+                / math.comb(len(samples), k)
+                for samples in by_prompt.values()
+            )
+
+        proxy = best(lambda ours, theirs: ours["score"])
+        judge = best(lambda ours, theirs: theirs["score"])
+        rows.append(
+            dict.fromkeys(MEASURED)
+            | {
+                "policy": f"best of {k}",
+                "seed": reference["seed"],
+                "kl": best_of_n.kl_bound(k),
+                "proxy": proxy,
+                "judge": judge,
+                "proxy_gain": proxy - _score(reference[PROXY], below=count),
+                "judge_gain": judge - _score(reference[JUDGE], below=count),
+                "perplexity": math.exp(best(lambda ours, theirs: _own_nll(ours))),
+                "length": best(lambda ours, theirs: ours["length"]),
+                "shakespeare": 0.0,  # nothing is trained
+                "gsm8k": 0.0,
+            }
+        )
+        k *= 2
+    return rows
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Means over seeds with 95% intervals, by policy, in the order of the rows.
+
+    Returns:
+      Of each policy and of each of MEASURED and GAINS {"mean", "interval",
+      "of_seeds"}, None where it has none, and its "seeds".
+    """
+    summary = {}
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        own = [row for row in rows if row["policy"] == name]
+        values = {key: [row[key] for row in own] for key in (*MEASURED, *GAINS)}
+        summary[name] = {
+            key: None if None in of_seeds else estimate(of_seeds)
+            for key, of_seeds in values.items()
+        } | {"seeds": [row["seed"] for row in own]}
+    return summary
+
+
+def estimate(of_seeds: Sequence[float]) -> Row:
+    """A mean over seeds; its interval is None of one seed."""
+    interval = statistics.of_mean(np.asarray(of_seeds, float))
+    return {
+        "mean": float(np.mean(of_seeds)),
+        "interval": interval and list(interval),
+        "of_seeds": [*of_seeds],
+    }
+
+
+def _score(scored: Row, *, below: int) -> float:
+    """The mean score of the first samples of each prompt."""
+    rows = results.sampled(scored)
+    return _mean(row["score"] for row in rows if row["sample"] < below)
+
+
+def _distinct(samples: Sequence[Row]) -> float:
+    """Share of different texts; the reference has more samples, which are not read."""
+    responses = [row["response"] for row in samples if row["sample"] < SAMPLES]
+    return len(set(responses)) / len(responses)
+
+
+def _own_nll(row: Row) -> float:
+    """−log π(token) of a response's own model, nats per token."""
+    return -row["logprob"] / row["length"]
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean([*values]))

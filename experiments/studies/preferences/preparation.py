@@ -1,0 +1,196 @@
+"""Pairs by prompt in three parts, a proxy reward model, a judge, and their accuracy.
+
+    python experiments pretrained.smollm2 --out runs/smollm2
+    python experiments studies.preferences.preparation --out runs/preferences \
+        --model runs/smollm2
+
+The 1,800 pairs of hh-rlhf (harmless) become messages, and fall into three parts that
+share no prompt. `rlhf-jax reward-model` learns the proxy from the first part, and the
+judge from the second with another seed. What they are worth is measured on the third,
+which neither has seen: accuracy.json has the accuracy of both and their agreement.
+
+The start of PPO and DPO is --model as it is: it was trained to answer chats, while the
+chosen responses of a few hundred short pairs would mostly teach it to be brief.
+
+The same command again goes on with what is missing. Expect half an hour on two
+CPU cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import encoding, files
+from rlhf_jax.data.examples import Pair
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder
+from rlhf_jax.train.supervised import reward_model
+from studies.preferences import accuracy, dialogues, texts
+
+ANY_LENGTH = 2**20  # tokens, more than any pair has
+DATA = Path("..") / "shared" / "data"
+SEEDS = {"proxy": 0, "judge": 1}  # of the reward model of each part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    out: Path
+    """Folder of the data and the reward models."""
+    model: str = "runs/smollm2"
+    """Checkpoint that the reward models, PPO and DPO start from."""
+    pairs: Path = DATA / "hh-rlhf-harmless" / "pairs.jsonl"
+    """Pairs of hh-rlhf, dialogues that share their beginning."""
+    shakespeare: Path = DATA / "tinyshakespeare.txt"
+    """Text on which forgetting is measured."""
+    gsm8k: Path = DATA / "gsm8k" / "test.jsonl"
+    """Questions with worked answers, the same."""
+    max_prompt: int = 128
+    """Longest prompt of a pair, tokens; longer pairs are dropped and counted."""
+    max_pair: int = 192
+    """Longest prompt with its response, tokens; the same."""
+    max_asked: int = 64
+    """Longest prompt of PPO and of the evaluation, tokens."""
+    max_evaluated: int = 32
+    """Held-out prompts of the evaluation at most, from the beginning."""
+    num_texts: int = 16
+    """Rows of Shakespeare and of GSM8K."""
+    max_pairs: int | None = None
+    """Pairs of a part at most, from the beginning; None takes all."""
+    max_steps: int | None = None
+    """Updates of a reward model; None is one pass over its pairs."""
+    num_normalised: int = 64
+    """Samples of --model on which scores get mean 0 and standard deviation 1."""
+    learning_rate: float = 2e-5
+    """Peak learning rate of the reward models."""
+
+
+def read(path: Path) -> list[Any]:
+    """The rows of JSON lines."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def write(path: Path, rows: Iterable[Any]) -> int:
+    """JSON lines; returns how many."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def encoded(start: Pretrained, rows: Sequence[Row]) -> list[Pair]:
+    """The tokens of pairs, of any length, in order."""
+    return encoding.encode_preferences(
+        start.tokenizer,
+        rows,
+        max_length=ANY_LENGTH,
+        stop_ids=start.stop_ids,
+    )
+
+
+def write_data(options: Options, data: Path) -> None:
+    """Writes the parts, the prompts, the texts, and what became of every row."""
+    start = pretrained.described(options.model)
+    rows = read(options.pairs)
+    kept, left_out = dialogues.pairs(rows)
+    write(data / "messages.jsonl", kept)
+    tokens = encoded(start, files.read_preferences(data / "messages.jsonl"))
+    prompt_lengths = [len(pair.prompt) for pair in tokens]
+    fits = [
+        one
+        for one, pair in zip(kept, tokens, strict=True)
+        if len(pair.prompt) <= options.max_prompt and pair.length <= options.max_pair
+    ]
+    asked = {
+        repr(one["prompt"])
+        for one, length in zip(kept, prompt_lengths, strict=True)
+        if length <= options.max_asked
+    }
+    left_out["longer than the limits"] = len(kept) - len(fits)
+    parts = {
+        name: part[: options.max_pairs] for name, part in dialogues.split(fits).items()
+    }
+    counts: dict[str, Any] = {"rows": len(rows), "left_out": dict(left_out)}
+    for name, part in parts.items():
+        prompts = [
+            row for row in dialogues.prompts(part) if repr(row["prompt"]) in asked
+        ]
+        if name == "held_out":
+            prompts = prompts[: options.max_evaluated]
+        counts[name] = {
+            "pairs": write(data / f"{name}.jsonl", part),
+            "prompts": write(data / f"{name}_prompts.jsonl", prompts),
+        }
+    play = options.shakespeare.read_text(encoding="utf-8")
+    questions = read(options.gsm8k)
+    write(
+        data / "shakespeare.jsonl",
+        texts.shakespeare(play, rows=options.num_texts),
+    )
+    write(data / "gsm8k.jsonl", texts.gsm8k(questions, rows=options.num_texts))
+    folder.write_json(data / "counts.json", counts)  # the last: all others are there
+
+
+def learn(options: Options, *, name: str, data: Path) -> None:
+    """`rlhf-jax reward-model` on one part, or what is left of it."""
+    out = options.out / name
+    if (out / "summary.json").exists():
+        print(f"{name}: done already")
+        return
+    steps = [] if options.max_steps is None else [f"--num-steps={options.max_steps}"]
+    reward_model.command(
+        [
+            f"--model={options.model}",
+            f"--data={data / name}.jsonl",
+            f"--max-length={options.max_pair}",
+            *("--buckets", "64", "96", "128", str(options.max_pair)),
+            f"--normalise=samples,num_samples={options.num_normalised},"
+            "max_new_tokens=32,temperature=0.7",
+            f"--learning-rate={options.learning_rate}",
+            "--schedule=linear,warmup=0.1",
+            *("--batch-size=16", "--micro-batch-size=4", "--held-out=0"),
+            *steps,
+            f"--seed={SEEDS[name]}",
+            *("--snapshot-every=10", "--keep-snapshots=1", "--no-progress"),
+            f"--out={out}",
+            *(["--resume"] if (out / folder.CONFIG).exists() else []),
+        ]
+    )
+
+
+def main(options: Options) -> None:
+    """Writes OUT/data, OUT/proxy, OUT/judge and OUT/accuracy.json."""
+    data = options.out / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    if not (data / "counts.json").exists():
+        write_data(options, data)
+    print((data / "counts.json").read_text(encoding="utf-8"))
+    for name in SEEDS:
+        learn(options, name=name, data=data)
+    measured_file = options.out / "accuracy.json"
+    if not measured_file.exists():
+        start = pretrained.described(options.model)
+        pairs = encoded(start, files.read_preferences(data / "held_out.jsonl"))
+        leads = {
+            name: accuracy.leads(
+                options.out / name / "model", pairs, pad_id=start.pad_id
+            )
+            for name in SEEDS
+        }
+        folder.write_json(measured_file, accuracy.summarise(leads))
+    accuracy.tell(json.loads(measured_file.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except InputError as error:
+        raise SystemExit(f"error: {error}") from None
