@@ -152,6 +152,35 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     Console().print(grid)
 
 
+def texts(before: Mapping[str, Any], after: Mapping[str, float]) -> dict[str, float]:
+    """Prints what --texts say before and after, as a table.
+
+    Args:
+      before: a row of metrics.jsonl.
+      after: `eval/NAME_nll` of every text, nats per token; where there is none, nothing
+        is printed.
+
+    Returns:
+      NAME_nll_before and NAME_nll_after, for the summary.
+    """
+    names = {name: name.removeprefix("eval/") for name in after}
+    if names:
+        table(
+            "Texts [nats per token]",
+            ("", "before", "after"),
+            [
+                (short.removesuffix("_nll"), before.get(name), after[name])
+                for name, short in names.items()
+            ],
+        )
+    return {
+        f"{short}_{when}": row[name]
+        for name, short in names.items()
+        for when, row in (("before", before), ("after", after))
+        if name in row
+    }
+
+
 def side_by_side(
     samples: Sequence[Mapping[str, str]], *, title: str = "Samples"
 ) -> None:

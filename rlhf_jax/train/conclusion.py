@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 from rlhf_jax.devices import processes
+from rlhf_jax.functional import masked
+from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import drift_report, metrics, plots, report, run
 from rlhf_jax.train.build import Models
@@ -51,8 +53,13 @@ def conclude(
     job: run.Run,
     trained: Any,
     reference: Any,
+    text_stats: Stats,
 ) -> dict[str, Any]:
-    """Tables, plots, and the summary of what was measured."""
+    """Tables, plots, and the summary of what was measured.
+
+    Args:
+      text_stats: of the trained policy on --texts.
+    """
     measured = metrics.read(job.folder / "metrics.jsonl")
     first = measured[0]
     last = functools.reduce(dict.__or__, measured)  # not every step takes the KL
@@ -65,7 +72,9 @@ def conclude(
             if at in last
         ],
     )
-    summary: dict[str, Any] = {"alarms": job.alarms}
+    of_texts = masked.mean_stats(processes.whole(text_stats))
+    after = {name: float(x) for name, x in of_texts.items()}
+    summary: dict[str, Any] = {"alarms": job.alarms} | report.texts(first, after)
     for name, metric in SUMMARISED.items():
         if metric in last or name in ("score", "kl"):
             summary[f"{name}_first"] = first.get(metric)

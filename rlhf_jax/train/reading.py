@@ -190,6 +190,7 @@ def read_texts(
             text.source,
             batch_size=min(8, watch.text_rows),
             max_rows=watch.text_rows,
+            max_length=watch.text_max_length,
             receipt=receipts.source(f"--texts {text.name}", text.source),
         )
         for text in watch.texts

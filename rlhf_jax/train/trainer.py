@@ -155,6 +155,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             models.train.policy, programs=programs, reference=models.reference
         )
         summary |= of_held_out(before, "before")
+        print(f"held-out score {summary['held_out_score_before']:.3f} before")
     limits = config.watch.alarms.allowing(staleness=config.staleness)
     check = functools.partial(
         alarms.check, limits=limits, kl_target=config.kl.kl_control.target_per_response
@@ -168,7 +169,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         data=receipt_of(receipts, start=start),
     ) as job:
         columns = read.prompts[0].tokens.shape[1] + config.batch.max_new_tokens
-        tell(models, programs, start=start, columns=columns, meshes=meshes)
+        tell(config, models, programs, start=start, columns=columns, meshes=meshes)
         trained, reference = run_stage(loop, models, job=job, meta=read.meta)
     verify(models, reference)
     pretrained.save(
@@ -185,7 +186,13 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         after = held_out(trained, programs=programs, reference=reference)
         summary |= of_held_out(after, "after")
     summary |= conclude(
-        config, models, programs, job=job, trained=trained, reference=reference
+        config,
+        models,
+        programs,
+        job=job,
+        trained=trained,
+        reference=reference,
+        text_stats=programs.text_stats(trained, read.texts),
     )
     if not isinstance(loop.sampler, Sampler):
         summary["sampler_retries"] = loop.sampler.retries.count
@@ -260,6 +267,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
 
 
 def tell(
+    config: PolicyGradientConfig,
     models: Models,
     programs: Programs,
     *,
@@ -270,16 +278,19 @@ def tell(
     """Prints the models and the attention of a run."""
     critic = models.train.critic if models.critic is None else models.critic.params
     reference = None if models.reference is models.base else models.reference
-    frozen_ones = dict(models.beside)
+    # Reward models stand first; in snapshots their names are numbers.
+    named = dict(zip(models.beside, config.rewards.model_names, strict=False))
+    beside = {named.get(name, name): one for name, one in models.beside.items()}
+    frozen_ones = dict(beside)
     if reference is not None:
         frozen_ones["reference"] = reference
     apart = meshes.sampler is not meshes.policy
     report.model_table(
         [
             ("policy", models.train.policy, True),
-            ("critic", critic, True),
+            *([("critic", critic, True)] if config.critic is not None else []),
             ("reference", None if reference is None else reference.stored, False),
-            *((name, one.stored, False) for name, one in models.beside.items()),
+            *((name, one.stored, False) for name, one in beside.items()),
             *([("sampler", None, True)] if apart else []),
         ],
         models={
@@ -289,8 +300,8 @@ def tell(
                 name: frozen.shape_of(one, policy=start.model)
                 for name, one in frozen_ones.items()
             },
-            # Reward models, which stand first, need not read the policy's tokens.
-            **dict(zip(models.beside, models.reward_shapes, strict=False)),
+            # Reward models need not read the policy's tokens.
+            **dict(zip(config.rewards.model_names, models.reward_shapes, strict=True)),
         },
         meshes={"sampler": meshes.sampler} if apart else {},
     )

@@ -11,8 +11,11 @@ import toy_files
 
 from rlhf_jax import config, decoder, hf, policy
 from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
+from rlhf_jax.train import reading
+from rlhf_jax.train.config.watch import Text, WatchTexts
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path):
@@ -148,6 +151,11 @@ def test_texts_to_watch(tmp_path):
     read = np.ones((4, 4), bool) & [False, True, True, True]
     read[3] = False
     np.testing.assert_array_equal(texts.response_mask, read.reshape(2, 2, 4))
+    watch = WatchTexts(
+        texts=(Text("book", str(plain)),), text_rows=3, text_max_length=4
+    )
+    watched = reading.read_texts(watch, start, receipts=Receipts())
+    np.testing.assert_array_equal(watched["book"].tokens, [rows[:3]])
 
     answers = toy_files.jsonl(
         tmp_path / "answers.jsonl",

@@ -146,6 +146,21 @@ def test_a_table_formats_its_cells(capsys):
         assert cell in text
 
 
+def test_texts_before_and_after(capsys):
+    before = {"eval/code_nll": 2.5, "step": 0}
+    after = {"eval/code_nll": 3.25, "eval/a_nll_nll": 1.5}
+    assert report.texts(before, after) == {
+        "code_nll_before": 2.5,
+        "code_nll_after": 3.25,
+        "a_nll_nll_after": 1.5,
+    }
+    lines = capsys.readouterr().out.splitlines()
+    cells = [re.findall(r"[\w.—]+", line) for line in lines if line.startswith("│")]
+    assert cells == [["code", "2.5", "3.25"], ["a_nll", "—", "1.5"]]
+    assert report.texts(before, {}) == {}
+    assert not capsys.readouterr().out
+
+
 def test_samples_stand_side_by_side_as_they_are(capsys):
     report.side_by_side([{"prompt": "a [red]film", "policy": "was\nfine"}] * 2)
     text = capsys.readouterr().out

@@ -457,6 +457,10 @@ def refused(capsys, files, out, *argv, reference=None):
             "--num-texts: expected --texts with it, which it belongs to, got none",
         ),
         (
+            "--text-max-length=7",
+            "--text-max-length: expected --texts with it, which it belongs to",
+        ),
+        (
             "--answer-field=right",
             "--answer-field: expected an option of this command, got the name of "
             "another; write --verifier NAME,answer_field=FIELD",

@@ -206,6 +206,11 @@ def test_sft_watches_texts_what_is_held_out_and_the_drift(files, tmp_path):
         for name in ("held_out/loss_language_model", "eval/book_nll", "drift/relative")
     }
     assert list(measured.values()) == [[0, 2, 4], [0, 3], [0, 1, 2, 3, 4]]
+    assert summary["book_nll_before"] == rows[0]["eval/book_nll"]
+    assert summary["book_nll_after"] not in (
+        rows[0]["eval/book_nll"],
+        rows[3]["eval/book_nll"],
+    )
     first, last = (rows[i]["held_out/loss_language_model"] for i in (0, 4))
     assert first == pytest.approx(summary["held_out_loss_before"], abs=1e-6)
     assert first > last > summary["held_out_loss"]

@@ -252,7 +252,13 @@ TRACES = {
             and "held_out_score_after" in run.summary
         )
     },
-    "texts": {"present": lambda run: all("eval/code_nll" in row for row in run.rows)},
+    "texts": {
+        "present": lambda run: (
+            all("eval/code_nll" in row for row in run.rows)
+            and run.summary["code_nll_before"] == run.rows[0]["eval/code_nll"]
+            and "code_nll_after" in run.summary
+        )
+    },
     "judge": {"present": lambda run: run.logs("judge/score")},
     "samples": {
         "of the reference": lambda run: all("reference" in row for row in run.samples)

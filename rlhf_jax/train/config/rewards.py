@@ -241,6 +241,17 @@ class Rewards(Workers):
         return (Reward("environment", Environment()),)
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """What tables call the reward models, in the order of `models`."""
+        names: list[str] = []
+        for source in self.sources(environment=False):
+            if isinstance(source.source, Model):
+                name = f"reward {source.name}" if self.rewards else "reward"
+                count = len(source.source.paths)
+                names += [name] if count == 1 else [f"{name} {i}" for i in range(count)]
+        return tuple(names)
+
+    @property
     def models(self) -> tuple[str, ...]:
         """Checkpoints of all reward models, in their order."""
         return tuple(

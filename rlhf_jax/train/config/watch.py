@@ -47,6 +47,9 @@ class WatchTexts:
     alignment tax."""
     text_rows: int = 64
     """Rows of each of --texts to evaluate on."""
+    text_max_length: int | None = None
+    """Longest row of --texts, tokens, into which plain text is cut; demonstrations
+    that are longer are left out. None is the model's context."""
     eval_every: int = 10
     """Steps between evaluations on --texts, and on --judge where there is one."""
     drift_every: int = 1

@@ -74,6 +74,9 @@ class Config(RunConfig):
     in JSONL."""
     num_texts: int = NUM_TEXTS
     """Rows of --texts to read, from the beginning."""
+    text_max_length: int | None = None
+    """Longest row of --texts, tokens, into which plain text is cut; demonstrations
+    that are longer are left out. None is the model's context."""
     stop_timeout: float = 20.0
     """Seconds that sampling and scoring may still take after SIGTERM or Ctrl-C. Then
     the state from before this step is saved, and the run ends."""
@@ -108,7 +111,10 @@ class Config(RunConfig):
                 **{"--ks": k},
             )
         self._check_scores()
-        num_texts = {"--num-texts": self.num_texts != NUM_TEXTS}
+        num_texts = {
+            "--num-texts": self.num_texts != NUM_TEXTS,
+            "--text-max-length": self.text_max_length is not None,
+        }
         capabilities.need(num_texts, "--texts", has=self.texts is not None)
         judge = {f"--judge {self.judge}": self.judge is not None}
         capabilities.need(judge, "--reference", has=self.reference is not None)

@@ -83,6 +83,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             options.texts,
             batch_size=min(options.batch_size, options.num_texts),
             max_rows=options.num_texts,
+            max_length=options.text_max_length,
             receipt=receipts.source("--texts", options.texts),
         )
     if options.reference is not None:

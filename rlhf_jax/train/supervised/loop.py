@@ -37,7 +37,7 @@ from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
-from rlhf_jax.runs import alarms, folder, plots, report, run
+from rlhf_jax.runs import alarms, folder, metrics, plots, report, run
 from rlhf_jax.train import shapes
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.reading import read_texts, receipt_of
@@ -110,7 +110,9 @@ def main(task: Task[Any]) -> None:
     trained = stage.state.params
     written, base = task.save(trained, session=session, to=job.folder)
     after = means(task.evaluate(written, base))
+    measured = metrics.read(job.folder / "metrics.jsonl")
     summary = {"alarms": job.alarms} | task.summary(before, after, session=session)
+    summary |= report.texts(measured[0], means(watcher.text_stats(trained)))
     if "reference" in meta:
         summary["reference_fingerprint"] = meta["reference"]
     plots.draw(job.folder)
@@ -240,12 +242,16 @@ class Watcher:
         if anchor is not None and anchor.model is None:  # of the policy's shape
             self._anchor = anchor
 
+    def text_stats(self, params: Params) -> Stats:
+        """`evaluation.text_stats` of --texts."""
+        return self._text_stats(params, self._texts, self._base) if self._texts else {}
+
     def before(self, params: Params, *, step: int) -> Stats:
         """Statistics of what is trained, before it learns."""
         stats: Stats = {}
         watch, every = self._policy, self._task.config.watch.held_out_every
-        if watch is not None and self._texts and step % watch.eval_every == 0:
-            stats |= self._text_stats(params, self._texts, self._base)
+        if watch is not None and step % watch.eval_every == 0:
+            stats |= self.text_stats(params)
         if every is not None and step % every == 0:
             held_out = self._task.evaluate(params, self._base)
             stats |= {
