@@ -91,6 +91,8 @@ def test_our_command_sets_every_number_of_the_task():
     assert config.method.temperature == TASK.temperature
     assert config.optimizer.learning_rate == TASK.learning_rate
     assert config.kl.kl_coef == TASK.kl_coef
+    right, short = config.rewards.rewards
+    assert (right.weight, short.weight) == (1.0, -TASK.length_penalty)
     assert config.num_steps == 3
 
 

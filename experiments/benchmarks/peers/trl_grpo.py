@@ -40,12 +40,12 @@ NUMBER = re.compile(r"-?\d+")
 class Record(TrainerCallback):
     """The reward, and the rows of each step."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, length_penalty: float) -> None:
+        self.folder, self.length_penalty = folder, length_penalty
         self.scores: list[float] = []  # of the newest batch
         self.lengths: list[int] = []  # tokens of its responses, EOS included
 
-    def right(
+    def reward(
         self,
         *,
         completions: list[Any],
@@ -53,13 +53,13 @@ class Record(TrainerCallback):
         answer: list[int],
         **_: Any,
     ) -> list[float]:
-        """1 where the last number of a response is the answer."""
+        """1 where the last number of a response is the answer, less its length."""
         numbers = [NUMBER.findall(messages[0]["content"]) for messages in completions]
-        self.scores = [
-            float(bool(found) and int(found[-1]) == right)
-            for found, right in zip(numbers, answer, strict=True)
-        ]
         self.lengths = [len(tokens) for tokens in completion_ids]
+        self.scores = [
+            float(bool(found) and int(found[-1]) == right) - self.length_penalty * size
+            for found, right, size in zip(numbers, answer, self.lengths, strict=True)
+        ]
         return self.scores
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
@@ -93,7 +93,7 @@ def main(settings: dict[str, Any]) -> None:
     folder = Path(settings["out"])
     folder.mkdir()
     prompts = Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()
-    record = Record(folder)
+    record = Record(folder, length_penalty=settings["length_penalty"])
     trainer = GRPOTrainer(
         model=settings["model"],
         args=GRPOConfig(
@@ -123,7 +123,7 @@ def main(settings: dict[str, Any]) -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        reward_funcs=record.right,
+        reward_funcs=record.reward,
         train_dataset=Dataset.from_list([json.loads(line) for line in prompts]),
         callbacks=[record],
     )
