@@ -25,7 +25,7 @@ is read until the last step is over (`peak`), and to the end (`whole`), which sa
 model and, of ours, a snapshot with the optimizer. Ours writes its metrics meanwhile;
 what TRL does beyond ours is in `peers/trl_grpo.py`. Linux only.
 
-Expect 25 minutes on 2 idle CPU cores, and up to 8 GB of memory and 3 GB of disk.
+Expect half an hour on 2 idle CPU cores, and up to 8 GB of memory and 3 GB of disk.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Config:
     """Whether TRL takes part."""
     rounds: int = 3
     """Turns of each participant."""
-    num_steps: int = 10
+    num_steps: int = 8
     """Steps of a turn; the first two are not counted."""
     environments: Path = Path("~/.cache/rlhf_jax/benchmark")
     """Where TRL's virtual environment is, or is made."""
