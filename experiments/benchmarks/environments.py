@@ -23,6 +23,13 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "accelerate==1.15.0",
         "datasets==5.2.0",
     ),
+    "trl-grpo": (
+        "trl==1.16.0",
+        "torch==2.13.0",
+        "transformers==5.24.0",
+        "accelerate==1.15.0",
+        "datasets==5.2.0",
+    ),
     "tunix": (
         "google-tunix==0.1.7",
         "optax==0.2.8",

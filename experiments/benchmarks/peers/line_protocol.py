@@ -206,12 +206,12 @@ def versions_of(*packages: str) -> dict[str, str]:
     return {name: metadata.version(name) for name in packages}
 
 
-def resident(name: str) -> int | None:
-    """Bytes of this process: VmRSS now, VmHWM at most so far; None where no /proc is.
+def resident(name: str, *, process: int | str = "self") -> int | None:
+    """Bytes of a process: VmRSS now, VmHWM at most so far; None where no /proc is.
 
     Not `getrusage`, whose maximum a process inherits from the one that started it.
     """
-    status = Path("/proc/self/status")
+    status = Path(f"/proc/{process}/status")
     if not status.exists():
         return None
     for line in status.read_text().splitlines():

@@ -1,0 +1,292 @@
+"""GRPO on a real model, beside TRL's GRPOTrainer: seconds, start and memory.
+
+    python experiments pretrained.smollm2 --out runs/smollm2
+    python experiments benchmarks.pretrained --model runs/smollm2 --output grpo.json
+
+All train the same checkpoint in float32 on the same prompts: sums of two numbers of two
+digits below 30, through the chat template, 4 prompts a step with 8 responses each of at
+most 8 tokens, one update a step. Prompts are equally long in tokens, so that each step
+reads as many of them, whatever the order. Responses end by EOS; that they are as long
+is checked. The reward is 1 for the right number, less 0.01 a token, as the model is
+rarely right in 8 tokens and equal rewards have no gradient. `rlhf-jax grpo` takes part
+twice, with `--packing auto`, which reads the prompt of a group once, and without.
+
+This is no workload of `benchmarks.iteration`, whose participants make a fresh GPT-2 and
+stay in memory while others have their turns. Here they read a checkpoint, hold some GB
+each, and what is measured is a command as a user types it. So a turn is a process, and
+no two are there at a time. In each round every participant runs twice:
+
+    1 step            start: from the command to the end of the first update
+    --num-steps       seconds of a step, the mean of those after the second; memory
+
+Before the rounds each runs 1 step more, ours with an empty compilation cache: the cold
+start. Memory is the resident one of a process and those it started, at their most. It
+is read until the last step is over (`peak`), and to the end (`whole`), which saves the
+model and, of ours, a snapshot with the optimizer. Ours writes its metrics meanwhile;
+what TRL does beyond ours is in `peers/trl_grpo.py`. Linux only.
+
+Expect half an hour on 2 idle CPU cores, and up to 8 GB of memory and 3 GB of disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks import commands, iteration, tables
+from benchmarks.environments import (
+    ENVIRONMENTS,
+    FOLDER,
+    PeerError,
+    python_of,
+    surroundings,
+)
+from benchmarks.peers import line_protocol
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import report
+
+OURS = {"rlhf_jax, packed": ("--packing", "auto"), "rlhf_jax": ()}
+PEER = "trl"
+ENVIRONMENT = "trl-grpo"
+TOLERANCE = 0.2  # of the mean length of responses, which are sampled
+MEASURED = {  # {key: its column}
+    "step": "step [s]",
+    "start": "start [s]",
+    "peak": "peak [MiB]",
+    "whole": "whole [MiB]",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    model: Path
+    """Checkpoint folder, as `pretrained.smollm2` makes it."""
+    trl: bool = True
+    """Whether TRL takes part."""
+    rounds: int = 3
+    """Turns of each participant."""
+    num_steps: int = 8
+    """Steps of a turn; the first two are not counted."""
+    environments: Path = Path("~/.cache/rlhf_jax/benchmark")
+    """Where TRL's virtual environment is, or is made."""
+    output: Path | None = None
+    """JSON file of every number, with versions and machine."""
+    limit: float = 1800.0
+    """Seconds that a run may take."""
+
+    def __post_init__(self) -> None:
+        checks.positive(rounds=self.rounds, limit=self.limit)
+        checks.positive(**{"num_steps - 2": self.num_steps - commands.SKIPPED})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What all participants set alike."""
+
+    model: str
+    prompts: str  # JSONL
+    batch_size: int = 32  # responses of a step
+    group_size: int = 8
+    max_new_tokens: int = 8
+    temperature: float = 1.0
+    learning_rate: float = 2e-6
+    kl_coef: float = 0.02
+    length_penalty: float = 0.01  # reward units per token
+
+
+Command = Callable[..., list[str]]  # of (*, num_steps, out)
+
+
+def sums() -> list[dict[str, Any]]:
+    """Rows of prompts and answers."""
+    return [
+        {
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": f"What is {one} + {other}? "
+                    "Answer with the number alone.",
+                }
+            ],
+            "answer": one + other,
+        }
+        for one, other in itertools.product(range(10, 30), repeat=2)
+    ]
+
+
+def ours(task: Task, *options: str, cache: Path) -> Command:
+    """`rlhf-jax grpo` with these options, its compiled programs kept in `cache`."""
+    fields = {"--" + k.replace("_", "-"): v for k, v in vars(task).items()}
+    del fields["--length-penalty"]
+    fields |= {"--schedule": "constant", "--compilation-cache": cache}
+    command = [sys.executable, "-m", "rlhf_jax.train.main", "grpo", "--no-progress"]
+    command += [str(word) for pair in fields.items() for word in pair]
+    short = f"short=length,weight={-task.length_penalty}"
+    command += ["--rewards", "right=verifier:integer", short]
+
+    def of(*, num_steps: int, out: Path) -> list[str]:
+        numbers = ["--num-steps", str(num_steps), "--out", str(out)]
+        return [*command, *options, *numbers]
+
+    return of
+
+
+def trl(task: Task, *, python: Path) -> Command:
+    """TRL's, which takes its settings as JSON."""
+
+    def of(*, num_steps: int, out: Path) -> list[str]:
+        settings = vars(task) | {"num_steps": num_steps, "out": str(out)}
+        return [str(python), str(FOLDER / "trl_grpo.py"), json.dumps(settings)]
+
+    return of
+
+
+def check(work: Mapping[str, float], *, first: Mapping[str, float]) -> None:
+    """Raises PeerError where `work` is not that of the first participant, or none."""
+    prompt, response = work["prompt/length"], work["response/length"]
+    expected = first["response/length"]
+    wrong = []
+    if prompt != first["prompt/length"]:
+        wrong.append(f"prompts of {first['prompt/length']:g} tokens, got {prompt:g}")
+    if abs(response - expected) > TOLERANCE * expected:
+        wrong.append(f"responses of about {expected:.3g} tokens, got {response:.3g}")
+    if not work["drift/relative"] > 0:
+        wrong.append("parameters that moved")
+    if wrong:
+        raise PeerError(
+            f"expected {'; '.join(wrong)}: it does other work, so that its times say "
+            f"nothing; mend peers/, or leave it out"
+        )
+
+
+def measure(
+    made: Mapping[str, Command], *, options: Config, scratch: Path
+) -> dict[str, Any]:
+    """{"participants": {name: {"cold": seconds, "rounds": [...]}}, "failed": ...}."""
+    measured: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    first: dict[str, float] = {}
+
+    def once(name: str, *, num_steps: int) -> dict[str, Any]:
+        environment = ENVIRONMENT if name == PEER else None
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            out = Path(folder) / "run"
+            return commands.run(
+                made[name](num_steps=num_steps, out=out),
+                out=out,
+                num_steps=num_steps,
+                limit=options.limit,
+                variables=surroundings(environment) | {"TMPDIR": str(scratch)},
+            )
+
+    for turn in range(options.rounds + 1):
+        for name in made:
+            if name in failed:
+                continue
+            began = time.perf_counter()
+            try:
+                start = once(name, num_steps=1)["start"]
+                if turn == 0:
+                    measured[name] = {"cold": start, "rounds": []}
+                else:
+                    steps = once(name, num_steps=options.num_steps)
+                    first = first or steps["work"]
+                    check(steps["work"], first=first)
+                    measured[name]["rounds"].append(steps | {"start": start})
+            except PeerError as error:
+                failed[name] = f"{name}: {error}"
+                print(f"error: {failed[name]}", flush=True)
+                measured.pop(name, None)
+            else:
+                seconds = time.perf_counter() - began
+                what = f"round {turn}" if turn else "cold start"
+                print(f"{name}: {what}, {seconds:.0f} s", flush=True)
+    return {"participants": measured, "failed": failed}
+
+
+def show(participants: Mapping[str, Any], *, task: Task) -> None:
+    """What a person reads."""
+    rounds = {name: each["rounds"] for name, each in participants.items()}
+    report.table(
+        f"{task.batch_size} responses a step, {task.group_size} to a prompt; median "
+        f"(least - most)",
+        ("", *MEASURED.values(), "cold start [s]"),
+        [
+            (
+                name,
+                *(tables.spread(lines, key) for key in MEASURED),
+                participants[name]["cold"],
+            )
+            for name, lines in rounds.items()
+        ],
+    )
+    if PEER in rounds:
+        report.table(
+            "Ours / TRL, median (least - most) of the rounds' ratios",
+            ("", *MEASURED.values(), "cold start [s]"),
+            [
+                (
+                    name,
+                    *(tables.ratio(lines, rounds[PEER], key) for key in MEASURED),
+                    participants[name]["cold"] / participants[PEER]["cold"],
+                )
+                for name, lines in rounds.items()
+                if name != PEER
+            ],
+        )
+    report.table(
+        "Work, last round: means over steps",
+        ("", "prompt [tokens]", "response [tokens]", "score", "drift"),
+        [(name, *lines[-1]["work"].values()) for name, lines in rounds.items()],
+    )
+
+
+def main(options: Config) -> None:
+    model, folder = options.model.resolve(), options.environments.expanduser()
+    if not (model / "config.json").exists():
+        raise InputError(
+            f"--model: expected a checkpoint folder, got {options.model}; make one by "
+            f"`python experiments pretrained.smollm2 --out runs/smollm2`"
+        )
+    results: dict[str, Any] = {
+        "commit": iteration.commit(),
+        "versions": line_protocol.versions_of("rlhf-jax", "jax", "jaxlib", "flax"),
+        "environment": ENVIRONMENTS[ENVIRONMENT],
+    }
+    with tempfile.TemporaryDirectory(prefix="rlhf_jax-benchmark-") as name:
+        scratch = Path(name)
+        prompts = scratch / "prompts.jsonl"
+        lines = [json.dumps(row) + "\n" for row in sums()]
+        prompts.write_text("".join(lines), encoding="utf-8")
+        task = Task(model=str(model), prompts=str(prompts))
+        made = {
+            name: ours(task, *words, cache=scratch / f"compiled{number}")
+            for number, (name, words) in enumerate(OURS.items())
+        }
+        if options.trl:
+            made[PEER] = trl(task, python=python_of(ENVIRONMENT, folder=folder))
+        results |= {"task": vars(task), "machine": iteration.machine()}
+        tables.machine(results["machine"])
+        results |= measure(made, options=options, scratch=scratch)
+    if options.output is not None:
+        text = json.dumps(results, indent=1)
+        options.output.write_text(f"{text}\n", encoding="utf-8")
+    show(results["participants"], task=task)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (InputError, PeerError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
