@@ -47,12 +47,12 @@ TOTAL = ""  # of early scores: the whole list's, where a draw needed it
 
 
 class Begun(NamedTuple):
-    """What is at hand of a step before the loop comes to it."""
+    """What the rehearsal made of a step: the loop does not make it again."""
 
     rollout: Rollout
     early: Early  # of processes, which have computed it
     scores: Array | Scores | None
-    read: Read
+    read: Read | None  # None where it is not kept
 
 
 class Loop(NamedTuple):
@@ -182,7 +182,7 @@ def improve(
         if begun is not None and begun.rollout is not rollout:
             begun = None  # some of it was drawn again
         taken = reference if moves.takes_kl(step) else None
-        if begun is not None and taken is reference:
+        if begun is not None and begun.read is not None and taken is reference:
             read = begun.read
         else:
             read = programs.read(
@@ -194,7 +194,10 @@ def improve(
                 values_first=loop.values_first,
             )
         with stage.user_code():
-            scores = loop.scores(rollout, early) if begun is None else begun.scores
+            if begun is None or config.sampler.max_redraws:  # which has scored them
+                scores = loop.scores(rollout, early)
+            else:
+                scores = begun.scores
             stats |= loop.watcher.before(
                 train.policy, loop.shown(rollout), reference, step=step
             )

@@ -211,7 +211,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     """The first iteration up to its update, before there is a run folder.
 
     A reward function that fails stops the run now, and so does whatever does not fit.
-    What it made is the first step's, unless the run is resumed later.
+    The first step takes what it made, unless the run goes on from a later one.
 
     Raises:
       SelfCheckError: the policy's log-probs are not the sampler's, or the KL to the
@@ -235,7 +235,11 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     )
     early = early() if callable(early) else early
     scores = loop.scores(rollout, early)
-    loop.begun[0] = Begun(rollout, early, scores, read)
+    environment = config.sampler.environment
+    if environment is None or environment.seconds is None:
+        # Episodes with a limit of time have waited here for programs to be compiled.
+        kept = None if config.reads_hidden_states else read  # those are large
+        loop.begun[0] = Begun(rollout, early, scores, kept)
     require_some(scores, sources=config.sources)
     if judge is not None:
         judge(loop.shown(rollout))
@@ -335,7 +339,11 @@ def run_stage(
             threaded=loop.sampler.threaded,
             patience=config.stop_timeout,
         )
-        saved |= queue.filled(loop.begun[0].rollout, loop.begun[0].early)
+        begun = loop.begun.get(0)
+        if begun is None:
+            saved |= queue.first(models.train.policy, version=models.train.step)
+        else:
+            saved |= queue.filled(begun.rollout, begun.early)
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (
         job.stage(config.name, saved, meta=meta, beside=beside, moving=moving) as stage,

@@ -36,7 +36,7 @@ calls = 0
 
 def score(prompts, responses, rows):
     global calls
-    calls += 1  # the rehearsal is a call too
+    calls += 1  # the rehearsal's call is step 0's, but of a resumed run
     call, process, number = map(int, os.environ.get("SIGNAL_AT", "0,0,0").split(","))
     if (calls, jax.process_index()) == (call, process):
         signal.raise_signal(number)
@@ -359,7 +359,7 @@ def whole(files, tmp_path_factory):
 def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
     ppo = ("ppo", files, tmp_path / "run", *PPO)
     # In step 4: snapshot 2 is there, as snapshot 4 was not begun before.
-    killed = start(*ppo, MESH, signal_at=(6, 1, signal.SIGKILL))
+    killed = start(*ppo, MESH, signal_at=(5, 1, signal.SIGKILL))
     killed[1].communicate(timeout=300)
     assert killed[1].returncode == -signal.SIGKILL
     lost_at = time.monotonic()
@@ -378,7 +378,7 @@ def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
 @pytest.mark.long
 def test_a_signal_to_one_process_stops_both(files, whole, tmp_path):
     ppo = ("ppo", files, tmp_path / "run", *PPO)
-    outputs = run(*ppo, MESH, signal_at=(4, 1, signal.SIGTERM), expected=143)
+    outputs = run(*ppo, MESH, signal_at=(3, 1, signal.SIGTERM), expected=143)
     assert all("stopped and saved" in error for _, error in outputs)
     # It came in step 2, was known to both in step 3, and left four steps done.
     assert numbers(tmp_path / "run" / "snapshots" / "ppo") == [2, 4]

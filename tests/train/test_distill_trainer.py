@@ -35,7 +35,7 @@ calls = 0
 def score(prompts, responses, rows):
     global calls
     calls += 1
-    if calls == 4:  # the rehearsal is a call too
+    if calls == 3:  # in step 2: the rehearsal's call is step 0's
         signal.raise_signal(signal.SIGTERM)
     return [float(len(set(response.split()))) for response in responses]
 """

@@ -12,6 +12,7 @@ import rlhf_jax.train.methods.grpo
 import rlhf_jax.train.methods.reinforce
 from rlhf_jax.environments import places
 from rlhf_jax.runs import metrics
+from rlhf_jax.train import trainer
 from rlhf_jax.train.environment import sampler
 from rlhf_jax.train.environment.programs import EpisodePrograms
 from rlhf_jax.train.environment.sampler import make_environment
@@ -79,6 +80,25 @@ def test_a_run_of_episodes_and_its_resume(files):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("limits", "kept"), [((), True), (("seconds=60",), False)])
+def test_episodes_with_a_limit_of_time_are_drawn_again(
+    files, monkeypatch, limits, kept
+):
+    """The rehearsal's have waited for programs to be compiled."""
+    begun, inner = [], trainer.run_stage
+
+    def run_stage(loop, models, **options):
+        begun.append(0 in loop.begun)
+        return inner(loop, models, **options)
+
+    monkeypatch.setattr(trainer, "run_stage", run_stage)
+    name = f"run_{kept}"
+    run = train(files, name, *GROUPS, environment("Hall", *limits), "--num-steps=1")
+    assert begun == [kept]
+    assert rows_of(run)[0]["response/turns"] >= 1
+
+
+@pytest.mark.slow
 def test_an_async_environment_in_few_places_is_the_same_run(files, monkeypatch):
     monkeypatch.setattr(places, "PATIENCE", 0.1)
     few = "--continuous-batching=2"
@@ -108,7 +128,7 @@ def test_a_tool_that_fails_is_left_out_by_default(files, capsys):
         if "raised ConnectionError: no tool for" in line
     ]
     counts = [line.removeprefix("warning: ").partition(" epi")[0] for line in lines]
-    # Of the rehearsal and two steps, as far as they have that prompt; and held out.
+    # Of two steps, as far as they have that prompt; and held out.
     assert counts.count("4 of 8") >= failed.count(4)
     assert {*counts} == {"4 of 8", "1 of 4"}, lines
     assert len(lines) <= 5

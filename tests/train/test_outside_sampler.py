@@ -177,7 +177,7 @@ def test_a_server_that_dies_stops_the_run_which_then_goes_on(
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(0 <= row["policy/sampler_check"] < 1e-5 for row in rows)
     assert all(row["response/length"] == 3 for row in rows)
-    # Of the rehearsal and every step, and of each try; who resumes rehearses again.
+    # Of every step and of each try; who resumes rehearses with the start again.
     names = [name for name, _ in toy.loads]
     assert names == [f"version-{n}" for n in (0, 1, 2, 2, 2, 2, 2, 0, 2, 3)]
 

@@ -1,7 +1,7 @@
 """Texts that the policy was not trained on here, to see what it forgets.
 
-Both are written as demonstrations, of which the response is read: a plain .txt file
-would be cut into blocks as long as the model's context, here 8,192 tokens.
+Both are written as demonstrations, of which the response is read: so a speech or an
+answer begins where it does, which blocks of a plain .txt file would not.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from rlhf_jax.roles.rewards.verifiers import number
 
 Row = Mapping[str, Any]
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"  # answers of both tasks are not negative
-# A whole number of the text: neither the end of 3.5 nor that of 1,234.
-_NUMBERS = re.compile(rf"(?<![\d.,]){NUMBER}")
+# A whole number of the text: neither the end of 3.5, nor that of 1,234 or -42.
+_NUMBERS = re.compile(rf"(?<![\d.,-]){NUMBER}")
 
 
 def correct(

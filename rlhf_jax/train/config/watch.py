@@ -62,6 +62,7 @@ class WatchTexts:
             drift_every=self.drift_every,
             eval_every=self.eval_every,
             text_rows=self.text_rows,
+            text_max_length=self.text_max_length,
         )
         refuse_twice("--texts", [text.name for text in self.texts])
 

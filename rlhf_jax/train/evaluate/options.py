@@ -93,6 +93,7 @@ class Config(RunConfig):
             max_new_tokens=self.max_new_tokens,
             batch_size=self.batch_size,
             num_texts=self.num_texts,
+            text_max_length=self.text_max_length,
             stop_timeout=self.stop_timeout,
         )
         checks.rows(batch_size=self.batch_size * self.num_samples)
