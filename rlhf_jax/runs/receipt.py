@@ -110,7 +110,8 @@ def _lines(source: Mapping[str, Any]) -> list[str]:
         ]
     if fields["read"]:
         lines.append(f"  fields read: {', '.join(fields['read'])}")
-    lines += [f"  every field is given to {to}" for to in fields["whole_rows_given_to"]]
+    if readers := fields["whole_rows_given_to"]:
+        lines.append(f"  every field is given to {', '.join(readers)}")
     if fields["unread"]:
         names = [
             f"{field} ({of['count']:,} rows{_first(of)})"

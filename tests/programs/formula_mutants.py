@@ -76,9 +76,10 @@ class Within(forked_tests.Chosen):
 def run(tree: Path, tests: list[str], *, keep_programs: bool = False) -> list[str]:
     """The tests that failed, or what else ended them."""
     files = sorted({test.partition("::")[0] for test in tests})
+    every_tier = ["-m", ""]  # or a test that is slow would not be run, and kill all
     status, failed = forked_tests.run_tests(
         tree,
-        files if keep_programs else ["-x", *files],
+        [*every_tier, *files] if keep_programs else [*every_tier, "-x", *files],
         Within(tests),
         seconds=SECONDS * len(files),
         keep_programs=keep_programs,

@@ -113,10 +113,11 @@ def test_rows_of_which_nothing_is_learned(monkeypatch):
     data = copy.deepcopy(DATA)
     source = data["sources"][0]
     source["example"][0]["pieces"] = [{"text": "the cat", "learned": False}]
-    source["fields"]["whole_rows_given_to"] = ["--reward lengths:shortness"]
+    readers = ["--rewards short=function:lengths:shortness", "--judge judges:one"]
+    source["fields"]["whole_rows_given_to"] = readers
     text = shown(data, monkeypatch)
     assert "A row of --data, text; nothing of it is learned" in text
-    assert "  every field is given to --reward lengths:shortness\n" in text
+    assert f"  every field is given to {', '.join(readers)}\n" in text
 
 
 def test_only_the_first_source_and_those_trained_on_show_an_example(monkeypatch):

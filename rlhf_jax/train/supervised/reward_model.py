@@ -340,7 +340,7 @@ class RewardModel(Task[Config]):
     ) -> dict[str, Any]:
         """The held-out accuracy, and the scores before they were normalised."""
         count, accuracy = len(session.data.held_out), after.get("accuracy")
-        shown = [(f"accuracy on {count} held-out pairs", accuracy)]
+        shown = [(f"accuracy on {count} held-out pairs", accuracy)] if count else []
         summary: dict[str, Any] = {
             "held_out_accuracy_before": before.get("accuracy"),
             "held_out_accuracy": accuracy,
@@ -353,7 +353,8 @@ class RewardModel(Task[Config]):
                 mean, std = float(scores.mean()), float(scores.std())
                 shown += [(f"mean {of}", mean), (f"standard deviation {of}", std)]
                 summary |= {f"{when}_mean": mean, f"{when}_std": std}
-        report.table("Reward model", ("", "value"), shown)
+        if shown:
+            report.table("Reward model", ("", "value"), shown)
         return summary
 
     def _scores_of(
