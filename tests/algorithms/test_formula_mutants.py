@@ -31,7 +31,7 @@ def test_a_share_of_them_dies(tmp_path):
     commit = subprocess.run(
         ("git", "rev-parse", "HEAD"), cwd=ROOT, capture_output=True, text=True
     )
-    # By the last digit: the first ones choose the quarter of the tier that CI runs.
+    # By the last digit: the first ones choose the sixth of the tier that CI runs.
     share = int(commit.stdout or "0", 16) % SHARES
     done = subprocess.run(
         [
