@@ -357,6 +357,14 @@ def chat_model(tmp_path):
     return folder
 
 
+def test_a_study_goes_on_with_the_options_it_was_begun_with(tmp_path):
+    options = preparation.Options(out=tmp_path, max_pairs=4)
+    preparation.refuse_others(options)
+    preparation.refuse_others(options)
+    with pytest.raises(InputError, match=r"expected --max-pairs 4, .* got None; give"):
+        preparation.refuse_others(preparation.Options(out=tmp_path))
+
+
 @pytest.mark.slow
 def test_preparation_evaluation_and_figures_at_toy_size(tmp_path, chat_model, capsys):
     rows = [row(f"\n\nHuman: {i}?", f" yes {i}", f" no {i}") for i in range(40)]

@@ -166,10 +166,26 @@ def learn(options: Options, *, name: str, data: Path) -> None:
     )
 
 
+def refuse_others(options: Options) -> None:
+    """Raises InputError where OUT was begun with other options."""
+    file = options.out / "options.json"
+    given = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    if not file.exists():
+        folder.write_json(file, given)
+    begun = json.loads(file.read_text(encoding="utf-8"))
+    for name, value in given.items():
+        if begun.get(name) != value:
+            raise InputError(
+                f"{file}: expected --{name.replace('_', '-')} {begun.get(name)}, with "
+                f"which it was begun, got {value}; give it that, or another --out"
+            )
+
+
 def main(options: Options) -> None:
     """Writes OUT/data, OUT/proxy, OUT/judge and OUT/accuracy.json."""
     data = options.out / "data"
     data.mkdir(parents=True, exist_ok=True)
+    refuse_others(options)
     if not (data / "counts.json").exists():
         write_data(options, data)
     print((data / "counts.json").read_text(encoding="utf-8"))
