@@ -201,8 +201,10 @@ BY_TEST = {
         "eval/greedy_score",
         "eval/score",
         "eval/reward/NAME",
+        "eval/greedy_reward/NAME",
         "eval/length",
         "eval/pass_at_k",
+        "eval/pass_at_k_reward/NAME",
         "eval/kl",
     ),
     "tests/train/test_watched_numbers.py"

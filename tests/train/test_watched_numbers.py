@@ -73,7 +73,9 @@ class HeldOutPrograms:
         row, draw = np.asarray(rollout.index), np.asarray(rollout.sample) % 3
         total = toys.array(GREEDY_SCORES[row] if greedy else SCORES[draw, row])
         # A reward of --rewards, and what it says of itself, which is no reward.
-        return rewards.Scores(total, parts={"half": total / 2, "half/failed": total})
+        return rewards.Scores(
+            total, parts={"half": total / 2 - 0.21, "half/failed": total}
+        )
 
 
 def test_held_out_prompts_are_evaluated_one_by_one():
@@ -94,22 +96,25 @@ def test_held_out_prompts_are_evaluated_one_by_one():
         mesh=MESH,
     )
     stats = held_out({}, programs=programs, reference=object())
-    kls, solved = [], []
+    kls, solved, half_solved = [], [], []
     for row in range(ROWS):
         solved.append(any(SCORES[draw, row] > 0 for draw in range(3)))
+        half_solved.append(any(SCORES[draw, row] / 2 > 0.21 for draw in range(3)))
         for draw in range(3):
             columns = range(LENGTHS[draw, row])
             gaps = [
                 LOGPROBS[draw, row, t] - REF_LOGPROBS[draw, row, t] for t in columns
             ]
             kls.append(sum(gaps))
-    assert 0 < sum(solved) < ROWS
+    assert 0 < sum(half_solved) < sum(solved) < ROWS
     assert means(stats) == pytest.approx(
         {
             "eval/greedy_score": GREEDY_SCORES.mean(),
             "eval/score": SCORES.mean(),
-            "eval/reward/half": SCORES.mean() / 2,
+            "eval/greedy_reward/half": GREEDY_SCORES.mean() / 2 - 0.21,
+            "eval/reward/half": SCORES.mean() / 2 - 0.21,
             "eval/pass_at_k": np.mean(solved),
+            "eval/pass_at_k_reward/half": np.mean(half_solved),
             "eval/length": LENGTHS.mean(),
             "eval/kl": np.mean(kls),
         },

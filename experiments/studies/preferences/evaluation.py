@@ -41,7 +41,7 @@ class Options:
     """Responses of a policy to each prompt."""
     best_of: int = 8
     """Responses of the reference to each prompt, of which best-of-n takes the best."""
-    max_new_tokens: int = 32
+    max_new_tokens: int = 48
     """Longest response, tokens, as in the sweeps."""
     temperature: float = 0.7
     """Of the samples, as in the sweeps."""

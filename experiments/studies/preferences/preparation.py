@@ -53,13 +53,13 @@ class Options:
     """Text on which forgetting is measured."""
     gsm8k: Path = DATA / "gsm8k" / "test.jsonl"
     """Questions with worked answers, the same."""
-    max_prompt: int = 128
+    max_prompt: int = 256
     """Longest prompt of a pair, tokens; longer pairs are dropped and counted."""
-    max_pair: int = 192
+    max_pair: int = 320
     """Longest prompt with its response, tokens; the same."""
     max_asked: int = 64
     """Longest prompt of PPO and of the evaluation, tokens."""
-    max_evaluated: int = 32
+    max_evaluated: int = 64
     """Held-out prompts of the evaluation at most, from the beginning."""
     num_texts: int = 16
     """Rows of Shakespeare and of GSM8K."""
@@ -151,9 +151,9 @@ def learn(options: Options, *, name: str, data: Path) -> None:
             f"--model={options.model}",
             f"--data={data / name}.jsonl",
             f"--max-length={options.max_pair}",
-            *("--buckets", "64", "96", "128", str(options.max_pair)),
+            *("--buckets", *(str(options.max_pair * n // 4) for n in range(1, 5))),
             f"--normalise=samples,num_samples={options.num_normalised},"
-            "max_new_tokens=32,temperature=0.7",
+            "max_new_tokens=48,temperature=0.7",
             f"--learning-rate={options.learning_rate}",
             "--schedule=linear,warmup=0.1",
             *("--batch-size=16", "--micro-batch-size=4", "--held-out=0"),

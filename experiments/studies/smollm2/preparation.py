@@ -52,7 +52,7 @@ class Options:
     """Checkpoint whose tokenizer counts the tokens of prompts."""
     questions: Path = Path("../shared/data/gsm8k")
     """Folder of GSM8K's train.jsonl and test.jsonl."""
-    held_out_sums: int = 24
+    held_out_sums: int = 64
     """Pairs of `sums` that are held out."""
     max_prompt: int = 130
     """Longest prompt of `gsm8k_easy`, tokens, chat template included."""

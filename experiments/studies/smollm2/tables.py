@@ -18,8 +18,8 @@ from studies import finished
 
 MEASURES = {  # of summary.json, by their titles
     "pass@1": "held_out_reward/correct",
-    "pass@8": "held_out_pass_at_k",
-    "greedy, correct": "held_out_score",
+    "pass@8": "held_out_pass_at_k_reward/correct",
+    "greedy, correct": "held_out_greedy_reward/correct",
     "in the asked form": "held_out_reward/format",
     "right number in any form": "held_out_reward/arithmetic",
     "KL to the reference [nats per response]": "held_out_kl",

@@ -31,10 +31,10 @@ Array = jax.Array
 Params = Any
 HostArray = Any
 Scored = dict[str, HostArray]  # f32[B] each: TOTAL, and the named rewards
-GREEDY = "eval/greedy_score"
+GREEDY, PASS = "eval/greedy_", "eval/pass_at_k"
 TOTAL = "score"
 IN_SUMMARY = {  # where the name is not that of the metric
-    GREEDY: "held_out_score",
+    f"{GREEDY}{TOTAL}": "held_out_score",
     f"eval/{TOTAL}": "held_out_sampled_score",
 }
 
@@ -85,13 +85,16 @@ class HeldOut:
         Returns:
           `eval/greedy_score`, the mean score of the likeliest responses. With samples
           `eval/score`, their mean score; `eval/pass_at_k`, the share of rows of whose k
-          samples one scores above 0; `eval/reward/NAME`, the mean of the reward NAME of
-          --rewards; `eval/kl`, k1 to the reference, nats per response; and
-          `eval/length`, tokens.
+          samples one scores above 0; `eval/kl`, k1 to the reference, nats per response;
+          and `eval/length`, tokens. Of the reward NAME of --rewards, before its weight,
+          `eval/greedy_reward/NAME`, `eval/reward/NAME` and `eval/pass_at_k_reward/NAME`
+          are the same.
         """
-        drawn = self._drawn(policy, programs, greedy=True)
-        scores = [scored[TOTAL] for _, scored in drawn]
-        stats: Stats = {GREEDY: _mean(self._of_rows(scores))}
+        greedy = [scored for _, scored in self._drawn(policy, programs, greedy=True)]
+        stats: Stats = {
+            f"{GREEDY}{name}": _mean(self._of_rows([scored[name] for scored in greedy]))
+            for name in greedy[0]
+        }
         if not self._samples:
             return stats
         every: dict[str, list[HostArray]] = {}
@@ -108,7 +111,9 @@ class HeldOut:
                     kls.append(processes.whole(_kl(rollout, output.logprobs)))
         tables = {name: np.stack(of) for name, of in every.items()}  # [k, rows]
         stats |= {f"eval/{name}": _mean(table) for name, table in tables.items()}
-        stats["eval/pass_at_k"] = _mean((tables[TOTAL] > 0).any(axis=0))
+        for name, table in tables.items():
+            of = "" if name == TOTAL else f"_{name}"
+            stats[f"{PASS}{of}"] = _mean((table > 0).any(axis=0))
         per_pass = len(lengths) // self._samples
         for name, parts in {"eval/length": lengths, "eval/kl": kls}.items():
             if parts:
