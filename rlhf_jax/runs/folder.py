@@ -176,6 +176,7 @@ def versions() -> dict[str, str]:
         "rlhf_jax": _source(),
         **{name: metadata.version(name) for name in PACKAGES},
         "devices": f"{jax.device_count()} {device.platform} ({device.device_kind})",
+        "matmul_precision": processes.matmul_precision(),
     }
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -53,7 +54,7 @@ def main(
     try:
         cache, argv = _join(sys.argv[1:] if argv is None else argv)
         if HELP.isdisjoint(argv):  # help neither waits for an accelerator nor takes it
-            processes.check_platform()
+            processes.start_jax()
     except InputError as error:  # before JAX could tell of other processes
         _exit(2, f"error: {error}")
     try:
@@ -115,6 +116,9 @@ def main(
         own = "look for it in your own code"
         _leave(status, f"stopped: {what}; {own}; {go_on(config)}")
     except BaseException as error:
+        if (out_of := _out_of_memory(error)) is not None:
+            less = "--micro-batch-size and --remat full take less"
+            _leave(1, f"stopped: {out_of}; {less}; {go_on(config)}")
         if jax.process_count() == 1:
             raise
         # The others must not wait for this process, which Python would let them.
@@ -122,6 +126,15 @@ def main(
         lost = "a process may be lost; the snapshots before stay"
         why = lost if isinstance(error, jax.errors.JaxRuntimeError) else "a defect"
         _leave(1, f"stopped: {why}; {go_on(config)}")
+
+
+def _out_of_memory(error: BaseException) -> str | None:
+    """What a device said that has no memory left; None where it is another error."""
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    first = next(iter(str(error).splitlines()), "")
+    full = re.match(r"RESOURCE_EXHAUSTED:.*out of memory", first, re.IGNORECASE)
+    return first[:300] if full else None
 
 
 def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:

@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, Options]:
             f"write it first"
         )
     if options.topology is None:  # before defaults of a config ask for devices
-        processes.check_platform()
+        processes.start_jax()
     module = TRAINERS[name].load()
     of_data = "prompts" if issubclass(module.Config, PolicyGradientConfig) else "data"
     missing = [

@@ -13,7 +13,7 @@ from rlhf_jax.inspection import token_kl
 
 def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
     """KL of a text between two models, token by token, on the terminal or as HTML."""
-    processes.check_platform()
+    processes.start_jax()
     token_kl.run(options)
 
 

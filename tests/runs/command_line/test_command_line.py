@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import jax
 import places
 import pytest
 
@@ -178,6 +179,29 @@ def test_a_defect_keeps_its_traceback(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Out of memory while trying to allocate 31.21GiB with allocator GPU_0_bfc",
+        ": CUDA_ERROR_OUT_OF_MEMORY: out of memory [executable_name='jit_measure']",
+    ],
+)
+def test_a_device_without_memory_is_one_line(tmp_path, capsys, said):
+    """What an H200 said that other programs had filled."""
+
+    def run(config):
+        folder.open_run(config)
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {said}\nmore")
+
+    status, message = ending(run, tmp_path, capsys)
+    assert status == 1
+    assert message.startswith(
+        f"stopped: RESOURCE_EXHAUSTED: {said}; --micro-batch-size"
+    )
+    assert "--resume" in message
+    assert "more" not in message
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_step_finish_and_says_how_to_go_on(tmp_path, capsys, signum):
     steps = []
@@ -305,7 +329,7 @@ def test_help_starts_no_accelerator(option, monkeypatch, capsys):
     def started():
         raise AssertionError("JAX was started")
 
-    monkeypatch.setattr(processes, "check_platform", started)
+    monkeypatch.setattr(processes, "start_jax", started)
     with pytest.raises(SystemExit) as ended:
         command_line.main(
             print, run_config.RunConfig, description="A run.", argv=[option]
