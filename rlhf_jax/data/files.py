@@ -195,7 +195,8 @@ def _unless_blank(
     if empty and blank == "error":
         raise InputError(
             f"{where}: expected a response in {empty[0]!r}, got an empty text;"
-            " remove the pair, or leave out all such pairs with blank='drop'"
+            " remove the pair, or leave out all such pairs by --blank drop (in Python"
+            " blank='drop')"
         )
     return [row] if not empty or blank == "keep" else []
 

@@ -32,8 +32,8 @@ def fits(
     for row, length in enumerate(lengths):
         where = places[row]
         if overlong == "error":
-            remedy = f"shorten it, {more}, or leave out what is too long with"
-            remedy += " overlong='drop'"
+            remedy = f"shorten it, {more}, or leave out what is too long by"
+            remedy += " --overlong drop (in Python overlong='drop')"
             check(length, max_length, where=where, of=texts[row], remedy=remedy)
         if widest is not None and length <= max_length:
             holds = ", the largest bucket or the width of a packed row"

@@ -229,6 +229,7 @@ def sample(number, prompt, score, *, response="ok", decoding="sampled", length=4
         "prompt": [{"role": "user", "content": "a | b"}],
         "response": response,
         "length": length,
+        "ended": number != 3,
         "score": score,
         "logprob": -2.0 * length,
     }
@@ -299,6 +300,19 @@ def test_rows_by_hand(study):
     second = np.mean([judge[max(pair, key=lambda i: proxy[i])] for pair in pairs])
     of_two = rows["best of 2", 0]["judge"]
     assert of_two == pytest.approx((first + second) / 2)
+
+
+def test_the_reward_models_agree_or_not_on_ended_and_on_cut_responses(study):
+    agreed = frontier.agreement(results.read(study))
+    # Three of four samples of either prompt ended, in both seeds.
+    proxy = [0.0, 3.0, 1.0, 1.0, 1.5, 0.5] * 2
+    judge = [0.0, -3.0, 1.0, 1.0, 2.0, 3.0] * 2
+    assert agreed["ended"]["responses"] == 12
+    assert agreed["ended"]["correlation"] == pytest.approx(
+        np.corrcoef(proxy, judge)[0, 1]
+    )
+    # (2, 5) and (0, 4)
+    assert agreed["cut"] == {"responses": 4, "correlation": pytest.approx(1.0)}
 
 
 def test_the_table_the_plot_and_the_texts(study, capsys):

@@ -162,7 +162,17 @@ def main(options: Options) -> None:
     written = table(summary)
     print(written)
     (options.study / "table.md").write_text(written, encoding="utf-8")
-    folder.write_json(options.study / "figures.json", {"policies": summary})
+    agreed = frontier.agreement(evaluated)
+    for kind, of in agreed.items():
+        correlation = of["correlation"]
+        r = (
+            "no correlation to take"
+            if correlation is None
+            else f"r = {correlation:.2f}"
+        )
+        print(f"proxy and judge on {of['responses']} {kind} responses: {r}")
+    figures = {"policies": summary, "of_reference": agreed}
+    folder.write_json(options.study / "figures.json", figures)
     (options.study / "plots").mkdir(exist_ok=True)
     draw(summary).savefig(options.study / "plots" / "frontier.png", dpi=130)
     if options.shown:

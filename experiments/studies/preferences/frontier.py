@@ -139,6 +139,30 @@ def of_best(reference: Row) -> list[Row]:
     return rows
 
 
+def agreement(evaluated: Sequence[Row]) -> dict[str, Row]:
+    """How far proxy and judge agree on the reference's samples, of all seeds.
+
+    Returns:
+      Of "ended" and of "cut" responses, which have no stop token: "responses", their
+      number, and "correlation" of both scores, None where there is none.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {"ended": [], "cut": []}
+    for one in evaluated:
+        if one["policy"] != REFERENCE:
+            continue
+        both = (results.sampled(one[scorer]) for scorer in (PROXY, JUDGE))
+        for ours, theirs in zip(*both, strict=True):
+            kind = "ended" if ours["ended"] else "cut"
+            pairs[kind].append((ours["score"], theirs["score"]))
+    agreed = {}
+    for kind, scores in pairs.items():
+        columns = np.array(scores, float).reshape(-1, 2).T
+        varied = columns.shape[1] > 1 and (np.ptp(columns, axis=1) > 0).all()
+        correlation = float(np.corrcoef(columns)[0, 1]) if varied else None
+        agreed[kind] = {"responses": len(scores), "correlation": correlation}
+    return agreed
+
+
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Means over seeds with 95% intervals, by policy, in the order of the rows.
 
