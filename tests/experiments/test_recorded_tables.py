@@ -223,3 +223,119 @@ def test_several_turns_are_certified():
     assert [f"{error:.2g}" for error in (min(of_rows[3]), max(of_rows[3]))] == [
         *("0.34", "22")
     ]
+
+
+# --- SmolLM2 ----------------------------------------------------------------------
+
+
+def check_interval(cell, estimate):
+    """A mean with its interval, or alone where the interval has no width."""
+    ends = estimate["interval"] if "(" in cell else []
+    check(cell.replace("(", "").replace(")", ""), estimate["mean"], *ends)
+
+
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [
+        ("smollm2_sums", "| 64 held-out pairs of numbers |"),
+        ("smollm2_gsm8k", "| 39 held-out questions of one step |"),
+    ],
+)
+def test_verifiable_rewards(name, heading):
+    cells = recorded(name, "record.json")["results"]["cells"]
+    columns = [
+        cells[f"trainer={trainer},value_estimator={k}"]
+        for trainer in ("ppo", "grpo")
+        for k in ("k1", "k3")
+    ]
+    measures = ["pass_1", "pass_8", "format", "arithmetic", "kl", "length"]
+    rows = table(heading)
+    assert len(rows) == len(measures)
+    for measure, (_, before, *after) in zip(measures, rows, strict=True):
+        if before:
+            for column in columns:  # all start from one model, on the same draws
+                check_interval(before, column[f"{measure}_before"]["estimate"])
+        for cell, column in zip(after, columns, strict=True):
+            check_interval(cell, column[measure]["estimate"])
+
+
+def test_what_is_said_of_verifiable_rewards():
+    sums, questions = (
+        recorded(name, "record.json")["results"]["cells"]
+        for name in ("smollm2_sums", "smollm2_gsm8k")
+    )
+
+    def mean(cell, measure):
+        return cell[measure]["estimate"]["mean"]
+
+    first = next(iter(sums.values()))
+    check("0.37", mean(first, "pass_1_before") / mean(first, "format_before"))
+    right = [mean(cell, "pass_1") / mean(cell, "format") for cell in sums.values()]
+    check("0.67 to 0.75", min(right), max(right))
+    for trainer, ratio in (("ppo", "5.2"), ("grpo", "2.8")):
+        k1, k3 = (
+            questions[f"trainer={trainer},value_estimator={k}"] for k in ("k1", "k3")
+        )
+        check(ratio, mean(k3, "kl") / mean(k1, "kl"))
+        for measure in ("kl", "format"):
+            k1_high = k1[measure]["estimate"]["interval"][1]
+            assert k1_high < k3[measure]["estimate"]["interval"][0]
+    for cell in questions.values():
+        assert mean(cell, "arithmetic") < mean(cell, "arithmetic_before")
+    claim = recorded("smollm2_sums", "record.json")["results"]["claims"]
+    ahead = claim["PPO is ahead of GRPO with k1"]
+    check("0.09 to -0.00 to 0.17", ahead["difference"], *ahead["interval"])
+    assert ahead["answer"] == "not enough seeds"
+
+
+PREFERENCES = {
+    "reference": "reference",
+    **{
+        f"PPO, β = {beta}, {words}": f"ppo/kl_coef={beta},parameters={parameters}"
+        for beta in ("0", "0.02", "0.1")
+        for parameters, words in (("all", "all parameters"), ("lora", "LoRA"))
+    },
+    "DPO, all parameters": "dpo/parameters=all",
+    "DPO, LoRA": "dpo/parameters=lora",
+    **{f"best of {n}": f"best of {n}" for n in (2, 4, 8)},
+}
+
+
+def test_preferences():
+    policies = recorded("smollm2_preferences", "figures.json")["policies"]
+    columns = ["kl", "proxy_gain", "judge_gain", "perplexity", "length", "shakespeare"]
+    rows = table("| policy | KL [nats per response] | proxy over the reference |")
+    assert [name for name, *_ in rows] == list(PREFERENCES)
+    for name, *shown in rows:
+        for cell, column in zip(shown, columns, strict=True):
+            check_interval(cell, policies[PREFERENCES[name]][column])
+
+
+def test_what_is_said_of_preferences():
+    figures = recorded("smollm2_preferences", "figures.json")
+    for name, measured in figures["policies"].items():
+        if name.startswith(("ppo", "dpo")):
+            for key in ("proxy_gain", "judge_gain", "shakespeare", "gsm8k"):
+                low, high = measured[key]["interval"]
+                assert low < 0 < high, (name, key)
+            assert set(measured["distinct"]["of_seeds"]) == {1.0}
+    cut, ended = (figures["of_reference"][kind] for kind in ("cut", "ended"))
+    assert (cut["responses"], ended["responses"]) == (1353, 183)
+    check("-0.09 to 0.24", cut["correlation"], ended["correlation"])
+    check("0.88", 1353 / (1353 + 183))
+    record = recorded("smollm2_preferences", "record.json")
+    accuracy = record["accuracy"]
+    for cell, share in {
+        "0.66 0.60 0.71": accuracy["accuracy"]["proxy"],
+        "0.61 0.55 0.66": accuracy["accuracy"]["judge"],
+        "0.81 0.76 0.85": accuracy["agreement"],
+    }.items():
+        check(cell, share["mean"], share["low"], share["high"])
+    check("0.76", accuracy["correlation"])
+    assert {
+        claim["answer"] for claim in record["results"]["ppo"]["claims"].values()
+    } == {"not enough seeds"}
+    counts = record["data"]
+    assert [counts[part]["pairs"] for part in ("proxy", "judge", "held_out")] == [
+        *(663, 515, 286)
+    ]
