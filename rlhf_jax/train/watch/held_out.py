@@ -31,10 +31,9 @@ Array = jax.Array
 Params = Any
 HostArray = Any
 Scored = dict[str, HostArray]  # f32[B] each: TOTAL, and the named rewards
-GREEDY, PASS = "eval/greedy_", "eval/pass_at_k"
 TOTAL = "score"
 IN_SUMMARY = {  # where the name is not that of the metric
-    f"{GREEDY}{TOTAL}": "held_out_score",
+    "eval/greedy_score": "held_out_score",
     f"eval/{TOTAL}": "held_out_sampled_score",
 }
 
@@ -92,7 +91,9 @@ class HeldOut:
         """
         greedy = [scored for _, scored in self._drawn(policy, programs, greedy=True)]
         stats: Stats = {
-            f"{GREEDY}{name}": _mean(self._of_rows([scored[name] for scored in greedy]))
+            f"eval/greedy_{name}": _mean(
+                self._of_rows([scored[name] for scored in greedy])
+            )
             for name in greedy[0]
         }
         if not self._samples:
@@ -111,9 +112,9 @@ class HeldOut:
                     kls.append(processes.whole(_kl(rollout, output.logprobs)))
         tables = {name: np.stack(of) for name, of in every.items()}  # [k, rows]
         stats |= {f"eval/{name}": _mean(table) for name, table in tables.items()}
-        for name, table in tables.items():
-            of = "" if name == TOTAL else f"_{name}"
-            stats[f"{PASS}{of}"] = _mean((table > 0).any(axis=0))
+        solved = {name: _mean((of > 0).any(axis=0)) for name, of in tables.items()}
+        stats["eval/pass_at_k"] = solved.pop(TOTAL)
+        stats |= {f"eval/pass_at_k_{name}": share for name, share in solved.items()}
         per_pass = len(lengths) // self._samples
         for name, parts in {"eval/length": lengths, "eval/kl": kls}.items():
             if parts:
