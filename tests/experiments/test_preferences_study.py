@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import places
@@ -379,6 +380,15 @@ def test_a_study_goes_on_with_the_options_it_was_begun_with(tmp_path):
         preparation.refuse_others(preparation.Options(out=tmp_path))
 
 
+def test_the_smallest_size_is_what_smallest_toml_asks_for():
+    sizes = preparation.Options(out=Path("runs"), **preparation.SMALLEST)
+    for name in ("smallest", "smallest_dpo"):
+        options = declaration.read(STUDY / f"{name}.toml").options
+        assert options["text_rows"] == sizes.num_texts
+        assert options.get("max_length", sizes.max_pair) == sizes.max_pair
+        assert options["num_steps"] == sizes.max_steps
+
+
 @pytest.mark.slow
 def test_preparation_evaluation_and_figures_at_toy_size(tmp_path, chat_model, capsys):
     rows = [row(f"\n\nHuman: {i}?", f" yes {i}", f" no {i}") for i in range(40)]
@@ -394,6 +404,8 @@ def test_preparation_evaluation_and_figures_at_toy_size(tmp_path, chat_model, ca
         pairs=pairs,
         shakespeare=play,
         gsm8k=toy_files.jsonl(tmp_path / "gsm8k.jsonl", questions),
+        max_prompt=128,
+        max_pair=192,
         max_evaluated=3,
         max_steps=1,
         num_normalised=16,
