@@ -1,15 +1,21 @@
-"""GRPO on a real model, beside TRL's GRPOTrainer: seconds, start and memory.
+"""GRPO and PPO on a real model, beside others: seconds, start and memory.
 
     python experiments pretrained.smollm2 --out runs/smollm2
     python experiments benchmarks.pretrained --model runs/smollm2 --output grpo.json
+    python experiments benchmarks.pretrained --model runs/smollm2 --method ppo \
+        --output ppo.json
+
+GRPO with all parameters stands beside TRL's GRPOTrainer, and PPO with LoRA of rank 16
+and a value head on the policy beside a trainer by hand in PyTorch.
 
 All train the same checkpoint in float32 on the same prompts: sums of two numbers of two
-digits below 30, through the chat template, 4 prompts a step with 8 responses each of at
-most 8 tokens, one update a step. Prompts are equally long in tokens, so that each step
-reads as many of them, whatever the order. Responses end by EOS; that they are as long
-is checked. The reward is 1 for the right number, less 0.01 a token, as the model is
-rarely right in 8 tokens and equal rewards have no gradient. `rlhf-jax grpo` takes part
-twice, with `--packing auto`, which reads the prompt of a group once, and without.
+digits below 30, through the chat template, 32 responses a step of at most 8 tokens, one
+update a step; in GRPO 8 are to one prompt. Prompts are equally long in tokens, so that
+each step reads as many of them, whatever the order. Responses end by EOS; that they are
+as long is checked. The reward is 1 for the right number, less 0.01 a token, as the
+model is rarely right in 8 tokens and equal rewards have no gradient. `rlhf-jax grpo`
+takes part twice, with `--packing auto`, which reads the prompt of a group once, and
+without.
 
 This is no workload of `benchmarks.iteration`, whose participants make a fresh GPT-2 and
 stay in memory while others have their turns. Here they read a checkpoint, hold some GB
@@ -23,7 +29,8 @@ Before the rounds each runs 1 step more, ours with an empty compilation cache: t
 start. Memory is the resident one of a process and those it started, at their most. It
 is read until the last step is over (`peak`), and to the end (`whole`), which saves the
 model and, of ours, a snapshot with the optimizer. Ours writes its metrics meanwhile;
-what TRL does beyond ours is in `peers/trl_grpo.py`. Linux only.
+what others do beyond ours is in `peers/trl_grpo.py` and `peers/torch_lora_ppo.py`.
+Linux only.
 
 Expect half an hour on 2 idle CPU cores, and up to 8 GB of memory and 3 GB of disk.
 """
@@ -38,7 +45,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -55,9 +62,25 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import report
 
-OURS = {"rlhf_jax, packed": ("--packing", "auto"), "rlhf_jax": ()}
-PEER = "trl"
-ENVIRONMENT = "trl-grpo"
+Method = Literal["grpo", "ppo"]
+OURS: dict[Method, dict[str, tuple[str, ...]]] = {
+    "grpo": {
+        "rlhf_jax, packed": ("--group-size", "8", "--packing", "auto"),
+        "rlhf_jax": ("--group-size", "8"),
+    },
+    "ppo": {
+        "rlhf_jax": (
+            *("--lora", "16", "--shared-trunk"),
+            *("--num-epochs", "1", "--num-minibatches", "1"),
+        )
+    },
+}
+PEERS: dict[Method, tuple[str, str]] = {  # name, file in peers/
+    "grpo": ("trl", "trl_grpo.py"),
+    "ppo": ("PyTorch by hand", "torch_lora_ppo.py"),
+}
+LEARNING_RATE: dict[Method, float] = {"grpo": 2e-6, "ppo": 2e-4}
+ENVIRONMENT = "trl-grpo"  # of every peer
 TOLERANCE = 0.2  # of the mean length of responses, which are sampled
 MEASURED = {  # {key: its column}
     "step": "step [s]",
@@ -71,14 +94,16 @@ MEASURED = {  # {key: its column}
 class Config:
     model: Path
     """Checkpoint folder, as `pretrained.smollm2` makes it."""
-    trl: bool = True
-    """Whether TRL takes part."""
+    method: Method = "grpo"
+    """What is measured: GRPO with all parameters, or PPO with LoRA."""
+    peer: bool = True
+    """Whether the other library takes part."""
     rounds: int = 3
     """Turns of each participant."""
     num_steps: int = 8
     """Steps of a turn; the first two are not counted."""
     environments: Path = Path("~/.cache/rlhf_jax/benchmark")
-    """Where TRL's virtual environment is, or is made."""
+    """Where the peers' virtual environment is, or is made."""
     output: Path | None = None
     """JSON file of every number, with versions and machine."""
     limit: float = 1800.0
@@ -95,11 +120,10 @@ class Task:
 
     model: str
     prompts: str  # JSONL
+    learning_rate: float
     batch_size: int = 32  # responses of a step
-    group_size: int = 8
     max_new_tokens: int = 8
     temperature: float = 1.0
-    learning_rate: float = 2e-6
     kl_coef: float = 0.02
     length_penalty: float = 0.01  # reward units per token
 
@@ -124,12 +148,12 @@ def sums() -> list[dict[str, Any]]:
     ]
 
 
-def ours(task: Task, *options: str, cache: Path) -> Command:
-    """`rlhf-jax grpo` with these options, its compiled programs kept in `cache`."""
+def ours(method: Method, task: Task, *options: str, cache: Path) -> Command:
+    """`rlhf-jax` with these options, its compiled programs kept in `cache`."""
     fields = {"--" + k.replace("_", "-"): v for k, v in vars(task).items()}
     del fields["--length-penalty"]
     fields |= {"--schedule": "constant", "--compilation-cache": cache}
-    command = [sys.executable, "-m", "rlhf_jax.train.main", "grpo", "--no-progress"]
+    command = [sys.executable, "-m", "rlhf_jax.train.main", method, "--no-progress"]
     command += [str(word) for pair in fields.items() for word in pair]
     short = f"short=length,weight={-task.length_penalty}"
     command += ["--rewards", "right=verifier:integer", short]
@@ -141,12 +165,14 @@ def ours(task: Task, *options: str, cache: Path) -> Command:
     return of
 
 
-def trl(task: Task, *, python: Path) -> Command:
-    """TRL's, which takes its settings as JSON."""
+def theirs(method: Method, task: Task, *, python: Path) -> Command:
+    """The peer's, which takes its settings as JSON."""
+    _, file = PEERS[method]
+    own = {"group_size": 8} if method == "grpo" else {"lora": 16}
 
     def of(*, num_steps: int, out: Path) -> list[str]:
-        settings = vars(task) | {"num_steps": num_steps, "out": str(out)}
-        return [str(python), str(FOLDER / "trl_grpo.py"), json.dumps(settings)]
+        settings = vars(task) | own | {"num_steps": num_steps, "out": str(out)}
+        return [str(python), str(FOLDER / file), json.dumps(settings)]
 
     return of
 
@@ -178,7 +204,7 @@ def measure(
     first: dict[str, float] = {}
 
     def once(name: str, *, num_steps: int) -> dict[str, Any]:
-        environment = ENVIRONMENT if name == PEER else None
+        environment = None if name in OURS[options.method] else ENVIRONMENT
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             out = Path(folder) / "run"
             return commands.run(
@@ -214,12 +240,12 @@ def measure(
     return {"participants": measured, "failed": failed}
 
 
-def show(participants: Mapping[str, Any], *, task: Task) -> None:
+def show(participants: Mapping[str, Any], *, method: Method, task: Task) -> None:
     """What a person reads."""
+    peer, _ = PEERS[method]
     rounds = {name: each["rounds"] for name, each in participants.items()}
     report.table(
-        f"{task.batch_size} responses a step, {task.group_size} to a prompt; median "
-        f"(least - most)",
+        f"{method}, {task.batch_size} responses a step; median (least - most)",
         ("", *MEASURED.values(), "cold start [s]"),
         [
             (
@@ -230,18 +256,18 @@ def show(participants: Mapping[str, Any], *, task: Task) -> None:
             for name, lines in rounds.items()
         ],
     )
-    if PEER in rounds:
+    if peer in rounds:
         report.table(
-            "Ours / TRL, median (least - most) of the rounds' ratios",
+            f"Ours / {peer}, median (least - most) of the rounds' ratios",
             ("", *MEASURED.values(), "cold start [s]"),
             [
                 (
                     name,
-                    *(tables.ratio(lines, rounds[PEER], key) for key in MEASURED),
-                    participants[name]["cold"] / participants[PEER]["cold"],
+                    *(tables.ratio(lines, rounds[peer], key) for key in MEASURED),
+                    participants[name]["cold"] / participants[peer]["cold"],
                 )
                 for name, lines in rounds.items()
-                if name != PEER
+                if name != peer
             ],
         )
     report.table(
@@ -261,6 +287,7 @@ def main(options: Config) -> None:
     results: dict[str, Any] = {
         "commit": iteration.commit(),
         "versions": line_protocol.versions_of("rlhf-jax", "jax", "jaxlib", "flax"),
+        "method": options.method,
         "environment": ENVIRONMENTS[ENVIRONMENT],
     }
     with tempfile.TemporaryDirectory(prefix="rlhf_jax-benchmark-") as name:
@@ -268,20 +295,27 @@ def main(options: Config) -> None:
         prompts = scratch / "prompts.jsonl"
         lines = [json.dumps(row) + "\n" for row in sums()]
         prompts.write_text("".join(lines), encoding="utf-8")
-        task = Task(model=str(model), prompts=str(prompts))
+        method = options.method
+        task = Task(
+            model=str(model),
+            prompts=str(prompts),
+            learning_rate=LEARNING_RATE[method],
+        )
         made = {
-            name: ours(task, *words, cache=scratch / f"compiled{number}")
-            for number, (name, words) in enumerate(OURS.items())
+            name: ours(method, task, *words, cache=scratch / f"compiled{number}")
+            for number, (name, words) in enumerate(OURS[method].items())
         }
-        if options.trl:
-            made[PEER] = trl(task, python=python_of(ENVIRONMENT, folder=folder))
+        if options.peer:
+            name, _ = PEERS[method]
+            python = python_of(ENVIRONMENT, folder=folder)
+            made[name] = theirs(method, task, python=python)
         results |= {"task": vars(task), "machine": iteration.machine()}
         tables.machine(results["machine"])
         results |= measure(made, options=options, scratch=scratch)
     if options.output is not None:
         text = json.dumps(results, indent=1)
         options.output.write_text(f"{text}\n", encoding="utf-8")
-    show(results["participants"], task=task)
+    show(results["participants"], method=options.method, task=task)
 
 
 if __name__ == "__main__":

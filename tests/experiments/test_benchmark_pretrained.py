@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ from benchmarks.environments import PeerError
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.methods import grpo
+from rlhf_jax.train.methods import grpo, ppo
 
-TASK = pretrained.Task(model="m", prompts="p.jsonl")
+TASK = pretrained.Task(model="m", prompts="p.jsonl", learning_rate=2e-6)
+PEER, _ = pretrained.PEERS["grpo"]
 
 # A command that trains nothing: NUM_STEPS OUT, then words that change what it does.
 FAKE = """\
@@ -73,33 +75,60 @@ def test_sums_are_of_two_digits_and_their_answers_right():
     assert len({len(row["prompt"][0]["content"]) for row in rows}) == 1
 
 
-def test_our_command_sets_every_number_of_the_task():
-    words = pretrained.ours(TASK, "--packing", "auto", cache=Path("cache"))(
+@pytest.mark.parametrize(("method", "of"), [("grpo", grpo), ("ppo", ppo)])
+def test_our_command_sets_every_number_of_the_task(method, of):
+    [own, *_] = pretrained.OURS[method].values()
+    words = pretrained.ours(method, TASK, *own, cache=Path("cache"))(
         num_steps=3, out=Path("out")
     )
-    options = words[words.index("grpo") + 1 :]
+    options = words[words.index(method) + 1 :]
     cache = options.index("--compilation-cache")  # is no option of the config
     assert options[cache + 1] == "cache"
     argv = [*options[:cache], *options[cache + 2 :]]
-    config = command_line.parse(grpo.Config, description=None, argv=argv)
+    config = command_line.parse(of.Config, description=None, argv=argv)
     assert config.start.model == TASK.model
     assert config.data.prompts == TASK.prompts
     assert config.batch.batch_size == TASK.batch_size
     assert config.batch.max_new_tokens == TASK.max_new_tokens
-    assert config.batch.packing is not None
-    assert config.method.group_size == TASK.group_size
     assert config.method.temperature == TASK.temperature
     assert config.optimizer.learning_rate == TASK.learning_rate
     assert config.kl.kl_coef == TASK.kl_coef
     right, short = config.rewards.rewards
     assert (right.weight, short.weight) == (1.0, -TASK.length_penalty)
     assert config.num_steps == 3
+    theirs = settings_of(pretrained.theirs(method, TASK, python=Path("python")))
+    if method == "grpo":
+        assert config.batch.packing is not None
+        assert config.method.group_size == theirs["group_size"]
+        return
+    assert config.start.lora.rank == config.start.lora.alpha == theirs["lora"]
+    assert config.critic.shared_trunk
+    assert (config.method.num_epochs, config.method.num_minibatches) == (1, 1)
+    assert config.optimizer.max_grad_norm == 1.0
+    assert config.method.lam == torch_number("LAM")
+    assert config.critic.vf_coef == torch_number("VF_COEF")
 
 
-def test_the_peer_is_given_the_same_and_reads_nothing_else():
-    command = pretrained.trl(TASK, python=Path("python"))
+def torch_number(name):
+    """A constant of the peer, which needs torch to be imported."""
+    file = Path(pretrained.FOLDER) / pretrained.PEERS["ppo"][1]
+    names, values = re.search(
+        r"^(CLIP, VF_COEF, LAM) = (.*?) +#", file.read_text(encoding="utf-8"), re.M
+    ).groups()
+    return float(dict(zip(names.split(", "), values.split(", "), strict=True))[name])
+
+
+def settings_of(command):
+    return json.loads(command(num_steps=3, out=Path("out"))[-1])
+
+
+@pytest.mark.parametrize(
+    ("method", "own"), [("grpo", {"group_size": 8}), ("ppo", {"lora": 16})]
+)
+def test_the_peer_is_given_the_same_and_reads_nothing_else(method, own):
+    command = pretrained.theirs(method, TASK, python=Path("python"))
     python, script, settings = command(num_steps=3, out=Path("out"))
-    expected = dataclasses.asdict(TASK) | {"num_steps": 3, "out": "out"}
+    expected = dataclasses.asdict(TASK) | own | {"num_steps": 3, "out": "out"}
     assert (python, json.loads(settings)) == ("python", expected)
     text = Path(script).read_text(encoding="utf-8")
     assert all(f'settings["{name}"]' in text for name in expected)
@@ -176,7 +205,7 @@ def measured_of(made, tmp_path, **options):
 
 
 def test_participants_take_turns_and_the_tables_have_ratios(fake, tmp_path, capsys):
-    made = {"rlhf_jax": fake(), pretrained.PEER: fake(), "other": fake("dies")}
+    made = {"rlhf_jax": fake(), PEER: fake(), "other": fake("dies")}
     results = measured_of(made, tmp_path, rounds=2)
     told = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
     turns = [line for line in told if line.split(":")[0] in made]
@@ -194,7 +223,7 @@ def test_participants_take_turns_and_the_tables_have_ratios(fake, tmp_path, caps
         assert [line["step"] for line in each["rounds"]] == [2.0, 2.0]
         assert all(line["whole"] >= line["peak"] > 0 for line in each["rounds"])
     json.dumps(results, allow_nan=False)
-    pretrained.show(results["participants"], task=TASK)
+    pretrained.show(results["participants"], method="grpo", task=TASK)
     printed = capsys.readouterr().out
     assert "Ours / TRL" in printed
     assert "1.00 (1.00" in printed
@@ -208,7 +237,7 @@ def test_participants_take_turns_and_the_tables_have_ratios(fake, tmp_path, caps
     ],
 )
 def test_one_that_does_other_work_is_left_out(fake, tmp_path, words, message):
-    made = {"rlhf_jax": fake(), pretrained.PEER: fake(words)}
+    made = {"rlhf_jax": fake(), PEER: fake(words)}
     results = measured_of(made, tmp_path, rounds=1)
     assert [*results["participants"]] == ["rlhf_jax"]
     assert message in results["failed"]["trl"]
