@@ -70,7 +70,7 @@ OURS: dict[Method, dict[str, tuple[str, ...]]] = {
     },
     "ppo": {
         "rlhf_jax": (
-            *("--lora", "16", "--shared-trunk"),
+            *("--lora", "16,alpha=16", "--shared-trunk"),
             *("--num-epochs", "1", "--num-minibatches", "1"),
         )
     },

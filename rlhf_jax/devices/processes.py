@@ -32,8 +32,6 @@ AUTO = "auto"
 HEARTBEAT = 20  # seconds without a sign of life, after which a process is lost
 STARTED = 120  # seconds that the first process waits for the others
 ENDED = 10  # seconds that a process which ends waits for the others to end too
-FLOAT32 = "highest"  # JAX's name of the precision
-_PRECISION = "jax_default_matmul_precision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +87,13 @@ class Group:
             ) from error
 
 
-def start_jax() -> None:
-    """Starts JAX, here and in processes of this one; float32 is multiplied as float32.
-
-    JAX's own default multiplies float32 matrices in TF32 on GPUs and in bfloat16 on
-    TPUs, which moves log-probs by 1e-3 nats and more: sampler and trainer then are two
-    policies. JAX_DEFAULT_MATMUL_PRECISION, if it is set, decides. Products of bfloat16
-    are the same with either.
+def check_platform() -> None:
+    """Starts JAX; what the user asked of it is told in a line.
 
     Raises:
       InputError: JAX_PLATFORMS names a platform that is not there, or no device of the
         default one can be used.
     """
-    if jax.config.values[_PRECISION] is None:
-        jax.config.update(_PRECISION, FLOAT32)
-        os.environ[_PRECISION.upper()] = FLOAT32
     try:
         jax.devices()
     except RuntimeError as error:
@@ -117,11 +107,6 @@ def start_jax() -> None:
             f"expected a device that JAX can use, got: {message:.300}; free its memory "
             f"where another program has it, or set JAX_PLATFORMS=cpu"
         ) from None
-
-
-def matmul_precision() -> str:
-    """How matrices of float32 are multiplied: "highest" is float32 everywhere."""
-    return jax.config.values[_PRECISION] or "default"
 
 
 def is_first() -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 import rlhf_jax
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import precision, processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, write_errors
 from rlhf_jax.runs.profile import window
@@ -123,7 +123,7 @@ def _open(config: RunConfig) -> None:
     if _contents(out):
         recorded = _read(path)["versions"]
         for name, now in versions().items():
-            if recorded.get(name) != now:
+            if recorded.get(name, now) != now:
                 print(
                     f"warning: this run began with {name} {recorded.get(name)} and "
                     f"goes on with {now}; its numbers may differ in the last bits",
@@ -176,7 +176,7 @@ def versions() -> dict[str, str]:
         "rlhf_jax": _source(),
         **{name: metadata.version(name) for name in PACKAGES},
         "devices": f"{jax.device_count()} {device.platform} ({device.device_kind})",
-        "matmul_precision": processes.matmul_precision(),
+        "matmul_precision": precision.name(),
     }
 
 

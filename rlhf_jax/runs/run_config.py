@@ -57,6 +57,11 @@ class RunConfig:
     """Steps FIRST:END of which a JAX profiler trace is written to OUT/profile, and by
     rlhf-jax and the quickstart a table; 5:8 are the steps 5, 6 and 7."""
 
+    @property
+    def compute_dtype(self) -> str:
+        """What models compute in."""
+        return "float32"
+
     def __post_init__(self) -> None:
         checks.at_least_one(**{"--snapshot-every": self.snapshot_every})
         checks.at_least_one(**{"--keep-snapshots": self.keep_snapshots})

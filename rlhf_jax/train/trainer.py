@@ -278,17 +278,17 @@ def tell_cut(
 ) -> None:
     """Warns of a reward model that reads responses most of which did not end.
 
-    It learned its score at the end of whole responses. Of 1,353 responses that SmolLM2
-    was cut in, two reward models that agree on people's pairs (r = 0.76) had scores
-    without correlation (-0.09).
+    It learned its score at the end of whole responses. Silent where the method says
+    what such a response is worth, and in environments.
     """
-    models, environment = config.rewards.model_names, config.sampler.environment
-    if not models or environment is not None or config.method.fixed_length is not None:
+    method, environment = config.method, config.sampler.environment
+    said = method.fixed_length is not None or method.scores.reads_stops
+    if said or environment is not None or not config.rewards.model_names:
         return
     cut = ~processes.whole(ended(rollout, stop_ids=stop_ids))
     if 2 * cut.sum() > cut.size:
         print(
-            f"warning: {cut.sum()} of the first {cut.size} responses are cut at "
+            f"warning: {cut.sum()} of {cut.size} responses are cut at "
             f"--max-new-tokens {config.batch.max_new_tokens}, and a reward model "
             f"learned to score whole ones; raise it, or give "
             f"--scores.missing-stop-score"

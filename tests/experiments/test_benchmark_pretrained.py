@@ -225,7 +225,7 @@ def test_participants_take_turns_and_the_tables_have_ratios(fake, tmp_path, caps
     json.dumps(results, allow_nan=False)
     pretrained.show(results["participants"], method="grpo", task=TASK)
     printed = capsys.readouterr().out
-    assert "Ours / TRL" in printed
+    assert "Ours / trl" in printed
     assert "1.00 (1.00" in printed
 
 

@@ -305,14 +305,15 @@ def test_rows_by_hand(study):
 
 def test_the_reward_models_agree_or_not_on_ended_and_on_cut_responses(study):
     agreed = frontier.agreement(results.read(study))
-    # Three of four samples of either prompt ended, in both seeds.
-    proxy = [0.0, 3.0, 1.0, 1.0, 1.5, 0.5] * 2
-    judge = [0.0, -3.0, 1.0, 1.0, 2.0, 3.0] * 2
+    # Three of four samples of either prompt ended, in both seeds. Their means over the
+    # samples of a prompt are 1.5 and 0.75 by the proxy, 0.75 and 2.5 by the judge.
+    proxy = [-1.5, 1.5, -0.5, 0.25, 0.75, -0.25] * 2
+    judge = [-0.75, -3.75, 0.25, -1.5, -0.5, 0.5] * 2
     assert agreed["ended"]["responses"] == 12
     assert agreed["ended"]["correlation"] == pytest.approx(
         np.corrcoef(proxy, judge)[0, 1]
     )
-    # (2, 5) and (0, 4)
+    # (0.5, 4.25) and (-0.75, 1.5)
     assert agreed["cut"] == {"responses": 4, "correlation": pytest.approx(1.0)}
 
 

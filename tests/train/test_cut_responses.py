@@ -13,13 +13,22 @@ TOKENS = [[1, 5, STOP, 0], [1, 5, 6, 7], [1, 5, 6, 0], [1, 5, 6, 7], [1, 2, 5, S
 RESPONSES = [[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
 
 
-def told(capsys, *, rows, models=("reward",), environment=None, fixed_length=None):
+def told(
+    capsys,
+    *,
+    rows,
+    models=("reward",),
+    environment=None,
+    fixed_length=None,
+    reads_stops=False,
+):
     mask = jnp.asarray(RESPONSES, bool)[jnp.asarray(rows)]
     unread = jnp.zeros(mask.shape)
+    scores = types.SimpleNamespace(reads_stops=reads_stops)
     config = types.SimpleNamespace(
         rewards=types.SimpleNamespace(model_names=models),
         sampler=types.SimpleNamespace(environment=environment),
-        method=types.SimpleNamespace(fixed_length=fixed_length),
+        method=types.SimpleNamespace(fixed_length=fixed_length, scores=scores),
         batch=types.SimpleNamespace(max_new_tokens=3),
     )
     rollout = Rollout(
@@ -37,7 +46,7 @@ def told(capsys, *, rows, models=("reward",), environment=None, fixed_length=Non
 
 def test_most_responses_without_a_stop_token_are_told_before_the_run(capsys):
     line = told(capsys, rows=[0, 1, 2, 3, 4])
-    assert "3 of the first 5 responses are cut at --max-new-tokens 3" in line
+    assert "3 of 5 responses are cut at --max-new-tokens 3" in line
     assert line.count("\n") == 1
 
 
@@ -48,6 +57,7 @@ def test_most_responses_without_a_stop_token_are_told_before_the_run(capsys):
         {"rows": [1, 2, 3], "models": ()},  # a verifier reads what is there
         {"rows": [1, 2, 3], "environment": object()},
         {"rows": [1, 2, 3], "fixed_length": object()},  # as the user asked
+        {"rows": [1, 2, 3], "reads_stops": True},
     ],
 )
 def test_it_is_silent_where_responses_end_or_no_reward_model_reads_them(capsys, case):

@@ -144,16 +144,20 @@ def agreement(evaluated: Sequence[Row]) -> dict[str, Row]:
 
     Returns:
       Of "ended" and of "cut" responses, which have no stop token: "responses", their
-      number, and "correlation" of both scores, None where there is none.
+      number, and "correlation" of both scores less their means over the samples of the
+      prompt, as a reward model learns no mean; None where there is none.
     """
-    pairs: dict[str, list[tuple[float, float]]] = {"ended": [], "cut": []}
+    pairs: dict[str, list[Any]] = {"ended": [], "cut": []}
     for one in evaluated:
         if one["policy"] != REFERENCE:
             continue
-        both = (results.sampled(one[scorer]) for scorer in (PROXY, JUDGE))
-        for ours, theirs in zip(*both, strict=True):
-            kind = "ended" if ours["ended"] else "cut"
-            pairs[kind].append((ours["score"], theirs["score"]))
+        both = [results.sampled(one[scorer]) for scorer in (PROXY, JUDGE)]
+        prompts = np.array([row["row"] for row in both[0]])
+        scores = np.array([[row["score"] for row in rows] for rows in both]).T
+        for prompt in {*prompts.tolist()}:
+            scores[prompts == prompt] -= scores[prompts == prompt].mean(axis=0)
+        for row, of_both in zip(both[0], scores, strict=True):
+            pairs["ended" if row["ended"] else "cut"].append(of_both)
     agreed = {}
     for kind, scores in pairs.items():
         columns = np.array(scores, float).reshape(-1, 2).T

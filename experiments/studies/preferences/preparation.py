@@ -31,6 +31,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.devices import precision
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
 from rlhf_jax.train.supervised import reward_model
@@ -208,12 +209,13 @@ def main(options: Options) -> None:
     if not measured_file.exists():
         start = pretrained.described(options.model)
         pairs = encoded(start, files.read_preferences(data / "held_out.jsonl"))
-        leads = {
-            name: accuracy.leads(
-                options.out / name / "model", pairs, pad_id=start.pad_id
-            )
-            for name in SEEDS
-        }
+        with precision.of("float32"):
+            leads = {
+                name: accuracy.leads(
+                    options.out / name / "model", pairs, pad_id=start.pad_id
+                )
+                for name in SEEDS
+            }
         folder.write_json(measured_file, accuracy.summarise(leads))
     accuracy.tell(json.loads(measured_file.read_text(encoding="utf-8")))
 

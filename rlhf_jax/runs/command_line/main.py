@@ -20,7 +20,7 @@ from typing import NoReturn, Self
 
 import jax
 
-from rlhf_jax.devices import processes, program_cache
+from rlhf_jax.devices import precision, processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import lock, progress, write_errors
 from rlhf_jax.runs.command_line import help_screen
@@ -54,7 +54,7 @@ def main(
     try:
         cache, argv = _join(sys.argv[1:] if argv is None else argv)
         if HELP.isdisjoint(argv):  # help neither waits for an accelerator nor takes it
-            processes.start_jax()
+            processes.check_platform()
     except InputError as error:  # before JAX could tell of other processes
         _exit(2, f"error: {error}")
     try:
@@ -73,6 +73,7 @@ def main(
                 f"a single process with {jax.process_count()}; leave it out"
             )
         processes.agree("the config", json.dumps(to_json(config)))
+        processes.agree(precision.VARIABLE, precision.name())
         processes.on_first(lambda: check_run(config))
         if cache is None:
             program_cache.use_default()
@@ -94,6 +95,7 @@ def main(
             progress.hidden(not (config.progress and processes.is_first())),
             contextlib.ExitStack() as folder,
             write_errors.of_run(config.out),
+            precision.of(config.compute_dtype),
         ):
             processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
             run(config)
@@ -117,7 +119,7 @@ def main(
         _leave(status, f"stopped: {what}; {own}; {go_on(config)}")
     except BaseException as error:
         if (out_of := _out_of_memory(error)) is not None:
-            less = "--micro-batch-size and --remat full take less"
+            less = "fewer rows at a time take less"
             _leave(1, f"stopped: {out_of}; {less}; {go_on(config)}")
         if jax.process_count() == 1:
             raise
@@ -133,7 +135,11 @@ def _out_of_memory(error: BaseException) -> str | None:
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return None
     first = next(iter(str(error).splitlines()), "")
-    full = re.match(r"RESOURCE_EXHAUSTED:.*out of memory", first, re.IGNORECASE)
+    full = re.search(
+        r"RESOURCE_EXHAUSTED.*(out of memory|allocat|reserve)|CUDA_ERROR_OUT_OF_MEMORY",
+        first,
+        re.IGNORECASE,
+    )
     return first[:300] if full else None
 
 

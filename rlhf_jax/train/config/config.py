@@ -138,6 +138,10 @@ class PolicyGradientConfig(RunConfig):
         return self.makes(**vars(self.recipe), **shapes)
 
     @property
+    def compute_dtype(self) -> str:
+        return self.start.dtype
+
+    @property
     def critic(self) -> Critic | None:
         """The options of the critic; None of a method without one."""
         return None

@@ -104,6 +104,10 @@ class SupervisedConfig(RunConfig):
         )
 
     @property
+    def compute_dtype(self) -> str:
+        return self.start.dtype
+
+    @property
     def stage(self) -> str:
         """The name of the stage and its snapshots."""
         return self.name.replace("-", "_")

@@ -85,6 +85,10 @@ class Config(RunConfig):
     placement: PolicyPlacement = dataclasses.field(default_factory=PolicyPlacement)
     """Where all models are: devices and mesh."""
 
+    @property
+    def compute_dtype(self) -> str:
+        return self.start.dtype
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(

@@ -20,7 +20,7 @@ from typing import Any
 
 import tyro
 
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import precision, processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled
 from rlhf_jax.runs import command_line
@@ -38,7 +38,8 @@ def command(argv: Sequence[str]) -> None:
     config, options = parse(argv)
     if options.topology is not None:
         compiled.ask_compilers_alone()
-    plan.run(config, options, command=shlex.join(["rlhf-jax", "plan", *argv]))
+    with precision.of(config.compute_dtype):  # of the run
+        plan.run(config, options, command=shlex.join(["rlhf-jax", "plan", *argv]))
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, Options]:
@@ -61,7 +62,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, Options]:
             f"write it first"
         )
     if options.topology is None:  # before defaults of a config ask for devices
-        processes.start_jax()
+        processes.check_platform()
     module = TRAINERS[name].load()
     of_data = "prompts" if issubclass(module.Config, PolicyGradientConfig) else "data"
     missing = [

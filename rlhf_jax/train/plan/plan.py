@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from rlhf_jax.devices import precision
 from rlhf_jax.models import decoder, layout
 from rlhf_jax.planning import (
     gpu_targets,
@@ -244,4 +245,4 @@ def _versions() -> dict[str, str]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    return versions | {"matmul_precision": precision.name()}

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import tyro
 
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import precision, processes
 from rlhf_jax.inspection import token_kl
 
 
 def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
     """KL of a text between two models, token by token, on the terminal or as HTML."""
-    processes.start_jax()
-    token_kl.run(options)
+    processes.check_platform()
+    with precision.of("float32"):
+        token_kl.run(options)
 
 
 def command(argv: Sequence[str] | None = None) -> None:

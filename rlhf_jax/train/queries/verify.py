@@ -28,7 +28,7 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
       ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
         leaves.
     """
-    processes.start_jax()
+    processes.check_platform()
     checked = {
         (stage.name, step): files.check(stage, step)
         for stage in proof.stages(run)

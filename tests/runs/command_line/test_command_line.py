@@ -184,6 +184,7 @@ def test_a_defect_keeps_its_traceback(tmp_path):
     [
         "Out of memory while trying to allocate 31.21GiB with allocator GPU_0_bfc",
         ": CUDA_ERROR_OUT_OF_MEMORY: out of memory [executable_name='jit_measure']",
+        "Error allocating device buffer: Attempting to allocate 9.81G.",
     ],
 )
 def test_a_device_without_memory_is_one_line(tmp_path, capsys, said):
@@ -195,11 +196,20 @@ def test_a_device_without_memory_is_one_line(tmp_path, capsys, said):
 
     status, message = ending(run, tmp_path, capsys)
     assert status == 1
-    assert message.startswith(
-        f"stopped: RESOURCE_EXHAUSTED: {said}; --micro-batch-size"
-    )
+    expected = f"stopped: RESOURCE_EXHAUSTED: {said}; fewer rows at a time"
+    assert message.startswith(expected)
     assert "--resume" in message
     assert "more" not in message
+
+
+def test_another_resource_that_is_exhausted_keeps_its_traceback(tmp_path):
+    def run(config):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too many streams")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="streams"):
+        command_line.main(
+            run, Config, description="", argv=["--out", os.fspath(tmp_path)]
+        )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -329,7 +339,7 @@ def test_help_starts_no_accelerator(option, monkeypatch, capsys):
     def started():
         raise AssertionError("JAX was started")
 
-    monkeypatch.setattr(processes, "start_jax", started)
+    monkeypatch.setattr(processes, "check_platform", started)
     with pytest.raises(SystemExit) as ended:
         command_line.main(
             print, run_config.RunConfig, description="A run.", argv=[option]
