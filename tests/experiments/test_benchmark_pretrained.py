@@ -102,11 +102,14 @@ def test_our_command_sets_every_number_of_the_task(method, of):
         assert config.method.group_size == theirs["group_size"]
         return
     assert config.start.lora.rank == config.start.lora.alpha == theirs["lora"]
-    assert config.critic.shared_trunk
+    assert config.method.shared_trunk
     assert (config.method.num_epochs, config.method.num_minibatches) == (1, 1)
     assert config.optimizer.max_grad_norm == 1.0
     assert config.method.lam == torch_number("LAM")
-    assert config.critic.vf_coef == torch_number("VF_COEF")
+    assert config.method.vf_coef == torch_number("VF_COEF")
+    clip = torch_number("CLIP")
+    assert config.method.surrogate.clip_range == clip
+    assert config.method.value_clip_range == clip
 
 
 def torch_number(name):
