@@ -352,3 +352,26 @@ def test_what_is_said_of_preferences():
     assert [counts[part]["pairs"] for part in ("proxy", "judge", "held_out")] == [
         *(663, 515, 286)
     ]
+
+
+def test_speed_on_a_real_model():
+    record = recorded("benchmark_pretrained", "record.json")
+    participants = record["grpo"]["participants"], record["ppo"]["participants"]
+    rows = table("| | step [s] | warm start [s] |")
+    every = [each for of in participants for each in of.values()]
+    assert len(rows) == len(every)
+    for (_, step, warm, cold, peak), each in zip(rows, every, strict=True):
+        for cell, key in ((step, "step"), (warm, "start"), (peak, "peak")):
+            numbers = sorted(line[key] for line in each["rounds"])
+            check(cell.replace("(", "").replace(")", ""), numbers[1], *numbers[::2])
+        check(cold, each["cold"])
+    for (ours, *_, theirs), told in zip(
+        (list(of.values()) for of in participants),
+        (("0.29 0.27 0.30", "0.60", "1.7"), ("0.93 0.79 1.00", "0.58", "2.1")),
+        strict=True,
+    ):
+        pairs = [*zip(ours["rounds"], theirs["rounds"], strict=True)]
+        steps = sorted(one["step"] / other["step"] for one, other in pairs)
+        check(told[0], steps[1], *steps[::2])
+        check(told[1], np.median([one["peak"] / other["peak"] for one, other in pairs]))
+        check(told[2], ours["cold"] / theirs["cold"])

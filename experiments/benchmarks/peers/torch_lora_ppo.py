@@ -41,7 +41,8 @@ class Adapted(nn.Module):
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
         self.linear, self.merged = linear, None
-        self.a = nn.Parameter(torch.randn(rank, linear.in_features) * rank**-0.5)
+        scale = linear.in_features**-0.5
+        self.a = nn.Parameter(torch.randn(rank, linear.in_features) * scale)
         self.b = nn.Parameter(torch.zeros(linear.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,9 +155,10 @@ def main(settings: dict[str, Any]) -> None:
         for row in rows
     ]
     size, temperature = settings["batch_size"], settings["temperature"]
+    order = torch.randperm(len(rows)).tolist()
     since = time.perf_counter()
     for step in range(settings["num_steps"]):
-        batch = [(step * size + i) % len(rows) for i in range(size)]
+        batch = [order[(step * size + i) % len(rows)] for i in range(size)]
         prompts = torch.tensor([asked[i] for i in batch])
         place: dict[str, Any] = {
             "prompt_length": prompts.shape[1],
