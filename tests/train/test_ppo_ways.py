@@ -18,11 +18,12 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_jax import fingerprint, frozen, hf, lora
 from rlhf_jax.checkpoints import peft
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import reading
 from rlhf_jax.runs import metrics
 from rlhf_jax.runs.alarms import verdicts
 from rlhf_jax.runs.snapshots import proof
-from rlhf_jax.train import main
+from rlhf_jax.train import main, trainer
 from rlhf_jax.train.methods import ppo
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
@@ -174,6 +175,19 @@ def test_a_stopped_run_goes_on_to_the_last_bit(name, files, tmp_path, capsys):
 
 
 WATCHED = ("--judge=distinct_words:flaky", "--eval-every=1", "--sample-every=1")
+
+
+def test_cut_responses_are_looked_for_before_there_is_a_run_folder(
+    files, tmp_path, monkeypatch
+):
+    def looked(config, rollout, *, stop_ids):
+        raise InputError(f"{rollout.tokens.shape[0]} rows, {len(stop_ids)} stop ids")
+
+    monkeypatch.setattr(trainer, "tell_cut", looked)
+    with pytest.raises(SystemExit) as ended:
+        play(files, tmp_path / "run")
+    assert ended.value.code == 2
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_judge_that_fails_is_told_and_may_be_outlived(files, tmp_path, capsys):
