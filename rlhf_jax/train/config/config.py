@@ -139,6 +139,7 @@ class PolicyGradientConfig(RunConfig):
 
     @property
     def compute_dtype(self) -> str:
+        """--dtype."""
         return self.start.dtype
 
     @property

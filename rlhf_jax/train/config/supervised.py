@@ -105,6 +105,7 @@ class SupervisedConfig(RunConfig):
 
     @property
     def compute_dtype(self) -> str:
+        """--dtype."""
         return self.start.dtype
 
     @property

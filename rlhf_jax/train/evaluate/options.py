@@ -87,6 +87,7 @@ class Config(RunConfig):
 
     @property
     def compute_dtype(self) -> str:
+        """--dtype."""
         return self.start.dtype
 
     def __post_init__(self) -> None:
