@@ -21,10 +21,11 @@ FLOAT32 = "highest"  # JAX's name of it
 
 @contextlib.contextmanager
 def of(dtype: str) -> Iterator[None]:
-    """While it lasts, programs that are traced multiply float32 in `dtype`'s precision.
+    """Programs traced in this context multiply float32 in full precision.
 
-    In all threads, and in processes that are started meanwhile. Where JAX has been told
-    otherwise, by JAX_DEFAULT_MATMUL_PRECISION or in its configuration, nothing changes.
+    It holds in all threads and in processes started meanwhile, where `dtype` is
+    "float32"; else nothing changes. JAX_DEFAULT_MATMUL_PRECISION, or what JAX has been
+    configured to, has precedence.
 
     Args:
       dtype: what the models compute in, "float32" or "bfloat16".

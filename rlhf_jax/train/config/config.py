@@ -139,7 +139,7 @@ class PolicyGradientConfig(RunConfig):
 
     @property
     def compute_dtype(self) -> str:
-        """--dtype."""
+        """What models compute in, --dtype."""
         return self.start.dtype
 
     @property

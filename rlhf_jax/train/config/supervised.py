@@ -105,7 +105,7 @@ class SupervisedConfig(RunConfig):
 
     @property
     def compute_dtype(self) -> str:
-        """--dtype."""
+        """What models compute in, --dtype."""
         return self.start.dtype
 
     @property

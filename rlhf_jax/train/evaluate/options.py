@@ -87,7 +87,7 @@ class Config(RunConfig):
 
     @property
     def compute_dtype(self) -> str:
-        """--dtype."""
+        """What models compute in, --dtype."""
         return self.start.dtype
 
     def __post_init__(self) -> None:

@@ -87,7 +87,7 @@ class HeldOut:
           samples one scores above 0; `eval/kl`, k1 to the reference, nats per response;
           and `eval/length`, tokens. Of the reward NAME of --rewards, before its weight,
           `eval/greedy_reward/NAME`, `eval/reward/NAME` and `eval/pass_at_k_reward/NAME`
-          are the same.
+          are the corresponding numbers.
         """
         greedy = [scored for _, scored in self._drawn(policy, programs, greedy=True)]
         stats: Stats = {

@@ -13,7 +13,7 @@ import jax
 import places
 import pytest
 
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import precision, processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, folder, progress, run_config
 
@@ -167,6 +167,20 @@ def test_an_existing_run_is_refused_before_the_run_is_called(tmp_path, capsys):
     status, message = ending(pytest.fail, tmp_path, capsys)
     assert status == 2
     assert "--resume" in message
+
+
+def test_a_run_in_float32_multiplies_in_float32_and_leaves_jax_as_it_was(tmp_path):
+    seen = []
+    before = precision.name()
+    command_line.main(
+        lambda config: seen.append((precision.name(), folder.versions())),
+        Config,
+        description="",
+        argv=["--out", os.fspath(tmp_path)],
+    )
+    [(name, versions)] = seen
+    assert (before, name, precision.name()) == ("default", "highest", "default")
+    assert versions["matmul_precision"] == "highest"
 
 
 def test_a_defect_keeps_its_traceback(tmp_path):
