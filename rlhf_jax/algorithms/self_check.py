@@ -20,6 +20,7 @@ from rlhf_jax.algorithms.flow.rollout import response_logprobs
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, changes_nothing
+from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.roles.reference import fingerprint, frozen
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 
@@ -58,6 +59,7 @@ def measure(
     base: Frozen | None = None,
     lora: LoRA | None = None,
     ref_logprobs: Array | None = None,
+    packing: SizedPacking | None = None,
 ) -> Measured:
     """Log-probs of the rollout, recomputed by policy and reference; pure, so jittable.
 
@@ -67,6 +69,7 @@ def measure(
       ref_logprobs: f32[B, S], nats, of the reference, from the very program
         that will score every rollout; `reference` is not run then, and whether the
         policy starts as it is the caller's to say (`require`).
+      packing: of the rollout, as the update will read it; None leaves its rows padded.
     """
 
     def recomputed(params: Params, model: ModelConfig) -> Array:
@@ -76,6 +79,7 @@ def measure(
             model=model,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            packing=packing,
         )
 
     params = adapted_params(policy, base=base, lora=lora)

@@ -21,7 +21,7 @@ from rlhf_jax.checkpoints.hf import SaveDtype
 from rlhf_jax.data import batches, encoding, files, formats, json_lines, tokenization
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.receipts import Receipt, items
-from rlhf_jax.data.text import TextContract
+from rlhf_jax.data.text import TextContract, templates
 from rlhf_jax.devices import processes
 from rlhf_jax.functional import checks
 from rlhf_jax.models import layout
@@ -119,7 +119,8 @@ class Pretrained(NamedTuple):
 def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrained:
     """A checkpoint by its small files: everything but its parameters, which are None.
 
-    Its model predicts no id that the tokenizer has no token for.
+    Its model predicts no id that the tokenizer has no token for. The process that
+    writes its chat template, if it has one, starts beside what is read next.
 
     Raises:
       InputError: either is missing or unreadable, or the tokenizer has ids that the
@@ -129,6 +130,8 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
     reader = tokenization.load_tokenizer(
         path_or_repo_id if tokenizer is None else tokenizer
     )
+    if reader.chat_template is not None:
+        templates.begin()
     tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
     unused = tokenization.ids_without_token(reader, vocab_size=model.vocab_size)
     # A chat model may stop at more than the tokenizer's EOS, which may be None.

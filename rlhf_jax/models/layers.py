@@ -77,7 +77,7 @@ def run(
         for number, layer in enumerate(unstack(layers, num_layers=model.num_layers)):
             sight = window if model.is_local(number) else everything
             first = first_column if number == model.num_layers - 1 else 0
-            one = functools.partial(_layer, model=model, sight=sight, first=first)
+            one = functools.partial(_traced_once, model=model, sight=sight, first=first)
             x, key_value = rematerialised(one)(x, layer)
             key_values.append(key_value)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *key_values)
@@ -103,6 +103,33 @@ def run(
 
     x, key_values = jax.lax.scan(rematerialised(scanned), x, (layers, local))
     return x[:, first_column:], key_values
+
+
+def _traced_once(
+    x: Array, params: Params, *, model: ModelConfig, sight: Sight, first: int
+) -> tuple[Any, Any]:
+    """`_layer`, for layers that run one by one: what is alike is traced once."""
+    mask, rotary = sight
+    window = mask.window  # a number, which `jit` would trace
+    mask = dataclasses.replace(mask, window=None)
+    return _jitted_layer(
+        x, params, mask, rotary, model=model, window=window, first=first
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "window", "first"))
+def _jitted_layer(
+    x: Array,
+    params: Params,
+    mask: AttentionMask,
+    rotary: Any,
+    *,
+    model: ModelConfig,
+    window: int | None,
+    first: int,
+) -> tuple[Any, Any]:
+    mask = dataclasses.replace(mask, window=window)
+    return _layer(x, params, model=model, sight=(mask, rotary), first=first)
 
 
 def _layer(

@@ -103,6 +103,14 @@ class SizedPacking:
     # (N/G, M) of each size, rising: packed rows and columns of a group.
     sizes: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False)
 
+    def at_its_size(self) -> SizedPacking:
+        """The packing with its own size alone, for a program that runs once.
+
+        Not under `jit`: the size is read.
+        """
+        own = self.sizes[int(self.size)]
+        return SizedPacking(self.cut(*own), jnp.zeros_like(self.size), (own,))
+
     def cut(self, rows: int, reads: int) -> Packing:
         """The packing at a size that holds it.
 

@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices import program_cache, row_sharding, sharding
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.models.generation.sampling import Shaping
@@ -279,22 +279,7 @@ class Programs:
         ptx: Sequences | None,
     ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
         """`policy_gradient.iteration.learn`; a critic apart is updated beside it."""
-        inside = self._models.head
-        if (
-            inside is None
-            and self.recipe.penalty.needs_logits
-            and read.reference is not None
-        ):
-            inside = reference
-        of_frozen = FrozenModels(inside, self._models.base, read.further)
-        arguments: dict[str, Any] = {
-            "rollout": rollout,
-            "scores": scores,
-            "frozen": of_frozen,
-            "ref_output": read.reference,
-            "values": read.values,
-            "packing": read.packing,
-        }
+        arguments = self._arguments(rollout, scores, reference=reference, read=read)
         if self._critic is None:
             train, stats, scored = self._learn(train, **arguments, key=key, ptx=ptx)
             return train, None, stats, scored
@@ -308,11 +293,67 @@ class Programs:
             train,
             experience=experience,
             key=key,
-            frozen=of_frozen,
+            frozen=arguments["frozen"],
             ptx=ptx,
             packing=read.packing,
         )
         return train, critic, update_stats | stats | critic_stats, scored
+
+    def compile_learn(
+        self,
+        train: TrainState,
+        critic: SupervisedState | None,
+        *,
+        rollout: Rollout,
+        scores: Array | Scores | None,
+        reference: Frozen | None,
+        read: Read,
+        key: Array,
+        ptx: Sequences | None,
+    ) -> None:
+        """Compiles `learn`, so that its first step runs without the compiler's memory.
+
+        With a critic apart, whose programs take what others return, it is traced alone.
+        """
+        if self._critic is not None:
+            jax.eval_shape(
+                functools.partial(self.learn, train, critic),
+                rollout=rollout,
+                scores=scores,
+                reference=reference,
+                read=read,
+                key=key,
+                ptx=ptx,
+            )
+            return
+        arguments = self._arguments(rollout, scores, reference=reference, read=read)
+        self._learn.lower(train, **arguments, key=key, ptx=ptx).compile()
+        program_cache.give_back_memory()
+
+    def _arguments(
+        self,
+        rollout: Rollout,
+        scores: Array | Scores | None,
+        *,
+        reference: Frozen | None,
+        read: Read,
+    ) -> dict[str, Any]:
+        """Of the programs that make experience of a rollout."""
+        inside = self._models.head
+        if (
+            inside is None
+            and self.recipe.penalty.needs_logits
+            and read.reference is not None
+        ):
+            inside = reference
+        return {
+            "rollout": rollout,
+            "scores": scores,
+            "frozen": FrozenModels(inside, self._models.base, read.further),
+            "ref_output": read.reference,
+            "values": read.values,
+            "packing": read.packing,
+        }
 
     @property
     def critic_base(self) -> Frozen | None:

@@ -246,8 +246,9 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     require_some(scores, sources=config.sources)
     if judge is not None:
         judge(loop.shown(rollout))
-    jax.eval_shape(
-        functools.partial(programs.learn, train, models.critic),
+    programs.compile_learn(
+        train,
+        models.critic,
         rollout=rollout,
         scores=scores,
         reference=models.reference,
@@ -263,6 +264,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         base=models.base,
         rollout=rollout,
         ref_logprobs=None if own is None else own.logprobs,
+        packing=None if read.packing is None else read.packing.batch.at_its_size(),
     )
     self_check.require(
         programs.recipe.reported(processes.whole(measured)),  # which the policy drew

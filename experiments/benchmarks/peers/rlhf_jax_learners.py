@@ -25,7 +25,7 @@ from rlhf_jax import (
 from rlhf_jax.algorithms.batch import Prompts, Rollout, RolloutPacking, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.state import TrainState
-from rlhf_jax.devices import critic_devices, sharding
+from rlhf_jax.devices import critic_devices, program_cache, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.roles.reference.frozen import NO_MODELS, Frozen, FrozenModels
 
@@ -118,6 +118,7 @@ class Together:
             kl=kl_control.fixed(workload.kl_coef),
         )
         self.pack: Pack | None = pack
+        self._is_compiled = False
         stopping = forced(workload)
         donated = functools.partial(jax.jit, donate_argnames=("state",))
         bind = functools.partial
@@ -143,14 +144,17 @@ class Together:
             done = self._iteration(self.train, prompts=prompts, frozen=models, key=key)
         else:
             answered = self._sample(self.train.policy, prompts=prompts, key=key)
-            packing = self.pack(answered, key=key)
-            done = self._rewarded(
-                self.train,
-                rollout=answered,
-                reference=self._reference,
-                packing=packing,
-                key=key,
-            )
+            read = {
+                "rollout": answered,
+                "reference": self._reference,
+                "packing": self.pack(answered, key=key),
+                "key": key,
+            }
+            if not self._is_compiled:  # as a run does before its first step
+                self._rewarded.lower(self.train, **read).compile()
+                program_cache.give_back_memory()
+                self._is_compiled = True
+            done = self._rewarded(self.train, **read)
         self.train, stats, scored = jax.block_until_ready(done)
         return stats, scored
 

@@ -187,7 +187,7 @@ def main(workload: Workload) -> None:
 
     def check() -> dict[str, float]:
         return {
-            "response_tokens": int(scoring["kept"].sum()),
+            "response_tokens": int(scoring["response_mask"].sum()),
             "mean_score": scoring["scores"].mean().item(),
             "loss": scoring["loss"],
             "moved": (policy.transformer.ln_f.weight.cpu() - before).abs().max().item(),

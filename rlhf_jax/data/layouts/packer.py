@@ -89,9 +89,13 @@ class Packer:
         if whole is None or None in steps:
             self.used["padded", 0] += 1
             return None
-        batch, _ = self._made("batch", lengths, whole, columns=columns)
+        reserve = self._needs_reserve("batch", whole) or any(
+            self._needs_reserve("minibatch", step) for step in steps if step is not None
+        )
+        named = {"columns": columns, "reserve": reserve}
+        batch, _ = self._made("batch", lengths, whole, **named)
         made = [
-            self._made("minibatch", lengths[rows], step, columns=columns)
+            self._made("minibatch", lengths[rows], step, **named)
             for rows, step in zip(order, steps, strict=True)
             if step is not None
         ]
@@ -121,23 +125,40 @@ class Packer:
         if parts is None:
             self.used["padded", 0] += 1
             return None
-        batch, _ = self._made("batch", lengths, parts, columns=columns)
+        reserve = self._needs_reserve("batch", parts)
+        batch, _ = self._made("batch", lengths, parts, columns=columns, reserve=reserve)
         return jax.tree.map(lambda leaf: leaf[0], batch)
 
     def _parts(self, kind: Kind, lengths: HostArray) -> list[Part] | None:
         sizes = self.batch if kind == "batch" else self.minibatch
         return None if sizes is None else _parts(lengths, sizes=sizes, form=self.form)
 
+    def _needs_reserve(self, kind: Kind, parts: list[Part]) -> bool:
+        sizes = self.batch if kind == "batch" else self.minibatch
+        return sizes is not None and any(part.size >= sizes.expected for part in parts)
+
     def _made(
-        self, kind: Kind, lengths: HostArray, parts: list[Part], *, columns: int
+        self,
+        kind: Kind,
+        lengths: HostArray,
+        parts: list[Part],
+        *,
+        columns: int,
+        reserve: bool,
     ) -> tuple[SizedPacking, HostArray]:
-        """Every leaf [C, ...], and the members bool[C, b]."""
+        """Every leaf [C, ...], and the members bool[C, b].
+
+        Args:
+          reserve: whether all sizes have a branch. That is read off the batch alone, so
+            that a run that goes on takes the programs that it took before.
+        """
         sizes = self.batch if kind == "batch" else self.minibatch
         assert sizes is not None
+        branches = sizes.sizes if reserve else sizes.sizes[: sizes.expected]
         self.used.update((kind, part.size) for part in parts)
         arrays = Arrays(self.form, columns=columns)
         made = [
-            arrays(lengths, part, widest=sizes.sizes[-1])
+            arrays(lengths, part, widest=branches[-1])
             for part in _filled_up(parts, sizes.parts)
         ]
         packings, size, members = zip(*made, strict=True)
@@ -147,7 +168,7 @@ class Packer:
         stacked = SizedPacking(
             packing=jax.tree.map(lambda *leaves: np.stack(leaves), *packings),
             size=number_of_size,
-            sizes=sizes.sizes,
+            sizes=branches,
         )
         return stacked, of_parts
 
@@ -156,7 +177,8 @@ class Packer:
         form, sizes = self.form, self.minibatch
         if self.batch is None or sizes is None:
             return "packing: rows stay padded, as packed ones would be no fewer"
-        rows = sorted({rows * form.devices for rows, _ in sizes.sizes})
+        expected = sizes.sizes[: sizes.expected]
+        rows = sorted({rows * form.devices for rows, _ in expected})
         *some, last = map(str, rows)
         counts = f"{', '.join(some)} or {last}" if some else last
         parts = "" if sizes.parts == 1 else f" in up to {sizes.parts} parts"

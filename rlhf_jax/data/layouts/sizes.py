@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlhf_jax.data.layouts.arrays import Bins, Form
 HostArray = Any  # NumPy's
 DRAWS = 48  # batches drawn from a sample of lengths, to choose sizes by
 QUANTILES = (0.4, 0.8, 1.0)  # of the packed rows that the draws needed
+SAVING = 1 / 6  # of the next larger size: a size that saves less has no branch
 GAIN = 0.95  # of the padded tokens: a size with more than these is no gain
 WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0)  # of a packed row to choose from, in padded ones
 WIDTH_DRAWS = 8  # batches drawn to choose a width by
@@ -22,10 +23,15 @@ READS = 8  # columns that a head reads are a multiple of this
 
 
 class Sizes(NamedTuple):
-    """Of the parts of some rows; the branches of a program."""
+    """Of the parts of some rows; the branches of a program.
+
+    Those beyond the expected ones are a reserve for lengths that grow: the program that
+    has a branch for them, too, is compiled when a batch first needs it.
+    """
 
     parts: int  # C, the most there are
     sizes: tuple[tuple[int, int], ...]  # (N/G, M), rising
+    expected: int  # so many of `sizes` hold what was drawn
 
     @property
     def rows(self) -> int:
@@ -80,8 +86,9 @@ def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]
     """The sizes for batches with lengths like a sample's, and for their minibatches.
 
     Some are quantiles of what drawn batches need. One lies between them and padded
-    rows, for lengths that grow during a run. What outgrows it is left padded, or with
-    `form.max_tokens` takes a size that holds anything.
+    rows, for lengths that grow during a run: the reserve. What outgrows it is left
+    padded. With `form.max_tokens` one size holds anything, and all are expected: what
+    a device has no memory for is to be known at the start.
 
     Args:
       form: of every batch.
@@ -117,14 +124,14 @@ def _sizes(
     every = -(-rows // devices)
     limit = every if most is None else most
     needs = np.sort([-(-len(bins.texts) // devices) for bins in drawn])
-    row_counts = [-(-limit // 2), limit]
+    row_counts, reserve = [-(-limit // 2), limit], []
     if needs[-1] <= limit:
-        row_counts = [
+        row_counts = _apart(
             max(1, int(np.quantile(needs, share, method="higher")))
             for share in QUANTILES
-        ]
+        )
         padded = every / form.packed_share(1, rows=1)
-        row_counts.append(int(np.ceil(np.sqrt(row_counts[-1] * padded))))
+        reserve = [int(np.ceil(np.sqrt(row_counts[-1] * padded)))]
     dealt = [
         part
         for bins in drawn
@@ -133,7 +140,7 @@ def _sizes(
     rows_dealt = sum(part.rows for part in dealt)
     density = sum(part.reads for part in dealt) / max(1, rows_dealt)
     sizes: list[tuple[int, int]] = []
-    for count in sorted(set(row_counts)):
+    for count in sorted({*row_counts, *reserve}):
         if count > limit or form.packed_share(count * devices, rows=rows) > GAIN:
             continue
         reads = max((part.reads for part in dealt if part.rows <= count), default=0)
@@ -141,11 +148,23 @@ def _sizes(
             reads = max(reads, int(MARGIN * density * count))
         reads = 1 + up(reads, READS)
         sizes.append((count, max([reads, *(size[1] for size in sizes)])))
+    expected = sum(count <= row_counts[-1] for count, _ in sizes)
     if form.max_tokens is not None:  # whatever the lengths are
         widest = max([1 + limit * form.max_new_tokens, *(size[1] for size in sizes)])
         if not sizes or sizes[-1] != (limit, widest):
             sizes.append((limit, widest))
-    return Sizes(-(-every // limit), tuple(sizes)) if sizes else None
+        expected = len(sizes)
+    return Sizes(-(-every // limit), tuple(sizes), expected) if sizes else None
+
+
+def _apart(row_counts: Iterable[int]) -> list[int]:
+    """Those that save `SAVING` of the next larger one, which is kept; rising."""
+    largest_first = sorted({*row_counts}, reverse=True)
+    kept = largest_first[:1]
+    for count in largest_first[1:]:
+        if count <= (1 - SAVING) * kept[-1]:
+            kept.append(count)
+    return kept[::-1]
 
 
 def in_groups(lengths: HostArray, *, form: Form) -> HostArray:

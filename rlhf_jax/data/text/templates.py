@@ -22,7 +22,7 @@ from rlhf_jax.data.text import template_worker
 
 SECONDS = 10.0  # for a conversation, which takes some 0.1 ms
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _started: list[subprocess.Popen[str]] = []  # the process, if there is one
 
 
@@ -58,8 +58,7 @@ def write(
         **variables,
     }
     with _LOCK:
-        if not _started:
-            _started.append(_start())
+        begin()
         worker = _started[0]
         assert worker.stdin is not None  # both are pipes
         assert worker.stdout is not None
@@ -78,6 +77,13 @@ def write(
     if "error" in answered:
         raise TemplateError(answered["error"])
     return answered["texts"]
+
+
+def begin() -> None:
+    """Starts the process, unless it is there: its imports take a second of it."""
+    with _LOCK:
+        if not _started:
+            _started.append(_start())
 
 
 def stop() -> None:
