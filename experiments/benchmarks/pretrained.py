@@ -32,6 +32,9 @@ model and, of ours, a snapshot with the optimizer. Ours writes its metrics meanw
 what others do beyond ours is in `peers/trl_grpo.py` and `peers/torch_lora_ppo.py`.
 Linux only.
 
+Where ours does not keep to its bounds (`BOUNDS`), the last table says so, and the exit
+status is 1.
+
 Expect half an hour on 2 idle CPU cores, and up to 8 GB of memory and 3 GB of disk.
 """
 
@@ -81,6 +84,10 @@ PEERS: dict[Method, tuple[str, str]] = {  # name, file in peers/
 }
 LEARNING_RATE: dict[Method, float] = {"grpo": 2e-6, "ppo": 2e-4}
 ENVIRONMENT = "trl-grpo"  # of every peer
+BOUNDS: dict[Method, dict[str, float]] = {  # the most of ours / the peer
+    "grpo": {"step": 0.35, "start": 1.5, "peak": 0.7, "cold start": 2.0},
+    "ppo": {"step": 1.0, "peak": 0.7},
+}
 TOLERANCE = 0.2  # of the mean length of responses, which are sampled
 MEASURED = {  # {key: its column}
     "step": "step [s]",
@@ -240,8 +247,8 @@ def measure(
     return {"participants": measured, "failed": failed}
 
 
-def show(participants: Mapping[str, Any], *, method: Method, task: Task) -> None:
-    """What a person reads."""
+def show(participants: Mapping[str, Any], *, method: Method, task: Task) -> bool:
+    """What a person reads; whether the first of ours keeps to `BOUNDS`."""
     peer, _ = PEERS[method]
     rounds = {name: each["rounds"] for name, each in participants.items()}
     report.table(
@@ -275,9 +282,20 @@ def show(participants: Mapping[str, Any], *, method: Method, task: Task) -> None
         ("", "prompt [tokens]", "response [tokens]", "score", "drift"),
         [(name, *lines[-1]["work"].values()) for name, lines in rounds.items()],
     )
+    first = next(iter(OURS[method]))
+    if not {first, peer} <= {*rounds}:
+        return True
+    cold = participants[first]["cold"] / participants[peer]["cold"]
+    ratios = {
+        key: tables.paired_ratio(rounds[first], rounds[peer], key) for key in MEASURED
+    }
+    return tables.bounded(
+        ratios | {"cold start": cold}, BOUNDS[method], of=f"{first} / {peer}"
+    )
 
 
-def main(options: Config) -> None:
+def main(options: Config) -> bool:
+    """Whether what was measured keeps to its bounds."""
     model, folder = options.model.resolve(), options.environments.expanduser()
     if not (model / "config.json").exists():
         raise InputError(
@@ -315,12 +333,12 @@ def main(options: Config) -> None:
     if options.output is not None:
         text = json.dumps(results, indent=1)
         options.output.write_text(f"{text}\n", encoding="utf-8")
-    show(results["participants"], method=options.method, task=task)
+    return show(results["participants"], method=options.method, task=task)
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Config, description=__doc__))
+        sys.exit(not main(tyro.cli(Config, description=__doc__)))
     except (InputError, PeerError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)

@@ -13,6 +13,12 @@ from rlhf_jax.runs import report
 
 PHASES = (*floor.PHASES, "iteration")
 GB, MIB = 10**9, 2**20
+PEER = "trl"  # whom the bounds are beside
+# {workload with lengths: the most of ours / PEER}. Measured on 2 cores, with room for
+# what else a machine does.
+BOUNDS: Mapping[str, Mapping[str, float]] = {
+    "medium": {"cold start": 2.5, "start": 1.3, "peak": 1.15, "iteration": 0.8}
+}
 
 
 def median(rounds: Sequence[Mapping[str, float]], phase: str) -> float:
@@ -84,11 +90,11 @@ def machine(this: Mapping[str, Any]) -> None:
 
 def workload(
     shape: Workload, measured: Mapping[str, Any], *, machine: Mapping[str, Any]
-) -> None:
-    """Times, ratios and memory of all who took part."""
+) -> bool:
+    """Times, ratios and memory of all who took part; whether the bounds hold."""
     runs, floor_seconds = measured["participants"], measured["floor"]
     if not runs:
-        return
+        return True
     tokens = shape.num_prompts * length(shape)
     up_to = ""
     if shape.lengths:
@@ -169,6 +175,33 @@ def workload(
     )
     if machine["peak_flops"] is not None:
         utilisation(shape, runs, machine=machine)
+    bounds = BOUNDS.get(shape.name, {}) if shape.lengths else {}
+    if not bounds or not {OURS, PEER} <= {*runs}:
+        return True
+    mine, their = runs[OURS], runs[PEER]
+    ratios = {
+        "cold start": first_seconds(mine["cold"]) / first_seconds(their["cold"]),
+        "start": first_seconds(mine["start"]) / first_seconds(their["start"]),
+        "peak": mine["start"]["peak_bytes"] / their["start"]["peak_bytes"],
+        "iteration": paired_ratio(mine["rounds"], their["rounds"], "iteration"),
+    }
+    return bounded(ratios, bounds, of=f"{OURS} / {PEER}")
+
+
+def bounded(ratios: Mapping[str, float], bounds: Mapping[str, float], *, of: str) -> bool:
+    """Prints each ratio beside its bound; whether all of them hold.
+
+    Args:
+      ratios: ours / theirs, by what was measured.
+      bounds: the most that a ratio may be; what has none is left out.
+      of: who is measured, for the title.
+    """
+    rows = [
+        (name, ratios[name], most, "yes" if ratios[name] <= most else "NO")
+        for name, most in bounds.items()
+    ]
+    report.table(f"Bounds: {of}", ("", "ratio", "at most", "holds"), rows)
+    return all(ratio <= most for _, ratio, most, _ in rows)
 
 
 def mib(size: float | None) -> float | None:

@@ -1,6 +1,7 @@
 """Packed rows against loops: every token once, nothing mixed, in few sizes."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -233,9 +234,38 @@ def test_sizes_of_a_long_run_are_few_and_hold_what_comes():
         assert sizes.sizes == tuple(sorted(set(sizes.sizes)))
     ideal = 16 * (12 + 14) / 64  # packed rows of a minibatch without any gap
     assert ideal <= packer.minibatch.sizes[0][0] <= 1.3 * ideal
+    for sizes in (packer.batch, packer.minibatch):
+        counts = [rows for rows, _ in sizes.sizes[: sizes.expected]]
+        saved = [1 - few / more for few, more in itertools.pairwise(counts)]
+        assert all(share >= 1 / 6 for share in saved)
     full = np.tile([16, 48], (64, 1))
     assert packer(full, np.arange(64).reshape(4, 16), columns=64) is None
     assert packer.used["padded", 0] == padded + 1
+
+
+def test_a_reserve_has_a_branch_where_a_batch_needs_it_and_nowhere_else():
+    form = Form(rows=16, num_minibatches=2, max_new_tokens=32, width=48)
+    order = np.arange(16).reshape(2, 8)
+    short, longer = (
+        np.stack([np.full(16, 8), np.full(16, count)], axis=1) for count in (8, 20)
+    )
+    packer = layouts.Packer(form, sample=short)
+    sizes = packer.minibatch
+    assert len(sizes.sizes) == sizes.expected + 1
+    for lengths, branches in (
+        (short, sizes.sizes[: sizes.expected]),
+        (longer, sizes.sizes),
+        (short, sizes.sizes[: sizes.expected]),  # as before: a pure function
+    ):
+        packed = packer(lengths, order, columns=40)
+        assert packed.minibatches.sizes == branches
+        whole = numpy_of(packed.batch.cut(*packed.batch.sizes[packed.batch.size]))
+        assert (whole.source != NONE).sum() == lengths.sum()
+        assert whole.source.shape[0] <= packed.batch.sizes[-1][0]
+    bounded = dataclasses.replace(form, max_tokens=8 * 48, may_pad=False)
+    bounded = layouts.Packer(bounded, sample=short)
+    packed = bounded(short, order, columns=40)
+    assert packed.minibatches.sizes == bounded.minibatch.sizes  # all of them
 
 
 def half_prompts(responses):

@@ -246,6 +246,23 @@ def test_one_that_does_other_work_is_left_out(fake, tmp_path, words, message):
     assert message in results["failed"]["trl"]
 
 
+@pytest.mark.parametrize(("peak", "holds"), [(69.0, True), (71.0, False)])
+def test_bounds_are_of_the_first_of_ours_beside_the_peer(peak, holds, capsys):
+    work = {"prompt": 1.0, "response": 1.0, "score": 1.0, "drift": 1.0}
+    ours = {"step": 0.3, "start": 15.0, "peak": peak, "whole": 1.0, "work": work}
+    theirs = {"step": 1.0, "start": 10.0, "peak": 100.0, "whole": 1.0, "work": work}
+    participants = {
+        "rlhf_jax, packed": {"cold": 20.0, "rounds": [ours]},
+        "rlhf_jax": {"cold": 900.0, "rounds": [theirs]},
+        PEER: {"cold": 10.0, "rounds": [theirs]},
+    }
+    assert pretrained.show(participants, method="grpo", task=TASK) == holds
+    printed = capsys.readouterr().out
+    assert ("NO" in printed) == (not holds)
+    del participants[PEER]
+    assert pretrained.show(participants, method="grpo", task=TASK)
+
+
 def test_options_that_are_refused(tmp_path):
     with pytest.raises(InputError, match="num_steps - 2: expected"):
         pretrained.Config(model=tmp_path, num_steps=2)

@@ -12,6 +12,7 @@ import tiny
 import toys
 
 from rlhf_jax import batch, critic, frozen, grpo, kl_control, ppo, rewards, state
+from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
@@ -283,13 +284,18 @@ def test_every_size_is_a_branch():
     form = Form(rows=ROWS, num_minibatches=1, max_new_tokens=SIZE, width=COLUMNS)
     packer = layouts.Packer(form, sample=LENGTHS)
     (rows, reads), *_ = packer.batch.sizes
-    wider = packer.batch._replace(sizes=((rows, reads), (rows + 2, reads + 5)))
+    wider = packer.batch._replace(
+        sizes=((rows, reads), (rows + 2, reads + 5)), expected=2
+    )
     order = np.arange(ROWS)[None]
     small = packer(LENGTHS, order, columns=COLUMNS).batch
     packer.batch = wider
     sized = packer(LENGTHS, order, columns=COLUMNS).batch
     assert sized.packing.source.shape == (rows + 2, COLUMNS)
     assert sized.size == 0
+    own = sized.at_its_size()
+    assert own.sizes == ((rows, reads),)
+    assert own.packing.source.shape == (rows, COLUMNS)
 
     def tokens_back(sized, of_size):
         x = jnp.arange(ROWS * COLUMNS, dtype=jnp.float32).reshape(ROWS, COLUMNS)
@@ -304,13 +310,32 @@ def test_every_size_is_a_branch():
 
         return at_size(dataclasses.replace(sized, size=of_size), back)
 
-    for which, size in ((small, 0), (sized, 0), (sized, 1)):
+    for which, size in ((small, 0), (sized, 0), (sized, 1), (own, 0)):
         columns = np.asarray(tokens_back(which, jnp.int32(size)))
         for row, (_, response) in enumerate(LENGTHS):
             for column in range(COLUMNS):
                 is_response = PROMPTS <= column < PROMPTS + response
                 expected = row * COLUMNS + column - 1 if is_response else 0
                 assert columns[row, column] == expected
+
+
+def test_the_self_check_reads_packed_rows_as_padded_ones():
+    packed = packing(GROUPS, key=KEY)
+    measure = toys.jit(
+        functools.partial(
+            self_check.measure,
+            rollout=rollout(),
+            reference=None,
+            model=toys.GPT2,
+            max_new_tokens=SIZE,
+            temperature=0.7,
+        )
+    )
+    padded = measure(toys.params()).trainer
+    one_size = packed.batch.at_its_size()
+    output = measure(toys.params(), packing=one_size).trainer
+    assert float(jnp.abs(padded).max()) > 1
+    np.testing.assert_allclose(output, padded, rtol=0, atol=1e-5)
 
 
 @pytest.mark.cases(slow=1)
