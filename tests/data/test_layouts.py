@@ -234,10 +234,9 @@ def test_sizes_of_a_long_run_are_few_and_hold_what_comes():
         assert sizes.sizes == tuple(sorted(set(sizes.sizes)))
     ideal = 16 * (12 + 14) / 64  # packed rows of a minibatch without any gap
     assert ideal <= packer.minibatch.sizes[0][0] <= 1.3 * ideal
-    for sizes in (packer.batch, packer.minibatch):
-        counts = [rows for rows, _ in sizes.sizes[: sizes.expected]]
-        saved = [1 - few / more for few, more in itertools.pairwise(counts)]
-        assert all(share >= 1 / 6 for share in saved)
+    counts = [rows for rows, _ in packer.batch.sizes[: packer.batch.expected]]
+    saved = [1 - few / more for few, more in itertools.pairwise(counts)]
+    assert all(share >= 1 / 6 for share in saved)
     full = np.tile([16, 48], (64, 1))
     assert packer(full, np.arange(64).reshape(4, 16), columns=64) is None
     assert packer.used["padded", 0] == padded + 1

@@ -13,7 +13,7 @@ from rlhf_jax.data.layouts.arrays import Bins, Form
 HostArray = Any  # NumPy's
 DRAWS = 48  # batches drawn from a sample of lengths, to choose sizes by
 QUANTILES = (0.4, 0.8, 1.0)  # of the packed rows that the draws needed
-SAVING = 1 / 6  # of the next larger size: a size that saves less has no branch
+SAVING = 1 / 6  # of the next larger size of a batch, which is only read forward
 GAIN = 0.95  # of the padded tokens: a size with more than these is no gain
 WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0)  # of a packed row to choose from, in padded ones
 WIDTH_DRAWS = 8  # batches drawn to choose a width by
@@ -104,7 +104,7 @@ def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]
     for rows, parts in _drawn(form, sample, count=DRAWS):
         batches.append(arrays.fill(rows, form=form))
         steps += [arrays.fill(part, form=form) for part in parts]
-    of_batch = _sizes(form, batches, rows=form.rows, most=None)
+    of_batch = _sizes(form, batches, rows=form.rows, most=None, saving=SAVING)
     of_steps = _sizes(
         form, steps, rows=form.minibatch, most=form.rows_of_part(form.minibatch)
     )
@@ -112,13 +112,19 @@ def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]
 
 
 def _sizes(
-    form: Form, drawn: Sequence[Bins], *, rows: int, most: int | None
+    form: Form,
+    drawn: Sequence[Bins],
+    *,
+    rows: int,
+    most: int | None,
+    saving: float = 0.0,
 ) -> Sizes | None:
     """Sizes for so many responses, of at most `most` packed rows in a group.
 
     Args:
       drawn: what like responses need.
       most: None is as many as there are responses.
+      saving: the least share of the next larger size for which one is worth a branch.
     """
     devices = form.devices
     every = -(-rows // devices)
@@ -126,10 +132,10 @@ def _sizes(
     needs = np.sort([-(-len(bins.texts) // devices) for bins in drawn])
     row_counts, reserve = [-(-limit // 2), limit], []
     if needs[-1] <= limit:
-        row_counts = _apart(
+        row_counts = [
             max(1, int(np.quantile(needs, share, method="higher")))
             for share in QUANTILES
-        )
+        ]
         padded = every / form.packed_share(1, rows=1)
         reserve = [int(np.ceil(np.sqrt(row_counts[-1] * padded)))]
     dealt = [
@@ -140,9 +146,13 @@ def _sizes(
     rows_dealt = sum(part.rows for part in dealt)
     density = sum(part.reads for part in dealt) / max(1, rows_dealt)
     sizes: list[tuple[int, int]] = []
-    for count in sorted({*row_counts, *reserve}):
-        if count > limit or form.packed_share(count * devices, rows=rows) > GAIN:
-            continue
+
+    def gains(count: int) -> bool:
+        shorter = form.packed_share(count * devices, rows=rows) <= GAIN
+        return count <= limit and shorter
+
+    counts = [*_apart(filter(gains, row_counts), saving), *filter(gains, reserve)]
+    for count in sorted({*counts}):
         reads = max((part.reads for part in dealt if part.rows <= count), default=0)
         if count >= needs[-1]:  # as full as others are
             reads = max(reads, int(MARGIN * density * count))
@@ -157,14 +167,13 @@ def _sizes(
     return Sizes(-(-every // limit), tuple(sizes), expected) if sizes else None
 
 
-def _apart(row_counts: Iterable[int]) -> list[int]:
-    """Those that save `SAVING` of the next larger one, which is kept; rising."""
-    largest_first = sorted({*row_counts}, reverse=True)
-    kept = largest_first[:1]
-    for count in largest_first[1:]:
-        if count <= (1 - SAVING) * kept[-1]:
+def _apart(row_counts: Iterable[int], saving: float) -> list[int]:
+    """Those that save so much of the next larger one, which is kept."""
+    kept: list[int] = []
+    for count in sorted({*row_counts}, reverse=True):
+        if not kept or count <= (1 - saving) * kept[-1]:
             kept.append(count)
-    return kept[::-1]
+    return kept
 
 
 def in_groups(lengths: HostArray, *, form: Form) -> HostArray:
