@@ -39,6 +39,8 @@ IMPURE_CALLS = {
     *("jax.jit", "jax.pjit", "jax.pmap", "jax.debug.print", "jax.debug.callback"),
     *("np.load", "np.save", "np.savez", "np.fromfile", "jnp.load", "jnp.save"),
 }
+# Calls that a module has all the same, and says why there.
+EXCEPTIONS = {"models.layers": {"jax.jit"}}  # a layer is traced once
 
 
 @functools.cache
@@ -147,7 +149,8 @@ def test_a_pure_module_touches_neither_disk_nor_clock_nor_terminal():
         tree = tree_of(module)
         imported = imports_of(tree)
         assert {name.split(".")[0] for name in imported} <= PURE_IMPORTS, module
-        assert not IMPURE_CALLS & (names_of(tree) | imported), module
+        impure = IMPURE_CALLS & (names_of(tree) | imported)
+        assert impure == EXCEPTIONS.get(module, set()), module
 
 
 def test_the_walls_would_stop_what_they_are_for():
