@@ -85,7 +85,7 @@ PEERS: dict[Method, tuple[str, str]] = {  # name, file in peers/
 LEARNING_RATE: dict[Method, float] = {"grpo": 2e-6, "ppo": 2e-4}
 ENVIRONMENT = "trl-grpo"  # of every peer
 BOUNDS: dict[Method, dict[str, float]] = {  # the most of ours / the peer
-    "grpo": {"step": 0.35, "start": 1.5, "peak": 0.7, "cold start": 2.0},
+    "grpo": {"step": 0.3, "start": 1.0, "peak": 0.7, "cold start": 1.3},
     "ppo": {"step": 1.0, "peak": 0.7},
 }
 TOLERANCE = 0.2  # of the mean length of responses, which are sampled

@@ -188,7 +188,9 @@ def workload(
     return bounded(ratios, bounds, of=f"{OURS} / {PEER}")
 
 
-def bounded(ratios: Mapping[str, float], bounds: Mapping[str, float], *, of: str) -> bool:
+def bounded(
+    ratios: Mapping[str, float], bounds: Mapping[str, float], *, of: str
+) -> bool:
     """Prints each ratio beside its bound; whether all of them hold.
 
     Args:

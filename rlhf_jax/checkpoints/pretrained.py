@@ -21,7 +21,7 @@ from rlhf_jax.checkpoints.hf import SaveDtype
 from rlhf_jax.data import batches, encoding, files, formats, json_lines, tokenization
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.receipts import Receipt, items
-from rlhf_jax.data.text import TextContract, templates
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.devices import processes
 from rlhf_jax.functional import checks
 from rlhf_jax.models import layout
@@ -131,6 +131,8 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
         path_or_repo_id if tokenizer is None else tokenizer
     )
     if reader.chat_template is not None:
+        from rlhf_jax.data.text import templates  # of few tokenizers
+
         templates.begin()
     tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
     unused = tokenization.ids_without_token(reader, vocab_size=model.vocab_size)
