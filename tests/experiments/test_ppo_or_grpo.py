@@ -18,8 +18,7 @@ ROWS = {
     "gold of samples": "gold",
     "reward-model score of samples": "score",
     "KL of samples [nats per response]": "kl",
-    "score of greedy responses to held-out prompts, before": "greedy_before",
-    "the same after": "greedy_after",
+    "score of greedy held-out responses, after": "greedy_after",
 }
 
 
@@ -84,6 +83,10 @@ def test_the_table_is_what_was_recorded():
     ppo, grpo = cells["trainer=ppo"], cells["trainer=grpo"]
     readme = (places.EXPERIMENTS / "README.md").read_text(encoding="utf-8")
     [*_, section] = readme.split("studies/ppo_or_grpo/sweep.toml")
+    assert "(greedy responses score −0.14 before)" in section
+    for cell in (ppo, grpo):
+        before = cell["greedy_before"]["estimate"]["mean"]
+        assert before == pytest.approx(-0.14, abs=0.00501)
     for title, measure in ROWS.items():
         [row] = [
             line for line in section.splitlines() if line.startswith(f"| {title} |")

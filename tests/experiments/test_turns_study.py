@@ -166,7 +166,7 @@ def test_the_table_is_what_was_recorded(name):
     [_, after] = text.split(f"| {name}: success |")
     cells = [
         [cell.strip() for cell in line.split("|")[-4:-1]]
-        for line in after.splitlines()[:4]
+        for line in after.splitlines()[:2]
     ]
     figures_of, greedy = recorded(name, "figures.json"), recorded("record.json")
     columns = [
@@ -176,22 +176,18 @@ def test_the_table_is_what_was_recorded(name):
     ]
     expected = [
         [mean_and_range(seed[key] for seed in of.values()) for of in columns]
-        for key in ("success", "turns", "kl")
+        for key in ("success", "kl")
     ]
-    expected[2][0] = "0"
+    expected[1][0] = "0"
+    assert cells == expected
     of_betas = greedy["greedy_score"][name]
     assert of_betas["0"]["before"] == of_betas["0.1"]["before"]
-    expected.append(
-        [
-            mean_and_range(of.values())
-            for of in (
-                of_betas["0"]["before"],
-                of_betas["0"]["after"],
-                of_betas["0.1"]["after"],
-            )
-        ]
-    )
-    assert cells == expected
+    assert "greedy episodes gain 0.03 to 0.06 on average" in text
+    for scores in of_betas.values():
+        before, after = (
+            statistics.mean(scores[when].values()) for when in ("before", "after")
+        )
+        assert 0.025 < after - before < 0.065
 
 
 @pytest.mark.parametrize("name", ["calculator", "guessing"])
