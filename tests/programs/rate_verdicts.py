@@ -2,10 +2,11 @@
 
     python tests/programs/rate_verdicts.py
 
-Prints the tables of rlhf_jax/reports/README.md. A run's gold score fell where, on
-held-out prompts at the end, it is MARGIN below its best: that of the reference on the
-same prompts, or the best mean of three neighbouring values on the way. The judge of
-these runs is the gold score of the responses that the policy is trained on.
+Prints the tables of rlhf_jax/reports/README.md, and those of other thresholds. A run's
+gold score fell where, on held-out prompts at the end, it is MARGIN below its best: that
+of the reference on the same prompts, or the best mean of three neighbouring values on
+the way. The judge of these runs is the gold score of the responses that the policy is
+trained on.
 """
 
 import json
