@@ -23,6 +23,8 @@ again. `full` keeps the layer's input alone, for a second forward pass; over lay
 are stored in int8 or on the host `none` is `full`.
 """
 
+# No float8 (e4m3): a byte too, but its root mean square error is 2.6% and int8's 0.65%,
+# in a vector of 128 normal numbers, with a scale for each vector or without.
 Cache = Literal["same", "int8"]
 """How decoding keeps keys and values: in the compute dtype, or in int8 with a scale for
 each vector of a head (`caches.py`)."""

@@ -99,14 +99,15 @@ def test_reading():
         for row in recorded("benchmark_reading", "record.json")["rows"]
     }
     text = DATA.read_text(encoding="utf-8")
+    # 10 times the rows: the time is linear
+    assert all(stage["ratio_per_row"] < 2 for stage in stages.values())
     rows = table("| stage | 2,000 rows |", text=text)
-    assert len(rows) == 14
+    assert len(rows) == 3
     for stage, *seconds, ratio in rows:
         assert stages[stage]["sizes"] == [2_000, 20_000, 200_000]
         for cell, value in zip(seconds, stages[stage]["seconds"], strict=True):
             check(cell, value)
         check(ratio, stages[stage]["ratio_per_row"])
-        assert float(ratio) < 2  # 10 times the rows: the time is linear
 
 
 def test_asynchrony():

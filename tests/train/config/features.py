@@ -1,4 +1,4 @@
-"""What every method takes, as a user writes it, and the READMEs' matrix of it."""
+"""What every method takes, as a user writes it, and the front page's matrix of it."""
 
 METHODS = ("ppo", "grpo", "reinforce", "online-dpo", "nash-md", "distill")
 OPTIONS = {
@@ -31,12 +31,11 @@ OPTIONS = {
 }
 
 
-def matrix(refused, *, exceptions=False):
-    """The table in Markdown; a number stands for a reason.
+def matrix(refused):
+    """The table in Markdown, of what some method refuses; a number stands for a reason.
 
     Args:
       refused: (method, options) -> the reasons of a refusal.
-      exceptions: leaves out the rows that every method accepts.
     """
     reasons, lines = [], []
     for feature, options in OPTIONS.items():
@@ -46,7 +45,7 @@ def matrix(refused, *, exceptions=False):
             reasons += [reason for reason in why if reason not in reasons]
             numbers = [str(reasons.index(reason) + 1) for reason in why]
             cells.append(", ".join(numbers) or "✓")
-        if not exceptions or set(cells) != {"✓"}:
+        if set(cells) != {"✓"}:
             lines.append(f"| {feature} | {' | '.join(cells)} |")
     notes = " ".join(f"{i}: {reason}." for i, reason in enumerate(reasons, start=1))
     header = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
