@@ -249,10 +249,10 @@ def test_one_that_does_other_work_is_left_out(fake, tmp_path, words, message):
 @pytest.mark.parametrize(("peak", "holds"), [(69.0, True), (71.0, False)])
 def test_bounds_are_of_the_first_of_ours_beside_the_peer(peak, holds, capsys):
     work = {"prompt": 1.0, "response": 1.0, "score": 1.0, "drift": 1.0}
-    ours = {"step": 0.3, "start": 15.0, "peak": peak, "whole": 1.0, "work": work}
+    ours = {"step": 0.3, "start": 9.0, "peak": peak, "whole": 1.0, "work": work}
     theirs = {"step": 1.0, "start": 10.0, "peak": 100.0, "whole": 1.0, "work": work}
     participants = {
-        "rlhf_jax, packed": {"cold": 20.0, "rounds": [ours]},
+        "rlhf_jax, packed": {"cold": 12.0, "rounds": [ours]},
         "rlhf_jax": {"cold": 900.0, "rounds": [theirs]},
         PEER: {"cold": 10.0, "rounds": [theirs]},
     }
