@@ -24,6 +24,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from itertools import zip_longest
+from random import Random
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -31,7 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from numpy.random import Generator
 
 Array = jax.Array
 Params = Any
@@ -39,13 +39,13 @@ Stats = dict[str, Array]
 
 NUM_STEPS, BATCH_SIZE = 40, 128  # iterations, and responses in each
 NUM_EPOCHS, NUM_MINIBATCHES = 4, 4  # passes over them, and optimizer steps per pass
-LEARNING_RATE = 1e-3  # falls to 0 linearly
+LEARNING_RATE = 5e-4  # falls to 0 linearly
 GROUP_SIZE = 8  # G, responses to each prompt, in neighbouring rows
-KL_COEF = 0.04  # β of the loss, per nat; with 0 nothing holds the policy
+KL_COEF = 0.2  # β, per nat; with 0 nothing holds the policy
 TEMPERATURE = 0.7  # divides the logits in every role: else KL(π ‖ π) would not be 0
 CLIP_RANGE = 0.2  # ε of probability ratios
 MISSING_STOP_SCORE = -3.0  # of a response that never ends
-SFT_STEPS, SFT_LEARNING_RATE = 300, 3e-3
+SFT_STEPS, SFT_LEARNING_RATE = 400, 3e-3
 
 
 # 1. The language: a part of the quickstart's reviews of products, as to the prompt
@@ -94,9 +94,9 @@ IDS = {word: number for number, word in enumerate(WORDS)}
 PROMPT_COLUMNS, RESPONSE_COLUMNS = 6, 22  # of the longest, and one to spare
 
 
-def write_review(rng: Generator, *, plural: bool) -> str:
+def write_review(rng: Random, *, plural: bool) -> str:
     """One to four sentences, no opinion word twice, then <eos>."""
-    opinions = rng.choice(list(GRADES), size=rng.integers(1, 5), replace=False)
+    opinions = rng.sample(list(GRADES), k=rng.randint(1, 4))
     chosen = [rng.choice(sentences(word, plural=plural)) for word in opinions]
     return " ".join([*chosen, "<eos>"])
 
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         return hidden, embed.attend(hidden)
 
 
-MODEL = Decoder()
+MODEL: Any = Decoder()
 
 
 def logprobs_of(policy: Params, texts: Texts, *, temperature: float) -> Array:
@@ -295,12 +295,11 @@ NUM_UPDATES = NUM_STEPS * NUM_EPOCHS * NUM_MINIBATCHES
 OPTIMIZER = optax.adam(optax.linear_schedule(LEARNING_RATE, 0.0, NUM_UPDATES), eps=1e-5)
 
 
-def learn(
-    params: Params, opt: optax.OptState, texts: Texts, *, reference: Params, key: Array
+def update(
+    params: Params, opt: optax.OptState, experience: Experience, *, key: Array
 ) -> tuple[Params, optax.OptState, Stats]:
-    """θ ← θ - Adam(∇L) for each minibatch of a rollout; losses are f32[updates]."""
-    experience, stats = experience_of(params, texts, reference=reference)
-    rows = len(texts.tokens)
+    """θ ← θ - Adam(∇L), minibatch by minibatch; the losses are f32[minibatches]."""
+    rows = len(experience.old_logprobs)
     keys = [jax.random.fold_in(key, epoch) for epoch in range(NUM_EPOCHS)]
     shuffled = jnp.concatenate([jax.random.permutation(key, rows) for key in keys])
 
@@ -313,7 +312,7 @@ def learn(
 
     minibatches = shuffled.reshape(-1, rows // NUM_MINIBATCHES)
     (params, opt), losses = jax.lax.scan(step, (params, opt), minibatches)
-    return params, opt, stats | losses
+    return params, opt, losses
 
 
 # 7. The whole: SFT, a copy of the policy as the reference, and iterations.
@@ -324,7 +323,7 @@ def start_of(policy: Params) -> Params:
     return {"policy": policy}
 
 
-def fine_tuned(prompts: Sequence[str], *, rng: Generator, key: Array) -> Params:
+def fine_tuned(prompts: Sequence[str], *, rng: Random, key: Array) -> Params:
     """SFT: L = -mean log π(y_t | x, y_<t) over reviews of the language."""
     optimizer = optax.adam(optax.cosine_decay_schedule(SFT_LEARNING_RATE, SFT_STEPS))
 
@@ -340,7 +339,7 @@ def fine_tuned(prompts: Sequence[str], *, rng: Generator, key: Array) -> Params:
     policy = MODEL.init(key, empty.tokens, empty.mask)["params"]
     opt = optimizer.init(policy)
     for _ in range(SFT_STEPS):
-        chosen = rng.choice(prompts, 64)
+        chosen = rng.choices(prompts, k=64)
         reviews = [write_review(rng, plural=PROMPTS[prompt]) for prompt in chosen]
         policy, opt = step(policy, opt, texts_of(chosen, reviews))
     return policy
@@ -358,35 +357,35 @@ def report(name: str, prompts: Sequence[str], texts: Texts, stats: Stats) -> lis
 
 
 def main(seed: int) -> None:
-    started, rng = time.perf_counter(), np.random.default_rng(seed)
+    started, rng = time.perf_counter(), Random(seed)
     init_key, key = jax.random.split(jax.random.key(seed))
-    prompts = rng.permutation(list(PROMPTS))
-    prompts, held_out = prompts[16:], np.repeat(prompts[:16], 16)
+    prompts = rng.sample(list(PROMPTS), k=len(PROMPTS))
+    held_out, prompts = prompts[:16] * 16, prompts[16:]
     policy = fine_tuned(prompts, rng=rng, key=init_key)
-    # A copy, as an update takes over the memory of the policy. Nothing writes to it.
+    # A copy, as the updates take over the memory of the policy. Nothing writes to it.
     reference = jax.tree.map(jnp.copy, policy)
     at_first = jax.tree.map(np.array, reference)
     params = start_of(policy)
     opt = OPTIMIZER.init(params)
 
-    draw, update = jax.jit(sample), jax.jit(learn, donate_argnames=("params", "opt"))
+    draw, assess = jax.jit(sample), jax.jit(experience_of)
+    learn = jax.jit(update, donate_argnames=("params", "opt"))
     for step in range(NUM_STEPS):
         keys = jax.random.split(jax.random.fold_in(key, step))
-        chosen = np.repeat(rng.choice(prompts, BATCH_SIZE // GROUP_SIZE), GROUP_SIZE)
+        chosen = rng.choices(prompts, k=BATCH_SIZE // GROUP_SIZE)
+        chosen = [prompt for prompt in chosen for _ in range(GROUP_SIZE)]
         texts = draw(params["policy"], texts_of(chosen), key=keys[0])
-        params, opt, stats = update(
-            params, opt, texts, reference=reference, key=keys[1]
-        )
+        experience, stats = assess(params, texts, reference=reference)
+        params, opt, _ = learn(params, opt, experience, key=keys[1])
         if step % 5 == 0 or step == NUM_STEPS - 1:
             report(f"step {step}", chosen, texts, stats)
 
     responses = []
     for name, policy in (("before", reference), ("after", params["policy"])):
         texts = draw(policy, texts_of(held_out), key=key)
-        beside = params | {"policy": policy}
-        _, stats = experience_of(beside, texts, reference=reference)
+        _, stats = assess(params | {"policy": policy}, texts, reference=reference)
         responses.append(report(name, held_out, texts, stats))
-    for row in range(0, len(held_out), 64):
+    for row in range(4):
         print("", held_out[row], *(texts[row] for texts in responses), sep="\n    ")
     same = jax.tree.map(np.array_equal, at_first, reference)
     print(f"\nreference unchanged: {all(jax.tree.leaves(same))}", end="")
@@ -394,6 +393,6 @@ def main(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     main(parser.parse_args().seed)
