@@ -24,6 +24,7 @@ import jax
 import tyro
 
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports.paper import writing
 from rlhf_jax.sweeps import planned, results
 
@@ -65,6 +66,13 @@ def main(options: Config) -> None:
     sweep = planned.begun(options.sweep)
     writing.check(options.out)
     runs = planned.runs_of(sweep, out=options.sweep)
+    done = sum(run.done for run in runs)
+    if not done or not sweep.measures:
+        raise InputError(
+            f"{options.sweep}: expected a sweep with measures, and a run that is done, "
+            f"got {len(sweep.measures)} measures and {done} of {len(runs)} runs done; "
+            f"see to the file of the sweep, and give its command again"
+        )
     of_runs = results.collected(sweep, runs)
     for line in of_runs.absent:
         print(f"warning: {line}", file=sys.stderr)
@@ -73,7 +81,6 @@ def main(options: Config) -> None:
     open_ = answers.count("not enough seeds")
     counts = {"measure": len(of_runs.values), "claim": len(answers)}
     shown = [f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items()]
-    done = sum(run.done for run in runs)
     print(
         f"{done} of {len(runs)} runs, {', '.join(shown)} ({open_} open), in "
         f"{options.out}"

@@ -28,7 +28,8 @@ STYLE = {
     "svg.hashsalt": "rlhf_jax",
 }
 METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-PER_CELL, AROUND = 0.19, 0.55  # inches of height
+PER_CELL, AROUND = 0.21, 0.55  # inches of height
+BELOW = 0.28  # of a cell's height, from a mean to its seeds
 COLOUR, SEED_COLOUR = "#1f4e79", "#7f9db9"
 
 
@@ -84,10 +85,11 @@ def _caption(name: str, sweep: Sweep, of: Results) -> str:
     seeds = f"{most} seeds" if least == most else f"{least} to {most} seeds"
     text = (
         f"{name}, {_what(sweep.measures[name])}, of each cell "
-        f"({', '.join(tables.axes(sweep))}): every seed (small), and the mean over "
-        f"{'1 seed' if most == 1 else seeds} with its 95% interval of Student's t."
+        f"({', '.join(tables.axes(sweep))}): the mean over "
+        f"{'1 seed' if most == 1 else seeds} with its 95% Student's t interval; small "
+        f"dots are seeds."
     )
-    return text + (" A single seed has no interval." if least == 1 else "")
+    return text + (" One seed alone has no interval." if least == 1 else "")
 
 
 def _what(measure: Measure) -> str:
@@ -122,7 +124,8 @@ def _cell(axis: Axes, numbers: Numbers, *, place: int) -> None:
         return
     values = [value for _, value in sorted(numbers.items())]
     estimate = statistics.estimate(values)
-    axis.plot(values, [place] * len(values), "o", color=SEED_COLOUR, markersize=2)
+    below = [place + BELOW] * len(values)
+    axis.plot(values, below, "o", color=SEED_COLOUR, markersize=2)
     half = 0.0
     if estimate.interval is not None:
         half = (estimate.interval.high - estimate.interval.low) / 2

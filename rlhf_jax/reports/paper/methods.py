@@ -8,25 +8,26 @@ from collections.abc import Sequence
 from rlhf_jax.reports.paper import tables
 from rlhf_jax.reports.paper.citations import Entry
 from rlhf_jax.reports.paper.latex import escaped
-from rlhf_jax.reports.paper.provenance import DIGEST, Record, told
+from rlhf_jax.reports.paper.provenance import DIGEST, Record, Values, told
 from rlhf_jax.sweeps.declaration import Sweep, word
-from rlhf_jax.sweeps.planned import Planned
+from rlhf_jax.sweeps.planned import SEED, Planned
 from rlhf_jax.sweeps.results import Results
 
 CITED = re.compile(r" ?\[@(\w+)\]")
+BREAKS = re.compile(r"(/|\\_)(?=\w)")
 NAMED = 6  # runs that are missing, told by name
 MINUTE, HOUR = 60.0, 3600.0  # seconds
 
 
-def missing(runs: Sequence[Planned]) -> str:
-    """What a partial sweep lacks, as " 7 of 10 runs are done; ..."; else nothing."""
+def missing(runs: Sequence[Planned]) -> tuple[str, str]:
+    """Of a partial sweep the note for a caption, and the runs left; else nothing."""
     left = [run.name for run in runs if not run.done]
     if not left:
-        return ""
-    more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        return "", ""
+    more = f"; and {len(left) - NAMED} more" if len(left) > NAMED else ""
     return (
-        f" Partial: {len(runs) - len(left)} of {len(runs)} runs are done, without "
-        f"{'; '.join(left[:NAMED])}{more}."
+        f" Partial: {len(runs) - len(left)} of {len(runs)} runs are done.",
+        f" Not done: {'; '.join(left[:NAMED])}{more}.",
     )
 
 
@@ -41,12 +42,12 @@ def paragraph(
     """The paragraph as Markdown, with citations as [@key]."""
     sentences = [
         _design(sweep, records),
-        missing(runs).strip(),
-        *_origin(records),
+        "".join(missing(runs)).strip(),
+        *_origin(sweep, records),
         *_versions(records),
         _time(records),
-        "Means over seeds have 95% intervals of Student's t, and differences and "
-        "claims are taken seed by seed, between runs with equal prompts and keys.",
+        "Means over seeds have 95% Student's t intervals; differences and claims are "
+        "paired by seed.",
         _answers(of),
         _methods(cited),
     ]
@@ -54,10 +55,12 @@ def paragraph(
 
 
 def as_latex(text: str) -> str:
-    """The paragraph as LaTeX, with \\cite."""
+    """The paragraph as LaTeX, with \\cite, and paths that may be broken."""
     parts = CITED.split(text)  # texts, and between them the keys
     return "".join(
-        f"~\\cite{{{part}}}" if number % 2 else escaped(part)
+        f"~\\cite{{{part}}}"
+        if number % 2
+        else BREAKS.sub(r"\1\\allowbreak{}", escaped(part))
         for number, part in enumerate(parts)
     )
 
@@ -79,7 +82,7 @@ def _design(sweep: Sweep, records: Sequence[Record]) -> str:
     shared = _options(sweep, records)
     asked = f" Every run has {shared}." if shared else ""
     return (
-        f"The sweep runs {' and '.join(programs)} in {cells}, each from seeds {seeds}."
+        f"The sweep runs {' and '.join(programs)} in {cells}, from seeds {seeds}."
         f"{_labels(sweep)}{asked} Other options are those of each run's config.json."
     )
 
@@ -108,15 +111,24 @@ def _options(sweep: Sweep, records: Sequence[Record]) -> str:
     shown = []
     for name in sweep.options:
         values = [(one.run, one.option(name)) for one in records]
-        apart = name == "model" or {value for _, value in values} <= told_apart
-        if not apart:
-            shown.append(f"{name} = {told(values) or 'not recorded'}")
+        if name != "model" and not {value for _, value in values} <= told_apart:
+            shown.append(f"{name} = {_option(sweep, name, values)}")
     return ", ".join(shown)
 
 
-def _origin(records: Sequence[Record]) -> list[str]:
+def _option(sweep: Sweep, name: str, values: Values) -> str | None:
+    """An option of all runs, as the sweep has it where they differ by {seed} alone."""
+    asked = str(sweep.options.get(name))
+    if SEED in asked and all(
+        value == asked.replace(SEED, str(run.seed)) for run, value in values
+    ):
+        return asked
+    return told(values, all_in="each run's config.json")
+
+
+def _origin(sweep: Sweep, records: Sequence[Record]) -> list[str]:
     """Model, data and their digests."""
-    model = told([(record.run, record.model) for record in records])
+    model = _option(sweep, "model", [(one.run, one.model) for one in records])
     data = told([(record.run, record.data) for record in records])
     digests = []
     for name in dict.fromkeys(name for one in records for name in one.digests):
@@ -124,7 +136,7 @@ def _origin(records: Sequence[Record]) -> list[str]:
         digests.append(f"{name} {shown}")
     reference = told([(one.run, _short(one.fingerprint)) for one in records])
     return [
-        f"The model trained is {model}." if model else "No config names a model.",
+        f"Model: {model}." if model else "No config names a model.",
         f"Data: {data}." if data else "No receipt of data (data.json) is there.",
         f"SHA-256 of the data as read: {', '.join(digests)}."
         if digests
@@ -168,11 +180,10 @@ def _time(records: Sequence[Record]) -> str:
     if not timed:
         return "No run has timings."
     without = len(records) - len(timed)
-    note = f", without {without} that have no timings" if without else ""
+    note = f" ({without} have no timings)" if without else ""
     return (
-        f"The steps of {len(timed)} runs took {_duration(sum(timed))} in all{note}, "
-        f"and those of the longest run {_duration(max(timed))}; time outside of steps "
-        f"is not in it."
+        f"Steps took {_duration(sum(timed))} over all runs{note}, at most "
+        f"{_duration(max(timed))} per run; time outside of steps is not counted."
     )
 
 
@@ -197,4 +208,4 @@ def _answers(of: Results) -> str:
 
 def _methods(cited: Sequence[Entry]) -> str:
     shown = [f"{one.name} [@{one.key}]" for one in cited if one.name]
-    return f"Methods by the options of the runs: {', '.join(shown)}." if shown else ""
+    return f"By their options, the runs use {', '.join(shown)}." if shown else ""

@@ -22,6 +22,7 @@ from rlhf_jax.sweeps.planned import Planned
 MODELS = ("start.model", "model")  # of trainers, and of programs that name one
 DIGEST = 12  # digits of a digest in a text; runs.csv has all
 FEW = 4  # values that a sentence tells one by one
+Values = Sequence[tuple[Planned, str | None]]  # of runs; None is not recorded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +115,10 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-def told(values: Sequence[tuple[Planned, str | None]]) -> str | None:
+def told(values: Values, *, all_in: str = "runs.csv") -> str | None:
     """What runs have: one value, or each with the runs that have it.
+
+    More than FEW values are counted, and `all_in` names the file that has them.
 
     Returns:
       None where no run has any.
@@ -128,7 +131,7 @@ def told(values: Sequence[tuple[Planned, str | None]]) -> str | None:
     if len(groups) == 1:
         return next(str(value) for value in groups)
     if len(groups) > FEW:
-        return f"{len(groups)} values, which runs.csv has"
+        return f"{len(groups)} different values, which are in {all_in}"
     runs = [run for run, _ in values]
     return "; ".join(
         f"{'not recorded' if value is None else value} ({_where(some, runs)})"

@@ -16,7 +16,7 @@ from rlhf_jax.sweeps.declaration import Cell, Sweep, short, word
 from rlhf_jax.sweeps.results import Results
 from rlhf_jax.sweeps.statistics import Interval
 
-INTERVALS = "mean over seeds ± half of its 95% interval of Student's t"
+INTERVALS = "mean over seeds ± half-width of its 95% Student's t interval"
 OPEN = "not enough seeds"
 NONE = "—"
 WIDE = 64  # characters, beyond which a table takes both columns of a page
@@ -159,8 +159,8 @@ def _differences(sweep: Sweep, of: Results, *, note: str) -> Table:
         for measure, of_cells in of.values.items()
     }
     caption = (
-        f"Differences to {first.name}, seed by seed: {INTERVALS}, over seeds that both "
-        f"have.{note}"
+        f"Differences from {first.name}, paired by seed: {INTERVALS}, over the seeds "
+        f"that both cells have.{note}"
     )
     return _estimates("differences", caption, sweep, of=less, cells=sweep.cells[1:])
 
@@ -209,10 +209,10 @@ def _claims(of: Results, *, note: str) -> Table:
             [name, claim, answered.answer, answered.seeds, mean, low, high, count]
         )
     caption = (
-        f"Claims: the side that a claim has larger less the other, seed by seed, "
-        f"{INTERVALS}. A claim is answered where the interval leaves 0 out. Of open "
-        f"ones the last column has the seeds whose interval would, if mean and spread "
-        f"stay as they are.{note}"
+        f"Claims. A difference is the side claimed to be larger minus the other one, "
+        f"paired by seed: {INTERVALS}. A claim is answered where the interval excludes "
+        f"0. For open claims the last column has the number of seeds whose interval "
+        f"would exclude it at the mean and spread seen.{note}"
     )
     return Table(
         "claims",

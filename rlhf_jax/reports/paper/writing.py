@@ -43,24 +43,17 @@ def check(out: Path) -> None:
 def write(
     out: Path, sweep: Sweep, runs: Sequence[Planned], of: Results, *, width: float
 ) -> list[str]:
-    """Writes everything, over the files of an earlier paper.
+    """Writes everything, of one run or more, over the files of an earlier paper.
 
     Returns:
       Files of tables/ and figures/ that this sweep does not make: an earlier one's.
 
     Raises:
-      InputError: no run is done, or a file of one cannot be read.
+      InputError: a file of a run cannot be read.
       WriteError: a file cannot be written.
     """
-    done = [run for run in runs if run.done]
-    if not done or not sweep.measures:
-        raise InputError(
-            f"expected a sweep with measures and a run that is done, got "
-            f"{len(sweep.measures)} measures and {len(done)} of {len(runs)} runs done; "
-            f"give the command of the sweep first"
-        )
-    records = [provenance.read(run) for run in done]
-    note = methods.missing(runs)
+    records = [provenance.read(run) for run in runs if run.done]
+    note, left = methods.missing(runs)
     all_tables = tables.all_tables(sweep, of, note=note)
     drawn = figures.of_measures(sweep, of, width=width, note=note)
     cited = citations.cited(records)
@@ -80,7 +73,7 @@ def write(
         }
     files |= {f"figures/{one.name}.tex": one.latex() for one in drawn}
     files["example.tex"] = _example([one for one in files if one.endswith(".tex")])
-    files = {"README.md": _readme(note)} | files  # first: it marks the folder
+    files = {"README.md": _readme(note + left)} | files  # first: it marks the folder
     with write_errors.writing(out):
         for place in (out / "tables", out / "figures"):
             place.mkdir(parents=True, exist_ok=True)
