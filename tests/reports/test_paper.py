@@ -512,7 +512,7 @@ def test_a_figure_has_every_seed_and_the_interval(tmp_path):
     assert [label.get_text() for label in axis.get_yticklabels()] == [
         *("0, k1", "0, k3", "0.2, k1", "0.2, k3")
     ]
-    assert axis.get_ylabel() == "kl_coef, value_estimator"
+    assert drawn.figure.get_suptitle() == "kl_coef, value_estimator"
     assert axis.lines[0].get_xdata().tolist() == [80.0, 81.0, 82.0]
     ((bar,),) = (part for part in axis.containers[0][2:] if part)
     low, high = bar.get_segments()[0][:, 0]
@@ -521,6 +521,27 @@ def test_a_figure_has_every_seed_and_the_interval(tmp_path):
         "kl_end, policy.kl of summary.json, of each cell (kl_coef, value_estimator): "
         "the mean over 3 seeds with its 95% Student's t interval; small dots are seeds."
     )
+
+
+def test_nothing_is_cut_off_a_figure(tmp_path):
+    """Names and labels are within the figure, long ones and $ too."""
+    how = [f"the {n}th label of many words that says what it is $x$" for n in range(3)]
+    grid = {"an_option_with_a_long_name": how, "another_option_of_the_grid": [0.25]}
+    fields = FIELDS | {"grid": grid, "claims": {}, "trainer": "ppo"}
+    sweep = declaration.declared(fields, source="file")
+    numbers = {cell: {0: 1.0, 1: 3.0} for cell in sweep.cells}
+    of = results.Results({"score": numbers, "kl_end": {}}, [], {})
+    [drawn] = figures.of_measures(sweep, of, width=3.25, note="")
+    drawn.save(tmp_path)
+    figure, axis = drawn.figure, drawn.figure.axes[0]
+    for text in (*axis.get_yticklabels(), axis.xaxis.label, *figure.texts):
+        box = text.get_window_extent()
+        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
+    assert axis.get_position().width > 0.3
+    boxes = sorted(text.get_window_extent().y0 for text in axis.get_yticklabels())
+    heights = [text.get_window_extent().height for text in axis.get_yticklabels()]
+    assert min(np.diff(boxes)) > max(heights)  # labels do not overlap
 
 
 @pytest.mark.parametrize(

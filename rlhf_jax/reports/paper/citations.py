@@ -26,7 +26,11 @@ class Entry(NamedTuple):
 
 def entries() -> list[Entry]:
     """All entries of references.bib, in the order of the file."""
-    text = resources.files(__package__).joinpath("references.bib").read_text("utf-8")
+    text = (
+        resources.files("rlhf_jax.reports.paper")
+        .joinpath("references.bib")
+        .read_text("utf-8")
+    )
     found = []
     for comment, bibtex, key in BLOCK.findall(text):
         name, *rules = (part.strip() for part in comment.split("|"))

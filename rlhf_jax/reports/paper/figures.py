@@ -6,7 +6,8 @@ Equal sweeps have equal files: PDF and SVG are written without a date.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_jax.reports import glossary
 from rlhf_jax.reports.paper import tables
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 7,
     "axes.linewidth": 0.6,
     "pdf.fonttype": 42,  # publishers refuse Type 3
     "svg.hashsalt": "rlhf_jax",
 }
 METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-PER_CELL, AROUND = 0.21, 0.55  # inches of height
+PER_CELL, PER_LINE, AROUND = 0.21, 0.12, 0.75  # inches of height
+LONG, WIDE = 28, 56  # characters of a line beside the axis, and above it
 BELOW = 0.28  # of a cell's height, from a mean to its seeds
 COLOUR, SEED_COLOUR = "#1f4e79", "#7f9db9"
 
@@ -102,15 +104,17 @@ def _what(measure: Measure) -> str:
 def _figure(name: str, sweep: Sweep, of: Results, *, width: float) -> Figure:
     from matplotlib.figure import Figure
 
-    height = AROUND + PER_CELL * len(sweep.cells)
+    shown = [_plain(fill(", ".join(tables.labels(one)), LONG)) for one in sweep.cells]
+    lines = max(label.count("\n") + 1 for label in shown)
+    height = AROUND + len(shown) * max(PER_CELL, PER_LINE * lines)
     figure = Figure(figsize=(width, height), layout="constrained")
     axis = figure.subplots()
     for place, cell in enumerate(sweep.cells):
         _cell(axis, of.values[name][cell], place=place)
-    shown = [_plain(", ".join(tables.labels(cell))) for cell in sweep.cells]
     axis.set_yticks(range(len(shown)), shown)
     axis.set_ylim(len(shown) - 0.5, -0.5)
-    axis.set_ylabel(_plain(", ".join(tables.axes(sweep))))
+    names = _plain(", ".join(tables.axes(sweep)))
+    figure.suptitle(fill(names, WIDE), fontsize=STYLE["font.size"], x=0, ha="left")
     metric = sweep.measures[name].metric or ""
     unit = glossary.entry_of(metric, entries=glossary.read()).unit
     axis.set_xlabel(_plain(f"{name} [{unit}]" if unit else name))
