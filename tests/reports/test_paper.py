@@ -138,6 +138,8 @@ def test_tables_are_the_numbers_of_the_runs(tmp_path):
     kls = [row["value"] for row in every if row["measure"] == "kl_end"]
     assert kls == [repr(kl_of(cell, seed)) for cell in sweep.cells for seed in range(3)]
     assert len(every) == 2 * 12
+    of_runs = [float(row["value"]) for row in every if row["measure"] == "score"]
+    assert of_runs == pytest.approx(np.concatenate([*scores.values()]), rel=1e-15)
     less = [r for r in rows_of(out / "tables/differences.csv") if r["seeds"] == "3"]
     first, *others = scores.values()
     of_scores = [row for row in less if row["measure"] == "score"]
@@ -552,6 +554,7 @@ def test_nothing_is_cut_off_a_figure(tmp_path):
         (["bad"], "got: one that no sweep wrote: KeyError: 'trainer'"),
         (["sweep", "--out=full"], "an earlier paper, got notes.txt; give another"),
         (["sweep", "--out=sweep"], "an earlier paper, got runs, sweep.json; give"),
+        (["sweep", "--out=other"], "an earlier paper, got README.md; give another"),
         (["sweep", "--out=full/notes.txt"], "earlier paper, got a file; give another"),
         (["sweep", "--width=0"], "--width: expected a number of at least 1 and of at"),
     ],
@@ -564,6 +567,8 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, argv, message):
         (tmp_path / name / "sweep.json").write_text(text)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/README.md").write_text("# Mine")
     out = [] if "--out" in "".join(argv) else ["--out=paper"]
     with pytest.raises(SystemExit) as exit_:
         main.main(["paper", *argv, *out])
