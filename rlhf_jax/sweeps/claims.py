@@ -13,6 +13,7 @@ out if the 95% interval of the mean difference is above 0.
 from __future__ import annotations
 
 import ast
+import bisect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ Numbers = Mapping[int, float]  # {seed: value}
 Lookup = Callable[[str, Mapping[str, Value]], Numbers]
 Answer = Literal["yes", "no", "not enough seeds"]
 FEW = 3  # seeds
+MOST = 10**6  # seeds, beyond which nobody asks
 FORM = "MEASURE(OPTION=VALUE) > MEASURE(OPTION=VALUE), with +, -, * and numbers"
 
 
@@ -73,6 +75,39 @@ def _verdict(interval: Interval | None, *, seeds: int) -> Answer:
     if interval.low > 0:
         return "yes"
     return "no" if interval.high < 0 or equal else "not enough seeds"
+
+
+def seeds_needed(answered: Answered) -> int | None:
+    """With how many seeds an open claim would be answered, at the spread seen.
+
+    The least N whose t interval around the mean difference m leaves 0 out,
+
+        t(0.975, N - 1)·s/√N < |m|,
+
+    with m and the deviation s of the differences as they are. Differences that are all
+    equal are answered with FEW seeds. Where the true difference is m, about half of
+    the sweeps of N seeds are answered, as half of them see a smaller one: plan more.
+
+    Returns:
+      None with one seed or none, which has no spread, and beyond MOST, as with m = 0.
+
+    Source: Student 1908; on the half, Kupper & Hafner 1989, The American Statistician
+    43(2).
+    """
+    if answered.interval is None or answered.difference is None:
+        return None
+    half = (answered.interval.high - answered.interval.low) / 2
+    if half == 0:
+        return FEW
+    # Half-widths of a deviation of 1 fall with N; the one needed is below m/s.
+    deviation = half / statistics.half_width(1.0, seeds=answered.seeds)
+    counts = range(2, MOST + 1)
+    needed = bisect.bisect_right(
+        counts,
+        -abs(answered.difference) / deviation,
+        key=lambda n: -statistics.half_width(1.0, seeds=n),
+    )
+    return counts[needed] if needed < len(counts) else None
 
 
 def lookup_in(

@@ -60,7 +60,7 @@ class Cell:
         Of an option in a group the last part, unless another one ends with that.
         """
         shown = ",".join(
-            f"{short(name, among=dict(self.values))}={_word(value)}"
+            f"{short(name, among=dict(self.values))}={word(value)}"
             for name, value in self.values
         )
         return re.sub(r"[^\w.,=+-]", "-", shown) or "run"
@@ -247,8 +247,8 @@ def _cells(
                     f"grid, got {twice[0]} in {'both' if both else 'two'}; leave one "
                     f"of them out"
                 )
-            named.append((name, _hashable(value)))
-            options |= {field: _hashable(one) for field, one in own.items()}
+            named.append((name, hashable(value)))
+            options |= {field: hashable(one) for field, one in own.items()}
         cells.append(Cell(tuple(named), tuple(options.items())))
     names = [cell.name for cell in cells]
     for name in names:
@@ -299,16 +299,17 @@ def words(option: str, value: Value) -> list[str]:
         *groups, last = name.split(".")
         return [f"--{name}" if value else "--" + ".".join([*groups, f"no-{last}"])]
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [f"--{name}", *map(_word, value)]
-    return [f"--{name}={_word(value)}"]
+        return [f"--{name}", *map(word, value)]
+    return [f"--{name}={word(value)}"]
 
 
-def _hashable(value: Value) -> Value:
-    """Lists as tuples."""
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+def hashable(value: Value) -> Value:
+    """Lists, of any depth, as tuples."""
+    return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 
-def _word(value: Value) -> str:
+def word(value: Value) -> str:
+    """A value as a command line has it: 1.0 is 1."""
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         return str(int(value))
     return str(value)

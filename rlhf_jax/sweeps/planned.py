@@ -1,6 +1,6 @@
 """The runs of a sweep: their commands, their folders, and how far each has come.
 
-OUT/sweep.json                     what the sweep began with
+OUT/sweep.json                     what the sweep began with, and was last asked
 OUT/runs/kl_coef=0.05/seed_0/      a run folder like any other
 OUT/logs/kl_coef=0.05/seed_0.log   what it printed
 OUT/results.json                   see `results`
@@ -17,9 +17,18 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
-from rlhf_jax.sweeps.declaration import TRAINER, Cell, Sweep, words
+from rlhf_jax.sweeps.declaration import (
+    TRAINER,
+    Cell,
+    Measure,
+    Sweep,
+    Value,
+    hashable,
+    words,
+)
 
 BEGUN = "sweep.json"
+ASKED = "asked"  # in sweep.json: what the newest start of the sweep was asked
 SEED = "{seed}"  # in an option: the seed of the run stands there
 
 
@@ -115,6 +124,15 @@ def begin(sweep: Sweep, *, out: Path) -> None:
             | ({} if cell.trainer is None else {TRAINER: cell.trainer})
             for cell in sweep.cells
         },
+        ASKED: {
+            "question": sweep.question,
+            "seeds": sweep.seeds,
+            "cells": [dataclasses.asdict(cell) for cell in sweep.cells],
+            "measures": {
+                name: dataclasses.asdict(one) for name, one in sweep.measures.items()
+            },
+            "claims": dict(sweep.claims),
+        },
     }
     plan = json.loads(json.dumps(plan, default=str))  # tuples are lists, dates texts
     names = ["a file"] if out.exists() else []
@@ -150,6 +168,50 @@ def begin(sweep: Sweep, *, out: Path) -> None:
         )
     out.mkdir(parents=True, exist_ok=True)
     folder.write_json(path, plan)
+
+
+def begun(out: Path) -> Sweep:
+    """The sweep of a folder, as its newest start declared it, without `slurm`.
+
+    Raises:
+      InputError: the folder is no sweep's, or its sweep.json cannot be read.
+    """
+    path = out / BEGUN
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(plan, dict) and ASKED not in plan:
+            raise InputError(
+                f"{path}: expected the measures and claims of the sweep, got those of "
+                f"an older version, which kept none; give the command of the sweep "
+                f"again, which leaves runs that are done alone"
+            )
+        asked = plan[ASKED]
+        return Sweep(
+            question=asked["question"],
+            trainer=plan["trainer"],
+            program=tuple(plan["program"]),
+            seeds=tuple(asked["seeds"]),
+            options=plan["options"],
+            cells=tuple(
+                Cell(_pairs(one["values"]), _pairs(one["options"]), one["trainer"])
+                for one in asked["cells"]
+            ),
+            measures={name: Measure(**one) for name, one in asked["measures"].items()},
+            claims=asked["claims"],
+            slurm={},
+        )
+    except OSError as error:
+        got = str(error.strerror)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        got = f"one that no sweep wrote: {type(error).__name__}: {error}"
+    raise InputError(
+        f"{path}: expected the {BEGUN} of a sweep, got: {got}; give the --out of "
+        f"rlhf-jax sweep"
+    )
+
+
+def _pairs(pairs: list[list[Any]]) -> tuple[tuple[str, Value], ...]:
+    return tuple((name, hashable(value)) for name, value in pairs)
 
 
 def _difference(name: str, begun: Any, now: Any) -> str:

@@ -74,7 +74,7 @@ def as_json(sweep: Sweep, results: Results) -> dict[str, Any]:
                 name: {
                     "seeds": {str(seed): value for seed, value in of[cell].items()},
                     "estimate": _estimate(of[cell]),
-                    "less_first_cell": _estimate(_less(of[cell], of[first])),
+                    "less_first_cell": _estimate(less(of[cell], of[first])),
                 }
                 for name, of in results.values.items()
             }
@@ -103,7 +103,7 @@ def tell(sweep: Sweep, results: Results) -> None:
                 (
                     *(cell.name, str(len(of[cell]))),
                     *_means(of[cell]),
-                    "-" if not n else _means(_less(of[cell], of[sweep.cells[0]]))[0],
+                    "-" if not n else _means(less(of[cell], of[sweep.cells[0]]))[0],
                 )
                 for n, cell in enumerate(sweep.cells)
             ],
@@ -124,7 +124,7 @@ def tell(sweep: Sweep, results: Results) -> None:
         )
 
 
-def _less(values: Numbers, others: Numbers) -> Numbers:
+def less(values: Numbers, others: Numbers) -> Numbers:
     """Differences of the seeds that both have."""
     return {seed: one - others[seed] for seed, one in values.items() if seed in others}
 

@@ -71,6 +71,12 @@ def of_mean(values: Floats) -> Interval | None:
     return Interval(float(low), float(high))
 
 
+def half_width(deviation: float, *, seeds: int) -> float:
+    """Half of the t interval of a mean, t(0.975, n - 1)·s/√n, of two seeds or more."""
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1)
+    return float(quantile * deviation / np.sqrt(seeds))
+
+
 def of_iqm(values: Floats) -> Interval:
     """Percentile bootstrap interval of an interquartile mean; the same every time."""
     if np.ptp(values) == 0:

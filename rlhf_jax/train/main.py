@@ -60,6 +60,9 @@ COMPARE = {
     "report": Command(
         "report", "Runs on one page: curves, tokens by KL, and hacked rewards."
     ),
+    "paper": Command(
+        "paper", "A sweep as LaTeX: tables, figures, methods, and BibTeX."
+    ),
 }
 ASK = {
     "plan": Command(

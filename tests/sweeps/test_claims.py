@@ -1,6 +1,8 @@
 """Claims: what they compare, and when seeds bear them out."""
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.sweeps import claims, declaration
@@ -116,3 +118,39 @@ def test_differences_that_are_equal(differences, answer):
     numbers = dict(enumerate(differences))
     lookup = claims.lookup_in((cell,), {"gold": {cell: numbers}})
     assert claims.answer("gold(kl_coef=0) > 0", lookup=lookup).answer == answer
+
+
+def asked(values):
+    """The answer to a claim whose differences by seed are these."""
+    numbers = dict(enumerate(values))
+    return claims.answer("a() > 0", lookup=lambda name, settings: numbers)
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, -0.5], [3.0, 1.0, -1.5], [0.3, -1.2, 0.1, 0.4], [-5.0, 1.0, 1.0]]
+)
+def test_an_open_claim_is_answered_by_the_seeds_it_needs(values):
+    """By a search over n, of which n - 1 do not suffice."""
+    answered = asked(values)
+    assert answered.answer == "not enough seeds"
+    mean, deviation = abs(np.mean(values)), np.std(values, ddof=1)
+    least = next(
+        n
+        for n in range(2, 10**5)
+        if stats.t.ppf(0.975, n - 1) * deviation / np.sqrt(n) < mean
+    )
+    assert claims.seeds_needed(answered) == least > len(values)
+    # Seeds with that mean and deviation: t's interval leaves 0 out, and with one less
+    # it does not.
+    for count, verdict in ((least, {"yes", "no"}), (least - 1, {"not enough seeds"})):
+        drawn = np.random.default_rng(0).normal(size=count)
+        drawn = (drawn - drawn.mean()) / drawn.std(ddof=1)
+        assert asked(np.mean(values) + deviation * drawn).answer in verdict
+
+
+def test_seeds_that_nobody_knows():
+    assert claims.seeds_needed(asked([])) is None
+    assert claims.seeds_needed(asked([1.0])) is None  # one seed has no spread
+    assert claims.seeds_needed(asked([1.0, -1.0])) is None  # no number would do
+    assert claims.seeds_needed(asked([1e-5 + 1.0, 1e-5 - 1.0])) is None  # over MOST
+    assert claims.seeds_needed(asked([2.0, 2.0])) == claims.FEW

@@ -245,3 +245,23 @@ def test_a_folder_keeps_to_the_sweep_that_it_began_with(tmp_path):
     planned.begin(sweep, out=out)
     with pytest.raises(InputError, match=r"expected a folder of a sweep, or none, got"):
         planned.begin(sweep, out=out.parent)
+
+
+@pytest.mark.parametrize(
+    "trainer", ["ppo", ["ppo", {"label": "x", "trainer": "grpo", "group_size": 4}]]
+)
+def test_a_folder_has_the_sweep_that_was_asked_last(tmp_path, trainer):
+    fields = {
+        "trainer": trainer,
+        "options": {"lora": [1, 2]},
+        "grid": {"how": [{"label": "a", "modules": ["q", ["v"]]}, {"label": "b"}]},
+        "measures": {"kl": "objective/kl", "end": {"summary": "a.b"}},
+    }
+    claims = {"held": "kl(how='a') < kl(how='b')"}
+    for more in ({}, {"seeds": [1, 2], "claims": claims, "question": "Why?"}):
+        asked = declaration.declared(fields | more, source="file")
+        planned.begin(asked, out=tmp_path / "out")
+    begun = planned.begun(tmp_path / "out")
+    assert begun == asked
+    assert (begun.question, begun.seeds, begun.claims) == ("Why?", (1, 2), claims)
+    assert planned.runs_of(begun, out=tmp_path) == planned.runs_of(asked, out=tmp_path)

@@ -46,8 +46,23 @@ def recorded_configs(folder: Path) -> list[Recorded]:
     They are read as plain files, because the processes of orbax would wait for each
     other. A damaged snapshot is skipped: an attempt to restore it reports the damage.
     """
-    newest = map(_newest_config, sorted((folder / "snapshots").glob("*")))
-    return [recorded for recorded in newest if recorded is not None]
+    return [
+        Recorded(f"snapshot {step} of {stage}", meta["config"])
+        for stage, (step, meta) in newest_metas(folder).items()
+    ]
+
+
+def newest_metas(folder: Path) -> dict[str, tuple[int, Fields]]:
+    """{stage: (step, meta)} of each stage's newest snapshot that can be read.
+
+    A meta has the config, the versions, and digests of the data: `data_digest`,
+    `rows_digest` and so on.
+    """
+    newest = {
+        stage.name: _newest_meta(stage)
+        for stage in sorted((folder / "snapshots").glob("*"))
+    }
+    return {stage: meta for stage, meta in newest.items() if meta is not None}
 
 
 def newest(stage: Path) -> int:
@@ -59,13 +74,13 @@ def _steps(stage: Path) -> list[int]:
     return [int(path.name) for path in stage.glob("*") if path.name.isdecimal()]
 
 
-def _newest_config(stage: Path) -> Recorded | None:
+def _newest_meta(stage: Path) -> tuple[int, Fields] | None:
     for step in sorted(_steps(stage), reverse=True):
         meta = stage / str(step) / "meta" / "metadata"
         with contextlib.suppress(OSError, ValueError):
             match json.loads(meta.read_bytes()):
-                case {"config": dict() as config}:
-                    return Recorded(f"snapshot {step} of {stage.name}", config)
+                case {"config": dict()} as meta:
+                    return step, meta
     return None
 
 

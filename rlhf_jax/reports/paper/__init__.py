@@ -1,0 +1,1 @@
+"""A sweep as a paper takes it: tables, figures, a methods paragraph, BibTeX."""

@@ -1,0 +1,150 @@
+"""Figures of a sweep at a column's width: every seed, means, and their intervals.
+
+Equal sweeps have equal files: PDF and SVG are written without a date.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_jax.reports import glossary
+from rlhf_jax.reports.paper import tables
+from rlhf_jax.reports.paper.latex import escaped
+from rlhf_jax.runs import write_errors
+from rlhf_jax.sweeps import statistics
+from rlhf_jax.sweeps.claims import Numbers
+from rlhf_jax.sweeps.declaration import Measure, Sweep
+from rlhf_jax.sweeps.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STYLE: dict[Any, Any] = {
+    "font.size": 7,
+    "axes.linewidth": 0.6,
+    "pdf.fonttype": 42,  # publishers refuse Type 3
+    "svg.hashsalt": "rlhf_jax",
+}
+METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+PER_CELL, PER_LINE, AROUND = 0.21, 0.12, 0.75  # inches of height
+LONG, WIDE = 28, 56  # characters of a line beside the axis, and above it
+BELOW = 0.28  # of a cell's height, from a mean to its seeds
+COLOUR, SEED_COLOUR = "#1f4e79", "#7f9db9"
+
+
+class Drawn(NamedTuple):
+    """A figure and its caption."""
+
+    name: str
+    caption: str
+    figure: Figure
+
+    def save(self, folder: Path) -> None:
+        """Writes NAME.pdf and NAME.svg.
+
+        Raises:
+          WriteError: they cannot be written.
+        """
+        from matplotlib import rc_context
+
+        for kind, metadata in METADATA.items():
+            path = folder / f"{self.name}.{kind}"
+            with rc_context(STYLE), write_errors.writing(path):
+                self.figure.savefig(path, metadata=metadata)
+
+    def latex(self) -> str:
+        """A float that shows the PDF."""
+        return (
+            "\\begin{figure}\n  \\centering\n"
+            f"  \\includegraphics[width=\\columnwidth]{{figures/{self.name}.pdf}}\n"
+            f"  \\caption{{{escaped(self.caption)}}}\n"
+            f"  \\label{{fig:{self.name}}}\n\\end{{figure}}\n"
+        )
+
+
+def of_measures(sweep: Sweep, of: Results, *, width: float, note: str) -> list[Drawn]:
+    """A figure of each measure that some run has; `note` says what is missing."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        return [
+            Drawn(
+                name,
+                _caption(name, sweep, of) + note,
+                _figure(name, sweep, of, width=width),
+            )
+            for name, of_cells in of.values.items()
+            if any(of_cells.values())
+        ]
+
+
+def _caption(name: str, sweep: Sweep, of: Results) -> str:
+    counts = [len(seeds) for seeds in of.values[name].values() if seeds]
+    least, most = min(counts), max(counts)
+    seeds = f"{most} seeds" if least == most else f"{least} to {most} seeds"
+    text = (
+        f"{name}, {_what(sweep.measures[name])}, of each cell "
+        f"({', '.join(tables.axes(sweep))}): the mean over "
+        f"{'1 seed' if most == 1 else seeds} with its 95% Student's t interval; small "
+        f"dots are seeds."
+    )
+    return text + (" One seed alone has no interval." if least == 1 else "")
+
+
+def _what(measure: Measure) -> str:
+    if measure.summary is not None:
+        return f"{measure.summary} of summary.json"
+    rows = "last row" if measure.last == 1 else f"mean of the last {measure.last} rows"
+    return f"{measure.metric}, {rows}"
+
+
+def _figure(name: str, sweep: Sweep, of: Results, *, width: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    shown = [_plain(fill(", ".join(tables.labels(one)), LONG)) for one in sweep.cells]
+    lines = max(label.count("\n") + 1 for label in shown)
+    height = AROUND + len(shown) * max(PER_CELL, PER_LINE * lines)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axis = figure.subplots()
+    for place, cell in enumerate(sweep.cells):
+        _cell(axis, of.values[name][cell], place=place)
+    axis.set_yticks(range(len(shown)), shown)
+    axis.set_ylim(len(shown) - 0.5, -0.5)
+    names = _plain(", ".join(tables.axes(sweep)))
+    figure.suptitle(fill(names, WIDE), fontsize=STYLE["font.size"], x=0, ha="left")
+    metric = sweep.measures[name].metric or ""
+    unit = glossary.entry_of(metric, entries=glossary.read()).unit
+    axis.set_xlabel(_plain(f"{name} [{unit}]" if unit else name))
+    axis.grid(axis="x", alpha=0.25, linewidth=0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _cell(axis: Axes, numbers: Numbers, *, place: int) -> None:
+    if not numbers:
+        return
+    values = [value for _, value in sorted(numbers.items())]
+    estimate = statistics.estimate(values)
+    below = [place + BELOW] * len(values)
+    axis.plot(values, below, "o", color=SEED_COLOUR, markersize=2)
+    half = 0.0
+    if estimate.interval is not None:
+        half = (estimate.interval.high - estimate.interval.low) / 2
+    axis.errorbar(
+        estimate.mean,
+        place,
+        xerr=half or None,
+        fmt="D",
+        color=COLOUR,
+        markersize=3,
+        linewidth=1,
+        capsize=2,
+    )
+
+
+def _plain(text: str) -> str:
+    """Text in which matplotlib sees no formula."""
+    return text.replace("$", r"\$")

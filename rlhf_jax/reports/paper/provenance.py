@@ -1,0 +1,157 @@
+"""What the folders of runs say of themselves: models, data, versions, time.
+
+Nothing is taken from the machine that this runs on. What a folder does not have is
+None, and is said to be missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.reports import grouping
+from rlhf_jax.runs import folder, metrics, receipt
+from rlhf_jax.runs.metrics import finite
+from rlhf_jax.runs.snapshots import resume
+from rlhf_jax.sweeps.planned import Planned
+
+MODELS = ("start.model", "model")  # of trainers, and of programs that name one
+DIGEST = 12  # digits of a digest in a text; runs.csv has all
+FEW = 4  # values that a sentence tells one by one
+Values = Sequence[tuple[Planned, str | None]]  # of runs; None is not recorded
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What one run has left of how it came about."""
+
+    run: Planned
+    options: Mapping[str, Any]  # by the names of config.json, "start.model"
+    versions: Mapping[str, str]
+    sources: Sequence[Mapping[str, Any]]  # of data.json
+    digests: Mapping[str, str]  # of the data, by stage and name
+    fingerprint: str | None  # of the reference
+    seconds: float | None  # of its steps
+
+    @property
+    def model(self) -> str | None:
+        """The model that it started from."""
+        named = [self.options[name] for name in MODELS if name in self.options]
+        return str(named[0]) if named and named[0] is not None else None
+
+    def option(self, name: str) -> str | None:
+        """An option as config.json has it, by the last parts of its name.
+
+        Of a choice with options of its own, which has parts there, as it was asked.
+        """
+        known = [one for one in self.options if f".{one}".endswith(f".{name}")]
+        if len(known) == 1:
+            return grouping.shown(self.options[known[0]])
+        start = f"--{name.replace('_', '-')}="
+        asked = [one for one in self.run.options if one.startswith(start)]
+        return asked[0].removeprefix(start) if asked else None
+
+    @property
+    def data(self) -> str | None:
+        """Its sources, with how many of their rows were used."""
+        shown = [
+            f"{one['source']} ({one['name']}, {one['used']:,} of {one['read']:,} "
+            f"{one['called']})"
+            for one in self.sources
+        ]
+        return ", ".join(shown) or None
+
+    def columns(self) -> dict[str, Any]:
+        """Its row of runs.csv."""
+        return {
+            "cell": self.run.cell.name,
+            "seed": self.run.seed,
+            "model": self.model,
+            "data": self.data,
+            **{f"sha256 of {name}": value for name, value in self.digests.items()},
+            "reference fingerprint": self.fingerprint,
+            "seconds": self.seconds,
+            **self.versions,
+        }
+
+
+def read(run: Planned) -> Record:
+    """The record of a run that is done.
+
+    Raises:
+      InputError: summary.json, metrics.jsonl or timings.jsonl is not what runs write.
+    """
+    config, data = (_read(run.folder / name) for name in (folder.CONFIG, receipt.NAME))
+    timed = metrics.read(run.folder / "timings.jsonl")
+    fingerprint = folder.read_summary(run.folder).get("reference_fingerprint")
+    return Record(
+        run=run,
+        options=resume.flat(config.get("config") or {}),
+        versions=config.get("versions") or {},
+        sources=data.get("sources") or [],
+        digests={
+            f"{stage} {name.removesuffix('_digest')}": value
+            for stage, (_, meta) in resume.newest_metas(run.folder).items()
+            for name, value in meta.items()
+            if name.endswith("_digest")
+        },
+        fingerprint=fingerprint if isinstance(fingerprint, str) else None,
+        seconds=sum(finite(row.get("seconds")) or 0.0 for row in timed)
+        if timed
+        else None,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An object of JSON; empty where there is none, as of a program of one's own."""
+    with contextlib.suppress(OSError, ValueError):
+        match json.loads(path.read_text(encoding="utf-8")):
+            case dict() as fields:
+                return fields
+    return {}
+
+
+def told(values: Values, *, all_in: str = "runs.csv") -> str | None:
+    """What runs have: one value, or each with the runs that have it.
+
+    More than FEW values are counted, and `all_in` names the file that has them.
+
+    Returns:
+      None where no run has any.
+    """
+    groups: dict[str | None, list[Planned]] = {}
+    for run, value in values:
+        groups.setdefault(value, []).append(run)
+    if set(groups) <= {None}:
+        return None
+    if len(groups) == 1:
+        return next(str(value) for value in groups)
+    if len(groups) > FEW:
+        return f"{len(groups)} different values, which are in {all_in}"
+    runs = [run for run, _ in values]
+    return "; ".join(
+        f"{'not recorded' if value is None else value} ({_where(some, runs)})"
+        for value, some in groups.items()
+    )
+
+
+def _where(some: Sequence[Planned], runs: Sequence[Planned]) -> str:
+    """Which of the runs these are: all of some seeds, all of some cells, or a count."""
+    seeds = sorted({run.seed for run in some})
+    cells = list(dict.fromkeys(run.cell.name for run in some))
+    if len(some) == sum(run.seed in seeds for run in runs):
+        return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    if len(some) == sum(run.cell.name in cells for run in runs) and len(cells) <= FEW:
+        return " and ".join(cells)
+    return f"{len(some)} of {len(runs)} runs"
+
+
+def table(records: Sequence[Record]) -> tuple[list[str], list[list[Any]]]:
+    """Header and rows of runs.csv: every run that is done, and where it comes from."""
+    rows = [record.columns() for record in records]
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    return header, [[row.get(name) for name in header] for row in rows]

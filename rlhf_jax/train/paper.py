@@ -1,0 +1,98 @@
+"""A sweep as a paper takes it: tables, figures, a methods paragraph and BibTeX.
+
+    rlhf-jax paper runs/sweep --out paper
+    rlhf-jax paper runs/sweep --out paper --width 5.5
+
+SWEEP is the folder of `rlhf-jax sweep --out`, of which some runs may still be missing:
+tables say so. OUT has tables as CSV, Markdown and LaTeX, figures as PDF and SVG with
+captions, methods.tex, references.bib, and example.tex, which compiles all of it. Equal
+sweeps give equal files, and the command again replaces those of an earlier paper.
+
+What the methods say is read from the run folders, and what these lack is said. For each
+claim that is open the table has the seeds that would answer it at the spread seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.reports.paper import writing
+from rlhf_jax.sweeps import planned, results
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of `rlhf-jax paper`."""
+
+    sweep: tyro.conf.Positional[Path]
+    """Folder of the sweep."""
+    out: Path
+    """Folder to write, absent, empty or an earlier paper's."""
+    width: float = 3.25
+    """Width of figures, that of a column, inches."""
+
+    def check(self) -> None:
+        """What is out of range, in one line and not in the parser's box.
+
+        Raises:
+          InputError: the width is none of a page.
+        """
+        checks.within(
+            least=1,
+            most=20,
+            advice="a column of two is 3.25 wide",
+            **{"--width": self.width},
+        )
+
+
+def main(options: Config) -> None:
+    """Runs `rlhf-jax paper` with its options.
+
+    Raises:
+      InputError: the folder is no sweep's, no run of it is done, or --out holds
+        something else.
+      WriteError: a file cannot be written.
+    """
+    options.check()
+    sweep = planned.begun(options.sweep)
+    writing.check(options.out)
+    runs = planned.runs_of(sweep, out=options.sweep)
+    done = sum(run.done for run in runs)
+    if not done or not sweep.measures:
+        raise InputError(
+            f"{options.sweep}: expected a sweep with measures, and a run that is done, "
+            f"got {len(sweep.measures)} measures and {done} of {len(runs)} runs done; "
+            f"see to the file of the sweep, and give its command again"
+        )
+    of_runs = results.collected(sweep, runs)
+    for line in of_runs.absent:
+        print(f"warning: {line}", file=sys.stderr)
+    left = writing.write(options.out, sweep, runs, of_runs, width=options.width)
+    answers = [answered.answer for _, answered in of_runs.answers.values()]
+    open_ = answers.count("not enough seeds")
+    counts = {"measure": len(of_runs.values), "claim": len(answers)}
+    shown = [f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items()]
+    print(
+        f"{done} of {len(runs)} runs, {', '.join(shown)} ({open_} open), in "
+        f"{options.out}"
+    )
+    if left:
+        print(f"of an earlier paper, and not replaced: {', '.join(left)}")
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax paper`: from a command line to a folder."""
+    options: Any = tyro.cli(
+        Config, prog="rlhf-jax paper", description=__doc__, args=argv
+    )
+    jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them
+    main(options)
