@@ -80,6 +80,7 @@ EXTEND = {
     ),
 }
 COMMANDS = TRAINERS | COMPARE | ASK | EXTEND
+COMPLETION = "--tyro-write-completion"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -93,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     name, *options = argv
     try:
-        if name in COMMANDS:
+        if name == COMPLETION:
+            write_completion(argv)
+        elif name in COMMANDS:
             COMMANDS[name].load().command(options)
         elif name in (others := entry_points.names("commands")):
             entry_points.load(name, group="commands")(options)
@@ -110,6 +113,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     except StopError as error:
         print(f"stopped: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def write_completion(argv: Sequence[str]) -> None:
+    """`rlhf-jax --tyro-write-completion bash FILE`: for a shell; loads all commands."""
+    from rlhf_jax.train.queries import completion
+
+    options = {name: row.load().Config for name, row in (TRAINERS | COMPARE).items()}
+    bare = dict.fromkeys(COMMANDS, completion.Bare)
+    completion.write(argv, commands=bare | options)
 
 
 def usage() -> str:

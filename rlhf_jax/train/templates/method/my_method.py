@@ -20,7 +20,7 @@ class Method(REINFORCE):
         """Every response token has the advantage 1, 0 or -1."""
         experience, stats = super().experience(scored, kl_coef=kl_coef)
         signs = jnp.sign(experience.advantages)
-        return experience.replace(advantages=signs), stats
+        return dataclasses.replace(experience, advantages=signs), stats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
