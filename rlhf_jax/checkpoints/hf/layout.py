@@ -80,7 +80,7 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
                 f"{name} with {feature} ({option}), which is not supported; use a "
                 f"checkpoint without, of {', '.join(FAMILIES)}"
             )
-    if name not in FAMILIES:
+    if name is None or name not in FAMILIES:
         code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
         raise InputError(
             f"{CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "
