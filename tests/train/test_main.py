@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import types
 
 import pytest
 from places import FIXTURES, ROOT
@@ -12,6 +13,7 @@ from places import FIXTURES, ROOT
 import rlhf_jax
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.inspection import token_kl
+from rlhf_jax.runs import command_line
 from rlhf_jax.train import main
 
 
@@ -94,6 +96,17 @@ def test_the_module_is_the_console_script():
     command = [sys.executable, "-m", "rlhf_jax"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == f"{main.usage()}\n"
+
+
+@pytest.mark.parametrize(
+    "script", ["bin/rlhf-jax", "rlhf_jax/__main__.py", "rlhf_jax/train/main.py"]
+)
+def test_how_a_run_goes_on_names_the_command(script, tmp_path, monkeypatch):
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(sys, "argv", [script, "ppo"])
+    message = command_line.go_on(types.SimpleNamespace(out=tmp_path))
+    config = tmp_path / "config.json"
+    assert message == f"go on with\n  rlhf-jax ppo --config {config} --resume"
 
 
 def test_texts_name_commands_that_there_are():
