@@ -1,6 +1,8 @@
 """An algorithm that the library does not have: REINFORCE with a moving baseline.
 
-    python experiments/new_algorithm.py --out runs/reinforce
+    python new_algorithm.py --out runs/reinforce
+
+It needs the installed package alone: copy it anywhere, and change it.
 
     ∇J = E[(R - b) ∇ log π(y|x)],  R = score(x, y) - kl_coef · Σ_t k1_t,  b = mean of R
 
@@ -8,7 +10,7 @@ The whole of it is `learn` below, which takes a `Scored` batch and makes an upda
 its own, without `PolicyGradient`. A model that knows nothing learns to say words of
 praise while the KL holds it near where it began. 2 laptop cores, 20 seconds: the score
 of a response (its words' grades, praise above 0, blame below) rises from 0 to 10.5 -
-10.9 over seeds 0 to 2, at 6 nats of KL.
+11.1 over seeds 0 to 2, at 6.5 nats of KL.
 """
 
 from __future__ import annotations
@@ -20,9 +22,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from worlds import reviews
 
 from rlhf_jax import config, decoder, frozen, masked, policy
 from rlhf_jax.algorithms.batch import Prompts, Rollout
@@ -36,8 +36,11 @@ from rlhf_jax.runs import command_line, folder, metrics, plots, report, run, run
 Array = jax.Array
 NEW_TOKENS = 12
 SHOWN = ("objective/scores", "objective/kl", "objective/rlhf_reward")
-STOP_IDS = (reviews.EOS_ID,)
-GRADES = np.array([reviews.GRADES.get(w, 0) for w in reviews.VOCABULARY], np.float32)
+PAD_ID, STOP_IDS = 0, (1,)
+PRODUCTS = ("kettle", "pan", "mug", "pot", "phone", "laptop", "camera", "radio")
+GRADES = {"superb": 2, "good": 1, "sturdy": 1, "dull": -1, "weak": -1, "awful": -2}
+WORDS = ("<pad>", "<eos>", "the", "is", "and", "very", *PRODUCTS, *GRADES)
+PROMPTS = [[WORDS.index(word) for word in ("the", product)] for product in PRODUCTS]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class Learner:
 
 def praise(answered: Rollout) -> Array:
     """f32[B]: the sum of the words' grades."""
-    grades = jnp.asarray(GRADES)[answered.tokens]
+    grades = jnp.float32([GRADES.get(word, 0) for word in WORDS])[answered.tokens]
     return masked.masked_sum(grades, mask=answered.response_mask, axis=1)
 
 
@@ -135,13 +138,13 @@ def learn(
 
 def main(options: Config) -> None:
     prompts = batches.prompt_batches(
-        [reviews.encode(prompt) for prompt in reviews.TRAIN_PROMPTS],
+        PROMPTS,
         batch_size=options.batch_size,
         seed=options.seed,
-        pad_id=reviews.PAD_ID,
+        pad_id=PAD_ID,
     )
     model = config.gpt2(
-        vocab_size=len(reviews.VOCABULARY),
+        vocab_size=len(WORDS),
         hidden_size=64,
         num_layers=1,
         num_heads=4,

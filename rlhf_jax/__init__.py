@@ -52,6 +52,7 @@ PACKAGES = (
     "algorithms",
     "devices",
     "runs",
+    "extensions",
     "data",
     "checkpoints",
     "verification",

@@ -19,7 +19,8 @@ MODULES = {
         ".__init__"
     ): file
     for file in FILES
-    if file != PACKAGE / "__init__.py"
+    # Neither the front door, `python -m rlhf_jax`, nor what `rlhf-jax new` copies.
+    if file.parent != PACKAGE and "templates" not in file.parts
 }
 PURE = [
     module

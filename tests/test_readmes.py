@@ -306,6 +306,8 @@ def test_one_version_everywhere():
     assert citation["cff-version"] == "1.2.0"
     assert citation["license"] == project["license"]
     assert all(author.get("name") for author in citation["authors"])
+    assert project["authors"] == citation["authors"]
+    assert project["keywords"] == citation["keywords"]
     version = rlhf_jax.__version__
     assert version == project["version"] == citation["version"]
     newest = re.search(

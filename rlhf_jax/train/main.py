@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, NamedTuple
 
+import rlhf_jax
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.errors import InputError, StopError
-
-ENTRY_POINTS = "rlhf_jax.commands"
 
 
 class Command(NamedTuple):
@@ -77,7 +77,13 @@ ASK = {
         "queries.token_kl", "The KL of a text between two models, token by token."
     ),
 }
-COMMANDS = TRAINERS | COMPARE | ASK
+EXTEND = {
+    "new": Command(
+        "new", "A package of yours: a method, a reward, an environment or a family."
+    ),
+}
+COMMANDS = TRAINERS | COMPARE | ASK | EXTEND
+COMPLETION = "--tyro-write-completion"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,15 +92,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return
+    if argv[0] == "--version":
+        print(f"rlhf-jax {rlhf_jax.__version__}")
+        return
     name, *options = argv
     try:
-        if name in COMMANDS:
+        if name == COMPLETION:
+            write_completion(argv)
+        elif name in COMMANDS:
             COMMANDS[name].load().command(options)
-        elif name in (others := outside()):
-            others[name].load()(options)
+        elif name in (others := entry_points.names("commands")):
+            entry_points.load(name, group="commands")(options)
         else:
-            known = ", ".join((*COMMANDS, *others))
-            raise InputError(f"expected one of the commands {known}, got {name!r}")
+            known = (*COMMANDS, *others)
+            close = difflib.get_close_matches(name.lstrip("-"), known, n=1)
+            raise InputError(
+                f"expected one of the commands {', '.join(known)}, got {name!r}; "
+                + (f"did you mean {close[0]}?" if close else "write one of them first")
+            )
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -103,23 +118,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
 
 
-def outside() -> dict[str, metadata.EntryPoint]:
-    """Commands of other packages: entry points of the group `rlhf_jax.commands`.
+def write_completion(argv: Sequence[str]) -> None:
+    """`rlhf-jax --tyro-write-completion bash FILE`: for a shell; loads all commands."""
+    from rlhf_jax.train.queries import completion
 
-    Each names a function of a command line, as `my_package.my_method:command`.
-    """
-    return {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
+    options = {name: row.load().Config for name, row in (TRAINERS | COMPARE).items()}
+    bare = dict.fromkeys(COMMANDS, completion.Bare)
+    completion.write(argv, commands=bare | options)
 
 
 def usage() -> str:
     """All commands, on one screen."""
-    groups = {"Train": TRAINERS, "Compare": COMPARE, "Ask": ASK}
+    groups = {"Train": TRAINERS, "Compare": COMPARE, "Ask": ASK, "Extend": EXTEND}
     titled = {
         title: {name: command.summary for name, command in commands.items()}
         for title, commands in groups.items()
     }
     titled["Of other packages"] = {
-        name: entry.value for name, entry in outside().items()
+        name: f"{about} (unread: ours has the name)" if name in COMMANDS else about
+        for name, about in entry_points.described("commands").items()
     }
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
     for title, commands in titled.items():

@@ -24,6 +24,7 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
@@ -337,7 +338,8 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
     "gsm8k", "integer" and "exact" compare a response with the answer of its row:
     the number after ####, the last number, and the whole text. "module:function" is
     verify(prompt, response, row) -> float of an installed module, or one in the working
-    directory; it reads the fields of the row that it needs.
+    directory; it reads the fields of the row that it needs. Any other name is that of
+    an entry point.
 
     Raises:
       InputError: there is no such function.
@@ -353,5 +355,7 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
             return verifiers.LastInteger(field)
         case "exact":
             return verifiers.ExactMatch(field)
-        case _:
-            return command_line.load_function(choice.name)
+        case name if ":" in name:
+            return command_line.load_function(name)
+        case name:
+            return entry_points.load(name, group="verifiers")

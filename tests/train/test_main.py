@@ -5,12 +5,15 @@ import re
 import subprocess
 import sys
 import tomllib
+import types
 
 import pytest
 from places import FIXTURES, ROOT
 
+import rlhf_jax
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.inspection import token_kl
+from rlhf_jax.runs import command_line
 from rlhf_jax.train import main
 
 
@@ -39,7 +42,10 @@ def test_a_command_runs_with_its_options(monkeypatch, module, argv, field, value
     [
         (["kl", "--policy", "p", "--reference", "r"], "error: expected one of --text"),
         (["verify"], "required"),
-        (["forget"], "forget"),
+        (["forget"], "got 'forget'; write one of them first"),
+        (["grop"], "got 'grop'; did you mean grpo?"),
+        (["--verify"], "got '--verify'; did you mean verify?"),
+        (["evaluat", "--model=m"], "got 'evaluat'; did you mean evaluate?"),
     ],
 )
 def test_what_the_user_got_wrong_ends_with_status_2(capsys, argv, message):
@@ -66,10 +72,11 @@ def test_the_package_names_it():
     assert getattr(importlib.import_module(module), name) is main.main
 
 
-def test_the_list_of_commands_loads_no_command_and_no_jax():
+@pytest.mark.parametrize("argv", [[], ["--help"], ["--version"]])
+def test_the_list_of_commands_loads_no_command_and_no_jax(argv):
     """A screen that everyone sees first comes at once."""
     code = (
-        "import sys; from rlhf_jax.train.main import main; main([]); "
+        f"import sys; from rlhf_jax.train.main import main; main({argv}); "
         "print(sum(name.startswith('rlhf_jax') for name in sys.modules), "
         "'jax' in sys.modules, 'tyro' in sys.modules, file=sys.stderr)"
     )
@@ -79,7 +86,27 @@ def test_the_list_of_commands_loads_no_command_and_no_jax():
     modules, *loaded = done.stderr.split()
     assert loaded == ["False", "False"]
     assert int(modules) <= 8
-    assert all(f"  {name} " in done.stdout for name in main.COMMANDS)
+    if "--version" in argv:
+        assert done.stdout == f"rlhf-jax {rlhf_jax.__version__}\n"
+    else:
+        assert all(f"  {name} " in done.stdout for name in main.COMMANDS)
+
+
+def test_the_module_is_the_console_script():
+    command = [sys.executable, "-m", "rlhf_jax"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == f"{main.usage()}\n"
+
+
+@pytest.mark.parametrize(
+    "script", ["bin/rlhf-jax", "rlhf_jax/__main__.py", "rlhf_jax/train/main.py"]
+)
+def test_how_a_run_goes_on_names_the_command(script, tmp_path, monkeypatch):
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(sys, "argv", [script, "ppo"])
+    message = command_line.go_on(types.SimpleNamespace(out=tmp_path))
+    config = tmp_path / "config.json"
+    assert message == f"go on with\n  rlhf-jax ppo --config {config} --resume"
 
 
 def test_texts_name_commands_that_there_are():

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import traverse_util
 
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
@@ -28,20 +29,25 @@ _MODULES = {
 
 
 class _Families(Mapping[str, keys.Family]):
-    """{model_type: family}; a family is imported where it is first asked for."""
+    """{model_type: family}; a family is imported where it is first asked for.
+
+    Those of other packages are entry points of `rlhf_jax.families`.
+    """
 
     def __getitem__(self, name: str) -> keys.Family:
-        module = f"rlhf_jax.models.families.{_MODULES[name]}"
-        return importlib.import_module(module).FAMILY
+        if name in _MODULES:
+            module = f"rlhf_jax.models.families.{_MODULES[name]}"
+            return importlib.import_module(module).FAMILY
+        return entry_points.load(name, group="families", kind=keys.Family)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
+        return iter(dict.fromkeys((*_MODULES, *entry_points.names("families"))))
 
     def __len__(self) -> int:
-        return len(_MODULES)
+        return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        return name in _MODULES
+        return name in _MODULES or name in entry_points.names("families")
 
 
 FAMILIES = _Families()
@@ -74,7 +80,7 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
                 f"{name} with {feature} ({option}), which is not supported; use a "
                 f"checkpoint without, of {', '.join(FAMILIES)}"
             )
-    if name not in _MODULES:
+    if name is None or name not in FAMILIES:
         code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
         raise InputError(
             f"{CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "

@@ -259,6 +259,7 @@ def go_on(config: RunConfig) -> str:
         return "start again, as nothing was written yet"
     script = Path(sys.argv[0])
     command = f"python {script}"
-    if script.name == "rlhf-jax" or script.parts[-2:] == ("train", "main.py"):
+    modules = (("train", "main.py"), ("rlhf_jax", "__main__.py"))
+    if script.name == "rlhf-jax" or script.parts[-2:] in modules:
         command = " ".join(("rlhf-jax", *sys.argv[1:2]))  # and the trainer's name
     return f"go on with\n  {command} --config {recorded} --resume"

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.ensembles import Combine
@@ -22,7 +23,7 @@ from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.watch import refuse_twice
 from rlhf_jax.verification.user_objects import OnFailure
 
-VERIFIERS = ("gsm8k", "integer", "exact", "module:function")
+VERIFIERS = ("gsm8k", "integer", "exact")  # those of the library itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,10 @@ class Verifier:
     unmarked: Literal["wrong", "last_number"] = "wrong"
 
     def __post_init__(self) -> None:
-        if not self.is_function:
-            checks.one_of(among=VERIFIERS, **{"--verifier": self.name})
+        if self.is_function and ":" not in self.name:
+            others = entry_points.names("verifiers")
+            known = (*VERIFIERS, *others, "module:function")
+            checks.one_of(among=known, **{"--verifier": self.name})
         chosen = f"--verifier {self.name}"
         capabilities.exclude(
             {f"unmarked={self.unmarked}": self.unmarked != "wrong"},
@@ -84,8 +87,8 @@ class Verifier:
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function of the user's, module:function."""
-        return ":" in self.name
+        """Whether it is the user's: module:function, or a package's entry point."""
+        return self.name not in VERIFIERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +210,9 @@ class Rewards(Workers):
     """Python function of texts as the reward, module:function."""
     verifier: Verifier | None = None
     """Verifier of responses: gsm8k, integer, exact, or a function module:function.
-    Keys: answer_field=answer, the field of a row with its answer; and with gsm8k
-    unmarked=last_number, which reads responses without a mark."""
+    Installed packages add names (`rlhf-jax new reward`). Keys: answer_field=answer, the
+    field of a row with its answer; and with gsm8k unmarked=last_number, which reads
+    responses without a mark."""
     reward_storage: Storage = frozen_models.COPY
     """Dtype in which reward models are stored."""
 

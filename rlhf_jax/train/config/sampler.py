@@ -10,6 +10,7 @@ from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.policy_gradient.corrections import Truncate
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.checkpoints.frozen_models import Storage
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import PAGE_SIZE, Cache, ModelConfig
@@ -104,7 +105,7 @@ class Server:
 Sampler = Here | Process | Server
 
 
-ENVIRONMENTS = ("calculator", "guessing", "programming", "rooms", "module:name")
+ENVIRONMENTS = ("calculator", "guessing", "programming", "rooms")  # of the library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,10 @@ class Episodes:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if ":" not in self.name:
-            checks.one_of(among=ENVIRONMENTS, **{"--environment": self.name})
+        if self.name not in ENVIRONMENTS and ":" not in self.name:
+            others = entry_points.names("environments")
+            known = (*ENVIRONMENTS, *others, "module:name")
+            checks.one_of(among=known, **{"--environment": self.name})
         checks.positive(max_turns=self.max_turns, seconds=self.seconds)
         checks.positive(
             max_turn_tokens=self.max_turn_tokens,
@@ -142,9 +145,10 @@ class Sampling:
     tries=5 (a call that fails is tried again, each pause twice as long)."""
     environment: Episodes | None = None
     """Environment that answers turn by turn: calculator, guessing, programming, rooms,
-    or module:name of a class of yours. Keys: max_turns=8; max_turn_tokens=;
-    observation_chunk=32, observed tokens that the model reads at a time; seconds=,
-    after which the episodes of an iteration end as they are."""
+    or module:name of a class of yours. Installed packages add names (`rlhf-jax new
+    environment`). Keys: max_turns=8; max_turn_tokens=; observation_chunk=32, observed
+    tokens that the model reads at a time; seconds=, after which the episodes of an
+    iteration end as they are."""
     max_staleness: int | None = None
     """Iterations k that the sampler may be behind: the responses of step s are drawn by
     the policy of step max(0, s - k), k batches ahead, while others are learned from. 0

@@ -25,6 +25,7 @@ from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.environments.programming import Programming
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.environments.rooms import Rooms
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation.sampling import Shaping
@@ -241,7 +242,7 @@ def make_environment(name: str) -> Environment:
     """The environment that --environment names.
 
     "module:name" is a class of yours, or a function without arguments, whose result is
-    an environment.
+    an environment. Any other name is that of an entry point.
 
     Raises:
       InputError: there is no such environment, or what it makes is none.
@@ -256,7 +257,11 @@ def make_environment(name: str) -> Environment:
             return Programming()
         case "rooms":
             return Rooms()
-    make, cause = command_line.load_function(name, kind="class"), None
+    if ":" in name:
+        make = command_line.load_function(name, kind="class")
+    else:
+        make = entry_points.load(name, group="environments")
+    cause = None
     try:
         environment = make()
         if isinstance(environment, Environment):

@@ -1,0 +1,81 @@
+"""Parts of other packages by name: entry points, found without importing any of them.
+
+    [project.entry-points."rlhf_jax.verifiers"]
+    short = "my_package:verify"
+
+This module loads no JAX: the list of commands reads it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, Literal
+
+from rlhf_jax.functional.errors import InputError
+
+Group = Literal["commands", "verifiers", "environments", "families"]
+
+
+def names(group: Group) -> tuple[str, ...]:
+    """The names that installed packages have in `rlhf_jax.GROUP`, sorted."""
+    return tuple(sorted({point.name for point in _points(group)}))
+
+
+def described(group: Group) -> dict[str, str]:
+    """{name: "module:object"}, with a remark where that module is not installed."""
+    return {point.name: point.value + _missing(point) for point in _points(group)}
+
+
+def load(name: str, *, group: Group, kind: Any = Callable) -> Any:
+    """The object that an entry point names.
+
+    Args:
+      kind: the type that it must have.
+
+    Raises:
+      InputError: it cannot be imported, is of another type, or two packages have one
+        of this name.
+    """
+    points = [point for point in _points(group) if point.name == name]
+    owners = " and ".join(sorted(map(_owner, points)))
+    if len(points) != 1:
+        raise InputError(
+            f"expected one package with {name!r} among its rlhf_jax.{group}, got "
+            f"{owners or 'none'}; uninstall all but one"
+        )
+    (point,) = points
+    where = f"entry point {name!r} of {owners}"
+    try:
+        loaded = point.load()
+    except (Exception, SystemExit) as error:  # whatever the other package raises
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InputError(
+            f"{where}: expected {point.value} to be imported, got {why}; mend that "
+            f"package, or uninstall it"
+        ) from error
+    if not isinstance(loaded, kind):
+        raise InputError(
+            f"{where}: expected a {kind.__name__.lower()} at {point.value}, got "
+            f"{loaded!r:.80}; mend that package, or uninstall it"
+        )
+    return loaded
+
+
+def _points(group: Group) -> metadata.EntryPoints:
+    return metadata.entry_points(group=f"rlhf_jax.{group}")
+
+
+def _owner(point: metadata.EntryPoint) -> str:
+    return "an unnamed package" if point.dist is None else point.dist.name
+
+
+def _missing(point: metadata.EntryPoint) -> str:
+    """A remark where the module is not there; only its package is looked for."""
+    top = point.value.partition(":")[0].partition(".")[0].strip()
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # that is no name of a module
+        spec = None
+    return "" if spec else f" (cannot be imported: no module {top!r})"

@@ -1,0 +1,61 @@
+"""`rlhf-jax --tyro-write-completion SHELL FILE`: commands and options, by tyro."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+import tyro
+
+from rlhf_jax.functional.errors import InputError
+from rlhf_jax.runs import choices
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """A command whose name alone is completed."""
+
+
+def write(argv: Sequence[str], *, commands: Mapping[str, type[Any]]) -> None:
+    """Writes the script that a shell is to source.
+
+    tyro's script of one command would complete its options after all of them, so that
+    this is of their union.
+
+    Args:
+      argv: --tyro-write-completion, the shell and the file.
+      commands: {name: its options}.
+
+    Raises:
+      InputError: the words are others, or the file cannot be written.
+    """
+    if len(argv) != 3 or argv[1] not in SHELLS:
+        raise InputError(
+            f"expected --tyro-write-completion {'|'.join(SHELLS)} FILE, got "
+            f"{' '.join(argv)}; write these three words"
+        )
+    path = Path(argv[2])
+    kinds = [
+        Annotated[kind, tyro.conf.subcommand(name, prefix_name=False)]
+        for name, kind in commands.items()
+    ]
+    union: Any = Union[tuple(kinds)]  # noqa: UP007
+    try:
+        with contextlib.suppress(SystemExit):  # with which tyro ends
+            tyro.cli(union, prog="rlhf-jax", args=argv, registry=choices.REGISTRY)
+        script = path.read_text(encoding="utf-8")
+        # A shell would offer every further line of a help text as a word.
+        (spec,) = re.findall(r"^COMPLETION_SPEC = .*$", script, re.MULTILINE)
+        flat = re.sub(r"\\+n", " ", spec)
+        path.write_text(script.replace(spec, flat), encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"expected to write the file {path}, got {error.strerror}; name another"
+        ) from error
+    print(f"next: source {path}")

@@ -1,0 +1,27 @@
+"""Checkpoints whose `model_type` is "my_family": Llama with norms of query and key.
+
+`config.json` becomes a `ModelConfig` and back, and a table names every tensor. What the
+decoder does not implement is refused by `fields.only`.
+"""
+
+import dataclasses
+
+from rlhf_jax.models.families import fields, keys, llama
+
+NAME = "my_family"
+
+
+def config_from_hf(config):
+    """The decoder of a `config.json`."""
+    fields.only(config, {"sliding_window": None})
+    model = llama.decoder_from_hf(config, family=NAME)
+    return dataclasses.replace(model, query_key_norm=True)
+
+
+def config_to_hf(model):
+    """The `config.json` that `config_from_hf` reads back."""
+    return llama.config_to_hf(model)
+
+
+# Its architectures are MyFamilyForCausalLM and MyFamilyForSequenceClassification.
+FAMILY = keys.Family(NAME, "MyFamily", config_from_hf, config_to_hf, llama.key_table)
