@@ -234,7 +234,7 @@ def measure(
 
 
 def main(options: Config) -> bool:
-    """Whether what was measured keeps to its bounds (`tables.BOUNDS`)."""
+    """Whether all were measured, and keep to their bounds (`tables.BOUNDS`)."""
     hold = True
     folder = options.environments.expanduser()
     commands: dict[str, list[str | Path]] = {}
@@ -248,6 +248,7 @@ def main(options: Config) -> bool:
         except PeerError as error:
             print(f"error: {error}", flush=True)
             left_out[name] = str(error)
+            hold = False
         else:
             commands[name] = [python, FOLDER / peer.script, *peer.arguments]
     this = machine()
@@ -265,6 +266,7 @@ def main(options: Config) -> bool:
         measured["floor"] = floor.floors(workload, rates=rates)
         results["workloads"][name] = measured
         hold &= tables.workload(workload, measured, machine=this)
+        hold &= not measured["failed"]
         if options.output is not None:  # after each, so that none is lost
             text = json.dumps(results, indent=1)
             options.output.write_text(f"{text}\n")

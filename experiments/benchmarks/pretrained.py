@@ -295,7 +295,7 @@ def show(participants: Mapping[str, Any], *, method: Method, task: Task) -> bool
 
 
 def main(options: Config) -> bool:
-    """Whether what was measured keeps to its bounds."""
+    """Whether all were measured, and keep to their bounds."""
     model, folder = options.model.resolve(), options.environments.expanduser()
     if not (model / "config.json").exists():
         raise InputError(
@@ -333,7 +333,8 @@ def main(options: Config) -> bool:
     if options.output is not None:
         text = json.dumps(results, indent=1)
         options.output.write_text(f"{text}\n", encoding="utf-8")
-    return show(results["participants"], method=options.method, task=task)
+    hold = show(results["participants"], method=options.method, task=task)
+    return hold and not results["failed"]
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
         path_or_repo_id if tokenizer is None else tokenizer
     )
     if reader.chat_template is not None:
-        from rlhf_jax.data.text import templates  # of few tokenizers
+        from rlhf_jax.data.text import templates  # for tokenizers with one
 
         templates.begin()
     tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)

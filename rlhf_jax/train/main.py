@@ -61,7 +61,7 @@ COMPARE = {
         "report", "Runs on one page: curves, tokens by KL, and hacked rewards."
     ),
     "paper": Command(
-        "paper", "A sweep as LaTeX: tables, figures, methods, and BibTeX."
+        "queries.paper", "A sweep as LaTeX: tables, figures, methods, and BibTeX."
     ),
 }
 ASK = {

@@ -310,12 +310,16 @@ class Programs:
         read: Read,
         key: Array,
         ptx: Sequences | None,
+        runs_next: bool,
     ) -> None:
         """Compiles `learn`, so that its first step runs without the compiler's memory.
 
-        With a critic apart, whose programs take what others return, it is traced alone.
+        Args:
+          runs_next: whether the first step takes these arguments. Where it draws again,
+            and with a critic apart, whose programs take what others return, `learn` is
+            traced alone: what does not fit is told.
         """
-        if self._critic is not None:
+        if self._critic is not None or not runs_next:
             jax.eval_shape(
                 functools.partial(self.learn, train, critic),
                 rollout=rollout,

@@ -246,16 +246,6 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
     require_some(scores, sources=config.sources)
     if judge is not None:
         judge(loop.shown(rollout))
-    programs.compile_learn(
-        train,
-        models.critic,
-        rollout=rollout,
-        scores=scores,
-        reference=models.reference,
-        read=read,
-        key=key,
-        ptx=None if loop.ptx is None else loop.ptx[0],
-    )
     own = (
         None if read.reference is None or config.reads_hidden_states else read.reference
     )
@@ -272,6 +262,17 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         sampler_tolerance=config.sampler_tolerance,
         storage_tolerance=config.storage_tolerance,
         expect_equal=own is not None and config.reference.checkpoint is None,
+    )
+    programs.compile_learn(
+        train,
+        models.critic,
+        rollout=rollout,
+        scores=scores,
+        reference=models.reference,
+        read=read,
+        key=key,
+        ptx=None if loop.ptx is None else loop.ptx[0],
+        runs_next=0 in loop.begun and not config.sampler.max_redraws,
     )
 
 

@@ -246,7 +246,7 @@ def test_a_reserve_has_a_branch_where_a_batch_needs_it_and_nowhere_else():
     form = Form(rows=16, num_minibatches=2, max_new_tokens=32, width=48)
     order = np.arange(16).reshape(2, 8)
     short, longer = (
-        np.stack([np.full(16, 8), np.full(16, count)], axis=1) for count in (8, 20)
+        np.stack([np.full(16, 8), np.full(16, count)], axis=1) for count in (8, 12)
     )
     packer = layouts.Packer(form, sample=short)
     sizes = packer.minibatch

@@ -14,7 +14,8 @@ from scipy import stats
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports.paper import citations, figures, latex, methods, provenance
 from rlhf_jax.sweeps import declaration, planned, results
-from rlhf_jax.train import main, paper
+from rlhf_jax.train import main
+from rlhf_jax.train.queries import paper
 
 FIELDS = {
     "question": "What does β buy, 100% of it?",

@@ -60,6 +60,7 @@ def check(out, summary):
         in_steps.update(row.get("compiled", {}))
     assert len(rows) == STEPS
     assert max(in_steps.values()) <= MOST
+    assert "learn" not in rows[0].get("compiled", {})  # the rehearsal has compiled it
     # The first of each comes before the steps; the rest of what a run compiles
     # before them are operations on parameters, one for each of their shapes.
     compiled = summary["compiled"]

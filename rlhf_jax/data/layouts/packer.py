@@ -182,7 +182,10 @@ class Packer:
         *some, last = map(str, rows)
         counts = f"{', '.join(some)} or {last}" if some else last
         parts = "" if sizes.parts == 1 else f" in up to {sizes.parts} parts"
-        rest = "" if form.max_tokens else "; what needs more stays padded"
+        rest = "" if form.max_tokens is not None else "; what needs more stays padded"
+        if sizes.expected < len(sizes.sizes):
+            more = sizes.sizes[-1][0] * form.devices
+            rest = f"; longer ones take {more}, compiled when needed, or stay padded"
         return (
             f"packing: minibatches of {form.minibatch} responses{parts} of {counts} "
             f"packed rows, {form.width} tokens each{rest}"

@@ -26,7 +26,8 @@ class Sizes(NamedTuple):
     """Of the parts of some rows; the branches of a program.
 
     Those beyond the expected ones are a reserve for lengths that grow: the program that
-    has a branch for them, too, is compiled when a batch first needs it.
+    has a branch for them, too, is compiled, and asks for its memory, when a batch first
+    needs it.
     """
 
     parts: int  # C, the most there are
@@ -158,7 +159,8 @@ def _sizes(
             reads = max(reads, int(MARGIN * density * count))
         reads = 1 + up(reads, READS)
         sizes.append((count, max([reads, *(size[1] for size in sizes)])))
-    expected = sum(count <= row_counts[-1] for count, _ in sizes)
+    # A reserve of a row more would soon be needed.
+    expected = sum(count <= row_counts[-1] + 1 for count, _ in sizes)
     if form.max_tokens is not None:  # whatever the lengths are
         widest = max([1 + limit * form.max_new_tokens, *(size[1] for size in sizes)])
         if not sizes or sizes[-1] != (limit, widest):

@@ -2,7 +2,8 @@
 
 A template comes with a checkpoint and is a program: one that loops for ever, or makes a
 text of 10 GB, must not take the run with it. One process writes all conversations, one
-after another; it is started by the first and again after one that it was ended for.
+after another. It is started by whoever reads a tokenizer that has a template, or by the
+first conversation, and again after one that it was ended for.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ def write(
 
 
 def begin() -> None:
-    """Starts the process, unless it is there: its imports take a second of it."""
+    """Starts the process, unless it runs. Its imports take a second."""
     with _LOCK:
+        if _started and _started[0].poll() is not None:  # somebody ended it
+            stop()
         if not _started:
             _started.append(_start())
 
