@@ -9,7 +9,7 @@ making a program has left in memory.
 `compiled_since` counts how often each program is compiled: a run whose shapes change
 compiles in its loop. JAX tells every listener of a compilation and of a program that it
 reads from disk instead; both count, as both are a new shape. A program is known by its
-function's name.
+function's name. `missed_since` says how many of them the disk did not have.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from rlhf_jax.functional.checks import InputError
 
 MAX_BYTES = 4 * 2**30  # of a folder at a start, before the oldest programs go
 EVENT = "/jax/core/compile/backend_compile_duration"
+HIT = "/jax/compilation_cache/cache_hits"
+FROM_DISK = "<from disk>"  # no function has this name
 Counts = collections.Counter[str]
 _counts: Counts = collections.Counter()
 
@@ -124,19 +126,30 @@ def give_back_memory() -> None:
 
 
 def compiled_so_far() -> Counts:
-    """{program: compilations} of this process since this was first called."""
+    """{program: compilations} of this process since this was first called.
+
+    `FROM_DISK` counts those among them that were read and not compiled.
+    """
     _listen()
     return _counts.copy()
 
 
 def compiled_since(before: Counts) -> dict[str, int]:
     """{program: compilations} since `before`, of `compiled_so_far`; the most first."""
-    return dict((compiled_so_far() - before).most_common())
+    counts = (compiled_so_far() - before).most_common()
+    return {name: count for name, count in counts if name != FROM_DISK}
+
+
+def missed_since(before: Counts) -> int:
+    """How many of `compiled_since(before)` the disk did not have."""
+    since = compiled_so_far() - before
+    return sum(compiled_since(before).values()) - since[FROM_DISK]
 
 
 @functools.cache
 def _listen() -> None:
     monitoring.register_event_duration_secs_listener(_count)
+    monitoring.register_event_listener(_count_hit)
 
 
 def _count(event: str, duration_secs: float, **about: Any) -> None:
@@ -144,3 +157,9 @@ def _count(event: str, duration_secs: float, **about: Any) -> None:
     if event == EVENT:
         name = str(about.get("fun_name", "unnamed"))
         _counts[name.removeprefix("jit(").removesuffix(")")] += 1
+
+
+def _count_hit(event: str, **about: Any) -> None:
+    del about
+    if event == HIT:
+        _counts[FROM_DISK] += 1

@@ -199,6 +199,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     if not isinstance(loop.sampler, Sampler):
         summary["sampler_retries"] = loop.sampler.retries.count
     summary["compiled"] = program_cache.compiled_since(compiled)
+    summary["missed_on_disk"] = program_cache.missed_since(compiled)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     if held_out is not None:

@@ -87,6 +87,35 @@ def test_a_run_from_kept_programs_is_the_run_that_compiled_them(tmp_path):
         assert (tmp_path / name / "metrics.jsonl").read_bytes() == rows
 
 
+def test_what_the_disk_did_not_have_is_counted(tmp_path):
+    code = (
+        "import sys, pathlib, jax, jax.numpy as jnp\n"
+        "from rlhf_jax.devices import program_cache\n"
+        "program_cache.use(pathlib.Path(sys.argv[1]))\n"
+        "before = program_cache.compiled_so_far()\n"
+        "for scale in map(float, sys.argv[2:]):\n"
+        "    jax.jit(lambda x, scale=scale: jnp.sin(scale * x))(1.0)\n"
+        "since = program_cache.compiled_since(before)\n"
+        "print(sum(since.values()), program_cache.missed_since(before))\n"
+    )
+
+    def counts(*scales: str) -> list[int]:
+        command = [sys.executable, "-c", code, str(tmp_path), *scales]
+        environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+        done = subprocess.run(
+            command,
+            env=environment | {"PYTHONPATH": places.PYTHONPATH},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [int(word) for word in done.stdout.split()]
+
+    assert counts("2", "3") == [2, 2]
+    assert counts("2", "3") == [2, 0]
+    assert counts("2", "5") == [2, 1]
+
+
 def test_the_default_is_in_the_users_cache(unset, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", "/somewhere")

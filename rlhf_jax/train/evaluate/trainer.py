@@ -219,6 +219,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         | {
             "frozen_verified": True,
             "compiled": program_cache.compiled_since(compiled),
+            "missed_on_disk": program_cache.missed_since(compiled),
             "seconds": seconds,
         }
         | profile,
