@@ -56,7 +56,7 @@ class Read(NamedTuple):
 
 
 class Programs:
-    """The compiled programs of a run; all but `learn` are compiled by their first call."""
+    """The compiled programs of a run; all but `learn` by their first call."""
 
     def __init__(
         self, models: Models, *, meshes: Meshes, config: PolicyGradientConfig
