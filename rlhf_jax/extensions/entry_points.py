@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rlhf_jax.functional.errors import InputError
 
-Group = Literal["commands", "verifiers", "environments", "families"]
+Group = Literal["methods", "verifiers", "environments", "families"]
 
 
 def names(group: Group) -> tuple[str, ...]:

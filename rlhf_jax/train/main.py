@@ -6,6 +6,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import rlhf_jax
@@ -101,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_completion(argv)
         elif name in COMMANDS:
             COMMANDS[name].load().command(options)
-        elif name in (others := entry_points.names("commands")):
-            entry_points.load(name, group="commands")(options)
+        elif name in (others := entry_points.names("methods")):
+            trainer(name).command(options)
         else:
             known = (*COMMANDS, *others)
             close = difflib.get_close_matches(name.lstrip("-"), known, n=1)
@@ -118,12 +119,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
 
 
+def trainers() -> tuple[str, ...]:
+    """The names of all trainers, those of other packages last."""
+    others = entry_points.names("methods")
+    return (*TRAINERS, *(name for name in others if name not in COMMANDS))
+
+
+def trainer(name: str) -> Any:
+    """The module of a trainer: `Config`, `command` and perhaps `PRESETS`.
+
+    Raises:
+      InputError: another package's cannot be imported, or lacks one of these.
+    """
+    if name in TRAINERS:
+        return TRAINERS[name].load()
+    module = entry_points.load(name, group="methods", kind=ModuleType)
+    missing = sorted({"Config", "command"} - vars(module).keys())
+    if missing:
+        raise InputError(
+            f"entry point {name!r}: expected a module with Config and command, got "
+            f"{module.__name__} without {' and '.join(missing)}; mend that package, "
+            f"or uninstall it"
+        )
+    return module
+
+
 def write_completion(argv: Sequence[str]) -> None:
     """`rlhf-jax --tyro-write-completion bash FILE`: for a shell; loads all commands."""
     from rlhf_jax.train.queries import completion
 
     options = {name: row.load().Config for name, row in (TRAINERS | COMPARE).items()}
-    bare = dict.fromkeys(COMMANDS, completion.Bare)
+    bare = dict.fromkeys((*trainers(), *COMMANDS), completion.Bare)
     completion.write(argv, commands=bare | options)
 
 
@@ -136,7 +162,7 @@ def usage() -> str:
     }
     titled["Of other packages"] = {
         name: f"{about} (unread: ours has the name)" if name in COMMANDS else about
-        for name, about in entry_points.described("commands").items()
+        for name, about in entry_points.described("methods").items()
     }
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
     for title, commands in titled.items():

@@ -37,9 +37,9 @@ from rlhf_jax.sweeps.declaration import Sweep
 from rlhf_jax.sweeps.execution import Ended
 from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit, Workers
 from rlhf_jax.sweeps.planned import Planned
+from rlhf_jax.train import main as commands
 from rlhf_jax.train.commands import RENAMED
 from rlhf_jax.train.config import capabilities
-from rlhf_jax.train.main import TRAINERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,9 +149,9 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
         return
     for run in runs:
         [name] = run.program
-        if name not in TRAINERS:
+        if name not in (known := commands.trainers()):
             raise InputError(
-                f"trainer: expected one of {', '.join(TRAINERS)}, got {name}; choose "
+                f"trainer: expected one of {', '.join(known)}, got {name}; choose "
                 f"one, or give program"
             )
     for run in runs:
@@ -160,7 +160,7 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
 
 
 def _check_run(run: Planned, name: str) -> None:
-    module, output = TRAINERS[name].load(), io.StringIO()
+    module, output = commands.trainer(name), io.StringIO()
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             command_line.parse(

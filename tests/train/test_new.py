@@ -15,9 +15,10 @@ from places import ROOT
 from rlhf_jax import hf
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics
-from rlhf_jax.train import main, new, trainer
+from rlhf_jax.train import main, new, sweep, trainer
 from rlhf_jax.train.config.rewards import Verifier
 from rlhf_jax.train.environment.sampler import make_environment
+from rlhf_jax.train.plan import command as plan_command
 from rlhf_jax.train.rewards import make_verifier
 
 NAMES = {"method": "signs", "reward": "short", "environment": "words", "family": "tall"}
@@ -66,13 +67,38 @@ def test_a_method_is_a_command(written, capsys):
     written("method")
     capsys.readouterr()
     main.main([])
-    assert "  signs         signs:command\n" in capsys.readouterr().out
+    assert "  signs         signs\n" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exit_:
         main.main(["signs", "--help"])
     assert exit_.value.code == 0
     shown = capsys.readouterr().out
     assert "usage: rlhf-jax signs --model" in shown
     assert "REINFORCE++ on the signs of its advantages" in shown
+
+
+def test_a_method_has_plans_and_sweeps(written, tmp_path, capsys):
+    """Both read its `Config`, as they do of the library's own."""
+    written("method")
+    config, _ = plan_command.parse(
+        ["signs", "--model", "gpt2", "--verifier", "exact", "--kl-coef", "0.3"]
+    )
+    assert type(config).__module__ == "signs"
+    assert config.kl.kl_coef == 0.3
+    with pytest.raises(InputError, match=r"reward-model, .*, signs, got sign;"):
+        plan_command.parse(["sign"])
+    file, printed = (
+        tmp_path / "sweep.toml",
+        sweep.Config(file=tmp_path / "sweep.toml", out=tmp_path / "swept", print_=True),
+    )
+    options = 'model = "m"\nprompts = "p"\nverifier = "exact"\n'
+    grid = '[grid]\nkl_coef = [0.0, 0.1]\n[measures]\nscore = "score"\n'
+    file.write_text(f'trainer = "signs"\n[options]\n{options}{grid}')
+    capsys.readouterr()
+    sweep.main(printed)
+    assert capsys.readouterr().out.count("rlhf-jax signs --model=m") == 2
+    file.write_text(f'trainer = "signs"\n[options]\nkl_coff = 1\n{options}{grid}')
+    with pytest.raises(InputError, match=r"options of rlhf-jax signs, got"):
+        sweep.main(printed)
 
 
 def test_a_reward_is_a_verifier_by_name(written):

@@ -24,9 +24,8 @@ from rlhf_jax.devices import precision, processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled
 from rlhf_jax.runs import command_line
-from rlhf_jax.train import commands
+from rlhf_jax.train import commands, main
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.main import TRAINERS
 from rlhf_jax.train.plan import plan
 from rlhf_jax.train.plan.job import Options
 
@@ -48,22 +47,22 @@ def parse(argv: Sequence[str]) -> tuple[Any, Options]:
     Raises:
       InputError: there is no such command, or an option is wrong.
     """
-    name = argv[0] if argv else None
+    name, known = argv[0] if argv else None, main.trainers()
     options, rest = tyro.cli(
         Options,
-        prog=f"rlhf-jax plan {name if name in TRAINERS else 'COMMAND'}",
+        prog=f"rlhf-jax plan {name if name in known else 'COMMAND'}",
         description=__doc__,
         args=[text for text in argv if text == "--help"] or list(argv[1:]),
         return_unknown_args=True,
     )
-    if name not in TRAINERS:
+    if name not in known:
         raise InputError(
-            f"expected a command to plan, one of {', '.join(TRAINERS)}, got {name}; "
+            f"expected a command to plan, one of {', '.join(known)}, got {name}; "
             f"write it first"
         )
     if options.topology is None:  # before defaults of a config ask for devices
         processes.check_platform()
-    module = TRAINERS[name].load()
+    module = main.trainer(name)
     of_data = "prompts" if issubclass(module.Config, PolicyGradientConfig) else "data"
     missing = [
         f"--{field}={UNREAD[field]}"
