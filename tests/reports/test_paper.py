@@ -309,7 +309,7 @@ def test_latex_is_well_formed(tmp_path):
     example = (out / "example.tex").read_text()
     for name in re.findall(r"\\input\{(.*?)\}", example):
         assert (out / f"{name}.tex").is_file()
-    assert example.count(r"\input") == 6  # methods, three tables, two figures
+    assert example.count(r"\input") == 7  # methods, three tables, three figures
     for name in re.findall(
         r"includegraphics.*?\{(.*?)\}",
         "".join(file.read_text() for file in out.glob("figures/*.tex")),
@@ -526,6 +526,61 @@ def test_a_figure_has_every_seed_and_the_interval(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "is_kl"),
+    [
+        *((name, True) for name in ("objective/kl", "policy.kl", "eval/kl")),
+        *((name, True) for name in ("held_out_kl_after", "objective/kl_exact", "kl")),
+        *((name, False) for name in ("objective/kl_coef", "loss/kl_clipfrac")),
+        *((name, False) for name in ("policy/approxkl", "kl_every", "end.score")),
+    ],
+)
+def test_a_measure_is_a_kl_by_its_metric(name, is_kl):
+    assert bool(figures.KL.search(name)) == is_kl
+
+
+def test_a_frontier_is_a_measure_against_the_kl(tmp_path):
+    left_out = ["kl_coef=0,value_estimator=k1 seed 2"]
+    sweep = swept(tmp_path / "sweep", left_out=left_out)
+    of = results.collected(sweep, planned.runs_of(sweep, out=tmp_path / "sweep"))
+    of.values["score"][sweep.cells[1]].pop(0)  # a seed with one measure alone
+    [drawn] = figures.of_frontiers(sweep, of, width=3.25, note=" Partial.")
+    assert drawn.name == "score_against_kl_end"
+    assert drawn.caption == (
+        "score, objective/scores, mean of the last 2 rows, against kl_end, policy.kl "
+        "of summary.json: means over seeds of each cell (kl_coef, value_estimator) "
+        "with 95% Student's t intervals of both; small dots are seeds. Partial."
+    )
+    axis = drawn.figure.axes[0]
+    assert axis.get_xlabel() == "kl_end"
+    for cell, seeds, bars in zip(
+        sweep.cells,
+        [[0, 1], [1, 2], [0, 1, 2], [0, 1, 2]],
+        axis.containers,
+        strict=True,
+    ):
+        kl = [kl_of(cell, seed) for seed in seeds]
+        score = [
+            np.mean([score_of(cell, seed, step) for step in (1, 2)]) for seed in seeds
+        ]
+        across, upright = (part.get_segments()[0] for part in bars[2])
+        assert bars[0].get_xydata()[0] == pytest.approx([np.mean(kl), np.mean(score)])
+        assert across[:, 0] == pytest.approx(interval(kl))
+        assert upright[:, 1] == pytest.approx(interval(score))
+    [legend] = drawn.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        *("0, k1", "0, k3", "0.2, k1", "0.2, k3")
+    ]
+
+
+def test_a_sweep_without_a_kl_has_no_frontier(tmp_path):
+    sweep = swept(
+        tmp_path / "sweep", measures={"a": {"metric": "objective/scores"}}, claims={}
+    )
+    of = results.collected(sweep, planned.runs_of(sweep, out=tmp_path / "sweep"))
+    assert figures.of_frontiers(sweep, of, width=3.25, note="") == []
+
+
 def test_nothing_is_cut_off_a_figure(tmp_path):
     """Names and labels are within the figure, long ones and $ too."""
     how = [f"the {n}th label of many words that says what it is $x$" for n in range(3)]
@@ -542,6 +597,13 @@ def test_nothing_is_cut_off_a_figure(tmp_path):
         assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, text
         assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
     assert axis.get_position().width > 0.3
+    of = results.Results({"score": numbers, "kl_end": numbers}, [], {})
+    [drawn] = figures.of_frontiers(sweep, of, width=3.25, note="")
+    drawn.save(tmp_path)
+    box = drawn.figure.legends[0].get_window_extent()
+    assert drawn.figure.bbox.x0 <= box.x0 <= box.x1 <= drawn.figure.bbox.x1
+    assert drawn.figure.bbox.y0 <= box.y0
+    assert drawn.figure.axes[0].get_position().height > 0.3
     boxes = sorted(text.get_window_extent().y0 for text in axis.get_yticklabels())
     heights = [text.get_window_extent().height for text in axis.get_yticklabels()]
     assert min(np.diff(boxes)) > max(heights)  # labels do not overlap

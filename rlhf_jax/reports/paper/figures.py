@@ -5,6 +5,8 @@ Equal sweeps have equal files: PDF and SVG are written without a date.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +17,7 @@ from rlhf_jax.reports.paper.latex import escaped
 from rlhf_jax.runs import write_errors
 from rlhf_jax.sweeps import statistics
 from rlhf_jax.sweeps.claims import Numbers
-from rlhf_jax.sweeps.declaration import Measure, Sweep
+from rlhf_jax.sweeps.declaration import Cell, Measure, Sweep
 from rlhf_jax.sweeps.results import Results
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ PER_CELL, PER_LINE, AROUND = 0.21, 0.12, 0.75  # inches of height
 LONG, WIDE = 28, 56  # characters of a line beside the axis, and above it
 BELOW = 0.28  # of a cell's height, from a mean to its seeds
 COLOUR, SEED_COLOUR = "#1f4e79", "#7f9db9"
+FRONTIER, LEGEND_LINE = 0.75, 0.13  # of the width, and inches, of height
+# objective/kl, policy.kl and held_out_kl_after, but no coefficient and no share.
+KL = re.compile(r"(?:^|[/._])kl(?:$|[/._](?!coef|every|\w*frac))")
 
 
 class Drawn(NamedTuple):
@@ -81,6 +86,43 @@ def of_measures(sweep: Sweep, of: Results, *, width: float, note: str) -> list[D
         ]
 
 
+def of_frontiers(sweep: Sweep, of: Results, *, width: float, note: str) -> list[Drawn]:
+    """Each other measure against the first one that is a KL; none where there is none.
+
+    A cell counts in a figure with the seeds that have both measures.
+    """
+    from matplotlib import rc_context
+
+    kls = [
+        name
+        for name, measure in sweep.measures.items()
+        if KL.search(measure.summary or measure.metric or "")
+    ]
+    drawn = []
+    for name in sweep.measures if kls else ():
+        points = {
+            cell: [
+                (of.values[kls[0]][cell][seed], y)
+                for seed, y in sorted(ys.items())
+                if seed in of.values[kls[0]][cell]
+            ]
+            for cell, ys in of.values[name].items()
+        }
+        points = {cell: pairs for cell, pairs in points.items() if pairs}
+        if name not in kls and points:
+            caption = (
+                f"{name}, {_what(sweep.measures[name])}, against {kls[0]}, "
+                f"{_what(sweep.measures[kls[0]])}: means over seeds of each cell "
+                f"({', '.join(tables.axes(sweep))}) with 95% Student's t intervals of "
+                f"both; small dots are seeds.{note}"
+            )
+            with rc_context(STYLE):
+                axes = (kls[0], name)
+                figure = _frontier(axes, sweep, points, width=width)
+            drawn.append(Drawn(f"{name}_against_{kls[0]}", caption, figure))
+    return drawn
+
+
 def _caption(name: str, sweep: Sweep, of: Results) -> str:
     counts = [len(seeds) for seeds in of.values[name].values() if seeds]
     least, most = min(counts), max(counts)
@@ -115,12 +157,62 @@ def _figure(name: str, sweep: Sweep, of: Results, *, width: float) -> Figure:
     axis.set_ylim(len(shown) - 0.5, -0.5)
     names = _plain(", ".join(tables.axes(sweep)))
     figure.suptitle(fill(names, WIDE), fontsize=STYLE["font.size"], x=0, ha="left")
-    metric = sweep.measures[name].metric or ""
-    unit = glossary.entry_of(metric, entries=glossary.read()).unit
-    axis.set_xlabel(_plain(f"{name} [{unit}]" if unit else name))
+    axis.set_xlabel(_with_unit(name, sweep))
     axis.grid(axis="x", alpha=0.25, linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _frontier(
+    names: tuple[str, str],
+    sweep: Sweep,
+    points: Mapping[Cell, Sequence[tuple[float, float]]],
+    *,
+    width: float,
+) -> Figure:
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    height = FRONTIER * width + LEGEND_LINE * len(points)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axis = figure.subplots()
+    colours = colormaps["viridis"].resampled(len(points) + 1)  # yellow is left out
+    for place, (cell, pairs) in enumerate(points.items()):
+        of_both = [statistics.estimate(values) for values in zip(*pairs, strict=True)]
+        x_half, y_half = map(_half, of_both)
+        axis.plot(*zip(*pairs, strict=True), "o", color=colours(place), markersize=1.5)
+        axis.errorbar(
+            of_both[0].mean,
+            of_both[1].mean,
+            xerr=x_half,
+            yerr=y_half,
+            fmt="D",
+            color=colours(place),
+            markersize=3,
+            linewidth=1,
+            capsize=2,
+            label=_plain(", ".join(tables.labels(cell))),
+        )
+    for name, label in zip(names, (axis.set_xlabel, axis.set_ylabel), strict=True):
+        label(_with_unit(name, sweep))
+    axis.grid(alpha=0.25, linewidth=0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    title = _plain(fill(", ".join(tables.axes(sweep)), WIDE))
+    figure.legend(loc="outside lower left", title=title, frameon=False)
+    return figure
+
+
+def _with_unit(name: str, sweep: Sweep) -> str:
+    metric = sweep.measures[name].metric or ""
+    unit = glossary.entry_of(metric, entries=glossary.read()).unit
+    return _plain(f"{name} [{unit}]" if unit else name)
+
+
+def _half(estimate: statistics.Estimate) -> float | None:
+    """Half of an interval; None where a single seed has none."""
+    if estimate.interval is None:
+        return None
+    return (estimate.interval.high - estimate.interval.low) / 2
 
 
 def _cell(axis: Axes, numbers: Numbers, *, place: int) -> None:
@@ -130,13 +222,10 @@ def _cell(axis: Axes, numbers: Numbers, *, place: int) -> None:
     estimate = statistics.estimate(values)
     below = [place + BELOW] * len(values)
     axis.plot(values, below, "o", color=SEED_COLOUR, markersize=2)
-    half = 0.0
-    if estimate.interval is not None:
-        half = (estimate.interval.high - estimate.interval.low) / 2
     axis.errorbar(
         estimate.mean,
         place,
-        xerr=half or None,
+        xerr=_half(estimate),
         fmt="D",
         color=COLOUR,
         markersize=3,

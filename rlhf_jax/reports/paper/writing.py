@@ -56,6 +56,7 @@ def write(
     note, left = methods.missing(runs)
     all_tables = tables.all_tables(sweep, of, note=note)
     drawn = figures.of_measures(sweep, of, width=width, note=note)
+    drawn += figures.of_frontiers(sweep, of, width=width, note=note)
     cited = citations.cited(records)
     text = methods.paragraph(sweep, runs, records, of, cited=cited)
     files = {
