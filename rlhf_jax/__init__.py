@@ -47,6 +47,7 @@ __version__ = "0.2.0"
 # A package imports only from itself and from packages before it.
 PACKAGES = (
     "functional",
+    "audit",
     "models",
     "roles",
     "algorithms",

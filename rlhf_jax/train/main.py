@@ -74,6 +74,9 @@ ASK = {
         "queries.verify",
         "Whether the snapshots of a run are whole and its frozen models unmoved.",
     ),
+    "audit": Command(
+        "queries.audit", "Which KL a loss of yours really penalises, by enumeration."
+    ),
     "kl": Command(
         "queries.token_kl", "The KL of a text between two models, token by token."
     ),

@@ -1,0 +1,147 @@
+"""The expected gradient of a loss, and the gradients that it may be meant to have.
+
+A loss reads a `Batch`, a group of responses, and is asked for its gradient with respect
+to the policy's logits. Its expectation is over every group that the sampler can draw:
+
+    g = Σ_groups Π_i π_sampler(y_i) · ∇_logits loss(group)
+
+What g may be meant to be, up to a positive factor, is a target:
+
+    full reverse         ∇ KL(π ‖ π_ref) of whole responses
+    full forward         ∇ KL(π_ref ‖ π) of whole responses
+    fixed-state reverse  E_{y~π} Σ_t ∇ KL(π(·|s_t) ‖ π_ref(·|s_t)), the states held
+    fixed-state forward  E_{y~π} Σ_t ∇ KL(π_ref(·|s_t) ‖ π(·|s_t)), the states held
+    reward               -∇ E_{y~π}[r], what a policy gradient descends
+
+`functional.kl.gradients` has the same names for the library's own penalties.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.audit.worlds import GROUP, World
+from rlhf_jax.functional.kl.gradients import (
+    FIXED_FORWARD,
+    FIXED_REVERSE,
+    FULL_FORWARD,
+    FULL_REVERSE,
+)
+
+Array = jax.Array
+
+REWARD = "reward"
+
+
+class Batch(NamedTuple):
+    """A group of G = 3 responses, as a loss reads it; there are no prompt columns.
+
+    Column t of every [G, T] array is about the token in column t. Where mask is False,
+    behind a response's end and where an environment spoke, log-probs are those that a
+    model has for such a token; a loss has to leave them out.
+    """
+
+    logprobs: Array  # f32[G, T], nats, of the policy; alone has a gradient, with logits
+    old_logprobs: Array  # f32[G, T], nats, of the policy that sampled
+    ref_logprobs: Array  # f32[G, T], nats, of the reference
+    mask: Array  # bool[G, T], the policy's tokens, the stop token included
+    rewards: Array  # f32[G], reward units
+    logits: Array  # f32[G, T, V], of the policy, for an exact KL
+    ref_logits: Array  # f32[G, T, V], of the reference
+
+
+Loss = Callable[[Batch], Array]
+
+
+def expected_gradient(loss: Loss, world: World, *, with_rewards: bool = False) -> Array:
+    """f32[states, V]: the expected gradient of a loss, by enumeration.
+
+    Args:
+      loss: of one group, f32[].
+      with_rewards: rewards are the world's; else they are 0, so that of a policy
+        gradient the penalty is left.
+    """
+    groups = np.array([*itertools.product(range(len(world.tokens)), repeat=GROUP)])
+
+    # An argument, as XLA would evaluate programs of constants at compile time.
+    def expected(policy: Array, world: World, groups: Array) -> Array:
+        probability = jnp.exp(_of_responses(world, world.sampler).sum(axis=1))
+
+        def of_group(rows: Array) -> Array:
+            batch = _batch(world, policy, rows, with_rewards=with_rewards)
+            return jnp.prod(probability[rows]) * loss(batch)
+
+        return jnp.sum(jax.vmap(of_group)(groups))
+
+    arrays = world._replace(name=None)
+    return jax.jit(jax.grad(expected))(jnp.asarray(world.policy), arrays, groups)
+
+
+def targets(world: World) -> dict[str, Array]:
+    """{name: f32[states, V]}: the gradients of this module's docstring."""
+    of_reference = _of_responses(world, jnp.asarray(world.reference)).sum(axis=1)
+    ref = jax.nn.log_softmax(jnp.asarray(world.reference))
+    # Held: how often a state is visited does not move with the policy.
+    visits = jnp.exp(_of_responses(world, jnp.asarray(world.policy)).sum(axis=1))
+
+    def over_states(per_state: Array) -> Array:
+        columns = jnp.where(world.mask, per_state[world.states], 0.0)
+        return jnp.sum(visits * columns.sum(axis=1))
+
+    def full_reverse(policy: Array) -> Array:
+        logprobs = _of_responses(world, policy).sum(axis=1)
+        return jnp.sum(jnp.exp(logprobs) * (logprobs - of_reference))
+
+    def full_forward(policy: Array) -> Array:
+        logprobs = _of_responses(world, policy).sum(axis=1)
+        return jnp.sum(jnp.exp(of_reference) * (of_reference - logprobs))
+
+    def fixed_reverse(policy: Array) -> Array:
+        now = jax.nn.log_softmax(policy)
+        return over_states(jnp.sum(jnp.exp(now) * (now - ref), axis=1))
+
+    def fixed_forward(policy: Array) -> Array:
+        now = jax.nn.log_softmax(policy)
+        return over_states(jnp.sum(jnp.exp(ref) * (ref - now), axis=1))
+
+    def reward(policy: Array) -> Array:
+        logprobs = _of_responses(world, policy).sum(axis=1)
+        return -jnp.sum(jnp.exp(logprobs) * world.rewards)
+
+    functions = {
+        FULL_REVERSE: full_reverse,
+        FULL_FORWARD: full_forward,
+        FIXED_REVERSE: fixed_reverse,
+        FIXED_FORWARD: fixed_forward,
+        REWARD: reward,
+    }
+    policy = jnp.asarray(world.policy)
+    return {name: jax.grad(of)(policy) for name, of in functions.items()}
+
+
+def _of_responses(world: World, table: Array) -> Array:
+    """f32[N, T]: log-probs of the policy's tokens of every response, nats; else 0."""
+    return jnp.where(world.mask, _of_tokens(world, table), 0.0)
+
+
+def _of_tokens(world: World, table: Array) -> Array:
+    return jax.nn.log_softmax(jnp.asarray(table))[world.states, world.tokens]
+
+
+def _batch(world: World, policy: Array, rows: Array, *, with_rewards: bool) -> Batch:
+    rewards, states = world.rewards[rows], world.states[rows]
+    return Batch(
+        logprobs=_of_tokens(world, policy)[rows],
+        old_logprobs=_of_tokens(world, world.sampler)[rows],
+        ref_logprobs=_of_tokens(world, world.reference)[rows],
+        mask=world.mask[rows],
+        rewards=rewards if with_rewards else jnp.zeros_like(rewards),
+        logits=policy[states],
+        ref_logits=world.reference[states],
+    )

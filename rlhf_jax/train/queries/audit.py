@@ -1,0 +1,148 @@
+"""What a loss really penalises: its expected gradient beside that of every KL.
+
+    rlhf-jax audit my_losses:penalty
+    rlhf-jax audit my_losses:torch_penalty --torch --json found.json
+
+The function takes one record, `rlhf_jax.audit.Batch`: log-probs of policy, sampler and
+reference, mask, rewards and logits of a group of three responses, and returns a number.
+Its expected gradient is a sum over every group of four small worlds, and stands beside
+the gradients of the KLs, so that nothing of a sample has to be believed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from rlhf_jax import audit
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder, report
+from rlhf_jax.runs.command_line.options import load_function
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of `rlhf-jax audit`."""
+
+    loss: tyro.conf.Positional[str]
+    """The loss, module:function, of one audit.Batch."""
+    torch: bool = False
+    """The function takes and returns tensors of PyTorch (extra parity)."""
+    with_rewards: bool = False
+    """Rewards are drawn; else they are 0, and what is found is the penalty's alone."""
+    seed: int = 0
+    """Of the worlds' tables."""
+    json: Path | None = None
+    """File to write all figures to; it must not be there."""
+
+
+def main(options: Config) -> None:
+    """Runs `rlhf-jax audit` with its options.
+
+    Raises:
+      InputError: there is no such function, it does not return one number, PyTorch is
+        asked for and missing, or the JSON file is there already.
+    """
+    if options.json is not None and options.json.exists():
+        raise InputError(
+            f"--json {options.json}: expected a file that is not there, got one; "
+            f"give another"
+        )
+    loss = _loaded(options)
+    found = audit.of_loss(loss, with_rewards=options.with_rewards, seed=options.seed)
+    report.table(
+        f"Expected gradient of {options.loss}",
+        ("world", "norm", "gradient of", "distance", "by column"),
+        [
+            (
+                one.world,
+                f"{one.norm:.2g}",
+                one.verdict + f", nearest {one.nearest}" * (one.verdict == audit.NONE),
+                f"{one.fits[one.nearest].distance:.2g}",
+                " ".join(f"{scale:.2f}" for scale in one.by_depth),
+            )
+            if one.verdict != audit.ZERO
+            else (one.world, f"{one.norm:.1g}", one.verdict, "", "")
+            for one in found
+        ],
+    )
+    print(
+        "norm: over that of the full reverse KL. distance: the share of the gradient "
+        "that is not the\nnearest KL's. by column: how strongly tokens there are "
+        "penalised, against the first."
+    )
+    betas = [one.fits[one.nearest].beta for one in found]
+    for one, beta in zip(found, betas, strict=True):
+        if beta is not None:
+            print(f"beta beside the reward, {one.world}: {beta:.4g} of {one.nearest}")
+    lengths, slopes = audit.by_length(loss), audit.by_log_ratio(loss)
+    shown = ", ".join(f"{weight:.2f} at {n}" for n, weight in lengths.items())
+    print(f"weight of a token by the length of its response: {shown}")
+    for which, by_nats in slopes.items():
+        shown = ", ".join(f"{slope:.3g} at {nats:g}" for nats, slope in by_nats.items())
+        print(f"largest slope by the log ratio to the {which}, nats: {shown}")
+    if options.json is not None:
+        fits = [
+            {name: fit._asdict() for name, fit in one.fits.items()} for one in found
+        ]
+        figures = {
+            "loss": options.loss,
+            "seed": options.seed,
+            "worlds": [
+                one._asdict() | {"fits": of_world, "by_depth": [*one.by_depth]}
+                for one, of_world in zip(found, fits, strict=True)
+            ],
+            "by_length": lengths,
+            "by_log_ratio": {
+                which: {
+                    f"{nats:g}": slope if math.isfinite(slope) else str(slope)
+                    for nats, slope in by_nats.items()
+                }
+                for which, by_nats in slopes.items()
+            },
+        }
+        folder.write_json(options.json, figures)
+
+
+def _loaded(options: Config) -> audit.Loss:
+    loss: Any = load_function(options.loss)
+    if options.torch:
+        try:
+            loss = audit.from_torch(loss)
+        except ImportError as error:
+            raise InputError(
+                f"--torch: expected PyTorch, got {error}; pip install "
+                f"'rlhf-jax[parity]'"
+            ) from error
+    try:
+        value = loss(audit.example())
+    except Exception as error:  # whatever the user's own code raises
+        raise InputError(
+            f"{options.loss}: expected a function of one audit.Batch, got "
+            f"{type(error).__name__}: {' '.join(str(error).split()):.300}; see "
+            f"rlhf_jax/audit/README.md"
+        ) from error
+    if jnp.shape(value) != () or not jnp.issubdtype(
+        jnp.result_type(value), jnp.floating
+    ):
+        raise InputError(
+            f"{options.loss}: expected one float, the loss of a group, got "
+            f"{jnp.result_type(value)}{list(jnp.shape(value))}; add up the tokens"
+        )
+    return loss
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax audit`: from a command line to a table."""
+    options: Any = tyro.cli(
+        Config, prog="rlhf-jax audit", description=__doc__, args=argv
+    )
+    jax.config.update("jax_platforms", "cpu")  # the worlds are small
+    main(options)

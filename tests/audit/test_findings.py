@@ -1,0 +1,153 @@
+"""What is found of losses whose gradient is known, and of faults that were planted."""
+
+import audited_losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from audited_losses import FAULTS
+
+from rlhf_jax import audit, kl_penalty
+from rlhf_jax.functional.kl import gradients
+
+WORLDS = {world.name: world for world in audit.every()}
+STOP, STALE = WORLDS["stop token"], WORLDS["stale sampler"]
+
+
+def found(loss, world=STOP, **options):
+    gradient = audit.expected_gradient(loss, world, **options)
+    return audit.of_gradient(gradient, world=world, **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"),
+    [
+        (audited_losses.k1, audit.ZERO),
+        (audited_losses.k2, gradients.FIXED_REVERSE),
+        (audited_losses.k3, gradients.FIXED_FORWARD),
+        (audited_losses.k2_of_responses, gradients.FULL_REVERSE),
+        (audited_losses.exact, gradients.FIXED_REVERSE),
+        (audited_losses.k1_in_reward, gradients.FULL_REVERSE),
+    ],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+@pytest.mark.cases(quick=3)
+def test_a_loss_has_the_gradient_that_the_literature_gives_it(loss, verdict):
+    one = found(loss)
+    assert one.verdict == verdict
+    if verdict != audit.ZERO:
+        # Three responses a group, each with the whole gradient.
+        assert one.fits[verdict].scale == pytest.approx(3.0, abs=1e-4)
+        assert one.by_depth == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_same_in_every_world_but_the_stale_one():
+    for loss, verdict in (
+        (audited_losses.k1, audit.ZERO),
+        (audited_losses.k3, gradients.FIXED_FORWARD),
+    ):
+        *others, stale = audit.of_loss(loss)
+        assert [one.verdict for one in others] == [verdict] * 3
+        assert stale.verdict == audit.NONE
+    weighted = audit.of_loss(audited_losses.weighted_k2_of_responses)
+    assert [one.verdict for one in weighted] == [gradients.FULL_REVERSE] * 4
+
+
+def test_beta_stands_beside_the_reward():
+    one = found(audited_losses.objective, with_rewards=True)
+    assert one.verdict == gradients.FULL_REVERSE
+    assert one.fits[one.nearest].beta == pytest.approx(0.3, abs=1e-4)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.cases(quick=3)
+def test_a_planted_fault_is_found(fault):
+    right, wrong = FAULTS[fault]
+    world = STALE if right is audited_losses.weighted_k2_of_responses else STOP
+    before, after = found(right, world), found(wrong, world)
+    assert before.verdict in (
+        *(gradients.FULL_REVERSE, gradients.FIXED_REVERSE, gradients.FIXED_FORWARD),
+    )
+    assert after.verdict != before.verdict
+
+
+def of_penalty(penalty):
+    """A penalty's loss as the library's public functions make it, per response."""
+
+    def loss(batch):
+        shared = {"penalty": penalty, "logprobs": batch.logprobs, "mask": batch.mask}
+        shared["ref_logprobs"] = batch.ref_logprobs
+        now, ref = (jax.nn.log_softmax(one) for one in (batch.logits, batch.ref_logits))
+        exact = jnp.sum(jnp.exp(now) * (now - ref), axis=-1)
+        total = jnp.zeros(())
+        if penalty.placement in ("reward", "both"):
+            kl, _ = kl_penalty.reward_kl(**shared, exact=jax.lax.stop_gradient(exact))
+            to_go = jnp.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
+            total += jnp.sum(jnp.where(batch.mask, batch.logprobs * to_go, 0.0))
+        if penalty.placement in ("loss", "both"):
+            ones = jnp.where(batch.mask, 1.0, 0.0)
+            in_loss, _ = kl_penalty.kl_loss(
+                **shared, old_logprobs=batch.old_logprobs, weights=ones, exact=exact
+            )
+            total += in_loss
+        return total
+
+    return loss
+
+
+PENALTIES = [
+    kl_penalty.Penalty(value_estimator=estimator, placement=placement, per=per)
+    for estimator in ("k1", "k2", "k3", "exact")
+    for placement in ("reward", "loss", "both")
+    for per in ("token", "response")
+]
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    PENALTIES,
+    ids=lambda one: f"{one.value_estimator}-{one.placement}-{one.per}",
+)
+@pytest.mark.cases(quick=2)
+def test_the_librarys_own_table_from_its_public_functions(penalty):
+    one = found(of_penalty(penalty))
+    named = penalty.gradient
+    known = {*audit.targets(STOP), audit.ZERO}
+    assert one.verdict == (named if named in known else audit.NONE), named
+
+
+def test_weights_by_length():
+    def mean_of_responses(batch):
+        squares = audited_losses.log_ratio(batch) ** 2
+        return audited_losses.per_response(batch, squares)
+
+    assert audit.by_length(mean_of_responses) == pytest.approx({1: 3, 2: 1.5, 3: 1})
+    assert audit.by_length(audited_losses.k2) == pytest.approx({1: 1, 2: 1, 3: 1})
+    # The log ratio of the whole response multiplies each of its tokens.
+    whole = audit.by_length(audited_losses.k2_of_responses)
+    assert whole == pytest.approx({1: 1 / 3, 2: 2 / 3, 3: 1})
+
+
+def test_where_a_loss_blows_up():
+    slopes = audit.by_log_ratio(audited_losses.k3)
+    assert slopes["reference"][20.0] == pytest.approx(1.0)  # 1 - e^-20
+    assert slopes["reference"][-20.0] == pytest.approx(np.exp(20) - 1, rel=1e-5)
+    assert slopes["reference"][-100.0] == np.inf
+    assert len({*slopes["sampler"].values()}) == 1  # it does not read the sampler
+
+
+def test_a_loss_that_is_no_number_has_no_verdict():
+    assert found(lambda batch: jnp.sum(batch.logprobs) * jnp.nan).verdict == audit.NONE
+
+
+def test_a_loss_of_torch_has_the_same_gradient():
+    torch = pytest.importorskip("torch")
+
+    def k3(batch):
+        x = batch.ref_logprobs - batch.logprobs
+        return ((torch.exp(x) - x - 1) * batch.mask).sum()
+
+    measured = audit.expected_gradient(audit.from_torch(k3), STOP)
+    expected = audit.expected_gradient(audited_losses.k3, STOP)
+    np.testing.assert_allclose(measured, expected, atol=1e-6)
