@@ -152,6 +152,7 @@ def _only(rollout: Rollout, remaining: Array) -> Rollout:
         "old_logprobs": rollout.old_logprobs,
         "entropy": rollout.entropy,
         "sampler_logprobs": rollout.sampler_logprobs,
+        # int32 among float32: `zeros_like` below keeps each dtype.
         "version": rollout.version,
     }
     return dataclasses.replace(
@@ -159,7 +160,6 @@ def _only(rollout: Rollout, remaining: Array) -> Rollout:
         mask=rollout.mask & remaining,
         response_mask=response_mask,
         **jax.tree.map(
-            # `zeros_like` keeps the dtype: versions are int32 among float32.
             lambda x: jnp.where(response_mask, x, jnp.zeros_like(x)), of_tokens
         ),
     )

@@ -100,8 +100,8 @@ def refilled(
     source = jnp.where(replaced, count + first_mixed[turn], own)
     member = jnp.arange(group_size, dtype=jnp.int32)
     rows = (source[:, None] * group_size + member[None, :]).reshape(-1)
+    # One gather from both batches: shapes stay fixed, however many are replaced.
     return jax.tree.map(
-        # One gather from both batches: shapes stay fixed, however many are replaced.
         lambda left, right: jnp.concatenate([left, right])[rows], batch, drawn
     )
 

@@ -98,9 +98,9 @@ class NashMD(NashMDRecipe, PolicyGradient):
             # A preference needs both scores: a pair with one left out has none.
             mine &= jnp.repeat(both, 2)
         mask = scored.rollout.response_mask & mine[:, None]
+        # ½ is what the policy wins against itself: a baseline without bias. The odd
+        # rows get it too, and are masked.
         rewards = token_rewards.token_rewards(
-            # ½ is what the policy wins against itself: a baseline without bias. The odd
-            # rows get it too, and are masked.
             scores=jnp.repeat(win - 0.5, 2), kl=scored.kl, mask=mask, kl_coef=kl_coef
         )
         totals = masked.masked_sum(rewards, mask=mask, axis=1)

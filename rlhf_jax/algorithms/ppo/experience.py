@@ -97,9 +97,8 @@ def estimate(
     """
     rewards = experience.token_rewards
     if whiten_rewards:
+        # Without the shift, which would pay or charge every token and so reward length.
         rewards = masked.masked_whiten(
-            # Without the shift, which would pay or charge every token and so reward
-            # length.
             rewards, mask=experience.value_mask, shift_mean=False, ddof=whiten_ddof
         )
     advantages, returns = gae(
