@@ -51,6 +51,7 @@ def text_stats(
 
     stats: masked.Stats = {}
     for name, batches in texts.items():
+        # A loop over batches, not `vmap`: one batch of activations is held at a time.
         totals, weights = jax.lax.map(of_batch, batches)
         stats[f"eval/{name}_nll"] = (totals.sum(), weights.sum())
     return stats

@@ -83,11 +83,14 @@ def measure(
         )
 
     params = adapted_params(policy, base=base, lora=lora)
+    # Without a reference, or with one of another structure, nothing must be equal.
     equal = jnp.zeros((), bool)
     if reference is not None:
         if base is None:
             digests, unmoved = fingerprint.digests(policy), True
         else:
+            # The reference under LoRA is the base: it is the policy as long as the
+            # adapters add 0.
             digests, unmoved = base.source_digests, changes_nothing(policy)
         if digests.shape == reference.source_digests.shape:
             equal = (digests == reference.source_digests).all() & unmoved
@@ -126,6 +129,7 @@ def require(
     Raises:
       SelfCheckError: says which pair differs, by how much and where most.
     """
+    # One transfer for all arrays: the comparison is NumPy's, on the host.
     measured = jax.device_get(measured)
     compare(
         measured.trainer,

@@ -71,6 +71,7 @@ def ppo_state(
       policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
         copies), as both are donated.
     """
+    # The policy is checked by `grpo_state`, which makes the rest of the state.
     _check_float32({"critic": critic})
     state = grpo_state(policy=policy, policy_optimizer=policy_optimizer, kl=kl)
     return dataclasses.replace(
@@ -165,10 +166,13 @@ def accumulate(
     gradient = jax.grad(loss, has_aux=True)
     if micro_batch_size in (None, jax.tree.leaves(batch)[0].shape[0]):
         return gradient(params, batch)
+    # A scan over parts keeps the activations of one part alive at a time.
     parts = micro_batches(batch, micro_batch_size=micro_batch_size)
 
     def add(total: Params, part: Any) -> tuple[Params, masked.Stats]:
         grads, stats = gradient(params, part)
+        # Gradients are carried, one buffer for all parts; stats are stacked, as they
+        # are few.
         return jax.tree.map(jnp.add, total, grads), stats
 
     grads, stats = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
@@ -192,9 +196,12 @@ def apply_gradients(
 
     def step(state: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
         params, opt = state
+        # Parameters are passed for weight decay, which reads them.
         updates, opt = optimizer.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt
 
+    # Moments stay too: NaN would live on in Adam's m and v after a step that was only
+    # not applied.
     return layout.change_if(finite, step, (params, opt))
 
 
@@ -212,6 +219,7 @@ def count_skips(
       `update/skipped_in_a_row`, the most so far.
     """
     skipped = jnp.where(finite, 0, skipped + 1)
+    # One NaN in a sum over minibatches would hide all the others.
     safe: masked.Stats = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats)
     missed = 1.0 - finite.astype(jnp.float32)
     return skipped, safe | {
@@ -235,6 +243,7 @@ def supervised_update(
     Its parameters are those to run with: the state's, or its adapters over `base`.
     """
     grads, stats = accumulate(
+        # Inside the loss, so that the gradient is by the adapters and not by the base.
         lambda trained, part: loss(adapted_params(trained, base=base, lora=lora), part),
         state.params,
         batch,

@@ -49,6 +49,7 @@ class CriticDevices:
         """
         recipe.refuse_critic_apart()
         self._ppo, self._mesh, self._home = recipe, mesh, home
+        # A copy on the critic's devices: a program reads arrays of one mesh alone.
         self.base = None if base is None else sharding.place(base, mesh=mesh)
         self._frozen = FrozenModels(base=self.base)
         on = functools.partial(sharding.on, mesh)
@@ -57,6 +58,8 @@ class CriticDevices:
         )
         self._update = jax.jit(
             functools.partial(on(critic_apart.update), recipe=recipe),
+            # Parameters and moments are overwritten in place; the caller takes the new
+            # state.
             donate_argnames=("critic",),
         )
 
@@ -82,6 +85,7 @@ class CriticDevices:
         values = self._values(
             critic.params, rollout=moved, frozen=self._frozen, packing=packing
         )
+        # Asynchronous: the copy is queued behind the values, and the host goes on.
         return row_sharding.put_rows(values, mesh=self._home)
 
     def update(
@@ -93,6 +97,7 @@ class CriticDevices:
         packing: RolloutPacking | None = None,
     ) -> tuple[SupervisedState, masked.Stats]:
         """`critic_apart.update`; donates `critic`. The stats stay on its mesh."""
+        # The policy's update does not donate its experience, so that both may read it.
         moved = row_sharding.put_rows(experience, mesh=self._mesh)
         # `sharding.place` cannot be traced, as a rehearsal does.
         key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))

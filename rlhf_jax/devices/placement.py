@@ -192,6 +192,7 @@ class PolicyPlacement:
                 f"place them with the policy"
             )
         try:
+            # The last devices go to other roles: those of the policy keep their order.
             mesh = self.policy.make(jax.devices()[: jax.device_count() - taken])
         except InputError as error:
             raise InputError(f"--placement.policy: {error}") from None

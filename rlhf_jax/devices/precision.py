@@ -34,6 +34,7 @@ def of(dtype: str) -> Iterator[None]:
         yield
         return
     jax.config.update(PRECISION, FLOAT32)
+    # For processes that are started meanwhile, such as a sampler's.
     os.environ[VARIABLE] = FLOAT32
     try:
         yield

@@ -133,6 +133,7 @@ def from_first(text: str) -> str:
     """What the first process says, in all of them."""
     if jax.process_count() == 1:
         return text
+    # The length first, as arrays that are broadcast have one shape everywhere.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text.encode()))))
     if not size:
         return ""
@@ -148,6 +149,7 @@ def agree(what: str, value: str) -> None:
     """
     if jax.process_count() == 1:
         return
+    # A digest: 32 bytes travel, however long the config is.
     mine = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
     all_of_them = np.asarray(multihost_utils.process_allgather(mine))
     others = np.flatnonzero((all_of_them != all_of_them[0]).any(axis=1))
@@ -212,6 +214,7 @@ def whole(tree: Any) -> Any:
             return leaf
         if not leaf.is_fully_replicated:
             sharding: Any = leaf.sharding
+            # Replicated by the devices, as no host can read another's shards.
             leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
         return np.asarray(leaf.addressable_data(0))
 
@@ -238,5 +241,7 @@ class Vote:
             return vote
         mine = np.full(jax.local_device_count(), vote)
         answer = self._any(jax.make_array_from_process_local_data(self._rows, mine))
+        # Read a call later, when it is long computed: a stop costs one step, and
+        # waiting none.
         before, self._pending = self._pending, answer
         return before is not None and bool(np.asarray(before))

@@ -93,6 +93,7 @@ def use(folder: Path | None) -> None:
     if processes.is_first():
         prune(folder, max_bytes=MAX_BYTES)
     jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+    # JAX keeps programs of a second or more; a start is made of dozens of smaller ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

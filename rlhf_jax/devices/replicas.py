@@ -72,6 +72,7 @@ def of_mesh(mesh: Mesh) -> Replicas:
             )
 
     def made(devices: list[Any]) -> Mesh:
+        # fsdp and context are 1: a replica holds its weights along `tensor` alone.
         array = np.reshape(np.array(devices), (-1, 1, 1, size))
         return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -96,6 +97,8 @@ def place(tree: Any, *, replicas: Replicas) -> Any:
     if replicas.own.size == replicas.everyone.size:
         return placed
 
+    # The same buffers under a mesh of this process: nothing is copied, and its programs
+    # wait for no other process.
     def of_own(leaf: Array) -> Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = of_own(jax.random.key_data(leaf))

@@ -74,6 +74,7 @@ def _num_blocks(mesh: Mesh) -> int:
 def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
     """The blocks of rows that each process of the mesh holds."""
     present = tuple(axis for axis in axes.ROW_AXES if axis in mesh.shape)
+    # Asked of JAX, not computed: on a TPU slice the order of devices follows the torus.
     where = NamedSharding(mesh, PartitionSpec(present))
     owned: dict[int, set[int]] = {}
     for device, (rows,) in where.devices_indices_map((_num_blocks(mesh),)).items():
@@ -116,6 +117,8 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
                 f"by itself"
             )
         if isinstance(leaf, Array):
+            # A JAX array has all rows of the batch; a NumPy one only those of this
+            # process.
             where = _divided(mesh, rows=leaf.shape[0])
             return processes.in_turn(jax.device_put(leaf, where))
         rows = leaf.shape[0] * share.count // len(share.blocks)
@@ -126,6 +129,8 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
             start, stop, _ = index[0].indices(rows)
             return array[place[start] :][: stop - start]
 
+        # Each process provides the rows of its own devices: no host needs the batch
+        # whole.
         return jax.make_array_from_callback((rows, *array.shape[1:]), where, part)
 
     return jax.tree.map(put, batch)
@@ -148,6 +153,7 @@ def put_computed(batch: Any, *, mesh: Mesh) -> Any:
     if sum(map(len, owned.values())) > _num_blocks(mesh):
         owner = {
             block: (process, at)
+            # Reversed, so that of several owners of a block the first process is left.
             for process in sorted(owned, reverse=True)
             for at, block in enumerate(owned[process])
         }
@@ -174,10 +180,12 @@ def local_rows(batch: Any) -> Any:
     """
 
     def read(leaf: Any) -> Any:
+        # One process has everything; and what NumPy holds is this process's already.
         if not isinstance(leaf, Array) or leaf.is_fully_addressable:
             return leaf
         where = _over_rows(_mesh_of(leaf), rows=leaf.shape[0])
         leaf = jax.device_put(leaf, where)
+        # Replicas along `tensor` have equal rows: one of them is read.
         parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
         return np.concatenate([np.asarray(parts[at].data) for at in sorted(parts)])
 

@@ -57,6 +57,8 @@ def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree
 
     @functools.wraps(function)
     def traced(*args: Args.args, **kwargs: Args.kwargs) -> Tree:
+        # The abstract mesh has axes and no devices: it tells the tracer what is
+        # sharded, and places nothing.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return function(*args, **kwargs)
 
@@ -126,10 +128,12 @@ def _spec(
     if names is not None and len(names) != len(shape):
         names = None  # of another rank: no parameter, nor what is kept of one
     placed: list[str | tuple[str, ...] | None] = []
+    # Mesh axes that a dimension of this leaf has: each may stand once in a spec.
     taken: list[str] = []
     scales = False  # of an int8 kernel, one for all numbers along a sharded axis
     for name, size in zip(names or (None,) * len(shape), shape, strict=True):
         mesh_axes = () if name is None else _axes(name, rules=rules, sizes=sizes)
+        # An axis of one device shards nothing.
         mesh_axes = tuple(axis for axis in mesh_axes if sizes[axis] > 1)
         if not mesh_axes or size == 1:
             scales |= bool(mesh_axes)
@@ -152,6 +156,7 @@ def _spec(
             )
         taken += mesh_axes
         placed.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes)
+    # On `data` alone every device has all parameters, which is what was asked for.
     sharded = any(size > 1 for axis, size in sizes.items() if axis != "data")
     if sharded and not any(placed) and not scales and math.prod(shape) > small:
         raise InputError(
@@ -198,7 +203,9 @@ def create(
       make: returns parameters or a state; traced.
       mesh, rules, small: as in `shardings`, which may refuse them.
     """
+    # Shapes first: where each leaf belongs is known before a number is made.
     where = shardings(jax.eval_shape(make), mesh=mesh, rules=rules, small=small)
+    # Each device makes its own part: a 70B state would fit on none whole.
     return jax.jit(on(mesh, make), out_shardings=where)()
 
 
@@ -221,6 +228,7 @@ def _put(leaf: Array, where: NamedSharding) -> Array:
         return leaf  # of shapes alone, as `jax.eval_shape` asks for
     if where.is_fully_addressable:
         return jax.device_put(leaf, where)
+    # Typed keys have no NumPy form: their words are moved, and wrapped again.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _put(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))

@@ -63,15 +63,18 @@ def gae(
     checks.masked_floats(mask, rewards=rewards, values=values)
     checks.fraction(gamma=gamma, lam=lam)
 
+    # Before any arithmetic: the critic's numbers outside the mask may be anything.
     values = jnp.where(mask, values, 0.0)
     deltas = jnp.where(mask, rewards, 0.0) + gamma * _next(values, mask) - values
 
     def step(next_advantage: Array, column: tuple[Array, Array]):
         delta, inside = column
         advantage = jnp.where(inside, delta + gamma * lam * next_advantage, 0.0)
+        # The carry jumps over observed columns: γλ counts sampled tokens alone.
         return jnp.where(inside, advantage, next_advantage), advantage
 
     end = jnp.zeros_like(deltas[:, 0])
+    # A scan over columns from the last to the first, all rows side by side.
     _, advantages = jax.lax.scan(step, end, (deltas.T, mask.T), reverse=True)
     return advantages.T, advantages.T + values
 

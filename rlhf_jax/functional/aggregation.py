@@ -164,6 +164,8 @@ def aggregate(
     weights, weight = _weights(mask, aggregation, loss_scale_factor)
     count = _count(weight, aggregation, num_tokens, num_responses)
     total = masked.masked_sum(weights * x, mask=mask)
+    # Loss and statistic differ in the divisor: the loss takes the minibatch's count,
+    # the statistic its own weight, so that both add up over parts.
     return total / count, {name: jax.lax.stop_gradient((total, weight))}
 
 
@@ -198,8 +200,10 @@ def prompt_scale(mask: Bool[Array, "B S"], *, group_size: int) -> Float32[Array,
     checks.groups(mask.shape[0], group_size=group_size)
     lengths = mask.sum(axis=1, dtype=jnp.float32).reshape(-1, group_size)
     tokens = lengths.sum(axis=1)
+    # Rows that were left out have no token, and are no responses.
     responses = (lengths > 0).sum(dtype=jnp.float32)
     prompts = (tokens > 0).sum(dtype=jnp.float32)
+    # B/P and N_p of the rollout, not of a minibatch, whose shuffled rows split groups.
     scale = tokens * prompts / jnp.maximum(responses, 1.0)
     return jnp.repeat(jnp.where(tokens > 0, scale, 1.0), group_size)
 

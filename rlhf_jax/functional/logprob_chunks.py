@@ -84,8 +84,11 @@ def plan(
     unused: unused_ids.Ranges = (),
 ) -> Plan:
     """Chunks of equal size, as few as leave no more than `max_logits` at a time."""
+    # Blocks that divide the head, so that each device of a sharded one has whole
+    # blocks.
     blocks = math.gcd(rows, BLOCKS)
     size = rows // blocks
+    # Rounded up twice: the fewest chunks that fit, then even ones.
     num_chunks = -(-size // max(1, max_logits // (positions * blocks)))
     chunk = -(-size // num_chunks)
     return Plan(vocab_size, blocks, size, chunk=chunk, softcap=softcap, unused=unused)
@@ -139,7 +142,9 @@ def _pass(
 ) -> _Sums:
     def step(sums: _Sums, index: Array) -> tuple[_Sums, None]:
         rows, fresh = _rows(head, index, plan, hidden.dtype)
+        # f32[N, A·chunk]: logits of one chunk, never of the whole vocabulary.
         z = jnp.where(fresh[None], _logits(hidden, rows, temperature, plan), NOWHERE)
+        # The maximum so far is taken off before every exp: sums never overflow.
         largest = jnp.maximum(sums.largest, jnp.max(z, axis=-1))
         # Nothing is summed before the first chunk. Where all of it is left out, its sum
         # is of NOWHERE, and the first chunk that has a token shrinks it to 0.
@@ -148,6 +153,7 @@ def _pass(
         terms = jnp.exp(above)
         shrink = jnp.exp(down)
         total = shrink * sums.total + jnp.sum(terms, axis=-1)
+        # Terms are (z - m)·exp(z - m): a new m moves both factors of the earlier ones.
         moment = shrink * (sums.moment + down * sums.total)
         moment += jnp.sum(terms * above, axis=-1)
         at = _drawn(tokens, index, plan)
@@ -180,6 +186,7 @@ def _backward(
         entropy = jnp.where(live, entropy, 0.0)[:, None]
     for_logprobs = (for_logprobs / temperature)[:, None]
     log_sum = jnp.where(live, log_sum, 0.0)[:, None]
+    # A masked position may hold NaN, and 0 · NaN would reach the head's gradient.
     live_hidden = jnp.where(live[:, None], hidden, jnp.zeros_like(hidden))
 
     def step(carry: tuple[Array, Array, Array], index: Array) -> tuple[Any, None]:
@@ -199,6 +206,8 @@ def _backward(
         if plan.softcap is not None:
             inner += jnp.sum(for_logits * scaled)
             for_logits *= 1 - jnp.square(scaled * (temperature / plan.softcap))
+        # Products of the backward pass run in the compute dtype, as those of the
+        # forward.
         for_logits = for_logits.astype(hidden.dtype)
         for_hidden += _product(for_logits, rows, 1, 0)
         for_rows = _product(for_logits, live_hidden, 0, 0).astype(head.dtype)
@@ -217,6 +226,7 @@ def _backward(
         jnp.zeros((plan.blocks, plan.size, head.shape[-1]), head.dtype),
         jnp.zeros((), jnp.float32),  # ⟨l, its gradient⟩ / τ, of soft-capped logits
     )
+    # Gradients are carried from chunk to chunk: logits of one chunk live at a time.
     for_hidden, for_head, inner = _scan(step, empty, plan)
     if plan.softcap is None:
         inner = jnp.sum(for_hidden * live_hidden.astype(jnp.float32)) / temperature

@@ -48,8 +48,10 @@ def token_logprobs(
     checks.floating(logits=logits)
     checks.int32(tokens=tokens)
     checks.positive(temperature=temperature)
+    # The last position predicts a token that is not there.
     logprobs = log_softmax(logits[:, :-1], temperature=temperature)
     drawn = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+    # Nothing predicts column 0.
     return jnp.pad(drawn, ((0, 0), (1, 0)))
 
 
@@ -69,6 +71,7 @@ def entropy(
     [0.663 0.582]
     """
     logprobs = log_softmax(logits, temperature=temperature)
+    # 0·log 0 = 0: exp(-inf) · -inf would be NaN.
     possible = jnp.where(logprobs > -jnp.inf, logprobs, 0.0)
     return -jnp.sum(jnp.exp(logprobs) * possible, axis=-1)
 
@@ -89,6 +92,7 @@ def log_softmax(
     """
     checks.floating(logits=logits)
     checks.positive(temperature=temperature)
+    # A log-softmax in bfloat16 has 3 digits: ratios of 1.00 ± 0.01 would be noise.
     logits = logits.astype(jnp.float32)
     possible = logits > -jnp.inf
     scaled = jnp.where(possible, logits, 0.0) / temperature
@@ -161,6 +165,7 @@ def token_logprobs_from_hidden(
     )
     unused_ids.check(unused, vocab_size=vocab_size)
 
+    # Columns that are not computed are put back as zeros, so that t is still t.
     before = ((0, 0), (min(first_column, columns), 0))
     if first_column >= columns or batch == 0:
         zeros = jnp.zeros((batch, columns), jnp.float32)

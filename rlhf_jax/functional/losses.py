@@ -141,10 +141,15 @@ def policy_loss(
     )
     if clip_range_high is None:
         clip_range_high = clip_range
+    # A coefficient, whatever the caller computed it from: nothing is learned through
+    # it.
     advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
+    # Of single tokens whatever the level: `policy/approxkl` stays comparable.
     token_log_ratio = jax.lax.stop_gradient(log_ratio)
     log_ratio = surrogates.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
+    # For the log alone, before the bounds below change what is differentiated; it may
+    # be inf.
     true_ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     shares = {}
     if dual_clip is not None:
@@ -159,7 +164,10 @@ def policy_loss(
     # Where A < 0, -ρA as one exponential: it may be finite where ρ is not.
     product = log_ratio + jnp.log(jnp.where(advantages < 0, -advantages, 1.0))
     large = (advantages < 0) & (log_ratio > 0)
+    # Everywhere else the plain product is used, so that ordinary tokens are as
+    # published.
     large &= jnp.maximum(log_ratio, product) > surrogates.LARGE
+    # The branch that is not taken must be finite, too: inf · 0 in its gradient is NaN.
     ratio = jnp.exp(jnp.where(large, 0.0, log_ratio))
     unclipped = -ratio * advantages
     clipped = -jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high) * advantages
@@ -250,6 +258,8 @@ def language_model_loss(
     """
     checks.masked_floats(mask, logprobs=logprobs)
     losses = -logprobs
+    # Stats are of this part alone, while the loss divides by the whole minibatch's
+    # count.
     stats = masked.sum_stats({"loss/language_model": losses}, mask=mask)
     return _per_token(losses, mask, num_tokens), stats
 
@@ -305,6 +315,7 @@ def value_loss(
     """
     checks.masked_floats(mask, values=values, old_values=old_values, returns=returns)
     values = jnp.where(mask, values, 0.0)
+    # Targets and old values are data of the rollout, not functions of the critic now.
     old_values = jax.lax.stop_gradient(jnp.where(mask, old_values, 0.0))
     returns = jax.lax.stop_gradient(jnp.where(mask, returns, 0.0))
     clipped_values = values
@@ -361,6 +372,7 @@ def explained_variance(
     errors = returns - jnp.where(mask, values, 0.0)
     count = jnp.sum(mask, dtype=jnp.float32)
     spread = count * masked.masked_var(returns, mask=mask)
+    # Sums, not a ratio: the division comes when all parts are added.
     unexplained = count * masked.masked_var(errors, mask=mask)
     pair = jax.lax.stop_gradient((spread - unexplained, spread))
     return {"value/explained_variance": pair}

@@ -75,6 +75,7 @@ def masked_sum(
     [3. 4.]
     """
     checks.masked_floats(mask, x=x)
+    # `where=`, not a product: 0 · NaN is NaN, in the value and in the gradient.
     return jnp.sum(x, axis=axis, where=mask)
 
 
@@ -96,6 +97,7 @@ def masked_mean(
     [1.5 0. ]
     """
     checks.masked_floats(mask, x=x)
+    # Added at the end: the centre is exact where all numbers are equal, and rest is 0.
     return jnp.add(*_mean_in_two(x, mask, axis=axis))
 
 
@@ -129,11 +131,13 @@ def _mean_in_two(x: Array, mask: Array, *, axis: int | None) -> tuple[Array, Arr
     count = jnp.sum(mask, axis=axis, dtype=jnp.float32, keepdims=True)
     count = jnp.maximum(count, 1.0)
     sums = {"axis": axis, "where": mask, "keepdims": True}
+    # The centre is a constant of the second pass: its gradient would cancel out there.
     fixed = jax.lax.stop_gradient(x)
     # No mean lies outside of its numbers, however its sum rounds or overflows.
     low = jnp.min(fixed, initial=jnp.inf, **sums)
     high = jnp.max(fixed, initial=-jnp.inf, **sums)
     centre = jnp.clip(jnp.sum(fixed, **sums) / count, low, high)
+    # An empty mask has inf and -inf as its ends.
     centre = jnp.where(jnp.isfinite(centre), centre, 0.0)
     rest = jnp.sum(x - centre, **sums) / count
     return jnp.squeeze(centre, axis=axis), jnp.squeeze(rest, axis=axis)
@@ -190,6 +194,7 @@ def masked_whiten(
     [1. 3. 0.]
     """
     centre, rest, deviation = centred(x, mask=mask)
+    # Differentiable in x: whoever whitens advantages stops the gradient there.
     scale = jax.lax.rsqrt(masked_var(x, mask=mask, ddof=ddof) + _VARIANCE_FLOOR)
     whitened = deviation * scale
     if shift_mean:
@@ -254,6 +259,7 @@ def add_stats(left: Stats, right: Stats) -> Stats:
             f"expected equal names, got {sorted(left)} and {sorted(right)}; add "
             "statistics of one function, or merge the two dictionaries with |"
         )
+    # None is no leaf: a maximum keeps its weight of None, and `total_stats` sees it.
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), left, right)
     return total_stats(stacked)
 
@@ -322,6 +328,7 @@ def mean_stats(stats: Stats) -> dict[str, Array]:
     return {
         name: value
         if weight is None
+        # Two selections: a division by 0 in the branch not taken would still be NaN.
         else jnp.where(weight > 0, value, 0.0) / jnp.where(weight > 0, weight, 1.0)
         for name, (value, weight) in stats.items()
     }

@@ -49,6 +49,8 @@ def capped_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     >>> print(jnp.isfinite(capped_exp(jnp.array([80.0, 1000.0, jnp.inf]))))
     [ True  True  True]
     """
+    # Value and slope apart: min(x, ·) by itself has slope 0 above the bound, and a
+    # token that is far off would get no gradient back.
     capped = jnp.exp(jax.lax.stop_gradient(jnp.minimum(x, LARGEST)))
     finite = jnp.where(jnp.isinf(x), 0.0, x)
     return capped * (1.0 + (finite - jax.lax.stop_gradient(finite)))
@@ -95,6 +97,7 @@ def at_level(
     mean = jnp.broadcast_to((total / length)[:, None], mask.shape)
     if ratio_level == "sequence_token":
         own = jnp.where(mask, log_ratio, 0.0)
+        # Adds 0 to the value, and to the gradient that of the token itself.
         mean = jax.lax.stop_gradient(mean) + (own - jax.lax.stop_gradient(own))
     return jnp.where(mask, mean, 0.0)
 
@@ -152,6 +155,7 @@ def cispo_loss(
     level = at_level(log_ratio, mask=mask, ratio_level=ratio_level)
     ratio = jnp.exp(level)
     weight = jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high)
+    # The weight says how much a token counts; log π below carries the whole gradient.
     weight = jax.lax.stop_gradient(weight)
     loss, stats = aggregate(
         "loss/policy",
@@ -162,6 +166,7 @@ def cispo_loss(
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
+    # Exact: the clip returns the ratio to the bit where it does not act.
     bounded = (weight != ratio).astype(jnp.float32)
     stats |= masked.sum_stats({"policy/clipfrac": bounded}, mask=mask)
     return loss, stats | ratio_stats(log_ratio, ratio, mask=mask)
@@ -227,6 +232,7 @@ def sapo_loss(
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
+    # σ(1 - σ) is at most 1/4, at ρ = 1.
     slope = 4.0 * jax.lax.stop_gradient(open_share * (1.0 - open_share))
     stats |= masked.sum_stats({"policy/gate": slope}, mask=mask)
     return loss, stats | ratio_stats(log_ratio, true_ratio, mask=mask)
@@ -262,6 +268,7 @@ def ratio_stats(
         },
         mask=mask,
     )
+    # A maximum (weight None): of parts the larger is kept, not a mean of maxima.
     largest = jax.lax.stop_gradient(jnp.max(ratio, where=mask, initial=0.0))
     return stats | {"policy/ratio_max": (largest, None)}
 

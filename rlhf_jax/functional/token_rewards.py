@@ -68,17 +68,20 @@ def token_rewards(
     score_mask = mask if score_mask is None else score_mask
     checks.same_shape(score_mask=score_mask, mask=mask)
     checks.boolean(score_mask=score_mask)
+    # i32[B, 1]; -1 where a row has no response, which equals no column.
     last = jnp.max(columns, axis=1, where=score_mask, initial=-1, keepdims=True)
     if turn_rewards is None:
         score_rewards = jnp.where(columns == last, scores[:, None], 0.0)
     else:
         checks.masked_floats(mask, turn_rewards=turn_rewards)
+        # The last token has the rest, so that the rewards of a row add up to its score.
         earlier = jnp.where(mask, turn_rewards, 0.0)
         rest = scores[:, None] - earlier.sum(axis=1, keepdims=True)
         score_rewards = earlier + jnp.where(columns == last, rest, 0.0)
     if kl is None:
         return score_rewards
     checks.masked_floats(mask, kl=kl)
+    # Selected first: β · NaN of a masked token would reach GAE.
     return score_rewards - kl_coef * jnp.where(mask, kl, 0.0)
 
 

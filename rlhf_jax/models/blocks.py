@@ -73,6 +73,7 @@ class Linear(nn.Module):
         if self.has_variable("params", "lora_a"):  # put there by `lora.attach`
             down: Array = self.get_variable("params", "lora_a")
             up: Array = self.get_variable("params", "lora_b")
+            # Two narrow products, [N, r] between them: W + A B is never made.
             y = y + (x @ down.astype(x.dtype)) @ up.astype(x.dtype)
         if self.use_bias:
             bias = self.param(
@@ -102,10 +103,13 @@ class Norm(nn.Module):
             bias = self.param("bias", nn.initializers.zeros, size, jnp.float32)
 
         def normalised(x: Array, scale: Array, bias: Array | None) -> Array:
+            # Explicit, as implicit rank promotion is an error in the tests.
             broadcast = (None,) * (x.ndim - 1)
             y = x.astype(jnp.float32)
             if centred:
                 y = y - y.mean(-1, keepdims=True)
+            # Moments in float32: squares of bfloat16 numbers lose the digits that a
+            # norm is of.
             y = y * jax.lax.rsqrt(
                 jnp.square(y).mean(-1, keepdims=True) + model.norm_eps
             )
@@ -142,6 +146,8 @@ class Attention(nn.Module):
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
             return y.reshape(rows, -1, count, model.head_dim).swapaxes(1, 2)
 
+        # Columns that nobody reads need no query; their keys and values are attended
+        # to.
         query = heads("query", columns_from(x, first, rows=rows), model.num_heads)
         key = heads("key", x, model.num_kv_heads)
         value = heads("value", x, model.num_kv_heads)
@@ -157,6 +163,7 @@ class Attention(nn.Module):
             assert cache is not None
             keys_values = append_to_pages(cache, (key, value), pages=mask)
         elif cache is not None:
+            # Before attention: a token attends to itself.
             keys_values = append(cache, (key, value), column=column)
         if whole:
             y = attend(query, (key, value), mask=mask, model=model)
@@ -179,6 +186,8 @@ class Attention(nn.Module):
         y = Linear(
             x.shape[-1],
             model.attention_output_bias,
+            # The residual stream gets 2 L such terms: its variance at the start is that
+            # of one.
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="output",
         )(y.swapaxes(1, 2).reshape(-1, model.num_heads * model.head_dim))
@@ -273,6 +282,8 @@ class Block(nn.Module):
             y = Norm(self.model, name="attention_post_norm")(y)
         x = columns_from(x, first, rows=rows)
         attended = x + y
+        # GPT-J and NeoX: the MLP reads what attention read, so that the two may run at
+        # once.
         read = x if self.model.parallel_residual else attended
         z = MLP(self.model, name="mlp")(Norm(self.model, name="mlp_norm")(read))
         if self.model.post_norms:

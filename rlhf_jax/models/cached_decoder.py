@@ -109,6 +109,7 @@ def decode_step(
             mask=attend.window if is_local else attend.everything,
             rotary=local if is_local else far,
             cache=cache,
+            # A cache of W places is a ring: a local layer has as many as its window.
             column=column % cache[0].shape[2],
         )
         updated.append(cache)
@@ -137,6 +138,7 @@ def prefill(
             params, model=model, tokens=tokens, mask=mask, first_column=size - 1
         )
         return hidden[:, -1], key_values
+    # Padded on the left, where prompts are padded anyway: all chunks have one shape.
     room = -size % chunk
     tokens, mask = (jnp.pad(x, ((0, 0), (room, 0))) for x in (tokens, mask))
     rows, columns = tokens.shape
@@ -152,6 +154,7 @@ def prefill(
 
         at, here = own(positions), (start + jnp.arange(chunk, dtype=jnp.int32))[:, None]
         visible = mask[:, None] & (number[None] <= here)[None]
+        # bool[B, N, P]: of local layers, what is within the window of each new column.
         near = visible & (number[None] > here - window)[None]
         everything, narrow = (
             angles(at, model=model, local=local) for local in (False, True)
@@ -182,7 +185,9 @@ def prefill(
     shape = (model.num_layers, rows, model.num_kv_heads, columns, model.head_dim)
     empty = jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
     starts = jnp.arange(0, columns, chunk, dtype=jnp.int32)
+    # Chunk after chunk, as each attends to the cache of those before.
     caches, last = jax.lax.scan(run, empty, starts)
     hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
+    # The columns of padding leave again: caches hold P columns, as of a whole pass.
     key, value = (leaf[:, :, :, room:] for leaf in caches)
     return hidden, (key, value)

@@ -56,6 +56,7 @@ def quantise(x: Array) -> Int8Columns:
       Int8Columns; |values · scale - x| <= scale / 2. A vector of zeros has scale 0.
     """
     x = x.astype(jnp.float32)
+    # A scale per vector: one large key does not cost the others their digits.
     scales = jnp.max(jnp.abs(x), axis=-1) / 127.0
     values = jnp.round(x / jnp.where(scales > 0, scales, 1.0)[..., None])
     return Int8Columns(values=values.astype(jnp.int8), scales=scales)
@@ -89,6 +90,8 @@ def logits_of(
         leaves them.
     """
     if key_scales is not None:
+        # Scales act on the results, [B, K, G·T, S], and not on head_dim times as many
+        # numbers.
         products = products * key_scales[:, :, None]
     logits = products / math.sqrt(head_dim) if scale is None else products * scale
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -112,6 +115,7 @@ def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
         update = jax.lax.dynamic_update_slice_in_dim
         if isinstance(column, int) or column.ndim == 0:
             return update(all_, one, column, axis=2)
+        # Rows at columns of their own: a scatter by `vmap` of one slice per row.
         of_row = functools.partial(update, axis=1)
         return jax.vmap(of_row)(all_, one, column)
 
@@ -133,6 +137,7 @@ def growing_widths(size: int, *, first: int) -> tuple[int, ...]:
     attention reads at most two and a half times the columns that are filled.
     """
     width, smaller = -(-(first + 1) // FIRST_WIDTH) * FIRST_WIDTH, []
+    # A last step of less than a quarter is not worth another loop.
     while 5 * width < 4 * size:
         smaller.append(width)
         width *= 2
@@ -180,6 +185,7 @@ def at_end(array: Array, *, size: int, end: Array | int, axis: int) -> Array:
     padded = jnp.pad(array, room)
     if isinstance(end, int) and (end - columns) % size == 0:
         return padded
+    # Number c lies in place c mod W, so that the loop goes on where the prompt ended.
     return jnp.roll(padded, end - columns, axis=axis)
 
 

@@ -81,6 +81,7 @@ class Cut:
             first, second = jnp.split(x, 2, axis=1)
             # Chunks i and 2c - 1 - i: one of them is even, and one is odd.
             first_is_even = jax.lax.axis_index(axes.CONTEXT_AXIS) % 2 == 0
+            # A permutation has one sender per receiver: the halves go as two of them.
             even = jnp.where(first_is_even, first, second)
             odd = jnp.where(first_is_even, second, first)
             ways = [

@@ -37,6 +37,8 @@ def init(key: Array, *, model: ModelConfig) -> Params:
 
     Source: Radford et al. 2019 (GPT-2), section 2.3.
     """
+    # Five keys whatever the model has: one without learned positions or with a tied
+    # head draws the same other parameters.
     embed_key, position_key, layer_key, norm_key, head_key = jax.random.split(key, 5)
     x = jnp.zeros((1, 1, model.hidden_size), jnp.float32)
     norm = blocks.Norm(model)
@@ -54,6 +56,7 @@ def init(key: Array, *, model: ModelConfig) -> Params:
 
     params = {
         "embed": {"tokens": normal(embed_key, model.padded_vocab_size)},
+        # Stacked [L, ...] from the start, as the scan over layers reads them.
         "layers": jax.vmap(layer)(jax.random.split(layer_key, model.num_layers)),
         "final_norm": norm.init(norm_key, x)["params"],
     }
@@ -178,6 +181,7 @@ def _run(
         tokens, mask, segments, prefixes = jax.tree.map(
             lambda x: context.padded(x, room), (tokens, mask, segments, prefixes)
         )
+    # i32[B, S], counted over tokens: left padding does not shift a prompt's positions.
     positions = positions_of(mask, segments=segments, prefixes=prefixes)
     attended = mask_of(
         mask,
@@ -194,6 +198,8 @@ def _run(
     x = embed(params, model=model, tokens=tokens, positions=positions)
     x, keys_values = layers.run(
         params["layers"],
+        # Says that rows are sharded and D is not: GSPMD would else be free to gather
+        # activations in place of the weights.
         axes.rows_apart(x) if cut is None else cut.apart(x),
         model=model,
         mask=attended,
@@ -202,6 +208,8 @@ def _run(
     )
     hidden = final_norm(params, x, model=model)
     if cut is None:
+        # Columns that were not computed come back as zeros, so that column t is still
+        # t.
         return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), keys_values
     hidden = cut.whole_of_balanced(hidden)[:, :columns]
     predicted = jnp.arange(columns, dtype=jnp.int32) >= first_column
@@ -276,6 +284,8 @@ def logits(
       spread: rows go to all devices that share the vocabulary too, each of them whole
         (`axes.rows_spread`), for a draw from every row.
     """
+    # Products in the compute dtype; `preferred_element_type` below sums them in
+    # float32.
     head = vocabulary_head(params, model=model).astype(hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
     if rows.shape[0] <= model.transposed_rows:
@@ -284,6 +294,8 @@ def logits(
         padded = jnp.matmul(rows, head.T, preferred_element_type=jnp.float32)
     if spread:
         padded = axes.rows_spread(padded)
+    # Padded ids (a multiple of 128, for sharding) must never be drawn or normalised
+    # over.
     logits = padded[:, : model.vocab_size]
     if model.logit_softcap is not None:
         logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)
@@ -316,6 +328,7 @@ def scores(params: Params, hidden: Array) -> Array:
     """f32[...]: hidden · kernel + bias, in float32."""
     params = leaves.read(params)
     kernel = params["kernel"].astype(jnp.float32)
+    # A score is one number per response: in bfloat16 it would have three digits.
     rows = hidden.astype(jnp.float32).reshape(-1, hidden.shape[-1])
     flat = rows @ kernel + params["bias"].astype(jnp.float32)
     return flat.reshape(hidden.shape[:-1])

@@ -55,6 +55,7 @@ def run(
       [B, S - first_column, D] before the final norm, and keys and values
       [L, B, K, S, head_dim] each, of all columns.
     """
+    # Tables once for all layers, and not in every turn of the scan.
     everything = mask, angles(positions, model=model)
     window = everything
     if model.sliding_window is not None:
@@ -76,12 +77,14 @@ def run(
         key_values = []
         for number, layer in enumerate(unstack(layers, num_layers=model.num_layers)):
             sight = window if model.is_local(number) else everything
+            # Earlier layers compute every column: later columns attend to them.
             first = first_column if number == model.num_layers - 1 else 0
             one = functools.partial(_traced_once, model=model, sight=sight, first=first)
             x, key_value = rematerialised(one)(x, layer)
             key_values.append(key_value)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *key_values)
 
+    # Local and global layers in one scan: which one a turn is goes in as an array.
     mixed = any(model.local_layers) and not all(model.local_layers)
     local = jnp.asarray(model.local_layers) if mixed else None
     # A window of all columns hides nothing.
@@ -97,10 +100,13 @@ def run(
                 window[1],
                 everything[1],
             )
+            # Traced, as the scan has one body; `windows` has the two values, for
+            # engines whose windows are static.
             width = jnp.where(local, *widths)
             sight = dataclasses.replace(mask, window=width, windows=widths), rotary
         return _layer(x, layer, model=model, sight=sight)
 
+    # One layer is compiled for all L; what each keeps for the gradient is `remat`'s.
     x, key_values = jax.lax.scan(rematerialised(scanned), x, (layers, local))
     return x[:, first_column:], key_values
 

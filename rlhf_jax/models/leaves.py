@@ -38,6 +38,7 @@ class Int8:
 
     def rows(self, index: Array) -> Array:
         """f32[*index.shape, D]: rows of a table; no other row is read."""
+        # Gathered first: the table is never unpacked whole.
         return self.values[index].astype(jnp.float32) * self.scales[index]
 
 

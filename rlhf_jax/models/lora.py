@@ -119,6 +119,7 @@ def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
         adapters[f"{_LAYERS}{path}/lora_a"] = jax.random.uniform(
             one, down, jnp.float32, minval=-bound, maxval=bound
         )
+        # B = 0: the adapted model starts as its base, and its KL to it at 0.
         adapters[f"{_LAYERS}{path}/lora_b"] = jnp.zeros(up, jnp.float32)
     return _nested(adapters)
 
@@ -141,6 +142,7 @@ def attach(base: Params, adapters: Params, *, lora: LoRA) -> Params:
         trunk = attach(base, adapters["trunk"], lora=lora)
         return {"trunk": trunk, "score": adapters["score"]}
     _check(base, adapters, lora=lora)
+    # The scale goes into B once per program, not into every layer's product.
     scaled = {
         path: lora.scale * leaf if path.endswith("/lora_b") else leaf
         for path, leaf in _flat(adapters).items()
@@ -218,6 +220,7 @@ def _moved(
     for path in paths(adapters):
         at = f"{_LAYERS}{path}"
         kernel = moved[at + _KERNEL]
+        # Full precision, as the merged weights are saved: TF32 would round them.
         change = jnp.matmul(
             flat[f"{at}/lora_a"], flat[f"{at}/lora_b"], precision="highest"
         )

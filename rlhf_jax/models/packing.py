@@ -62,6 +62,7 @@ class Packing:
         Returns:
           [N, W], 0 where no token stands.
         """
+        # Tokens and masks: there is nothing to differentiate.
         return jax.lax.stop_gradient(_gather(x.reshape(-1), self.source))
 
     def read(self, hidden: Array) -> Array:
@@ -76,6 +77,7 @@ class Packing:
         """
         groups = self.states.shape[0]
         of_groups = hidden.reshape(groups, -1, hidden.shape[-1])
+        # Within a group, which lies on one device: no state travels to another.
         return axes.rows_apart(_read(of_groups, self.states, self.columns))
 
     def unpack(self, x: Array) -> Array:
@@ -127,6 +129,7 @@ class SizedPacking:
             return of_groups.reshape(-1, width)
 
         group, column = jnp.divmod(whole.places, widest)
+        # Places are g·M + m: another M renumbers them.
         places = jnp.where(whole.places >= 0, group * reads + column, NONE)
         return Packing(
             source=first(whole.source),
@@ -159,6 +162,7 @@ def at_size(
     branches = [functools.partial(at, size) for size in packing.sizes]
     if len(branches) == 1:
         return branches[0]()
+    # All sizes are compiled, and one runs: shapes stay static, and short batches cheap.
     return jax.lax.switch(packing.size, branches)
 
 
@@ -227,6 +231,7 @@ def texts_of(
 
 def _gather(x: Array, indices: Array) -> Array:
     """x[indices], and 0 where an index is NONE."""
+    # The host made the indices: bounds need no check on the device.
     values = x.at[jnp.maximum(indices, 0)].get(mode="promise_in_bounds")
     return jnp.where(indices >= 0, values, jnp.zeros_like(values))
 

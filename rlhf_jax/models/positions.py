@@ -82,6 +82,7 @@ def rotary_table(
     if scaling is not None:
         frequency = _stretch(frequency, scaling=scaling, theta=theta)
         factor = scaling.attention_factor
+    # In float32: position 100,000 times a frequency has no fraction left in bfloat16.
     angle = (
         positions.astype(jnp.float32)[:, None, :, None] * frequency[None, None, None]
     )

@@ -29,6 +29,8 @@ Params = Any
 def from_policy(params: Params, *, model: ModelConfig) -> Params:
     """A critic on a copy of the policy's trunk whose values start at 0 (OAI)."""
     trunk = {name: params[name] for name in ("embed", "layers", "final_norm")}
+    # A copy: policy and critic are both donated to the update, and must share no
+    # buffer.
     return {"trunk": storage.store(trunk), "score": decoder.zero_score(model=model)}
 
 
@@ -104,6 +106,7 @@ def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
     Args:
       hidden: floats[B, S, D], the trunk's.
     """
+    # f32[B, S]: V of the state after each token.
     after = context.per_token(functools.partial(decoder.scores, score), hidden)
     # Column t has seen tokens[:, t]
     before, known = (

@@ -149,12 +149,16 @@ def logprobs_from_hidden(
             max_logits=shared * _max_logits(hidden),
         )
 
+    # With a context axis the columns of a row are on several devices, and the state
+    # before a column may be on the one before.
     results = context.per_prediction(
         computed, hidden, tokens=tokens, first_column=first_column
     )
+    # bool[B, S]: padding, and a row's first token, have no prediction.
     predicted = _predicted(mask)
     if segments is not None:
         before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
+        # The first token of a packed text would be predicted from another text.
         predicted &= segments == before
     logprobs, entropy = (jnp.where(predicted, array, 0.0) for array in results)
     return logprobs, entropy
@@ -194,6 +198,7 @@ def exact_kl(
     head = decoder.vocabulary_head(params, model=model)
     ref_model = model if ref_model is None else ref_model
     ref_head = decoder.vocabulary_head(ref_params, model=ref_model)
+    # Here too, not by the caller's care alone: a reference must not move by any path.
     ref_head = jax.lax.stop_gradient(ref_head)
     ref_hidden = jax.lax.stop_gradient(ref_hidden)
 

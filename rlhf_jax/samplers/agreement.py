@@ -50,6 +50,7 @@ class Agreement:
         model = recipe.model
         self.max_new_tokens = min(RESPONSE_COLUMNS, recipe.max_new_tokens)
         width = min(PROMPT_COLUMNS, model.max_positions - self.max_new_tokens)
+        # At least ROWS, and a number that the devices divide.
         blocks = row_sharding.row_share(mesh).count
         self.prompts = _prompts(-(-ROWS // blocks) * blocks, width, model=model)
         self._tolerance, self._mesh = tolerance, mesh
@@ -87,6 +88,7 @@ class Agreement:
 
 def _prompts(rows: int, width: int, *, model: ModelConfig) -> Prompts:
     """Prompts[rows, width] of random tokens, of 1 to `width` of them."""
+    # Fixed, and of no data: distances of all hand-overs compare.
     random = np.random.default_rng(0)
     lengths = np.linspace(1, width, rows).round().astype(np.int32)
     mask = np.arange(width) >= width - lengths[:, None]

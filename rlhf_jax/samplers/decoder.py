@@ -32,6 +32,7 @@ class Decoder:
     def __init__(self, recipe: PolicyGradient) -> None:
         """Compiles nothing yet; `recipe` has no adapters, and loses its optimizers."""
         optimizers = ("policy_optimizer", "critic_optimizer")
+        # Sampling reads no optimizer, and optax's closures need not travel.
         without: Any = {name: None for name in optimizers if hasattr(recipe, name)}
         self.recipe = dataclasses.replace(recipe, **without)
         self.version: int | None = None  # of the parameters
@@ -50,6 +51,7 @@ class Decoder:
 
     def load(self, params: Params, *, version: int) -> None:
         """Has the next draws made with these parameters, of which it takes a copy."""
+        # The arrays may be views of the file, which is removed after the hand-over.
         copied = jax.tree.map(np.array, params)
         self._params = sharding.place(copied, mesh=ONE_DEVICE.make())
         self.version = version

@@ -66,6 +66,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         self.timeout = timeout
         pickled = user_objects.pickled(Decoder(recipe), kind="sampler")
         self._folder = weight_files.HandOverFolder(weights)
+        # Spawned, not forked: a fork of a process with JAX's threads may hang.
         self._workers = Workers(pickled, of="that sample", num_workers=1)
 
     def __exit__(self, *exception: object) -> None:
@@ -83,6 +84,8 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         params = jax.device_get(params)  # shard by shard, on no device together
         with self._folder.version(version) as path:
             weight_files.write(path, params)
+            # The process computes the digest of what it read: a file cut short or an
+            # old one cannot pass.
             root = self._call(decoder.load, str(path), version)
         expected = _root(params)
         if root != expected:
@@ -104,6 +107,7 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
         return self._call(
             decoder.draw,
             jax.tree.map(np.asarray, prompts),
+            # Typed keys cannot be pickled: words and implementation travel apart.
             np.asarray(jax.random.key_data(key)),
             str(jax.random.key_impl(key)),
             version,
@@ -133,6 +137,8 @@ class ProcessSampler(contextlib.AbstractContextManager[Any]):
                 return returned
             kind = StopError
             why, remedy = returned.why, "mend that"
+            # A process that was replaced has no parameters: handing over again mends
+            # that.
             if returned == decoder.OTHER_VERSION:
                 kind, remedy = TransientError, "hand that version over first"
         raise kind(

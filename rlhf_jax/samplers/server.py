@@ -90,6 +90,8 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         self._server = Connection(url, timeout=timeout)
         self._model = self._served(model)
         self._folder = weight_files.HandOverFolder(weights)
+        # Many requests at a time, so that the server batches them; the answers' order
+        # is ours.
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="draws")
         self._seeds = jax.jit(_seeds)
 
@@ -118,6 +120,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
                     f"model with {HOW}, where that folder can be read "
                     f"(weights= of --sampler), and see what it printed"
                 ) from error
+        # Keys and values of prompts that the old weights computed would be read again.
         emptied = self._server.post("/reset_prefix_cache", {})
         if emptied.get("success") is False:
             raise ServerError(
@@ -182,6 +185,7 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
         )
         rows = len(requests)
         tokens = np.zeros((rows, max_new_tokens), np.int32)
+        # Padded to R columns, as a rollout's shape must not depend on the responses.
         logprobs = np.zeros((rows, max_new_tokens), np.float32)
         lengths = np.zeros(rows, np.int32)
         for row, response in responses.items():
@@ -267,4 +271,6 @@ class ServerSampler(contextlib.AbstractContextManager[Any]):
 def _seeds(key: Array, *, index: Array, sample: Array) -> Array:
     """u32[B], below 2^31: of each row, whatever batch it stands in."""
     keys = decode.row_keys(key, index=index, sample=sample)
+    # A server takes one integer per request: that of the row's key, below 2^31 as a
+    # signed one is.
     return jax.vmap(lambda own: jax.random.bits(own, dtype=jnp.uint32) >> 1)(keys)

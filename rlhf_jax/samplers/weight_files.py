@@ -79,6 +79,7 @@ def write(path: Path, params: Params) -> None:
         leaves = flax.traverse_util.flatten_dict(params, sep=SEPARATOR)
         flat = {name: np.ascontiguousarray(leaf) for name, leaf in leaves.items()}
         shards.save(flat, partial, metadata={})
+        # Atomic: a reader finds the whole file or none.
         os.replace(partial, path)
 
 

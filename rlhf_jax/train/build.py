@@ -144,6 +144,8 @@ def build(
     base, trained = None, start.params
     keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), ADAPTERS))
     if lora is not None:
+        # With LoRA the policy's own weights are the frozen base, and mostly the
+        # reference too: they are held once, however stored.
         base = config.reference.reference_storage.freeze(start.params)
         # On the mesh, as a reference that moves is a copy of them, beside the base.
         trained = sharding.place(init(keys[0], model=model, lora=lora), mesh=mesh)
@@ -178,6 +180,7 @@ def build(
     )
     kl = config.kl.kl_control.controller(config.kl_coef, num_steps=config.num_steps)
     apart, critic_state = config.critic is not None and config.critic_place.apart, None
+    # The policy's state has no critic in it where that is on other devices.
     if valued is None or apart:
         train = state.grpo_state(
             policy=trained, policy_optimizer=recipe.policy_optimizer, kl=kl
@@ -195,6 +198,8 @@ def build(
         critic_state = state.supervised_state(
             moved, optimizer=config.optimizers()["critic_optimizer"]
         )
+        # The optimizer's scalars too: a count on another device would compile
+        # everything again after the first step.
         critic_state = sharding.place(critic_state, mesh=meshes.critic)
     # All of it, as what comes back from a frozen model is on the mesh: a state that is
     # not would be after its first step, and `jit` would compile everything again.
@@ -256,6 +261,8 @@ def _reference(
     if not chosen.has_reference:
         return None
     if base is not None and chosen.checkpoint is None:
+        # A reset copies adapters: the reference has to be of their structure from the
+        # start.
         return frozen.freeze(trained) if chosen.lifecycle.moves else base
     reference = frozen_models.load_reference(
         chosen.checkpoint,

@@ -71,6 +71,8 @@ class Loop(NamedTuple):
 
     def key(self, step: int) -> Array:
         """The key of a step, from which everything random in it comes."""
+        # A function of the step alone: a resumed run needs no stored key, and step 7
+        # draws the same whatever came before.
         return jax.random.fold_in(self.root_key, step)
 
     def draw(
@@ -119,6 +121,8 @@ class Loop(NamedTuple):
     def values_first(self) -> bool:
         """The critic runs beside the reward, and not in one program with the update."""
         apart = self.config.critic is not None and self.config.critic_place.apart
+        # A reward in JAX is in one stream with the critic: there is no host time to
+        # fill.
         return self.rewards.on_host or apart
 
 
@@ -151,6 +155,7 @@ def improve(
         loop.begun.clear()
     for step in stage.steps():
         key, stats = loop.key(step), {}
+        # Taken out: its arrays are freed with this step.
         begun = loop.begun.pop(step, None)
         if config.mixes_reference:
             assert isinstance(loop.sampler, Sampler)  # as the capability table has it
@@ -159,6 +164,7 @@ def improve(
         with stage.user_code():
             if queue is None and begun is not None:
                 rollout, early = begun.rollout, begun.early
+            # On-policy: the very parameters that this step updates.
             elif queue is None:
                 rollout, early = loop.draw(
                     train.policy,
@@ -169,6 +175,8 @@ def improve(
             else:
                 rollout, early = queue.take()
         if queue is not None:
+            # Before `learn`, which donates the policy: the queue has taken what it
+            # needs of it.
             stage.state |= queue.submit(
                 step + config.staleness, train.policy, version=train.step
             )
@@ -181,6 +189,7 @@ def improve(
             stats |= redrawn
         if begun is not None and begun.rollout is not rollout:
             begun = None  # some of it was drawn again
+        # Decided on the host: a step without a KL runs no reference at all.
         taken = reference if moves.takes_kl(step) else None
         if begun is not None and begun.read is not None and taken is reference:
             read = begun.read
@@ -198,12 +207,16 @@ def improve(
                 scores = loop.scores(rollout, early)
             else:
                 scores = begun.scores
+            # Before the update, so that judge and held-out texts see the policy that
+            # drew the rollout.
             stats |= loop.watcher.before(
                 train.policy, loop.shown(rollout), reference, step=step
             )
         shown = loop.watcher.likeliest(
             train.policy, reference, loop.shown(rollout), step=step
         )
+        # Dispatched, not awaited: what follows on the host overlaps with it. `train` is
+        # donated, and the name is bound to the new state at once.
         train, critic, learned, scored = programs.learn(
             train,
             critic,
@@ -214,9 +227,11 @@ def improve(
             key=key,
             ptx=None if loop.ptx is None else loop.ptx[step],
         )
+        # Here, not at the end: a stop between would save donated arrays.
         stage.state["train"] = train
         if critic is not None:
             stage.state["critic"] = critic
+        # Weights are compared after the update, unlike what describes the rollout.
         if reference is not None and step % config.watch.drift_every == 0:
             stats |= loop.watcher.drift(train.policy, reference)
         samples = loop.watcher.samples(
@@ -233,6 +248,8 @@ def improve(
         if samples and read.reference is not None:
             positions = programs.positions(scored)
         if reference is not None and moves.moves:
+            # After the update, by the policy it made; the next step's KL is to this
+            # one.
             reference = lifecycle.after_step(
                 reference, train.policy, step=step, lifecycle=moves
             )
@@ -294,9 +311,11 @@ def fill(
     config, size = loop.config, loop.programs.recipe.rows_per_prompt
     batch = rollout, loop.scored(rollout, early)
     equal = _equal(batch[1], size)
+    # The host decides, as the number of draws is not known to any program.
     of_draws, draws = [equal], 0
     while equal.any() and draws < config.sampler.max_redraws:
         draws += 1
+        # Steps beyond the run's own: keys and prompts that no step of it will use.
         other = step + draws * config.num_steps
         again, begun = loop.draw(
             train.policy,

@@ -68,6 +68,8 @@ class Programs:
             "max_new_tokens": recipe.max_new_tokens,
             "temperature": recipe.temperature,
         }
+        # Recipes and shapes are bound before `jit`, so they are part of the function
+        # and not static arguments to be hashed at each call.
         on, bind, jit = functools.partial(sharding.on, mesh), functools.partial, jax.jit
         packed: dict[str, Any] = {
             "recipe": recipe,
@@ -79,12 +81,16 @@ class Programs:
         }
         self.pack = RolloutPacker(config.batch.packing, **packed)
         self.pack_ends = EndPacker(config.batch.packing, **packed)
+        # The new state is written over the old one: without donation parameters and
+        # moments would be there twice. Frozen models are never among the donated.
         donated = bind(jit, donate_argnames=("state",))
         self._learn = donated(bind(on(iteration.learn), recipe=recipe))
         self._make_experience = donated(
             bind(on(iteration.make_experience), recipe=recipe)
         )
         self._update = donated(bind(on(update), recipe=recipe))
+        # With a critic apart both updates take this key: equal minibatches on both
+        # meshes.
         self._shuffle_key = jit(shuffle_key)
         self._values = jit(bind(on(ppo.values), recipe=recipe))
         self._critic = None
@@ -108,6 +114,8 @@ class Programs:
             from rlhf_jax.algorithms.flow import teacher
 
             compute = bind(teacher.teacher_states, **shape)
+        # A program of its own, on the reference's mesh: it runs while the host has the
+        # reward.
         self._reference: Callable[..., Any] = jit(placed(compute))
         self._further = {
             name: jit(
@@ -118,6 +126,8 @@ class Programs:
             for name, one in models.further.items()
         }
         self.measure = jit(
+            # reference=None: the check compares the log-probs of the very program that
+            # will score every step.
             bind(on(self_check.measure), reference=None, lora=recipe.lora, **shape)
         )
 
@@ -143,6 +153,7 @@ class Programs:
             # A stop token before it ends no response here either.
             return rollout.truncate(responses, stop_ids=recipe.stop_ids, after=after)
 
+        # Two programs: a greedy one has no random draw in it.
         self._respond = jit(on(respond), static_argnames="greedy")
         self.positions = jit(
             bind(objective.kl_by_position, max_new_tokens=recipe.max_new_tokens)
@@ -196,12 +207,16 @@ class Programs:
           key: of this step, the one that `learn` takes.
           values_first: the critic runs now and not in the program of the update.
         """
+        # On the host, from lengths: the same minibatches as `update` will draw from
+        # this key.
         packing = self.pack(rollout, key=key)
         output, further = None, {}
         if reference is not None:
             output = self.reference_output(reference, rollout, packing)
             further = self._further_of(rollout, packing)
         values = None
+        # Dispatched after the reference and before the host's reward, so that devices
+        # work while it waits.
         if values_first and self._config.critic is not None:
             values = self._values_of(train, critic, rollout, packing)
         return Read(output, further, values, packing)
@@ -232,6 +247,8 @@ class Programs:
         self, rollout: Rollout, packing: RolloutPacking | None
     ) -> dict[str, Further]:
         of_batch = None if packing is None else packing.batch
+        # Exact KL reads their hidden states in the update; else log-probs are enough,
+        # and their parameters stay out of its program.
         inside = self.recipe.penalty.needs_logits
 
         def logprobs(name: str, model: Frozen) -> Array:
@@ -281,11 +298,16 @@ class Programs:
         """`policy_gradient.iteration.learn`; a critic apart is updated beside it."""
         arguments = self._arguments(rollout, scores, reference=reference, read=read)
         if self._critic is None:
+            # One program from scores to the next state: XLA sees all of it, and the
+            # host waits for nothing in between.
             train, stats, scored = self._learn(train, **arguments, key=key, ptx=ptx)
             return train, None, stats, scored
+        # Two programs, so that the critic's update can start beside the policy's.
         train, experience, stats, scored = self._make_experience(train, **arguments)
         key = self._shuffle_key(key)
         assert critic is not None  # that is apart
+        # First, as it returns when dispatched: the policy's update is queued while it
+        # runs.
         critic, critic_stats = self._critic.update(
             critic, experience=experience, key=key, packing=read.packing
         )
@@ -331,6 +353,7 @@ class Programs:
             )
             return
         arguments = self._arguments(rollout, scores, reference=reference, read=read)
+        # Before there is a run folder: what does not compile or fit fails here.
         self._learn.lower(train, **arguments, key=key, ptx=ptx).compile()
         program_cache.give_back_memory()
 
@@ -343,6 +366,8 @@ class Programs:
         read: Read,
     ) -> dict[str, Any]:
         """Of the programs that make experience of a rollout."""
+        # The teacher's head, where its states are at hand; the reference itself for
+        # exact KL; else None, so that its parameters are no argument of `learn`.
         inside = self._models.head
         if (
             inside is None
@@ -378,6 +403,7 @@ class Programs:
 
     def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
         """`drift.weight_drift` of the policy, merged with its base under LoRA."""
+        # Onto the reference's mesh, as one program reads both.
         policy = frozen.beside(reference, policy)
         return self._drift(policy, reference, self._models.base)
 
@@ -389,5 +415,7 @@ class Programs:
             return drift.weight_drift(policy, anchor)
         start = frozen.read(base)
         if self._models.adapters_are_the_reference:
+            # Where the reference moves it is adapters, too: drift is of the merged
+            # weights.
             anchor = merge(start, anchor, lora=lora)
         return drift.weight_drift(merge(start, policy, lora=lora), anchor)

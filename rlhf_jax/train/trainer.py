@@ -53,6 +53,7 @@ def main(config: PolicyGradientConfig) -> None:
 def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     """From the config to the summary."""
     started, compiled = time.perf_counter(), program_cache.compiled_so_far()
+    # First of all: a mesh that does not fit the devices costs no minute of loading.
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
     pools = RewardPools(config, mesh=mesh, stack=stack)
@@ -65,6 +66,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             student=config.start.model,
             tokenizer=config.start.tokenizer,
         )
+    # Shapes and tokenizer, no weights: the memory check needs no more.
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     if config.check_memory:
         shapes.check(config, meshes=meshes, start=start)
@@ -148,11 +150,14 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     if not isinstance(loop.sampler, Sampler):
         stack.enter_context(loop.sampler)
+    # Before there is a run folder: a reward that fails, or what does not fit, leaves
+    # none behind.
     rehearse(loop, models, judge=judge)
     summary: dict[str, Any] = {}
     if held_out is not None:
         from rlhf_jax.train.watch.held_out import of_held_out
 
+        # Of the policy as it starts: what the figures at the end are compared with.
         before = held_out(
             models.train.policy, programs=programs, reference=models.reference
         )
@@ -173,6 +178,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         columns = read.prompts[0].tokens.shape[1] + config.batch.max_new_tokens
         tell(config, models, programs, start=start, columns=columns, meshes=meshes)
         trained, reference = run_stage(loop, models, job=job, meta=read.meta)
+    # Before anything is saved: a reference that moved makes the result worthless.
     verify(models, reference)
     pretrained.save(
         job.folder,
@@ -236,6 +242,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         key=key,
         values_first=loop.values_first,
     )
+    # Processes began to score while the reference ran; now their answers are needed.
     early = early() if callable(early) else early
     scores = loop.scores(rollout, early)
     tell_cut(config, rollout, stop_ids=programs.recipe.stop_ids)
@@ -255,6 +262,8 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         base=models.base,
         rollout=rollout,
         ref_logprobs=None if own is None else own.logprobs,
+        # The check runs once: one size is enough, where the update has a branch for
+        # each.
         packing=None if read.packing is None else read.packing.batch.at_its_size(),
     )
     self_check.require(
@@ -262,8 +271,11 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         tolerance=self_check.TOLERANCE[config.start.dtype],
         sampler_tolerance=config.sampler_tolerance,
         storage_tolerance=config.storage_tolerance,
+        # Without a checkpoint of its own the reference is the policy's start: its KL
+        # must be 0 within the rounding of its storage.
         expect_equal=own is not None and config.reference.checkpoint is None,
     )
+    # Last, with the shapes of a real rollout.
     programs.compile_learn(
         train,
         models.critic,
@@ -372,7 +384,9 @@ def run_stage(
         if begun is None:
             saved |= queue.first(models.train.policy, version=models.train.step)
         else:
+            # The rehearsal's rollout is that of step 0: it is not drawn twice.
             saved |= queue.filled(begun.rollout, begun.early)
+    # All other frozen models must have, at every snapshot, the digests they began with.
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (
         job.stage(config.name, saved, meta=meta, beside=beside, moving=moving) as stage,

@@ -186,8 +186,10 @@ def test_every_choice_of_the_kl():
 def test_what_the_field_has_published():
     shown = {"yes": "yes", "no": "no", "not enough seeds": "–"}
     rows = table("| claim | language, PPO | GRPO |", text=CHOICES)
-    in_short = table("| claim | language, PPO | GRPO |")
-    assert [answers for _, *answers in in_short] == [answers for _, *answers in rows]
+    in_short = table("| claim | yes | no | – |")
+    for (_, *answers), (_, *counts) in zip(rows, in_short, strict=True):
+        every = " ".join(answers).split()
+        assert counts == [str(every.count(kind)) for kind in ("yes", "no", "–")]
     for (claim, *shown_cells), (short, *_) in zip(rows, in_short, strict=True):
         first_author = claim.rpartition("(")[2].split()[0]
         assert first_author in short

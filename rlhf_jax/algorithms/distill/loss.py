@@ -80,6 +80,8 @@ def distillation_loss(
     teacher_model = shape_of(teacher, policy=recipe.model)
     teacher_hidden = experience.ref_hidden
     if teacher_hidden is None:
+        # The teacher runs again in every minibatch; `teacher_states` runs it once, for
+        # the memory of its hidden states.
         teacher_hidden = texts.hidden_states(read(teacher), model=teacher_model)
     elif packing is not None:
         raise InputError(
@@ -87,6 +89,7 @@ def distillation_loss(
             "padded rows; leave one of them out"
         )
     mixed = recipe.divergence == "jensen_shannon"
+    # The policy's states are those of `policy_terms`: one forward pass of the student.
     divergence = exact_kl(
         adapted_params(policy, base=frozen.base, lora=recipe.lora),
         hidden,
@@ -109,6 +112,7 @@ def distillation_loss(
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
+    # For the log alone; the loss below keeps its gradient.
     of_tokens = masked.masked_sum(jax.lax.stop_gradient(divergence), mask=mask)
     stats |= {"loss/divergence": (of_tokens, mask.sum(dtype=jnp.float32))}
     return loss + kl_coef * masked.masked_sum(weights * divergence, mask=mask), stats

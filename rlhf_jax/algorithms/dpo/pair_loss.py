@@ -31,6 +31,7 @@ def reference_logprobs(
 ) -> Array:
     """log π_ref of every token of every pair, as `token_logprobs`; without gradient."""
     model = frozen.shape_of(reference, policy=dpo.model)
+    # The reference may have another shape; temperature and the rest are the policy's.
     own = dataclasses.replace(dpo, model=model)
     return token_logprobs(frozen.read(reference), batch=batch, dpo=own)
 
@@ -66,13 +67,16 @@ def pair_logprobs(
     checks.same_shape(logprobs=logprobs, tokens=batch.tokens)
     checks.float32(logprobs=logprobs)
     texts = 1 + jnp.arange(2 * batch.pairs.shape[1], dtype=jnp.int32)
+    # bool[B, S, 2K]: which of the row's 2K texts a token belongs to.
     of_text = batch.segments[:, :, None] == texts[None, None, :]
     responses = of_text & batch.response_mask[:, :, None]
     # Not a product with ones: that would round on devices that multiply in bfloat16.
     sums = jnp.sum(jnp.where(responses, logprobs[:, :, None], 0.0), axis=1)
     if token_mean:
         lengths = jnp.sum(responses, axis=1, dtype=jnp.float32)
+        # An empty place of a row has no token, and no 0/0.
         sums = sums / jnp.maximum(lengths, 1.0)
+    # Segments alternate: chosen, rejected, chosen, ...
     return sums[:, 0::2], sums[:, 1::2]
 
 
@@ -193,12 +197,14 @@ def kto_baseline(
     """
     params = adapted_params(trained, base=base, lora=dpo.lora)
     parts = micro_batches(batch, micro_batch_size=dpo.micro_batch_size)
+    # A loop, not `vmap`: one micro-batch's activations at a time.
     logprobs = jax.lax.map(
         lambda part: pair_logprobs(
             token_logprobs(params, batch=part, dpo=dpo), batch=part
         )[1],
         parts,
     )
+    # Micro-batches hold every n-th row (`micro_batches`): this undoes that.
     rejected = logprobs.swapaxes(0, 1).reshape(batch.pairs.shape)
     return preference_losses.kto_kl(
         logprobs=rejected.reshape(-1),

@@ -77,10 +77,12 @@ def update(
             f"expected no reference with {other}, got one, which would not be read; "
             f"leave one of them out"
         )
+    # Under LoRA the base is the policy as it started: no second copy of the model.
     frozen_model = base if reference is None else reference
     if ref_logprobs is None and frozen_model is not None and dpo.has_reference:
         ref_logprobs = reference_logprobs(frozen_model, batch=batch, dpo=dpo)
     num_pairs, kl = batch.pairs.sum(dtype=jnp.float32), None
+    # z0 is a mean over the whole batch, which a micro-batch alone does not know.
     cut = dpo.micro_batch_size not in (None, len(batch.tokens))
     if dpo.kind == "kto" and cut and ref_logprobs is not None:
         kl = kto_baseline(
@@ -88,6 +90,7 @@ def update(
         )
     return supervised_update(
         state,
+        # Log-probs of the reference travel with their rows through micro-batches.
         batch=(batch, ref_logprobs),
         loss=lambda params, part: loss(
             params, part[0], ref_logprobs=part[1], dpo=dpo, num_pairs=num_pairs, kl=kl

@@ -36,6 +36,7 @@ PARTS = 4  # of the response's columns, and of the prompts' lengths
 
 def entries(rollout: Rollout, *, step: Array, rows: Array) -> Sampled:
     """What the ledger keeps of a rollout until the trainer's log-probs are known."""
+    # Rows of Nash-MD's mixture are drawn from another distribution on purpose.
     ours = jnp.zeros(rollout.tokens.shape[0], bool).at[rows].set(True)
     mask = rollout.response_mask & ours[:, None]
     age = jnp.zeros(mask.shape, jnp.int32)
@@ -64,12 +65,16 @@ def sums(
     """
     logprobs, entropy = jax.lax.stop_gradient((logprobs, entropy))
     drawn = sampled.mask
+    # Selected before any arithmetic: whatever stands outside the mask counts nowhere.
     surprise = jnp.where(drawn, -logprobs, 0.0)
+    # Rounding may take the entropy of a sure token below 0, and its variance with it.
     entropy = jnp.where(drawn, jnp.maximum(entropy, 0.0), 0.0)
     reported = jnp.where(drawn, sampled.logprobs, 0.0)
     log_ratio = -surprise - reported
+    # Bounded before the exp, which would overflow for a token that π finds impossible.
     weight = jnp.exp(jnp.minimum(log_ratio, math.log(LARGEST_WEIGHT)))
 
+    # Older parameters differ honestly; E[w] = 1 below holds for them too.
     fresh = drawn & (sampled.age == 0)
     distance = jnp.abs(log_ratio)
     outlier = (distance > OUTLIER).astype(jnp.float32)

@@ -49,6 +49,8 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         counted = scored.row_mask.astype(jnp.float32)
 
     def per_response(values: Array) -> tuple[Array, Array]:
+        # A response that is left out is in neither sum nor count, whatever its row
+        # holds.
         return jnp.where(counted > 0, values, 0.0).sum(), counted.sum()
 
     def per_token(values: Array) -> tuple[Array, Array]:
@@ -104,6 +106,8 @@ def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
             "expected a rollout with the log-probs of a reference, got one without; "
             "ask for its KL at steps where the reference is run"
         )
+    # Prompts are padded on the left, so that responses begin in one column: position t
+    # is column P + t in every row.
     response = (slice(None), slice(-max_new_tokens, None))
     mask = scored.rollout.response_mask[response]
     pair = scored.rollout.old_logprobs[response], scored.ref_logprobs[response]
@@ -122,11 +126,15 @@ def _first_of_its_kind(scored: Scored) -> Array:
     """
     mask, tokens = scored.rollout.response_mask, scored.rollout.tokens
     if scored.turn_rewards is not None:
+        # Moves sampled tokens to the front in their order: two equal responses with
+        # other observations between their turns are still equal.
         sampled_first = jnp.argsort(~mask, axis=1, stable=True)
         mask, tokens = (
             jnp.take_along_axis(x, sampled_first, axis=1) for x in (mask, tokens)
         )
+    # -1 is no token: responses of different lengths never compare equal.
     responses = jnp.where(mask, tokens, -1)
+    # bool[B, B], from a comparison [B, B, S] of every pair of rows.
     same = (responses[:, None, :] == responses[None, :, :]).all(axis=-1)
     return (~jnp.tril(same, k=-1).any(axis=1)).astype(jnp.float32)
 
@@ -170,6 +178,7 @@ def add_further(
                 scores=scored.scores,
                 reference=other.frozen,
                 model=model,
+                # Values and scores are those of the first pass: only the KL is new.
                 critic=None,
                 critic_model=None,
                 max_new_tokens=max_new_tokens,
@@ -195,5 +204,7 @@ def add_further(
         per_response = masked.masked_sum(per_token, mask=mask, axis=1)
         rows = num_responses(mask, row_mask=scored.row_mask)
         stats[f"objective/kl_{name}"] = per_response.sum(), rows
+        # Log-probs alone: an update gathers rows of every array of its experience, and
+        # parameters have none.
         beside[name] = Further(None, rescored.ref_logprobs, other.weight)
     return dataclasses.replace(scored, kl=total, kl_stats=stats), beside

@@ -55,12 +55,15 @@ def rollout(
         continuous_batching below a group or above the rows, or two rows with one index
         and one sample number, where this can be read: they would be one response.
     """
+    # Equal keys draw equal responses: a group of copies has no advantage, silently.
     _refuse_equal_samples(prompts)
     generated = decode.generate(
         policy,
         model=model,
         tokens=prompts.tokens,
         mask=prompts.mask,
+        # By data index and sample number, not by row: a prompt's sample does not depend
+        # on batch size, order or devices.
         keys=decode.row_keys(key, index=prompts.index, sample=prompts.sample),
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
@@ -79,6 +82,7 @@ def rollout(
         sample=prompts.sample,
         version=None
         if version is None
+        # One policy draws this batch; the prompt's columns have no version.
         else jnp.where(generated.response_mask, version, 0),
     )
 
@@ -118,9 +122,12 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
 
     Source: `truncate_after` of openai/lm-human-preferences.
     """
+    # bool[B, S]. Prompts may hold stop tokens too, so that the response mask comes
+    # next.
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
     position = jnp.cumsum(rollout.response_mask, axis=1) - 1  # in the response, from 0
     stops = stops & rollout.response_mask & (position >= after)
+    # Exclusive, so that the first stop token itself stays in the response.
     before = jnp.cumsum(stops, axis=1) - stops  # stop tokens to the left of a column
     return _only(rollout, before == 0)
 
@@ -133,6 +140,7 @@ def leave_out(rollout: Rollout, *, rows: Array) -> Rollout:
     mask            1    1    1    1    1    0
     left out        1    0    0    0    0    0      mask; no response_mask
     """
+    # From the first sampled token on, observations between turns included.
     began = jnp.cumsum(rollout.response_mask, axis=1, dtype=jnp.int32) > 0
     return _only(rollout, ~(began & rows[:, None]))
 
@@ -144,6 +152,7 @@ def _only(rollout: Rollout, remaining: Array) -> Rollout:
         "old_logprobs": rollout.old_logprobs,
         "entropy": rollout.entropy,
         "sampler_logprobs": rollout.sampler_logprobs,
+        # int32 among float32: `zeros_like` below keeps each dtype.
         "version": rollout.version,
     }
     return dataclasses.replace(
@@ -178,6 +187,7 @@ def response_logprobs(
             packing=packing,
         )
 
+    # Observed tokens between turns have log-probs as well, but no one sampled them.
     return jnp.where(rollout.response_mask, at_size(packing, compute), 0.0)
 
 

@@ -71,6 +71,7 @@ def score(
     checks.float32(scores=scores)
     mask = rollout.response_mask
     kl, kl_stats, exact = None, {}, None
+    # Of a reference on devices of its own there are log-probs, and no parameters here.
     measured = reference is not None or ref_logprobs is not None
     # What acts nowhere is measured all the same, where the reward would be.
     estimated = penalty.in_reward or penalty.placement is None
@@ -87,6 +88,7 @@ def score(
         )
         if ref_logprobs is None:
             ref_logprobs = exact_ref_logprobs
+    # Exact KL has run the reference already: its forward pass is not repeated.
     if reference is not None and ref_logprobs is None:
         ref_logprobs = reference_logprobs(
             reference,
@@ -104,7 +106,10 @@ def score(
             mask=mask,
             exact=exact,
         )
+        # Measured but not charged where the penalty acts nowhere.
         kl = estimate if penalty.in_reward else None
+        # A forward KL, or one over buckets, is another quantity than the metric's name
+        # says.
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
             rows = num_responses(mask, row_mask=row_mask)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
@@ -215,6 +220,8 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     if not after_stop:
         return mask
     columns, last = _last(mask)
+    # A full row has no column after its last: its score then lands on the last token. A
+    # row without a response (-1) would otherwise mark column 0.
     return mask | ((columns == last + 1) & (last >= 0))
 
 
@@ -257,6 +264,7 @@ def response_values(
             packing=packing,
         )
 
+    # The critic computes a number at every column; those of states alone are values.
     values = at_size(packing, compute)
     return jnp.where(value_mask(rollout, after_stop=after_stop), values, 0.0)
 

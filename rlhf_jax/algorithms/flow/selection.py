@@ -53,6 +53,7 @@ def best_of_n(
     checks.shape((rows,), scores=scores)
     checks.float32(scores=scores)
     checks.groups(rows, group_size=group_size)
+    # A NaN would win every argmax.
     groups = finite_or_lowest(scores).reshape(-1, group_size)
     first = jnp.arange(0, rows, group_size, dtype=jnp.int32)
     best = first + jnp.argmax(groups, axis=1).astype(jnp.int32)
@@ -90,13 +91,16 @@ def refilled(
     )
     mixed = ~mixed
     count = equal.size
+    # Indices of mixed groups first, in order; beyond their number they are not read.
     first_mixed = jnp.argsort(~mixed, stable=True).astype(jnp.int32)
+    # The j-th group to replace, from 0; clamped where none came yet.
     turn = jnp.maximum(jnp.cumsum(equal, dtype=jnp.int32) - 1, 0)
     replaced = equal & (turn < mixed.sum(dtype=jnp.int32))
     own = jnp.arange(count, dtype=jnp.int32)
     source = jnp.where(replaced, count + first_mixed[turn], own)
     member = jnp.arange(group_size, dtype=jnp.int32)
     rows = (source[:, None] * group_size + member[None, :]).reshape(-1)
+    # One gather from both batches: shapes stay fixed, however many are replaced.
     return jax.tree.map(
         lambda left, right: jnp.concatenate([left, right])[rows], batch, drawn
     )

@@ -106,6 +106,7 @@ def shape(
     scores = _normalised(scores, moments=moments, shaping=shaping)
     if shaping.clip is not None:
         scores = jnp.clip(scores, -shaping.clip, shaping.clip)
+    # After the clip: charges for length and a missing stop must not be clipped away.
     if shaping.length_penalty:
         length = rollout.response_mask.sum(axis=1, dtype=jnp.float32)
         scores = scores - shaping.length_penalty * length
@@ -118,6 +119,7 @@ def shape(
         scores = jnp.where(missing, scores - shaping.missing_stop_penalty, scores)
     if shaping.missing_stop_score is not None:
         stopped = ended(rollout, stop_ids=stop_ids)
+        # Last, so that it is the score whatever the steps above have made.
         scores = jnp.where(stopped, scores, shaping.missing_stop_score)
     return scores
 
@@ -156,6 +158,7 @@ def shape_turns(
                 "turns, as normalising takes a share of the mean off each, got none; "
                 "give Scores.turn_ends, or leave scores.normalise out"
             )
+        # Ends of turns at this column or later: 1 at the last turn's, n at the first's.
         later = jnp.cumsum(ends[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
         number = jnp.maximum(later[:, :1], 1).astype(jnp.float32)
         mean = (moments.mean + moments.mean_rest) / number
@@ -163,6 +166,7 @@ def shape_turns(
         turns = centred * jax.lax.rsqrt(moments.variance + 1e-8)
         scores = _normalised(scores, moments=moments, shaping=shaping)
     if shaping.clip is not None:
+        # 1 where the clip does not act; never a division by a score of 0.
         share = shaping.clip / jnp.maximum(jnp.abs(scores), shaping.clip)
         turns = turns * share[:, None]
     if shaping.missing_stop_score is not None:
@@ -176,6 +180,7 @@ def _normalised(
 ) -> Array:
     if not shaping.normalise:
         return scores
+    # In this order: mean + rest would round the rest away again.
     centred = (scores - moments.mean) - moments.mean_rest
     return centred * jax.lax.rsqrt(moments.variance + 1e-8)
 

@@ -56,7 +56,9 @@ def head_of(
       place: stored parameters -> the same on the student's devices.
     """
     shape = frozen.shape_of(teacher, policy=model)
+    # A tied head is the embedding table: there is no other array to copy.
     table = ("embed", "tokens") if shape.tied_head else ("head", "kernel")
     head = {table[0]: {table[1]: teacher.stored[table[0]][table[1]]}}
+    # Read in every minibatch: a head in host memory would be streamed each time.
     head = storage.store(head, memory="device")
     return frozen.freeze(place(head), model=teacher.model)

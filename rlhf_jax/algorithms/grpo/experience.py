@@ -63,6 +63,7 @@ def group_experience(
     rewards = token_rewards.token_rewards(
         scores=scored.scores, kl=scored.kl, mask=mask, kl_coef=kl_coef
     )
+    # f32[B]: score and -β·KL of the whole response, which is one action here.
     totals = masked.masked_sum(rewards, mask=mask, axis=1)
     if scored.turn_rewards is not None:
         # After the totals: however turns share a score, equal scores stay equal.
@@ -76,6 +77,8 @@ def group_experience(
     finished, row_mask = None, scored.row_mask
     if overlong_mask is not None:
         finished = ended(scored.rollout, stop_ids=stop_ids)
+        # Only "group" takes them out of the baseline: with "loss" (DAPO) it holds what
+        # the loss leaves out, which biases it.
         if overlong_mask == "group":
             row_mask = finished if row_mask is None else finished & row_mask
     if baseline == "group":
@@ -88,17 +91,22 @@ def group_experience(
     else:
         of_rows = leave_one_out(totals, group_size=group_size, row_mask=row_mask)
     alike = equal_groups(totals, group_size=group_size, row_mask=row_mask)
+    # `scored.row_mask`, not `row_mask`: cut-off responses have a reward to report.
     stats = _group_stats(totals, alike, group_size=group_size, row_mask=scored.row_mask)
     trained = finished
     if equal == "leave_out":
         mixed = jnp.repeat(~alike, group_size)
         trained = mixed if trained is None else trained & mixed
     if trained is not None:
+        # In the mask, not in the advantages: token_mean and the like divide by the
+        # mask.
         mask &= trained[:, None]
         out = (~trained).sum(dtype=jnp.float32)
         stats["response/masked"] = (out, jnp.asarray(trained.size, jnp.float32))
     advantages = jnp.broadcast_to(of_rows[:, None], mask.shape)
     one_prompt = _of_one_prompt(scored.rollout.index, group_size)
+    # Traced code cannot raise: where the rows of a group have different prompts, NaN
+    # makes the gradient not finite, and the update is skipped and counted.
     advantages = jnp.where(one_prompt[:, None], advantages, jnp.nan)
     advantages = jnp.where(mask, advantages, 0.0)
     if normalise == "rollout":

@@ -95,8 +95,11 @@ class NashMD(NashMDRecipe, PolicyGradient):
         both = jnp.ones(win.shape, bool)
         if scored.row_mask is not None:
             both = scored.row_mask[0::2] & scored.row_mask[1::2]
+            # A preference needs both scores: a pair with one left out has none.
             mine &= jnp.repeat(both, 2)
         mask = scored.rollout.response_mask & mine[:, None]
+        # ½ is what the policy wins against itself: a baseline without bias. The odd
+        # rows get it too, and are masked.
         rewards = token_rewards.token_rewards(
             scores=jnp.repeat(win - 0.5, 2), kl=scored.kl, mask=mask, kl_coef=kl_coef
         )
@@ -133,6 +136,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
                 "reference: expected one for Nash-MD, which samples a mixture of it "
                 "and the policy, got none; pass it in frozen"
             )
+        # Prompts come in pairs of rows: one for the policy, one for the mixture.
         halves = [jax.tree.map(lambda x, i=i: x[i::2], prompts) for i in (0, 1)]
         sizes: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
@@ -145,6 +149,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
         other = halves[1]
         ref_model = shape_of(frozen.reference, policy=self.model)
         reference = read(frozen.reference)
+        # A reference that never moves is the base itself, without adapters.
         if self.lora is not None and self.lifecycle.moves:  # it is adapters, too
             reference = adapted_params(reference, base=frozen.base, lora=self.lora)
         drawn = mixture.generate(
@@ -153,6 +158,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
             share=self.mixture,
             tokens=other.tokens,
             mask=other.mask,
+            # Sample numbers differ within a pair, so that its two keys do.
             keys=decode.row_keys(key, index=other.index, sample=other.sample),
             **sizes,
         )
@@ -166,6 +172,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
             sample=other.sample,
         )
         both = jax.tree.map(
+            # Interleaved again, so that row 2i and 2i + 1 answer one prompt.
             lambda a, b: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]),
             ours,
             theirs,

@@ -82,10 +82,13 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         compared = row_mask.sum(axis=1) >= 2
         gap = jnp.where(compared, scored.scores[best] - scored.scores[worst], 0.0)
         tied = gap == 0
+        # An infinite score on one side has no usable preference.
         pairs = compared & jnp.isfinite(gap)
         if self.labels == "ranked":
             pairs &= ~tied
 
+        # Chosen and rejected in one row, so that shuffling and micro-batches keep
+        # pairs.
         def laid_out(x: Array) -> Array:
             return jnp.concatenate([x[best], x[worst]], axis=1)
 
@@ -100,6 +103,8 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
             token_rewards=nothing,
             advantages=nothing,
             pairs=pairs,
+            # The expected label in place of a drawn one: same expected gradient, less
+            # noise.
             rejected_better=jnp.where(
                 self.labels == "ranked", 0.0, jax.nn.sigmoid(-gap)
             ).astype(jnp.float32),
@@ -118,6 +123,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PairExperience, LossFunction]:
         """`losses.dpo_loss` of the pairs, by its own β."""
+        # β is `beta`, a constant: no controller moves it.
         del kl_coef
         if frozen.further:
             raise InputError(
@@ -135,6 +141,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
                 raise InputError("packing: expected none for online DPO; leave it out")
             pairs = part.tokens.shape[0]
 
+            # [b, 2S] -> [2b, S]: both responses of a pair in one forward pass.
             def apart(x: Array) -> Array:
                 return x.reshape(2 * pairs, -1)
 

@@ -72,6 +72,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 "'sequence_mean'; choose that"
             )
         if self.lora is not None:
+            # A bad pattern fails where the recipe is made, not in the first trace.
             targets(model=self.model, lora=self.lora)  # raises for a bad pattern
         warning = self.penalty.warning
         if warning is not None:
@@ -143,6 +144,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         Returns:
           Rollout[B, P + R].
         """
+        # Part of the signature for Nash-MD, whose mixture reads the reference.
         del frozen
         return flow.rollout.rollout(
             policy,
@@ -150,6 +152,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             prompts=prompts,
             key=key,
             max_new_tokens=self.max_new_tokens,
+            # Sampled to full length without stopping: `sample` truncates afterwards.
             stop_ids=self.stop_ids if self.fixed_length is None else (),
             temperature=self.temperature,
             group_size=self.rows_per_prompt,
@@ -177,6 +180,8 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
           (loss, stats), whose losses add up over the parts. `packing` is that of the
           part, and is passed where the update has one.
         """
+        # Counts are of the whole minibatch, taken before it is cut into parts: each
+        # part divides by them, so that losses and gradients of parts add up exactly.
         mask = minibatch.response_mask
         terms = functools.partial(
             self.terms,
@@ -267,6 +272,8 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         The controller's coefficient, times `lifecycle.kl_scale` where the KL is taken
         in some iterations only.
         """
+        # Traced, as the controller's state is an array: a moving β compiles nothing
+        # anew.
         return self.lifecycle.kl_scale * state.kl.kl_coef
 
     @property

@@ -161,6 +161,8 @@ def corrected(
       `policy/sampler_mismatch`, mean |log π_old - log μ| over the tokens that are
       trained on, nats per token; and those of `weighted` and `staleness`.
     """
+    # `old_logprobs` are the sampler's own here, and the ratio of the loss is the
+    # weight.
     if not recipe.recomputes_logprobs:
         return experience, {}
     sampler_logprobs = rollout.behaviour_logprobs
@@ -222,12 +224,17 @@ def weighted(
     stats = mismatch.weight_stats(output, mask=mask, correction=correction)
     stats |= mismatch.sampler_kl(**pair)
     changed: dict[str, Array] = {
+        # Into the advantages, as weights are not negative: see the docstring.
         "advantages": output.weights * experience.advantages,
         "sampler_logprobs": sampler_logprobs,
     }
     if correction.endswith("_reject"):
+        # Not a weight of 0: divisors count the mask, and a rejected response is not in
+        # them. `value_mask` stays, so that the critic still learns from it.
         changed["response_mask"] = output.mask
         if experience.prompt_scale is not None:
+            # Computed from the mask before the rejection, it would divide by tokens
+            # that are gone.
             changed["prompt_scale"] = aggregation.prompt_scale(
                 output.mask, group_size=group_size
             )
@@ -244,6 +251,7 @@ def staleness(rollout: Rollout, *, step: Array) -> masked.Stats:
     """
     if rollout.version is None:
         return {}
+    # i32[B, S] - i32[]: versions are by token.
     age = (step - rollout.version).astype(jnp.float32)
     mask = rollout.response_mask
     oldest = jnp.max(age, where=mask, initial=0.0)

@@ -39,6 +39,7 @@ def critic_of(
         )
     adapt = {"base": frozen.base, "lora": recipe.lora}
     if recipe.critic.shared_trunk:
+        # `state.critic` holds the head alone here: the trunk is not stored twice.
         trunk = adapted_params(state.policy, **adapt)
         params = {"trunk": trunk, "score": state.critic["score"]}
     else:

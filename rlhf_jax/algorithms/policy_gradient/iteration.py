@@ -103,6 +103,8 @@ def sample(
       version: i32[], of the policy, `TrainState.step`; None stamps no token.
     """
     recipe.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
+    # `update` shuffles by the second of the two (`shuffle_key`): one key per step
+    # serves both programs, and neither repeats the other's draws.
     sample_key, _ = jax.random.split(key)
     rollout = recipe.rollout(
         adapted_params(policy, base=frozen.base, lora=recipe.lora),
@@ -111,6 +113,8 @@ def sample(
         frozen=frozen,
         version=version,
     )
+    # The policy is trained on what this rollout holds, so that only a cut for the
+    # reward alone has to wait (`seen_by_reward`).
     return rollout if recipe.truncates_reward_only else _truncated(rollout, recipe)
 
 
@@ -161,6 +165,8 @@ def learn(
       The next state, stats {name: (sum, weight)}, and the scored rollout, in which what
       `Scores.left_out` names has no response.
     """
+    # Such a state would pass: values replace the critic's forward pass, and the update
+    # would then train the policy alone without a word.
     if recipe.critic is not None and values is not None and state.critic is None:
         raise InputError(
             "expected a state with the critic of its recipe, got one with no critic "
@@ -215,6 +221,8 @@ def make_experience(
     critic = None
     if values is None:
         critic = critic_of(state, recipe=recipe, frozen=frozen)
+    # Minibatches are packed otherwise than the whole batch; here all rows are read
+    # once.
     of_batch = None if packing is None else packing.batch
     rows = rollout.tokens.shape[0]
     if scores is None:
@@ -224,11 +232,17 @@ def make_experience(
     row_mask = None
     if returned.left_out is not None:
         row_mask = ~jnp.asarray(returned.left_out)
+        # Selected, not multiplied by 0: a score that is missing may be NaN, and NaN
+        # times 0 is NaN.
         total = jnp.where(row_mask, returned.total, 0.0)
         returned = dataclasses.replace(returned, total=total)
         # From here on it has no token: whatever counts tokens leaves it out by itself.
         rollout = flow.rollout.leave_out(rollout, rows=~row_mask)
+    # Before shaping, as the running moments that normalise a batch count it too.
+    # Left-out rows are not in them.
     moments = flow.shaping.next_moments(state.scores, returned.total, row_mask=row_mask)
+    # Lengths and stops that shaping charges for are those of the response that was
+    # scored.
     rewarded = seen_by_reward(rollout, recipe=recipe)
     shaping: dict[str, Any] = {
         "moments": moments,
@@ -242,7 +256,11 @@ def make_experience(
         turn_rewards = flow.shaping.shape_turns(
             turn_rewards, ends=returned.turn_ends, scores=returned.total, **shaping
         )
+    # With LoRA the adapters stand beside the frozen kernels: nothing is merged or
+    # copied.
     params = adapted_params(state.policy, base=frozen.base, lora=recipe.lora)
+    # Before the KL, which is of `old_logprobs`: of the trainer's numbers where these
+    # are recomputed, else of the sampler's.
     rollout = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scoring: dict[str, Any] = {
         "model": recipe.model,
@@ -269,11 +287,14 @@ def make_experience(
     scored, further = flow.objective.add_further(
         scored, further=frozen.further, **scoring
     )
+    # Read before the update, which moves the controller: one β for the whole iteration.
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
     ref_hidden = None
+    # [B, S, D] in every minibatch is costly: only distillation keeps it.
     if ref_output is not None and recipe.reads_ref_hidden:
         ref_hidden = ref_output.hidden
+    # Indices through `reported` say which rows the policy itself drew (Nash-MD: half).
     rows = recipe.reported(jnp.arange(rollout.tokens.shape[0]))
     sampled = flow.ledger.entries(rollout, step=state.step, rows=rows)
     experience, weight_stats = corrected(
@@ -281,6 +302,8 @@ def make_experience(
             experience,
             further=further,
             ref_hidden=ref_hidden,
+            # Online DPO lays two responses in a row, so that the ledger's entries
+            # follow.
             sampled=jax.tree.map(experience.laid_out, sampled),
         ),
         rollout=rollout,
@@ -291,6 +314,8 @@ def make_experience(
     stats = masked.merge_stats(
         weight_stats,
         flow.objective.objective_stats(
+            # The metric is the reward's own score; what shaping made of it was for the
+            # loss.
             recipe.reported(dataclasses.replace(scored, scores=returned.total)),
             kl_coef=kl_coef,
             ended=recipe.reported(ended),

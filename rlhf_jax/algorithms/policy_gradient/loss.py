@@ -82,6 +82,8 @@ def policy_terms(
     """
     mask = experience.response_mask
     params = adapted_params(policy, base=frozen.base, lora=recipe.lora)
+    # Columns before the response have no loss: their states are not read out, which is
+    # where the vocabulary-sized work is. One column earlier predicts the first token.
     texts = texts_of(
         experience.tokens,
         experience.mask,
@@ -89,6 +91,8 @@ def policy_terms(
         packing=packing,
     )
     hidden = texts.hidden_states(params, model=recipe.model)
+    # In chunks of the vocabulary: no array [b, S, V] exists, not even in the backward
+    # pass.
     logprobs, entropy = logprobs_from_hidden(
         params,
         hidden,
@@ -98,10 +102,13 @@ def policy_terms(
         temperature=recipe.temperature,
         first_column=texts.first_column,
     )
+    # From here on everything is [b, S], packed or not: losses know of no packing.
     logprobs = texts.padded(logprobs)
     scale: losses.LossScale = recipe.loss_scale
     if recipe.aggregation == "prompt_mean":
         scale = experience.prompt_scale
+    # One divisor for policy loss, entropy and KL, of the whole minibatch, so that the
+    # losses of micro-batches add up.
     counts: dict[str, Any] = {
         "aggregation": recipe.aggregation,
         "loss_scale_factor": scale,
@@ -115,6 +122,7 @@ def policy_terms(
         mask=mask,
         **counts,
     )
+    # Measured in every minibatch, as a scan has one body; `update` keeps the first.
     stats["policy/sampler_mismatch"] = mean_distance(
         jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
     )
@@ -127,6 +135,7 @@ def policy_terms(
             max_new_tokens=recipe.max_new_tokens,
             vocab_size=recipe.model.num_tokens,
         )
+    # A static number: at 0 the term is not in the program.
     if recipe.entropy_coef:
         bonus, bonus_stats = losses.entropy_bonus(
             entropy=texts.padded(entropy), mask=mask, **counts
@@ -138,11 +147,15 @@ def policy_terms(
             ref_logprobs: Array, reference: Frozen | None
         ) -> tuple[Array, masked.Stats]:
             exact = None
+            # Of hidden states that the policy's log-probs have been made from: one
+            # forward pass of the policy serves both.
             if recipe.penalty.loss_needs_logits:
                 exact = _exact_kl(params, hidden, texts, reference, recipe)
             return penalty.kl_loss(
                 penalty=recipe.penalty,
                 logprobs=logprobs,
+                # Importance weights of the KL are over whoever drew the tokens; the
+                # ratio of the surrogate is over `old_logprobs`.
                 old_logprobs=experience.behaviour_logprobs,
                 ref_logprobs=ref_logprobs,
                 mask=mask,
@@ -156,6 +169,8 @@ def policy_terms(
             model = frozen.further[name].frozen if frozen.further else None
             added, added_stats = of_reference(further.logprobs, model)
             kl_loss += further.weight * added
+            # The logged KL is that of the loss, weighted; clipping is counted over all
+            # references.
             kl_sum, num_kl = added_stats.pop("loss/kl")
             first_sum, _ = kl_stats.pop("loss/kl")
             kl_stats = masked.add_stats(kl_stats, added_stats)

@@ -64,20 +64,25 @@ def accumulate_packed(
     Returns:
       The gradient, of the structure of `params`, and the stats of all parts together.
     """
+    # Stats are the auxiliary output: no gradient flows through what is logged.
     gradient = jax.grad(loss, has_aux=True)
 
     def of_part(part: PackedParts, rows: Any) -> tuple[Params, masked.Stats]:
         def at(packing: Packing | None) -> tuple[Params, masked.Stats]:
             return gradient(params, rows, packing=packing)
 
+        # Each size of packed rows is a branch with shapes of its own, inside the scan.
         return at_size(part.packing, at)
 
+    # One part holds all responses: neither selection nor a second buffer of gradients.
     if parts.members.shape[0] == 1:
         return of_part(jax.tree.map(lambda leaf: leaf[0], parts), minibatch)
 
     def add(total: Params, part: PackedParts) -> tuple[Params, masked.Stats]:
         def own(leaf: Array) -> Array:
             members = part.members.reshape(-1, *[1] * (leaf.ndim - 1))
+            # All rows stay, others as zeros: shapes must not depend on how many a part
+            # holds.
             return jnp.where(members, leaf, jnp.zeros_like(leaf))
 
         def compute(total: Params) -> tuple[Params, masked.Stats]:
@@ -88,6 +93,7 @@ def accumulate_packed(
             _, stats = jax.eval_shape(compute, total)
             return total, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
 
+        # Parts are as many as the fullest minibatch needs; elsewhere some are empty.
         return jax.lax.cond(part.members.any(), compute, leave, total)
 
     grads, stats = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
@@ -135,6 +141,7 @@ def ptx_gradient(
     """
     from rlhf_jax.algorithms import sft  # few runs mix texts in
 
+    # Of all texts of the minibatch, so that micro-batches add up to its mean.
     num_tokens = sft.predicted(texts).sum(dtype=jnp.float32)
 
     def ptx_loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:
@@ -146,6 +153,7 @@ def ptx_gradient(
         )
         return recipe.ptx_coef * loss, {"loss/ptx": stats["loss/language_model"]}
 
+    # Texts may be fewer than responses: then one micro-batch holds them all.
     size = recipe.micro_batch_size
     if size is not None and size >= texts.tokens.shape[0]:
         size = None

@@ -81,8 +81,12 @@ def update(
     """
     critic, critic_optimizer, policy_waits = recipe.critic, None, None
     if critic is not None:
+        # Traced, not a Python bool: `step` is an array, and warm-up ends without
+        # another compilation.
         policy_waits = state.step < critic.warmup
         critic_optimizer = critic.optimizer
+        # A state without the critic's moments: another program trains it on its own
+        # devices.
         if state.critic_opt is None:
             critic_optimizer = None
             recipe.refuse_critic_apart()
@@ -94,9 +98,12 @@ def update(
     rows = experience.tokens.shape[0]
     texts = ptx_parts(ptx, recipe)
 
+    # i32[T, b] for the scan: rows are gathered step by step, and the experience is
+    # never copied whole in a new order.
     order = minibatches(key, rows=rows, recipe=recipe)
     loss_of = functools.partial(
         recipe.minibatch_loss,
+        # The β of `make_experience`: the controller moves once, after the scan.
         kl_coef=recipe.kl_coef(state),
         frozen=frozen,
     )
@@ -107,6 +114,8 @@ def update(
         number, chosen, parts = turn
 
         def take(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
+            # Texts are not shuffled again: minibatch i of every epoch mixes in the same
+            # ones.
             part = number % recipe.num_minibatches
             return _step(
                 state,
@@ -121,21 +130,29 @@ def update(
             )
 
         def leave(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
+            # Both branches of a `cond` return one structure: zeros in the shapes that
+            # `take` would give, without computing it.
             _, _, stats = jax.eval_shape(take, state)
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
             one = jnp.ones((), jnp.float32)
             return state, jnp.bool_(True), nothing | {"update/stopped": (one, one)}
 
         state, stopped = carry
+        # Static: without this guard there is no `cond` in the program at all.
         if recipe.stop_approxkl is None:
             state, _, stats = take(state)
         else:
+            # A branch, not a `where`: minibatches after the stop cost no forward or
+            # backward pass.
             state, stopped, stats = jax.lax.cond(stopped, leave, take, state)
         return (state, stopped), stats
 
     parts = packed_parts(packing, steps=len(order))
     turns = jnp.arange(len(order)), order, parts
+    # One body for all epochs and minibatches compiles once, however many there are.
     (state, _), stats = jax.lax.scan(step, (state, jnp.bool_(False)), turns)
+    # Trainer against sampler is meaningful only before anything has moved: of [T] the
+    # first entry counts, and a sum over all would mix in what the update did.
     mismatch = stats.pop("policy/sampler_mismatch")
     of_ledger = [name for name in stats if name.startswith(ledger.PREFIX)]
     trust = {name: stats.pop(name) for name in of_ledger}
@@ -147,12 +164,15 @@ def update(
     mask = experience.response_mask
     # Those that are left out, and episodes that never began, are none.
     responses = jnp.maximum(mask.any(axis=1).sum(dtype=jnp.float32), 1.0)
+    # k1 of the samples as they were drawn, known before the update: a controller does
+    # not react to the epochs of this very update.
     if experience.ref_logprobs is not None:
         per_token = k1(experience.old_logprobs, experience.ref_logprobs)
         kl_of_response = masked.masked_sum(per_token, mask=mask) / responses
     kl = state.kl.update(
         kl=kl_of_response,
         mean_length=mask.sum(dtype=jnp.float32) / responses,
+        # Iterations in between had no KL, but their episodes bring the horizon nearer.
         num_episodes=rows * recipe.lifecycle.kl_every,
     )
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
@@ -174,6 +194,8 @@ def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
     def shuffled(epoch: Array) -> Array:
         return jax.random.permutation(jax.random.fold_in(key, epoch), rows)
 
+    # Every epoch is a permutation, so that each row is visited once; the reshape cuts
+    # it into minibatches.
     epochs = jnp.arange(recipe.num_epochs)
     return jax.vmap(shuffled)(epochs).reshape(-1, size)
 
@@ -208,7 +230,11 @@ def _step(
     norms = {"policy/grad_norm": optax.tree.norm(policy_grads)}
     if critic_optimizer is not None:
         norms["critic/grad_norm"] = optax.tree.norm(critic_grads)
+    # A norm is finite only if every entry is, and its square: one scalar stands for the
+    # whole tree. Either model's NaN skips both, which keeps them in step.
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, norms.values()))
+    # From this minibatch's own forward pass: a step beyond the guard is not taken at
+    # all.
     accepted, stopped, guard_stats = _guards(stats, recipe)
     stats |= {name: (norm, jnp.ones_like(norm)) for name, norm in norms.items()}
     moves = finite & accepted
@@ -217,6 +243,8 @@ def _step(
         state.policy_opt,
         policy_grads,
         optimizer=recipe.policy_optimizer,
+        # In warm-up the policy's gradient is computed and thrown away, so that one
+        # program serves before and after.
         finite=moves if policy_waits is None else moves & ~policy_waits,
     )
     critic, critic_opt = state.critic, state.critic_opt
@@ -228,6 +256,8 @@ def _step(
             optimizer=critic_optimizer,
             finite=moves,
         )
+    # Only by `finite`: what a guard leaves out is a choice, and no run should stop for
+    # it.
     skipped, stats = count_skips(state.skipped, stats, finite=finite)
     state = dataclasses.replace(
         state,
@@ -247,6 +277,7 @@ def _guards(
     accepted, stopped = jnp.bool_(True), jnp.bool_(False)
     logged: masked.Stats = {}
     one = jnp.ones((), jnp.float32)
+    # Sums over all micro-batches: a guard sees the whole minibatch, however it is cut.
     means = masked.mean_stats(stats)
     if recipe.max_ratio_mean is not None:
         accepted &= means["policy/ratio_mean"] <= recipe.max_ratio_mean

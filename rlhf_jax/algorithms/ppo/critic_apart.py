@@ -86,6 +86,7 @@ def update(
         trunk, or stop_approxkl or max_ratio_mean ends the updates of both.
     """
     recipe.refuse_critic_apart()
+    # The policy's program draws the same order from the same key: no index is sent.
     order = minibatches(key, rows=experience.tokens.shape[0], recipe=recipe)
 
     def step(
@@ -93,6 +94,7 @@ def update(
     ) -> tuple[SupervisedState, masked.Stats]:
         chosen, parts = turn
         minibatch = jax.tree.map(lambda leaf: leaf[chosen], experience)
+        # Whitened rewards change the returns that the critic regresses on.
         minibatch = whitened(minibatch, recipe=recipe)
         value_mask = minibatch.value_mask
         loss = functools.partial(
@@ -126,4 +128,5 @@ def update(
     parts = packed_parts(packing, steps=len(order))
     critic, stats = jax.lax.scan(step, critic, (order, parts))
     stats = masked.total_stats(stats)
+    # Its counters are the critic's: `update/` is of the policy's program.
     return critic, {name.replace("update/", "critic/"): x for name, x in stats.items()}

@@ -61,6 +61,8 @@ def gae_experience(
         ref_logprobs=scored.ref_logprobs,
         old_values=scored.values,
         token_rewards=rewards,
+        # Filled by `estimate`, which a minibatch may call again after whitening its
+        # rewards.
         advantages=jnp.zeros_like(rewards),
         returns=jnp.zeros_like(rewards),
     )
@@ -95,6 +97,7 @@ def estimate(
     """
     rewards = experience.token_rewards
     if whiten_rewards:
+        # Without the shift, which would pay or charge every token and so reward length.
         rewards = masked.masked_whiten(
             rewards, mask=experience.value_mask, shift_mean=False, ddof=whiten_ddof
         )
@@ -106,7 +109,9 @@ def estimate(
         lam=lam,
     )
     mask = experience.response_mask
+    # In N+ the finished response is a state with a value, but no token is drawn there.
     advantages = jnp.where(mask, advantages, 0.0)
     if whiten_advantages:
+        # After GAE and returns, so that the critic's targets keep their unit.
         advantages = masked.masked_whiten(advantages, mask=mask, ddof=whiten_ddof)
     return dataclasses.replace(experience, advantages=advantages, returns=returns)

@@ -32,6 +32,7 @@ def whitened(minibatch: Experience, *, recipe: PPO) -> Experience:
 
     Nothing changes where the recipe whitens over the rollout, or not at all.
     """
+    # Other rewards have other advantages: GAE runs again over the minibatch.
     if recipe.whiten_rewards == "minibatch":
         return estimate(
             minibatch,
@@ -93,8 +94,10 @@ def ppo_loss(
         return loss, stats
     counts = {
         "num_values": num_values,
+        # A rejected response counts for the critic and not for the policy.
         "num_valued": num_responses if num_valued is None else num_valued,
     }
+    # The policy's own hidden states, undetached: both losses move the trunk, as in OAI.
     if recipe.shared_trunk:
         predicted = values_of_hidden(critic["score"], hidden, mask=texts.mask)
         added = _value_loss(
@@ -161,6 +164,8 @@ def _value_loss(
         clip_range=recipe.value_clip_range,
         aggregation=recipe.aggregation,
         loss_scale_factor=recipe.loss_scale,
+        # States with a value are the critic's tokens: in N+ there is one more per
+        # response.
         num_tokens=num_values,
         num_responses=num_valued,
     )

@@ -134,6 +134,7 @@ class PPO(Recipe, PolicyGradient):
         stats = losses.explained_variance(
             values=experience.old_values,
             returns=experience.returns,
+            # Over response tokens: N+'s state after the end is not counted.
             mask=experience.response_mask,
         )
         return experience, stats
@@ -146,6 +147,8 @@ class PPO(Recipe, PolicyGradient):
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[Experience, LossFunction]:
         """`ppo_loss` of the parts of a minibatch, after it is whitened as a whole."""
+        # Before the minibatch is cut: moments of a micro-batch would make the gradient
+        # depend on micro_batch_size.
         minibatch = whitened(minibatch, recipe=self)
         mask, value_mask = minibatch.response_mask, minibatch.value_mask
         loss = functools.partial(

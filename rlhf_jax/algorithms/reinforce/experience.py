@@ -38,7 +38,9 @@ def reward_to_go_experience(
         kl_coef=kl_coef,
         turn_rewards=scored.turn_rewards,
     )
+    # A cumulative sum from the right: a token is credited with what follows it.
     advantages = jnp.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+    # The sum reaches the prompt's columns, too.
     advantages = jnp.where(mask, advantages, 0.0)
     if whiten_advantages:
         advantages = masked.masked_whiten(advantages, mask=mask)

@@ -32,6 +32,7 @@ def loss(
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """
     checks.same_shape(chosen=batch.chosen.tokens, rejected=batch.rejected.tokens)
+    # [2b, S]: one forward pass, whose products are twice as large, in place of two.
     both = jax.tree.map(
         lambda chosen, rejected: jnp.concatenate([chosen, rejected]),
         batch.chosen,

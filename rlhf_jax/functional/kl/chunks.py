@@ -78,6 +78,7 @@ def divergence(
       a position whose cotangent is 0 plays no part in it, whatever stands there.
     """
     scale = jnp.asarray(temperature, jnp.float32)
+    # A number is static, and 0 < β < 1 is checked at trace time; an array is traced.
     plan = plan._replace(beta=checks.number(beta))
     traced = plan.beta is None and beta is not None
     return _divergence(
@@ -112,6 +113,7 @@ def _backward(
         cotangent = jnp.zeros_like(result.kl)
     live = cotangent != 0
     scale = (cotangent / temperature)[..., None]
+    # Times a cotangent of 0, NaN of a masked position would still be NaN.
     live_hidden = jnp.where(live[..., None], hidden, jnp.zeros_like(hidden))
 
     def step(carry: tuple[Array, Array, Any], index: Array) -> tuple[Any, ...]:
@@ -144,6 +146,7 @@ def _backward(
         )
         return for_hidden, for_head, inner
 
+    # Most losses fix the temperature: its sum is then not computed at all.
     inner = None if scalars is None else jnp.zeros_like(result.kl)
     empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head), inner
     for_hidden, for_head, inner = passes.loop(step, empty, plan)
@@ -155,6 +158,7 @@ def _backward(
             apart = _ref_mean(result, beta) - result.mean
             for_beta = jnp.sum(cotangent * apart, where=live)
     for_policy = Model(for_hidden.astype(hidden.dtype), for_head, for_temperature)
+    # None: the reference's hidden states and head have no gradient, by definition.
     return for_policy, None, for_beta
 
 

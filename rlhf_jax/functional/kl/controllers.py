@@ -123,6 +123,7 @@ class _TargetKL(abc.ABC):
           ValueError: kl is not a scalar, the unit is the token and mean_length is None,
           or n is so large that the β of `AdaptiveKL` could reach 0.
         """
+        # Static: a step that takes no KL has another program.
         if kl is None:
             return self
         checks.shape((), kl=kl)
@@ -174,6 +175,7 @@ class AdaptiveKL(_TargetKL):
                 num_episodes=num_episodes,
             )
         error = jnp.clip(kl / self.target - 1.0, -_LARGEST_ERROR, _LARGEST_ERROR)
+        # A NaN would stay in β, and in every snapshot, for the rest of the run.
         error = jnp.where(jnp.isfinite(kl), error, 0.0)
         growth = 1.0 + error * (num_episodes / self.horizon)
         return self._with(self.kl_coef * growth)
@@ -212,6 +214,7 @@ class ProportionalIntegralKL(_TargetKL):
         usable = jnp.isfinite(kl)
         return dataclasses.replace(
             self._with(self.kl_coef * jnp.where(usable, jnp.exp(move), 1.0)),
+            # The next proportional step is taken from the last KL that was measured.
             error=jnp.where(usable, error, self.error),
         )
 
@@ -238,6 +241,7 @@ class LagrangianKL(_TargetKL):
 
     def _next(self, kl: Array, *, num_episodes: int) -> Self:
         del num_episodes
+        # Not clipped, as in dual ascent: a large excess moves β far, up to its bound.
         excess = jnp.where(jnp.isfinite(kl), kl - self.target, 0.0)
         return self._with(self.kl_coef + self.learning_rate * excess)
 

@@ -86,11 +86,13 @@ def _exact(
         total, ref_total, moment = carry
         start, fresh = tokens(index, plan)
         z, y = both(policy, reference, start, plan)
+        # d, not log P - log Q: the normalisers are known only after the last chunk.
         difference = jnp.where(fresh, z - y, 0.0)
         grown, terms, shrink = _add(total, jnp.where(fresh, z, absent))
         ref_grown, ref_terms, ref_shrink = _add(ref_total, jnp.where(fresh, y, absent))
         if plan.forward:
             terms, shrink = ref_terms, ref_shrink
+        # Of equal models every d is exactly 0, and so is the KL.
         moment = moment * shrink + jnp.sum(terms * difference, axis=-1)
         return grown, ref_grown, moment
 
@@ -168,6 +170,7 @@ def _top_k(
         here = jnp.broadcast_to(here[None, None, :], (*shape, plan.chunk))
         ids = jnp.concatenate([ids, here], axis=-1)
         top_z, at = jax.lax.top_k(z, k)
+        # bool[B, T, k + chunk]: those among the k so far and this chunk that stay.
         marks = marked(at, size=z.shape[-1])
 
         def with_dropped(rest: Array, logits: Array) -> Array:
@@ -264,6 +267,8 @@ def both(
 
 def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:
     """hidden·headᵀ of a chunk, f32[B, T, chunk]."""
+    # A slice of the table by chunk: the head is never copied in the compute dtype
+    # whole.
     rows = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
     return jnp.einsum(
         "btd,vd->btv",

@@ -93,6 +93,7 @@ def reward_kl(
     )
     if penalty.value_estimator == "k3" or weighted:
         stats["penalty/overflowfrac"] = weighted_kl.overflowfrac
+    # A reward is data: what is learned of it comes from ∇log π, not from ∇k.
     return jax.lax.stop_gradient((weighted_kl.kl * _share(penalty, mask), stats))
 
 
@@ -163,6 +164,7 @@ def kl_loss(
         exact=exact,
         estimator=penalty.in_gradient,
     )
+    # They say what a token counts for; nothing is learned through them.
     weights = jax.lax.stop_gradient(jnp.where(mask, weights, 0.0))
     loss = jnp.sum(weights * weighted_kl.kl * _share(penalty, mask))
     num_tokens = jnp.sum(mask, dtype=jnp.float32)
@@ -179,6 +181,7 @@ def _log_ratio(
 ) -> Array:
     """x with E[x] the KL of this direction, under samples of its first distribution."""
     policy = _possible(logprobs)
+    # Whatever computed it: a KL is not to be lowered by moving the reference.
     reference = jax.lax.stop_gradient(_possible(ref_logprobs))
     return policy - reference if direction == "reverse" else reference - policy
 

@@ -76,12 +76,14 @@ def estimates(
     slope = _weighted(estimator, x, exact, log_weights)
     slope = jnp.where(unclipped, slope - jax.lax.stop_gradient(slope), 0.0)
     clipped = jnp.sum(cells & ~unclipped, dtype=jnp.float32)
+    # Reported, as a penalty that hits float32's end no longer grows with the distance.
     capped = log_weights > _most(_estimate(estimator, x, exact))
     if "k3" in penalty.estimators_used:
         far = _far(x, log_weights)
         capped = jnp.where(far, log_weights - x > surrogates.LARGEST, capped)
     num_estimates = jnp.sum(cells, dtype=jnp.float32)
     return Estimates(
+        # slope is 0 in value: the reported number is v, the gradient that of g.
         kl=jax.lax.stop_gradient(value) + slope,
         clipfrac=(clipped, num_estimates),
         overflowfrac=(jnp.sum(capped & unclipped, dtype=jnp.float32), num_estimates),
@@ -142,8 +144,11 @@ def _log_importance(
     """f32[B, S], nats, without gradient; 0 where there are no weights."""
     if log_weights is None:
         return jnp.zeros(mask.shape, jnp.float32)
+    # A weight says whose samples these are: the named gradients hold it fixed.
     log_weights = jax.lax.stop_gradient(log_weights)
     if penalty.importance_weights == "prefix" and penalty.per != "response":
+        # Log-weights add up along the response: the ratio of everything up to the
+        # token.
         log_weights = jnp.cumsum(jnp.where(mask, log_weights, 0.0), axis=1)
     return _placed(penalty, log_weights, mask, cells)
 

@@ -120,6 +120,7 @@ def importance_weights(
     check_bounds(correction, cap=cap, floor=floor)
     checks.shape((None, None), mask=mask)
     checks.masked_floats(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
+    # Whatever stands outside the mask becomes 0, -inf - -inf included.
     log_ratio = jax.lax.stop_gradient(jnp.where(mask, logprobs - sampler_logprobs, 0.0))
     if correction == "geometric_reject":
         log_ratio = surrogates.at_level(log_ratio, mask=mask, ratio_level="sequence")
@@ -128,6 +129,7 @@ def importance_weights(
         log_ratio = jnp.where(mask, total, 0.0)
     log_cap = jnp.log(jnp.float32(cap))
     if correction.endswith("_truncate"):
+        # Bounded in logs: the ratio of a long response overflows float32.
         weights = jnp.exp(jnp.minimum(log_ratio, log_cap))
         return Weights(weights, mask, mask & (log_ratio >= log_cap))
     within = log_ratio <= log_cap
@@ -136,5 +138,6 @@ def importance_weights(
     cut = mask & ~within
     if correction.endswith("_reject"):
         return Weights(jnp.where(cut, 0.0, 1.0), mask & ~cut, cut)
+    # Selected before exp, which may overflow for what is cut anyway.
     weights = jnp.exp(jnp.where(within, log_ratio, 0.0))
     return Weights(jnp.where(cut, 0.0, weights), mask, cut)

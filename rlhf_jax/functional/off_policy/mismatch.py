@@ -57,6 +57,7 @@ def weight_stats(
     weights, counted = output.weights, mask
     if not correction.startswith("token"):
         counted = mask.any(axis=1)
+        # All tokens of a row have one weight: any reduction picks it.
         weights = jnp.min(weights, axis=1, where=mask, initial=jnp.inf)
     largest = jnp.max(weights, where=counted, initial=0.0)
     scaled = weights / jnp.where(largest > 0, largest, 1.0)  # whose squares are finite

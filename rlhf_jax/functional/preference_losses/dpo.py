@@ -129,6 +129,7 @@ def dpo_loss(
     if mask is None:
         mask = jnp.ones(chosen_logprobs.shape, jnp.bool_)
     checks.masked_floats(mask, **floats)
+    # A place without a pair may hold anything; 0 keeps every branch finite.
     floats = {name: jnp.where(mask, array, 0.0) for name, array in floats.items()}
     chosen, rejected = floats["chosen_logprobs"], floats["rejected_logprobs"]
     smoothing = floats.get("label_smoothing", label_smoothing)
@@ -150,6 +151,8 @@ def dpo_loss(
                 jax.lax.stop_gradient(smoothing / (1.0 - 2.0 * smoothing)) * margin
             )
         case "ipo":
+            # A regression to a finite lead: unlike -log σ it has a minimum for a single
+            # pair.
             losses = jnp.square(lead - 1 / (2 * beta))
         case "hinge":
             losses = jax.nn.relu(1.0 - beta * lead)

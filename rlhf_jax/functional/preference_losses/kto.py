@@ -49,6 +49,7 @@ def kto_kl(
         mask = jnp.ones(logprobs.shape, jnp.bool_)
     checks.masked_floats(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     mean = masked.masked_mean(jnp.where(mask, logprobs - ref_logprobs, 0.0), mask=mask)
+    # A KL is not negative; its estimate from mismatched responses may be.
     return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
 
 

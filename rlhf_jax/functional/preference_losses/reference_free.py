@@ -112,6 +112,7 @@ def orpo_loss(
 
 def _log_odds(logprobs: Array) -> Array:
     """log(p / (1 - p)) of log p."""
+    # log(1 - p) of a sure response is -inf, and its slope infinite.
     logprobs = jnp.minimum(logprobs, SURE)
     return logprobs - jnp.log(-jnp.expm1(logprobs))
 

@@ -67,6 +67,7 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
             j = order[turn]
             key, value = (_at(x, row * num_keys + j) for x in (keys, values))
             s, _ = _logits(key, q, masked, row, i, j, form=form)
+            # Online softmax: sums so far shrink as the maximum grows.
             new = jnp.maximum(largest, s.max(axis=1))
             p = jnp.exp(s - new[:, None])
             shrunk = jnp.exp(largest - new)
@@ -79,6 +80,7 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
             largest, total, out = jax.lax.fori_loop(
                 0, count, meet, (none + LEAST, none, out)
             )
+        # Padding that meets no key has no denominator.
         live = total > 0
         total = jnp.where(live, total, 1)
         normaliser = jnp.where(live, largest + jnp.log(total), 0)
@@ -105,6 +107,7 @@ def backward(residuals: Any, gradient: Array, *, form: Form) -> Blocks:
     (q, k, v), masked, out, normaliser = residuals
     rows, blocks, *_ = q.shape
     num_keys = k.shape[1]
+    # Σ p·dp of a softmax's gradient: of the output instead of all S shares.
     share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
     order, count = visited(masked, of_keys=True)
     of_queries = tuple(map(_flat, (q, q.mT, gradient, gradient.mT, normaliser, share)))
@@ -121,6 +124,7 @@ def backward(residuals: Any, gradient: Array, *, form: Form) -> Blocks:
                 _at(x, place) for x in of_queries
             )
             s, slope = _logits(k, query_t, masked, row, i, j, form=form)
+            # Computed again from q and k: shares are never held for the gradient.
             p = jnp.exp(s - normaliser[:, None])
             of_s = p * (_product(v, grad_t) - share[:, None]) * slope
             of_s = of_s.astype(q.dtype)
@@ -204,6 +208,8 @@ def visited(masked: Masked, *, of_keys: bool) -> tuple[Array, Array]:
     met &= within[None]
     if of_keys:
         met = met.swapaxes(1, 2)
+    # Blocks that are met first, so that a loop of `count` turns visits no other: packed
+    # rows and windows cost what they see.
     order = jnp.argsort(~met, axis=2, stable=True).astype(jnp.int32)
     return _flat(order), _flat(met.sum(axis=2, dtype=jnp.int32))
 

@@ -44,9 +44,11 @@ def attend_cudnn(
         )
     size, queries = keys_values[0].shape[2], query.shape[2]
     token = mask.segments > 0
+    # i32[B], the first token: rows are rolled left by it, as the kernel takes lengths.
     start = jnp.argmax(token, axis=1)
     # The kernel has no row of length 0.
     lengths = jnp.maximum(token.sum(axis=1, dtype=jnp.int32), 1)
+    # Queries in the columns of their keys, as causality is by equal places.
     whole = jnp.pad(query, ((0, 0), (0, 0), (size - queries, 0), (0, 0)))
     rolled = [
         _rolled(array, by=-start).swapaxes(1, 2) for array in (whole, *keys_values)
@@ -93,6 +95,7 @@ def _attend_packed(
         return y.swapaxes(1, 2)
 
     blocks = []
+    # A Python loop: later blocks read more keys, which shapes of a scan could not say.
     for start in range(0, queries, BLOCK):
         end = min(start + BLOCK, queries)
         up_to = size - queries + end
@@ -100,6 +103,8 @@ def _attend_packed(
             attend(
                 query[:, :, start:end],
                 *(array[:, :, :up_to] for array in keys_values),
+                # Keys after a block's last query are hidden from all of it: half of the
+                # work is left out.
                 mask=mask.first_columns(up_to),
             )
         )

@@ -64,6 +64,8 @@ def attend_to(
     # times as long over the sums in a softmax's gradient.
     # The query heads of a group stand below each other, as more tokens.
     grouped = query.reshape(rows, kv_heads, group * query.shape[2], head_dim)
+    # f32[B, K, G·T, S]: keys are read once for all query heads of a group, not
+    # repeated.
     logits = jnp.einsum(
         "bktd,bksd->bkts", grouped, key, preferred_element_type=jnp.float32
     )
@@ -76,6 +78,8 @@ def attend_to(
     share = jax.nn.softmax(jnp.where(allowed, logits, lowest), axis=-1)
     if value_scales is not None:
         share = share * value_scales[:, :, None]
+    # Shares in the compute dtype: their products with bfloat16 values gain nothing from
+    # more digits.
     y = layout.product(share.astype(value.dtype), value)
     return y.reshape(query.shape)
 
@@ -99,6 +103,7 @@ def attend(
       InputError: texts share a prefix, which splash cannot compute, and no engine of
         columns that are cut; or the engine cannot compute a cut row.
     """
+    # At trace time, by shapes and backend: no branch is left in the program.
     engine, _ = layout.choose(model, columns=mask.columns)
     if mask.cut is not None:
         layout.refuse_context(engine)

@@ -40,6 +40,7 @@ def attend_per_device(
     sizes = {
         axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes
     }
+    # One device, or already inside a `shard_map`: there is nothing to share out.
     if math.prod(sizes.values()) == 1:
         return engine(query, keys_values, mask=mask)
     heads, kv_heads = query.shape[1], keys_values[0].shape[1]
@@ -48,6 +49,7 @@ def attend_per_device(
         kv_heads % devices == 0 or devices % kv_heads == 0
     )
     if shared and kv_heads % devices:
+        # Fewer key heads than devices: each device gets the one that its queries read.
         key, value = (jnp.repeat(x, devices // kv_heads, axis=1) for x in keys_values)
         keys_values = key, value
     rows = axes.row_axes(sizes, rows=query.shape[0], among=axes.ACTIVATION_AXES)
@@ -56,6 +58,8 @@ def attend_per_device(
         by_row, by_part = mask.cut.by_row, mask.cut.by_part
     by_head = PartitionSpec(*by_part, HEAD_AXIS if shared and devices > 1 else None)
     static = mask.window if isinstance(mask.window, int) else None
+    # A traced window has to be an argument of `shard_map`, an int must not become one:
+    # kernels want it static.
     traced = () if static is mask.window else (mask.window,)
 
     def local(
@@ -73,6 +77,7 @@ def attend_per_device(
         )
         if mask.cut is not None:
             own = dataclasses.replace(own, share=jax.lax.axis_index(axes.CONTEXT_AXIS))
+            # Keys and values alone are gathered; queries, and what comes out, stay cut.
             key, value = (_whole(x, count=mask.cut.count) for x in keys_values)
             keys_values = key, value
         return engine(query, keys_values, mask=own)

@@ -97,6 +97,7 @@ def with_static_window(
     """
     if mask.window is None or isinstance(mask.window, int):
         return attend(mask)
+    # Kernels take static windows: one branch for each value that the layers have.
     number = jnp.argmax(jnp.asarray(mask.windows, jnp.int32) == mask.window)
     branches = [
         functools.partial(attend, dataclasses.replace(mask, window=window))
@@ -148,4 +149,5 @@ def allowed(mask: AttentionMask, *, queries: int) -> Array:
     if mask.prefixes is not None:
         prefixes = mask.query_prefixes(queries)
         same |= prefixes[:, :, None] == segments[:, None, :]
+    # Segment 0 is padding, on both sides of `same`: it must not attend to itself.
     return within[None] & same & (segments > 0)[:, None, :]

@@ -59,6 +59,7 @@ def attend_splash(
         return jnp.pad(x, ((0, 0), (0, 0), (before, after), (0, 0)))
 
     scale = 1 / math.sqrt(query.shape[-1]) if mask.scale is None else mask.scale
+    # The kernel takes no scale of logits: it goes into the queries.
     scaled = padded((query * scale).astype(query.dtype), before, after)
     key, value = (padded(x, 0, room) for x in keys_values)
     segments = jnp.pad(mask.segments, ((0, 0), (0, room)))
@@ -78,8 +79,10 @@ def attend_splash(
                 query, key, value, segment_ids=splash_attention.SegmentIds(*ids)
             )
 
+        # The kernel computes one row of a batch, all of its heads.
         return jax.vmap(row)(scaled, key, value, (segments_q, segments))
 
+    # The kernel's tables of blocks are made at trace time, for one window each.
     y = with_static_window(mask, attend)
     return y[:, :, before : before + queries]
 
@@ -111,6 +114,7 @@ def _kernel(
     if mask.window is not None:
         assert isinstance(mask.window, int)  # as `with_static_window` has it
         causal = splash_attention.LocalMask(shape, (mask.window - 1, 0), 0)
+    # Causality by the columns that queries have in their row, not by their place here.
     causal.q_sequence = of_queries
     compute = math.gcd(block, BLOCK_COMPUTE)
     fused = of_queries.size // shares * columns <= FUSED

@@ -104,6 +104,7 @@ def respond(
     decoder = Decoder(params, model).to_decode(rows=places)
 
     def keys_of(state: Places) -> Array:
+        # An empty place has row N: any key does, as its draw is not kept.
         return keys[jnp.minimum(state.row, rows - 1)]
 
     def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Places:
@@ -196,6 +197,7 @@ def respond(
         """Lets prompts in, then decodes until the next ones can come."""
         state, done, column = carry
         tokens, mask, row, limit, waiting = arrival
+        # A fixed number of free places: shapes cannot depend on how many have finished.
         [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=places)
         place = jnp.where(row < rows, free, places)
         done = collect(done, state, place=place)
@@ -210,6 +212,8 @@ def respond(
     sizes = (*fewer_places(places), 0)
     row = jnp.arange(turns * arriving, dtype=jnp.int32).reshape(turns, arriving)
     arrivals = (
+        # The last turn may have fewer prompts: what is beyond them is clipped, and
+        # marked by row N below.
         jnp.take(tokens, row, axis=0, mode="clip"),
         jnp.take(mask, row, axis=0, mode="clip"),
         jnp.minimum(row, rows),
@@ -224,6 +228,7 @@ def respond(
         page_table.next_lengths(mask, row) if paged else None,
     )
     state = empty(
+        # Shapes alone: no prompt is run to make the empty places.
         jax.eval_shape(prepare, *(leaf[0] for leaf in arrivals[:3]), row[0, 0]),
         places=places,
         rows=rows,
@@ -232,6 +237,8 @@ def respond(
     )
     carry = (state, none(rows, max_new_tokens), jnp.zeros((), jnp.int32))
     (state, done, column), _ = jax.lax.scan(turn, carry, arrivals)
+    # Once no prompt waits, the rows left move into fewer places: a step of 64 rows for
+    # the last 4 would waste most of it.
     for size, limit in itertools.pairwise(sizes):
         done = collect(done, state, place=jnp.arange(state.row.shape[0]))
         state = moved(state, size=size, rows=rows, model=model, longest=ring)

@@ -75,6 +75,8 @@ def row_keys(key: Array, *, index: Array, sample: Array) -> Array:
     Returns:
       key[B].
     """
+    # Folded, not split: the i-th of B split keys belongs to a place in the batch, not
+    # to a prompt.
     return jax.vmap(lambda i, s: jax.random.fold_in(jax.random.fold_in(key, i), s))(
         index, sample
     )
@@ -213,6 +215,7 @@ def start(
         caches.append(cache)
     state = Decoding(
         generated=Generated(
+            # All columns from the start, as a loop's state has one shape.
             tokens=jnp.pad(jnp.where(mask, tokens, 0), room),
             mask=jnp.pad(mask, room),
             response_mask=jnp.zeros((rows, size), bool),
@@ -238,6 +241,7 @@ def finish(
         writes into that cache.
     """
     rows, size = state.generated.tokens.shape
+    # Outside the loop: layers are taken apart (and transposed) once.
     ready = [decoder.to_decode(rows=rows) for decoder in decoders]
 
     def more(state: Decoding, width: int) -> Array:
@@ -252,7 +256,9 @@ def finish(
             tokens=jax.lax.dynamic_index_in_dim(
                 so_far.tokens, column, 1, keepdims=False
             ),
+            # Tokens before the one that runs, without padding.
             positions=so_far.mask.sum(axis=1, dtype=jnp.int32) - 1,
+            # Padding on the left and columns to come are both False.
             attend=so_far.mask[:, :width],
             column=column,
             draw=draw,
@@ -261,6 +267,8 @@ def finish(
         )
         return recorded(dataclasses.replace(state, caches=caches), drawn)
 
+    # A few loops of doubling width, compiled one by one: attention reads what is
+    # filled, and a response that ends early never pays for R columns.
     for width in growing_widths(size, first=state.prompt_size):
         caches = tuple(
             widened(cache, model=decoder.model, columns=width)
@@ -280,6 +288,8 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
     column = state.prompt_size + state.step
 
     def put(array: Array, values: Array) -> Array:
+        # Rows that have finished still run, with the others; what they draw is not
+        # kept.
         values = jnp.where(alive, values, jnp.zeros_like(values))[:, None]
         return jax.lax.dynamic_update_slice_in_dim(array, values, column, axis=1)
 
@@ -293,6 +303,7 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
             logprobs=put(so_far.logprobs, drawn.logprob),
             entropy=put(so_far.entropy, drawn.entropy),
         ),
+        # The stop token itself has been recorded: it is part of the response.
         finished=state.finished | drawn.stops,
         step=state.step + 1,
     )

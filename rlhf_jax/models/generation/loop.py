@@ -91,6 +91,8 @@ class Draw:
           number: which token of its response it is, i32[] in all rows or i32[B].
           predicted: bool[B], a token stands before it (`sample_token`); None is all.
         """
+        # By the token's number in its response: prompt width and waiting change no
+        # draw. Recorded runs depend on this order of folding.
         fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, 0 if number.ndim else None))
         token, logprob, entropy = sample_token(
             self.hook(*logits),
@@ -121,6 +123,7 @@ def read_prompts(
       columns, end: those of `caches.placed`; None leaves the cache as it came.
     """
     params, model, _ = sampled
+    # One prompt of each group is run, and its cache repeated.
     last, key_values = prefill(
         params, model=model, tokens=tokens[::group_size], mask=mask[::group_size]
     )
@@ -130,6 +133,7 @@ def read_prompts(
     )
     if columns is not None:
         caches = placed(caches, model=model, columns=columns, end=end)
+    # f32[B, V], of the last column alone.
     return decoder.logits(params, last, model=model, spread=True), caches
 
 
@@ -184,9 +188,12 @@ def run(
     """
 
     if axis is None:
+        # A `while_loop` and no scan: it ends with the longest response of the batch.
         return jax.lax.while_loop(more, advance, state)
 
     def any_more(state: State) -> Array:
+        # Devices that share a collective in `advance` must take as many turns: one that
+        # has finished goes on until none has more.
         return jax.lax.psum(more(state), axis) > 0
 
     def turn(carry: tuple[State, Array]) -> tuple[State, Array]:

@@ -61,6 +61,7 @@ def generate(
         stop_ids,
         temperature,
         unused=policy.model.unused_ids,
+        # Logits differ from log-probs by a constant per row, which the softmax removes.
         hook=lambda ours, theirs: (1 - share) * ours + share * theirs,
     )
     decoders = policy, other

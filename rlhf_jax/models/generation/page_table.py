@@ -123,6 +123,7 @@ def grant(table: PageTable, *, alive: Array) -> tuple[PageTable, Array]:
     """
     pages, places = table.owner.shape[0], alive.shape[0]
     held = table.held
+    # The last page is full: the next token would be the first of another.
     wants = alive & (held * table.size == table.tokens)
     more = table.most - held
     before = _before(more)
@@ -134,6 +135,8 @@ def grant(table: PageTable, *, alive: Array) -> tuple[PageTable, Array]:
     granted = wants & (rank <= allowed)
     # The k-th row to get a page gets the k-th that is free.
     free = table.owner == places
+    # Both counts rise by one at each row and page: the k-th of one finds the k-th of
+    # the other without a loop.
     nth_row, nth_page = (jnp.cumsum(x, dtype=jnp.int32) for x in (granted, free))
     page = _first(nth_page, nth_row)
     row = _first(nth_row, nth_page)
@@ -177,6 +180,7 @@ def advanced(table: PageTable, *, going: Array, alive: Array) -> PageTable:
       going: bool[B], rows whose token was run.
     """
     pages, places = table.owner.shape[0], alive.shape[0]
+    # A free page has the owner B: the entry appended says that nobody keeps it.
     kept = jnp.append(alive, False)[table.owner]
     return dataclasses.replace(
         table,
@@ -194,6 +198,7 @@ def admissible(table: PageTable, *, lengths: Array, new: int) -> Array:
       lengths: i32[A], tokens of each prompt; below 0 there is none.
     """
     taken, most = claim(lengths, size=table.size, new=new)
+    # As if they had come in already: safe then means that they may.
     held = jnp.concatenate([table.held, taken])
     more = jnp.concatenate([table.most, most]) - held
     return safe(held=held, more=more, pages=table.owner.shape[0])

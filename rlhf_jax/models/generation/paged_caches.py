@@ -93,6 +93,7 @@ def filled(
     columns = prompts[0][0].shape[2]
     slots = pages_of(columns, size=size)
     pad = (columns - lengths)[:, None]
+    # Left padding is skipped: token i of a row goes to column i of its pages.
     in_order = pad + jnp.arange(slots * size, dtype=jnp.int32)[None]
 
     def one(pool: Columns, prompt: Columns, layer: int) -> Columns:
@@ -107,6 +108,7 @@ def filled(
         else:
             last = lengths[:, None] - 1
             column = jnp.arange(window, dtype=jnp.int32)[None]
+            # The newest token whose number is the ring's place, modulo the window.
             token = last - (last - column) % window
 
             def put(all_: Array, new: Array) -> Array:

@@ -83,6 +83,7 @@ def recorded(state: Places, drawn: Drawn, *, going: Array) -> Places:
     return dataclasses.replace(
         state,
         responses=dataclasses.replace(responses, lengths=lengths),
+        # Ended by a stop token, or by its last column.
         alive=state.alive & ~(drawn.stops & going) & (lengths < size),
     )
 
@@ -105,6 +106,7 @@ def come_in(
     """
 
     def put(old: Places, new: Places) -> Places:
+        # Place C is out of bounds, and its update is dropped: a prompt that is none.
         return jax.tree.map(
             lambda old, new: old.at[place].set(new, mode="drop"), old, new
         )

@@ -75,12 +75,14 @@ def sample_token(
         predicted = axes.rows_apart(predicted)
         logits = jnp.where(predicted[:, None], logits, 0.0)
         logits = unused_ids.masked(logits, unused)
+    # As `logprobs` does it: log-probs of sampler and trainer must agree to 1e-4 nats.
     logits = logits.astype(jnp.float32) / temperature
     if shaping is not None:
         logits = shape_logits(logits, shaping=shaping)
     log_softmax = jax.nn.log_softmax(logits, axis=-1)
     entropy = logprobs.entropy(logits)
     if shaping is not None and shaping.greedy:
+        # No key is used: greedy responses do not depend on the seed.
         token = jnp.argmax(logits, axis=-1)
     else:
         # Else what the keys come from would be spread as the logits are.
@@ -138,6 +140,7 @@ def _reached(weights: Array, *, share: Array) -> tuple[Array, Array]:
       reaches into that weight.
     """
     total = weights.sum(axis=-1, keepdims=True)
+    # Integers add up exactly, whatever the order in which a backend sums them.
     counts = jnp.round(weights / total * 2.0**30).astype(jnp.int32)
     cumulative = jnp.cumsum(counts, axis=-1)
     target = (share * cumulative[:, -1].astype(jnp.float32)).astype(jnp.int32)
@@ -168,6 +171,7 @@ def shape_logits(logits: Array, *, shaping: Shaping) -> Array:
     if shaping.top_p is not None:
         descending = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
+        # Exclusive: the token that crosses top_p is kept.
         before = jnp.cumsum(probs, axis=-1) - probs
         kept = jnp.where(before < shaping.top_p, descending, jnp.inf)
         smallest = kept.min(axis=-1, keepdims=True)

@@ -39,11 +39,14 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
         paths(params), jax.tree.leaves(params), anchors, strict=True
     ):
         stacked = "layers" in path.split("/")
+        # int8 or host leaves are read one at a time: the reference is never unpacked
+        # whole.
         anchor = leaves.read(anchor).astype(jnp.float32)
         moved = _norm(leaf.astype(jnp.float32) - anchor, stacked=stacked)
         size = _norm(anchor, stacked=stacked)
         modules[path] = {
             "absolute": moved,
+            # A tensor of zeros that has not moved is 0/0.
             "relative": jnp.where(moved == 0, 0.0, moved / size),
             "size": size,
         }

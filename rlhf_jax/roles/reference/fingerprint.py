@@ -53,6 +53,7 @@ def named(params: Params, pairs: Array) -> Fingerprint:
 
 def of_leaves(by_path: dict[str, str]) -> Fingerprint:
     """The fingerprint with these digests, each in hex; the root is hashed over them."""
+    # Sorted, so that the root does not depend on the order of a dictionary.
     listing = "\n".join(f"{path} {by_path[path]}" for path in sorted(by_path))
     return Fingerprint(
         root=hashlib.sha256(listing.encode()).hexdigest()[:32], leaves=by_path
@@ -101,6 +102,8 @@ def digests(params: Params) -> Array:
 
 def digest(leaf: Array, *, path: str) -> Array:
     """u32[2], the row of `digests` for the leaf that stands at `path`."""
+    # Seeds from the identity: equal bits under another path or shape have another
+    # digest.
     identity = f"{path}|{leaf.shape}|{leaf.dtype}".encode()
     seeds = np.frombuffer(hashlib.sha256(identity).digest()[:8], np.uint32)
     if jax.typeof(leaf).memory_space != jax.memory.Space.Device:

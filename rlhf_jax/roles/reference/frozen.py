@@ -93,6 +93,8 @@ def freeze(
     )
     return Frozen(
         stored=stored,
+        # Of both: the source's tells whether the policy starts as this reference, the
+        # stored form's whether anything has written to it.
         source_digests=fingerprint.digests(params),
         stored_digests=fingerprint.digests(stored),
         model=model,
@@ -106,6 +108,8 @@ def shape_of(frozen: Frozen, *, policy: ModelConfig) -> ModelConfig:
 
 def read(frozen: Frozen) -> Params:
     """The parameters for a forward pass; no gradient flows into them."""
+    # On the parameters, before any arithmetic: no path through the model has a
+    # gradient, and XLA keeps nothing for one.
     return jax.lax.stop_gradient(frozen.stored)
 
 
@@ -130,6 +134,7 @@ def beside(frozen: Frozen, batch: Any) -> Any:
             return jax.device_put(leaf, sharding.with_memory_kind("device"))
         if isinstance(leaf, Array):
             now = leaf.sharding
+            # Already there: a copy would be work for nothing.
             if isinstance(now, NamedSharding) and now.mesh == sharding.mesh:
                 return leaf
         spec = PartitionSpec()
@@ -262,4 +267,6 @@ def adapted_params(
             f"parameters are adapters of a frozen base. Give both, or neither to train "
             f"every parameter"
         )
+    # The base under stop_gradient, the adapters not: gradients have the adapters'
+    # shapes.
     return attach(read(base), trained, lora=lora)

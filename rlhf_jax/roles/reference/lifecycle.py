@@ -112,6 +112,7 @@ def after_step(
     Args:
       params: the policy after the step; copied, so it may be donated to the next.
     """
+    # Steps done: `every=4` first acts after the fourth step, numbered 3.
     done = step + 1
     match lifecycle.move:
         case Reset(every=every) if done % every == 0:
@@ -181,6 +182,7 @@ def mix(frozen: Frozen, params: Params, *, rate: checks.Scalar) -> Frozen:
 def _mixed(anchor: Array, leaf: Array, *, rate: checks.Scalar) -> Array:
     if not jnp.issubdtype(anchor.dtype, jnp.floating):
         return leaf
+    # In float32: in bfloat16 a small rate would round to no step at all.
     leaf = storage.place_as(leaf, anchor).astype(jnp.float32)
     return rate * leaf + (1.0 - rate) * anchor.astype(jnp.float32)
 

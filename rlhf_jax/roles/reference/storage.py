@@ -139,6 +139,7 @@ def place_as(leaf: Array, like: Array) -> Array:
     `jit` traces, the compiler knows the devices, and only the memory is the leaf's own.
     """
     if isinstance(like, Tracer):
+        # A sharding cannot be read off a tracer.
         return jax.device_put(leaf, jax.typeof(like).memory_space)
     return jax.device_put(leaf, like.sharding) if like.committed else leaf
 
@@ -155,8 +156,10 @@ def quantise(x: Array, *, axis: int | tuple[int, ...]) -> Int8:
 
     Source: Dettmers et al. 2022, arXiv:2208.07339, section 2 (absmax, vector-wise).
     """
+    # Scales in the source's 16 bits would add their own rounding to every value.
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127.0
+    # A channel of zeros has scale 0, and its values are 0 by any divisor.
     values = jnp.round(x / jnp.where(scales > 0, scales, 1.0))
     return Int8(values=values.astype(jnp.int8), scales=scales)
 
@@ -191,6 +194,7 @@ def _matrix_axis(path: Any, leaf: Any) -> int | None:
     names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     if "embed" in names or "head" in names:
         return -1
+    # Kernels [L, in, out] share a scale along their inputs; tables along their columns.
     return -2 if "layers" in names and len(leaf.shape) == 3 else None
 
 

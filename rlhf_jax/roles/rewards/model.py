@@ -66,6 +66,7 @@ def sequence_scores(
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """
+    # i32[B], found from the right: responses end at different columns.
     last = tokens.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     if packing is not None:
         wider, known = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens, mask))
@@ -81,6 +82,7 @@ def sequence_scores(
             functools.partial(decoder.scores, params["score"]), hidden
         )
         return jnp.take_along_axis(of_all, last[:, None], axis=1)[:, 0]
+    # [B, D]: the head runs on one state per row, not on all S.
     final = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return decoder.scores(params["score"], final)
 

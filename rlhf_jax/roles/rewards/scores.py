@@ -109,6 +109,7 @@ def part_stats(scores: Scores) -> masked.Stats:
         weight = jnp.asarray(count, jnp.float32)
         if (out := parts.get(f"{name}/left_out")) is not None:
             weight = weight - jnp.asarray(out, jnp.float32).sum()
+            # A missing score may be NaN.
             part = jnp.where(out, 0.0, part)
         stats[f"reward/{name}"] = part.sum(), weight
     return stats
@@ -276,6 +277,7 @@ def update_moments(
     count = moments.count + size
     share = size / jnp.maximum(count, 1.0)
     centre, rest, _ = masked.centred(scores, mask=finite)
+    # Large parts first, rests after: the digits that the rests hold survive.
     delta = (centre - moments.mean) + (rest - moments.mean_rest)
     excess = masked.masked_var(scores, mask=finite) - moments.variance
     mean, mean_rest = _sum_in_two(moments.mean, moments.mean_rest + share * delta)

@@ -85,6 +85,7 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         """
         if self._merge is not None:
             return self._merge(policy)
+        # A copy: the update donates the policy while a thread still hands it over.
         return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), policy)
 
     def draw(
@@ -111,6 +112,7 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
 
         def drawn() -> protocol.Drawn:
             assert self._sampler is not None
+            # Once per version: redraws and retries of a step find the weights there.
             if number != self._version:
                 with self._waits.of("hand_over"):
                     self._version = None  # until it is known to have them
@@ -170,6 +172,8 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
         if entropy is None:  # as `rollout_of` estimates it
             entropy = -drawn.sampler_logprobs
         distance = math.nan if self._distance is None else self._distance
+        # All processes call this with arrays of one shape, the first with the real
+        # ones.
         *arrays, distance = multihost_utils.broadcast_one_to_all(
             (
                 np.asarray(drawn.tokens, np.int32),

@@ -66,6 +66,7 @@ def threaded(sampling: Mesh, *, home: Mesh) -> bool:
     Where programs of two threads run on the same devices, several of them, each device
     may be given them in another order, and they wait for each other for ever.
     """
+    # One device runs programs in the order it was given them: nothing can cross there.
     shared = set(sampling.devices.flat) & set(home.devices.flat)
     return not shared or home.devices.size == sampling.devices.size == 1
 
@@ -104,6 +105,8 @@ class Sampler:
           InputError: pages cannot be on the mesh.
         """
         check_pages(options, recipe=recipe, mesh=mesh)
+        # How the cache is kept belongs to sampling: the trainer's own model is
+        # unchanged.
         recipe = dataclasses.replace(recipe, model=options.sampled(recipe.model))
         self._sample = jax.jit(
             functools.partial(sharding.on(mesh, iteration.sample), recipe=recipe)
@@ -111,6 +114,7 @@ class Sampler:
         self._mesh, self._home = mesh, home
         self.threaded = threaded(mesh, home=home)
         self._store = None
+        # Cast before it is moved: fewer bytes travel, and the trained parameters stay.
         if options.dtype != "float32":
             self._store = jax.jit(
                 functools.partial(
