@@ -83,7 +83,7 @@ FAULTS = {
         lambda b: exact(b._replace(logits=b.ref_logits, ref_logits=b.logits)),
     ),
     "k2 without its square": (k2, lambda b: jnp.sum(jnp.abs(log_ratio(b)))),
-    "k3 without -x": (k3, lambda b: jnp.sum(own(b, jnp.expm1(-log_ratio(b))))),
+    "k2 clamped": (k2, lambda b: jnp.sum(jnp.minimum(log_ratio(b) ** 2, 0.5)) / 2),
     "k3 per response, for tokens": (
         k3,
         lambda b: jnp.sum(
