@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -77,7 +77,7 @@ def shardings(
       mesh: None is the one that is set (`jax.set_mesh`).
       rules: logical axis -> axis of the mesh, or axes that share it.
       small: elements; a leaf that no rule shards may be copied to every device up to
-        this size.
+        this size. Beyond it a parameter goes to the axes of "embed" or "heads".
 
     Returns:
       A tree of `NamedSharding`s.
@@ -159,6 +159,9 @@ def _spec(
     # On `data` alone every device has all parameters, which is what was asked for.
     sharded = any(size > 1 for axis, size in sizes.items() if axis != "data")
     if sharded and not any(placed) and not scales and math.prod(shape) > small:
+        elsewhere = _elsewhere(names, shape, rules=rules, sizes=sizes)
+        if elsewhere is not None:
+            return elsewhere
         raise InputError(
             f"{where}: expected at most {small} numbers on every device, got "
             f"{shape} that no rule shards; give it logical axes in models/axes.py, or "
@@ -167,6 +170,31 @@ def _spec(
     while placed and placed[-1] is None:  # as `jit` says it of what it returns
         placed.pop()
     return PartitionSpec(*placed)
+
+
+def _elsewhere(
+    names: Sequence[str | None] | None,
+    shape: tuple[int, ...],
+    *,
+    rules: Rules,
+    sizes: dict[str, int],
+) -> PartitionSpec | None:
+    """Where a parameter lies of whose own axes this mesh has none, as an adapter's.
+
+    lora_b is [layers, rank, heads], and on fsdp alone `heads` has no axis; nor has
+    `embed` of lora_a on tensor alone. Adapters and their moments add up to gigabytes
+    where every device has them all.
+    """
+    for rule in ("embed", "heads"):
+        spread = [
+            axis for axis in _axes(rule, rules=rules, sizes=sizes) if sizes[axis] > 1
+        ]
+        devices = math.prod(sizes[axis] for axis in spread)
+        for place, (name, size) in enumerate(zip(names or (), shape, strict=False)):
+            if spread and name not in (None, "layers") and size % devices == 0:
+                axes_of_one = spread[0] if len(spread) == 1 else tuple(spread)
+                return PartitionSpec(*(None,) * place, axes_of_one)
+    return None
 
 
 def _axes(name: str, *, rules: Rules, sizes: dict[str, int]) -> tuple[str, ...]:

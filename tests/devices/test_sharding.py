@@ -22,6 +22,7 @@ from rlhf_jax import (
     kl_control,
     lora,
     masked,
+    policy,
     ppo,
     rewards,
     state,
@@ -32,7 +33,7 @@ from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
-from rlhf_jax.models.families import mapping
+from rlhf_jax.models.families import mapping, registry
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import FrozenModels
 
@@ -198,6 +199,84 @@ def test_rules_that_are_refused(rules, message):
         sharding.shardings(
             shapes_of(GPT2), mesh=mesh, rules={**sharding.RULES, **rules}, small=64
         )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(MeshShape(fsdp=8), MeshShape(fsdp=4, tensor=2), MeshShape(fsdp=2, tensor=4)),
+        *(MeshShape(tensor=8), MeshShape(fsdp=4, context=2)),
+    ],
+    ids=str,
+)
+@pytest.mark.cases(quick=1)
+def test_adapters_lie_on_every_mesh_that_their_base_takes(shape):
+    """Rank 16 at the real shapes of all known models; none is on every device."""
+    mesh, refused = shape.make(), []
+    for name, model in registry.KNOWN.items():
+        base = jax.eval_shape(
+            lambda model=model: decoder.init(jax.random.key(0), model=model)
+        )
+        try:
+            sharding.shardings(base, mesh=mesh)
+        except InputError:  # 14 heads have no eight devices
+            refused.append(name)
+            continue
+        rank = lora.LoRA(rank=16)
+        made = functools.partial(lora.init, model=model, lora=rank)
+        adapters = jax.eval_shape(made, jax.random.key(0))
+        placed = sharding.shardings(adapters, mesh=mesh)
+        for leaf, where in zip(
+            jax.tree.leaves(adapters), jax.tree.leaves(placed), strict=True
+        ):
+            if leaf.size > sharding.SMALL:
+                assert np.prod(where.shard_shape(leaf.shape)) < leaf.size, name
+    assert len(refused) < len(registry.KNOWN) / 2, refused
+
+
+def test_an_adapter_lies_where_its_mesh_has_an_axis():
+    down = jax.ShapeDtypeStruct((32, 4096, 16), np.float32)
+    up = jax.ShapeDtypeStruct((32, 16, 4096), np.float32)
+    query = {"query": {"lora_a": down, "lora_b": up}}
+    for shape, of_down, of_up in (
+        (MeshShape(fsdp=8), (None, "fsdp"), (None, None, "fsdp")),
+        (MeshShape(tensor=8), (None, "tensor"), (None, None, "tensor")),
+        (MeshShape(fsdp=2, tensor=4), (None, "fsdp"), (None, None, "tensor")),
+        (MeshShape(data=8), (), ()),
+    ):
+        tree = {"layers": {"attention": query}}
+        placed = sharding.shardings(tree, mesh=shape.make())
+        leaves = placed["layers"]["attention"]["query"]
+        assert leaves["lora_a"].spec == PartitionSpec(*of_down)
+        assert leaves["lora_b"].spec == PartitionSpec(*of_up)
+
+
+@pytest.mark.parametrize(
+    "shape", [MeshShape(fsdp=8), MeshShape(data=4, tensor=2)], ids=str
+)
+def test_spread_adapters_give_the_same_logprobs_and_gradients(shape):
+    adapted = lora.LoRA(rank=4)
+    base = fresh(GPT2).policy
+    adapters = lora.init(jax.random.key(1), model=GPT2, lora=adapted)
+    adapters = jax.tree.map(lambda leaf: leaf + 0.01, adapters)  # B is 0 at the start
+    tokens = jax.random.randint(jax.random.key(2), (8, 6), 0, GPT2.vocab_size)
+
+    def mean(adapters, base):
+        of_both = lora.attach(base, adapters, lora=adapted)
+        mask = jnp.ones_like(tokens, dtype=bool)
+        return policy.logprobs(of_both, model=GPT2, tokens=tokens, mask=mask).mean()
+
+    mesh = shape.make()
+    placed = [sharding.place(one, mesh=mesh, small=64) for one in (adapters, base)]
+    for leaf in jax.tree.leaves(placed[0]):
+        assert leaf.size <= 64 or not leaf.is_fully_replicated
+    expected = jax.jit(jax.value_and_grad(mean))(adapters, base)
+    got = jax.jit(sharding.on(mesh, jax.value_and_grad(mean)))(*placed)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6),
+        got,
+        expected,
+    )
 
 
 def test_scales_of_a_kernel_that_is_sharded_along_them_are_on_every_device():
