@@ -22,6 +22,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +67,9 @@ def expected_gradient(loss: Loss, world: World, *, with_rewards: bool = False) -
       loss: of one group, f32[].
       with_rewards: rewards are the world's; else they are 0, so that of a policy
         gradient the penalty is left.
+
+    Raises:
+      AssertionError: the loss is not one float.
     """
     groups = np.array([*itertools.product(range(len(world.tokens)), repeat=GROUP)])
 
@@ -75,7 +79,10 @@ def expected_gradient(loss: Loss, world: World, *, with_rewards: bool = False) -
 
         def of_group(rows: Array) -> Array:
             batch = _batch(world, policy, rows, with_rewards=with_rewards)
-            return jnp.prod(probability[rows]) * loss(batch)
+            value = loss(batch)
+            chex.assert_shape(value, ())
+            chex.assert_type(value, float)
+            return jnp.prod(probability[rows]) * value
 
         return jnp.sum(jax.vmap(of_group)(groups))
 

@@ -143,3 +143,9 @@ def test_a_loss_reads_what_a_group_has():
         "rewards": (3,),
         **dict.fromkeys(("logits", "ref_logits"), (3, 3, 3)),
     }
+
+
+@pytest.mark.parametrize("loss", [lambda b: b.rewards, lambda b: b.mask.sum()])
+def test_a_loss_is_one_float(loss):
+    with pytest.raises(AssertionError, match=r"shape|type"):
+        audit.expected_gradient(loss, WORLDS["stop token"])
