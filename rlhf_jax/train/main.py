@@ -31,7 +31,7 @@ class Command(NamedTuple):
 
 BEGIN = {
     "quickstart": Command(
-        "quickstart.command", "All of RLHF in a minute, on data that it writes."
+        "quickstart.command", "All of RLHF in two minutes, on data that it writes."
     ),
 }
 TRAINERS = {

@@ -1,1 +1,1 @@
-"""The whole of RLHF in about a minute, by the commands that a user types."""
+"""The whole of RLHF in a minute or two, by the commands that a user types."""

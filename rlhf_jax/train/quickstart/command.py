@@ -16,7 +16,7 @@ from pathlib import Path
 from rlhf_jax.functional.errors import InputError
 from rlhf_jax.train.quickstart import language
 
-COMMANDS = (
+LINES = (
     "sft --tokenizer OUT/tokenizer --data OUT/demonstrations.jsonl"
     " --fresh-num-layers 2 --fresh-max-positions 64 --batch-size 64 --num-steps 100"
     " --learning-rate 3e-3 --out OUT/sft",
@@ -36,7 +36,7 @@ def commands(out: Path) -> list[list[str]]:
             str(out / word.removeprefix("OUT/")) if word.startswith("OUT/") else word
             for word in line.split()
         ]
-        for line in COMMANDS
+        for line in LINES
     ]
 
 
@@ -47,7 +47,7 @@ def run(out: Path) -> None:
       InputError: the folder holds something, or cannot be written.
       SystemExit: a command has failed, and said so.
     """
-    from rlhf_jax.train.main import COMMANDS as TABLE
+    from rlhf_jax.train.main import COMMANDS
 
     started = time.perf_counter()
     written = prepare(out)
@@ -55,10 +55,11 @@ def run(out: Path) -> None:
     for name, *options in commands(out):
         print(f"\n$ rlhf-jax {shlex.join([name, *options])}", flush=True)
         sys.argv[1:] = [name, *options]  # how a run that is stopped goes on
-        TABLE[name].load().command(options)
+        COMMANDS[name].load().command(options)
     print(
         f"\n{time.perf_counter() - started:.0f} s. The lines with $ are all that ran:"
-        f" give them your own files, and --model in place of --tokenizer."
+        f" give them your own files, and --model in place of --tokenizer. What the"
+        f" policy came to write is in {out / 'ppo' / 'samples.jsonl'}."
     )
 
 
@@ -88,8 +89,8 @@ def command(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="rlhf-jax quickstart",
         description="Writes a tiny data set and trains on it: SFT, a reward model and "
-        "PPO, by the commands that it prints. About a minute on two CPU cores, without "
-        "a network.",
+        "PPO, by the commands that it prints. A minute or two on two CPU cores, "
+        "without a network.",
     )
     parser.add_argument(
         "--out",
