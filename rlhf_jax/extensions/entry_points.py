@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rlhf_jax.functional.errors import InputError
 
@@ -26,6 +26,12 @@ def names(group: Group) -> tuple[str, ...]:
 def described(group: Group) -> dict[str, str]:
     """{name: "module:object"}, with a remark where that module is not installed."""
     return {point.name: point.value + _missing(point) for point in _points(group)}
+
+
+def packages() -> dict[str, str]:
+    """{name: version} of the installed packages that add a part to any group."""
+    owners = [point.dist for group in get_args(Group) for point in _points(group)]
+    return {dist.name: dist.version for dist in owners if dist is not None}
 
 
 def load(name: str, *, group: Group, kind: Any = Callable) -> Any:

@@ -25,6 +25,7 @@ import jax
 
 import rlhf_jax
 from rlhf_jax.devices import precision, processes
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, write_errors
 from rlhf_jax.runs.profile import window
@@ -34,8 +35,8 @@ from rlhf_jax.runs.snapshots import resume
 CONFIG = "config.json"
 UNFINISHED = ".tmp"
 PACKAGES = (
-    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "grain"),
-    *("numpy", "transformers"),
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
+    "transformers",
 )
 
 
@@ -175,6 +176,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "rlhf_jax": _source(),
         **{name: metadata.version(name) for name in PACKAGES},
+        **entry_points.packages(),
         "devices": f"{jax.device_count()} {device.platform} ({device.device_kind})",
         "matmul_precision": precision.name(),
     }

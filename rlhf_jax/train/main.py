@@ -30,6 +30,11 @@ class Command(NamedTuple):
         return importlib.import_module(self.module)
 
 
+BEGIN = {
+    "quickstart": Command(
+        "quickstart.command", "All of RLHF in two minutes, on data that it writes."
+    ),
+}
 TRAINERS = {
     "sft": Command("supervised.sft", "Supervised fine-tuning on your own texts."),
     "reward-model": Command(
@@ -86,7 +91,7 @@ EXTEND = {
         "new", "A package of yours: a method, a reward, an environment or a family."
     ),
 }
-COMMANDS = TRAINERS | COMPARE | ASK | EXTEND
+COMMANDS = BEGIN | TRAINERS | COMPARE | ASK | EXTEND
 COMPLETION = "--tyro-write-completion"
 
 
@@ -158,7 +163,8 @@ def write_completion(argv: Sequence[str]) -> None:
 
 def usage() -> str:
     """All commands, on one screen."""
-    groups = {"Train": TRAINERS, "Compare": COMPARE, "Ask": ASK, "Extend": EXTEND}
+    groups = {"Begin": BEGIN, "Train": TRAINERS, "Compare": COMPARE, "Ask": ASK}
+    groups |= {"Extend": EXTEND}
     titled = {
         title: {name: command.summary for name, command in commands.items()}
         for title, commands in groups.items()

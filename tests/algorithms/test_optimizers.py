@@ -1,6 +1,7 @@
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -143,7 +144,7 @@ def test_standard_is_optax_s_own_to_the_bit():
     schedule = optax.linear_schedule(0.1, 0.0, 5)
     updates = run(optimizers.adam(schedule), grads)
     expected = run(optax.adam(schedule, eps=1e-5), grads)
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    chex.assert_trees_all_equal(updates, expected)
 
 
 def test_tf_is_adam_with_another_eps_in_every_step():

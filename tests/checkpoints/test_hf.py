@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import chex
 import huggingface_hub
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ def test_a_saved_checkpoint_has_the_tensors_that_were_read(
     assert (len(files) == 1) == (max_shard_bytes > 30_000)
     again, same = hf.load(tmp_path / "out")
     assert again == model
-    jax.tree.map(np.testing.assert_array_equal, params, same)
+    chex.assert_trees_all_equal(params, same)
 
 
 @pytest.mark.parametrize("name", REWARD)
@@ -220,7 +221,7 @@ def test_the_unprefixed_names_of_the_first_gpt2_load(tmp_path):
     tensors |= {f"h.{layer}.attn.bias": mask for layer in range(2)}
     _, params = hf.load(edited(tmp_path, "gpt2", tensors=tensors))
     _, expected = hf.load(FIXTURES / "gpt2")
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 def test_a_tied_head_and_derived_buffers_are_ignored(tmp_path):
@@ -231,7 +232,7 @@ def test_a_tied_head_and_derived_buffers_are_ignored(tmp_path):
         tensors[name] = np.ones(6, np.float32)
     _, params = hf.load(edited(tmp_path, "llama_bf16", tensors=tensors))
     _, expected = hf.load(FIXTURES / "llama_bf16")
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 LLAMA = json.loads((FIXTURES / "llama_sharded" / "config.json").read_text())

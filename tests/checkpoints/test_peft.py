@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +70,7 @@ def save(path, adapters, *, model, options, base):
 
 def assert_same(output, expected):
     assert jax.tree.structure(output) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, output, expected)
+    chex.assert_trees_all_equal(output, expected)
 
 
 # What PEFT wrote.

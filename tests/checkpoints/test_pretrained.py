@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +78,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_predicted(tmp_path):
     assert "unused_ids" not in written
     model, params = hf.load(str(tmp_path / "out" / "model"))
     assert model == hf.load(str(folder))[0]
-    jax.tree.map(np.testing.assert_array_equal, params, start.params)
+    chex.assert_trees_all_equal(params, start.params)
 
 
 def test_a_stop_id_without_a_token_is_named(tmp_path, capsys):

@@ -3,7 +3,7 @@
 import json
 import shutil
 
-import jax
+import chex
 import numpy as np
 import pytest
 from places import FIXTURES
@@ -59,7 +59,7 @@ def tied(name):
 
 
 def assert_equal_trees(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    chex.assert_trees_all_equal(one, other)
 
 
 @every_family

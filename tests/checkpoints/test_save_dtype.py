@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -248,4 +249,4 @@ def test_what_is_normalised_is_what_is_saved(tmp_path, name):
     for model_params in (rounded, read):  # without the rows that pad the vocabulary
         embed = model_params["trunk"]["embed"]
         embed["tokens"] = embed["tokens"][: toy_files.MODEL.vocab_size]
-    jax.tree.map(np.testing.assert_array_equal, rounded, read)
+    chex.assert_trees_all_equal(rounded, read)

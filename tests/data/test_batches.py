@@ -1,5 +1,6 @@
 """Token lists to batches: exact arrays, epochs, random access, process slices."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_random_access_equals_sequence_and_seed_decides():
     forwards = [prompts_of(2)[step] for step in range(12)]
     stream = prompts_of(2)
     for step in (11, 0, 5, 5):
-        jax.tree.map(np.testing.assert_array_equal, stream[step], forwards[step])
+        chex.assert_trees_all_equal(stream[step], forwards[step])
     other = [prompts_of(2, seed=8)[step].index.tolist() for step in range(12)]
     assert other != [batch.index.tolist() for batch in forwards]
 

@@ -3,6 +3,7 @@
 import importlib.util
 from types import SimpleNamespace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_a_replica_has_all_weights_and_its_devices_share_them():
     placed = replicas.place(sharded, replicas=made_of_mesh)
     up = placed["layers"]["mlp"]["up"]["kernel"]
     assert up.sharding.spec == PartitionSpec(None, None, "tensor")
-    jax.tree.map(np.testing.assert_array_equal, placed, params)
+    chex.assert_trees_all_equal(placed, params)
 
 
 def test_a_replica_has_whole_what_no_tensor_axis_shares():

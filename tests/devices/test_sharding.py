@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -502,7 +503,7 @@ def test_a_checkpoint_is_read_in_parts_to_where_they_lie(
     small = 24 * model.hidden_size
     where = functools.partial(sharding.shardings, mesh=shape.make(), small=small)
     _, params = hf.load(tmp_path / "model", sharding=where)
-    jax.tree.map(np.testing.assert_array_equal, params, without_padding(whole, model))
+    chex.assert_trees_all_equal(params, without_padding(whole, model))
     assert all(part < size for part, size in parts if size > small)
     table = params["embed"]["tokens"]
     assert table.sharding.spec[0] == "tensor"
@@ -532,7 +533,7 @@ def test_models_and_batches_of_an_experiment_lie_on_the_mesh(tmp_path):
     plain = batches.prompt_batches([[3], [4, 5], [6]], batch_size=8, seed=0, pad_id=0)
     placed = plain.map(functools.partial(row_sharding.put_rows, mesh=mesh))
     assert placed.steps_per_epoch == plain.steps_per_epoch
-    jax.tree.map(np.testing.assert_array_equal, placed[2], plain[2])
+    chex.assert_trees_all_equal(placed[2], plain[2])
     assert placed[2].tokens.sharding.spec == PartitionSpec(("data",))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def check_equal(output, expected):
         np.testing.assert_allclose(
             getattr(output.rollout, name), getattr(expected.rollout, name), atol=2e-5
         )
-    jax.tree.map(np.testing.assert_array_equal, output.scores, expected.scores)
+    chex.assert_trees_all_equal(output.scores, expected.scores)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +100,7 @@ def test_bits_do_not_depend_on_latency_places_or_order(model):
         drawn(model, params, late),
         drawn(model, params, Script(latency=lambda row, turn: 0.02 * (row == 0))),
     ):
-        jax.tree.map(np.testing.assert_array_equal, whole, other)
+        chex.assert_trees_all_equal(whole, other)
     # Fewer places are other products, which round otherwise.
     few = drawn(model, params, late, places=4)
     np.testing.assert_array_equal(whole.rollout.tokens, few.rollout.tokens)
@@ -269,7 +270,7 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
     monkeypatch.setattr(episodes.Play, "_begin", begin_alone)
     alone, count = play()
     assert count == sizes.sum()
-    jax.tree.map(np.testing.assert_array_equal, output, alone)
+    chex.assert_trees_all_equal(output, alone)
     assert len({tuple(row) for row in output.rollout.tokens[:4].tolist()}) == 4
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import threading
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_others_draw_in_the_place_of_one_that_waits(model, monkeypatch, counted)
     sampler = sampler_of(model, Slow(turns=3), **options)
     counts = counted(sampler)
     others = draw(sampler, params)
-    jax.tree.map(np.testing.assert_array_equal, whole, others)
+    chex.assert_trees_all_equal(whole, others)
     assert counts["take"] >= 2
     assert 1 <= counts["put"] <= counts["take"]  # what ends need not come back
     assert (whole.scores.parts["turns"] > 1).sum() >= 2
@@ -94,7 +95,7 @@ def test_they_come_back_to_any_replica(shape, monkeypatch, counted):
     sampler = sampler_of(model, Slow(turns=3), **options)
     counts = counted(sampler)
     others = draw(sampler, params)
-    jax.tree.map(np.testing.assert_array_equal, whole, others)
+    chex.assert_trees_all_equal(whole, others)
     assert counts["put"] >= 1
 
 

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +157,7 @@ def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
 
     head = HEAD.copy()
     head[V:] = padding
-    jax.tree.map(np.testing.assert_array_equal, both(head), both(HEAD))
+    chex.assert_trees_all_equal(both(head), both(HEAD))
 
 
 @pytest.mark.cases(slow=3)
@@ -276,7 +277,7 @@ def test_positions_without_a_cotangent_play_no_part_in_the_gradient():
 
     step = jax.jit(jax.grad(loss, (0, 1)))
     output, expected = step(broken, HEAD), step(HIDDEN, HEAD)
-    jax.tree.map(np.testing.assert_array_equal, output, expected)
+    chex.assert_trees_all_equal(output, expected)
 
 
 def test_under_vmap():

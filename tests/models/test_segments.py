@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,8 +139,8 @@ def test_what_stands_at_padding_is_not_read(model):
             weights=weights,
             mask=None,
         )
-        jax.tree.map(np.testing.assert_array_equal, output, expected)
-        jax.tree.map(np.testing.assert_array_equal, other, gradient)
+        chex.assert_trees_all_equal(output, expected)
+        chex.assert_trees_all_equal(other, gradient)
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +104,7 @@ def test_a_critic_is_a_copy(origin):
     jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(source)
     assert source["trunk"]["embed"]["tokens"].is_deleted()
     for name, leaves in expected.items():
-        jax.tree.map(np.testing.assert_array_equal, made[name], leaves)
+        chex.assert_trees_all_equal(made[name], leaves)
 
 
 def test_an_untied_policy_leaves_its_head_behind():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import toy_packages
 
 import rlhf_jax
 from rlhf_jax.devices.mesh_shape import MeshOption, MeshShape
@@ -65,6 +66,19 @@ def test_a_new_run_records_its_config_and_versions(tmp_path):
     assert recorded["versions"]["jax"]
     assert recorded["versions"]["orbax-checkpoint"]
     assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_packages_that_add_parts_are_recorded(tmp_path, monkeypatch):
+    """One that adds something to any group, and no other."""
+    verifiers = {"rlhf_jax.verifiers": {"short": "no_such_module:verify"}}
+    toy_packages.install(tmp_path / "site", verifiers, {})
+    other = '[project]\nname = "other"\nversion = "9"\nentry-points = {others = {}}\n'
+    toy_packages.install(tmp_path / "site", other, {})
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    folder = open_run(Config(out=tmp_path / "run"))
+    versions = json.loads((folder / "config.json").read_text())["versions"]
+    assert versions["mine"] == "0.1"
+    assert "other" not in versions
 
 
 def test_a_config_survives_json(tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -77,7 +78,7 @@ def test_both_draw_what_the_program_of_an_iteration_does(outside):
             sampler.draw(PROMPTS, key=KEY, version=version),
         ):
             rollout = protocol.rollout_of(PROMPTS, drawn, version=version)
-            jax.tree.map(np.testing.assert_array_equal, rollout, expected)
+            chex.assert_trees_all_equal(rollout, expected)
             for left, right in zip(
                 *map(jax.tree.leaves, (rollout, expected)), strict=1
             ):
@@ -158,7 +159,7 @@ def test_a_process_that_is_killed_while_idle_gets_its_weights_again(
         assert sampler.retries.count == 1
         draw()
         assert sampler.retries.count == 1
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    chex.assert_trees_all_equal(before, after)
     assert before.response_mask.any()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sampler: try 2 of 5 in 0.01 s, as the one before failed: ")
@@ -170,7 +171,7 @@ def test_parameters_as_a_file(tmp_path):
     weight_files.write(tmp_path / "one", written)
     assert [file.name for file in tmp_path.iterdir()] == ["one"]
     params_read = weight_files.read(tmp_path / "one")
-    jax.tree.map(np.testing.assert_array_equal, params_read, written)
+    chex.assert_trees_all_equal(params_read, written)
     assert params_read["c"].dtype == jax.numpy.bfloat16
 
 

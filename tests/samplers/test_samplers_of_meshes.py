@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def test_a_process_draws_as_for_one_device(mesh):
             rollouts.append(draw(sampler, policy, home))
             assert float(sampler.stats()["policy/sampler_check"][0]) == 0
     assert len(rollouts[1].tokens.sharding.device_set) == 4
-    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, rollouts))
+    chex.assert_trees_all_equal(*map(jax.device_get, rollouts))
 
 
 @pytest.mark.slow
@@ -78,7 +79,7 @@ def test_the_check_of_a_server_runs_on_the_shards(mesh):
                 rollouts.append(draw(sampler, params_of, home))
                 assert float(sampler.stats()["policy/sampler_check"][0]) < 1e-5
     assert toy.loads[0] == toy.loads[1]
-    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, rollouts))
+    chex.assert_trees_all_equal(*map(jax.device_get, rollouts))
     whole, per_device = (
         program.memory_analysis().argument_size_in_bytes for program in programs
     )

@@ -182,12 +182,14 @@ def _reader(folder: Path) -> ocp.CheckpointManager:
     options = ocp.options.MultiprocessingOptions(
         primary_host=alone, active_processes={alone}
     )
+    handlers = ocp.DefaultCheckpointHandlerRegistry()
+    arrays = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    handlers.add("arrays", ocp.args.PyTreeRestore, arrays)
+    meta = ocp.JsonCheckpointHandler(multiprocessing_options=options)
+    handlers.add("meta", ocp.args.JsonRestore, meta)
     return ocp.CheckpointManager(
         folder.absolute(),
-        item_handlers={
-            "arrays": ocp.PyTreeCheckpointHandler(multiprocessing_options=options),
-            "meta": ocp.JsonCheckpointHandler(multiprocessing_options=options),
-        },
+        handler_registry=handlers,
         options=ocp.CheckpointManagerOptions(
             read_only=True,
             create=False,

@@ -6,6 +6,9 @@
 
 Every array is saved with its digest, and the meta with its own. A snapshot that is not
 what was saved is refused with a `DamagedError`; nothing of it reaches the run.
+
+This is orbax's `CheckpointManager`. Its V1 is in `orbax.checkpoint.experimental`, which
+changes without notice; a test has it read these snapshots.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +57,20 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         self._folder = folder
         self._newest: int | None = None  # that `save` was asked for
         self._unwritten = False
+        self._behind = futures.ThreadPoolExecutor(1)
+        self._saving: futures.Future[None] | None = None
+        handlers = ocp.DefaultCheckpointHandlerRegistry()
+        handlers.add("arrays", ocp.args.StandardSave)
+        handlers.add("arrays", ocp.args.StandardRestore)
+        handlers.add("meta", ocp.args.JsonSave)
+        handlers.add("meta", ocp.args.JsonRestore)
         with write_errors.writing(folder):
             self._manager = ocp.CheckpointManager(
                 folder.absolute(),
-                item_handlers={
-                    "arrays": ocp.StandardCheckpointHandler(),
-                    "meta": ocp.JsonCheckpointHandler(),
-                },
+                handler_registry=handlers,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=LatestN(keep),
                     cleanup_tmp_directories=True,
-                    temporary_path_class=_Listed,
                     lightweight_initialize=True,  # damage is `restore`'s to tell
                 ),
             )
@@ -103,6 +110,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
                     meta=ocp.args.JsonSave({**meta, DIGESTS: digests}),
                 ),
             )
+        self._saving = self._behind.submit(self._complete, step)
 
     def restore(self, step: int, *, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """(arrays, meta) of a snapshot, to the last bit.
@@ -179,13 +187,22 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         """
         if self._unwritten:
             return  # orbax would wait for it, and raise once more
-        with self._writing():
-            self._manager.close()
+        self._wait()
+        self._behind.shutdown()
+        self._manager.close()
+
+    def _complete(self, step: int) -> None:
+        """Waits for orbax to have the snapshot complete, which gets its list then."""
+        self._manager.wait_until_finished()
+        if processes.is_first():
+            integrity.write_list(self._folder / str(step))
 
     def _wait(self) -> None:
         """For the snapshot that is being written."""
-        with self._writing():
-            self._manager.wait_until_finished()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self._writing():
+                saving.result()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -220,16 +237,6 @@ def _unused(path: Path) -> Path:
         number += 1
         name = path.with_name(f"{path.name}-{number}")
     return name
-
-
-class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A snapshot that is complete once it is renamed, and gets its list then."""
-
-    async def finalize(self) -> None:
-        await super().finalize()
-        final = Path(self.get_final())
-        if final.name.isdecimal():  # not a part of one, which is renamed before
-            integrity.write_list(final)
 
 
 def _flat(tree: PyTree) -> dict[str, Any]:

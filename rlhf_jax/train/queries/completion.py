@@ -14,7 +14,23 @@ import tyro
 from rlhf_jax.functional.errors import InputError
 from rlhf_jax.runs import choices
 
-SHELLS = ("bash", "zsh", "fish")
+# What tyro writes for a shell, and what is to stand there with as many options.
+SHELLS = {
+    "bash": {},
+    # `source` is to register a function; only a file of $fpath is to complete.
+    "zsh": {
+        '\n_tyro_rlhf_jax "$@"': """
+if (( $+compstate )); then
+  _tyro_rlhf_jax "$@"
+else
+  compdef _tyro_rlhf_jax rlhf-jax
+fi"""
+    },
+    # One argument may have 128 KiB on Linux, which the options are beyond.
+    "fish": {
+        '($python_cmd -c "$pycode"': '(printf %s "$pycode" | $python_cmd -',
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +68,10 @@ def write(argv: Sequence[str], *, commands: Mapping[str, type[Any]]) -> None:
         script = path.read_text(encoding="utf-8")
         # A shell would offer every further line of a help text as a word.
         (spec,) = re.findall(r"^COMPLETION_SPEC = .*$", script, re.MULTILINE)
-        flat = re.sub(r"\\+n", " ", spec)
-        path.write_text(script.replace(spec, flat), encoding="utf-8")
+        script = script.replace(spec, re.sub(r"\\+n", " ", spec))
+        for theirs, ours in SHELLS[argv[1]].items():
+            script = script.replace(theirs, ours)
+        path.write_text(script, encoding="utf-8")
     except OSError as error:
         raise InputError(
             f"expected to write the file {path}, got {error.strerror}; name another"

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -279,7 +280,7 @@ def test_a_batch_without_a_kl_changes_nothing(name, kl):
         before = controller.update(kl=jnp.float32(7.0), **arguments)
         kl = None if kl is None else jnp.float32(kl)
         after = before.update(kl=kl, **arguments)
-        jax.tree.map(np.testing.assert_array_equal, after, before)
+        chex.assert_trees_all_equal(after, before)
 
 
 @HOLDING

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,7 +140,7 @@ def test_what_is_saved_is_what_was_read_and_transformers_reads_its_config(
         np.testing.assert_array_equal(saved[tensor], values, err_msg=tensor)
     again, same = load(tmp_path / "out")
     assert again == model
-    jax.tree.map(np.testing.assert_array_equal, params, same)
+    chex.assert_trees_all_equal(params, same)
 
     ours, theirs = (
         transformers.AutoConfig.from_pretrained(folder).to_dict()
@@ -226,7 +227,7 @@ def test_fused_heads_are_read_onto_a_mesh_and_without_the_prefix(tmp_path):
             "layers": {"attention": attention, **rest},
         },
     )
-    jax.tree.map(np.testing.assert_array_equal, sharded, expected)
+    chex.assert_trees_all_equal(sharded, expected)
 
     folder = edited(tmp_path, "gpt_neox")
     tensors = {
@@ -240,7 +241,7 @@ def test_fused_heads_are_read_onto_a_mesh_and_without_the_prefix(tmp_path):
         tensors[f"{buffers}rotary_emb.inv_freq"] = np.ones(3, np.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _, bare = hf.load(folder)
-    jax.tree.map(np.testing.assert_array_equal, bare, expected)
+    chex.assert_trees_all_equal(bare, expected)
 
 
 @pytest.mark.parametrize("name", one_in(2, ["phi3", "gpt_neox"]))
@@ -264,7 +265,7 @@ def test_adapters_of_fused_layers_are_written_where_the_layers_are(tmp_path, nam
         base_fingerprint=root,
     )
     _, again = peft.load(tmp_path / "out", model=model, base=base)
-    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    chex.assert_trees_all_equal(again, adapters)
     # The same as tensors of theirs: of merged weights less those of the base.
     merged = jax.jit(functools.partial(lora.merge, lora=how))(params, adapters)
     hf.save(tmp_path / "merged", model, merged)
@@ -292,7 +293,7 @@ def test_the_bias_of_a_score_is_read_and_a_head_that_was_left_in_is_not(tmp_path
     assert params["score"]["bias"] == np.float32(-0.75)
     hf.save_reward(tmp_path / "out", model, params)
     _, again = hf.load_reward(tmp_path / "out")
-    jax.tree.map(np.testing.assert_array_equal, again, params)
+    chex.assert_trees_all_equal(again, params)
 
     shutil.rmtree(folder)
     two = {"score.bias": np.zeros(2, np.float32)}

@@ -3,6 +3,7 @@
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +43,7 @@ def on_host(tree):
 
 
 def assert_equal(output, expected):
-    jax.tree.map(np.testing.assert_array_equal, output, expected)
+    chex.assert_trees_all_equal(output, expected)
 
 
 def mesh_of(*shape):

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def on_host(tree):
 
 
 def assert_stands(reference, before):
-    jax.tree.map(np.testing.assert_array_equal, on_host(reference.stored), before)
+    chex.assert_trees_all_equal(on_host(reference.stored), before)
     frozen.verify(reference)
 
 

@@ -5,6 +5,7 @@ import decimal
 import fractions
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,9 +85,7 @@ def test_a_reward_model_starts_from_a_copy_under_a_random_head():
     jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(trunk)
     assert "head" not in made["trunk"]
     for name, leaves in made["trunk"].items():
-        jax.tree.map(
-            np.testing.assert_array_equal, leaves, tiny.params(tiny.LLAMA)[name]
-        )
+        chex.assert_trees_all_equal(leaves, tiny.params(tiny.LLAMA)[name])
     wide = dataclasses.replace(MODEL, hidden_size=4095)
     head = rewards.init(jax.random.key(1), tiny.params(MODEL), model=wide)["score"]
     assert float(head["kernel"].std()) == pytest.approx(1 / 64, rel=0.05)

@@ -1,5 +1,6 @@
 """Snapshots come back to the last bit, whole or not at all."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import toys
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import frozen
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs.snapshots.snapshots import Snapshots
+from rlhf_jax.runs.snapshots import integrity
+from rlhf_jax.runs.snapshots.snapshots import Snapshots, _flat, _raw
+from rlhf_jax.runs.write_errors import WriteError
 
 
 @flax.struct.dataclass
@@ -194,6 +198,37 @@ def test_saving_is_silent(tmp_path, capfd):
             snapshots.save(step, arrays={"x": jnp.ones(3)}, meta={})
         snapshots.restore(3, like={"x": jnp.ones(3)})
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_list_that_cannot_be_written_is_told_once(tmp_path, monkeypatch):
+    """The snapshot is whole without it."""
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Snapshots(tmp_path) as snapshots:
+        monkeypatch.setattr(integrity, "write_list", full)
+        snapshots.save(1, arrays={"x": jnp.ones(1)}, meta={})
+        with pytest.raises(WriteError, match="1 could not be written: No space left"):
+            snapshots.save(2, arrays={"x": jnp.zeros(1)}, meta={})
+    with Snapshots(tmp_path) as snapshots:
+        assert snapshots.steps() == [1]
+        restored, _ = snapshots.restore(1, like={"x": jnp.zeros(1)})
+    assert restored["x"].tolist() == [1]
+
+
+def test_orbax_v1_reads_the_same_bits(tmp_path):
+    """Its API of tomorrow reads the snapshots of today."""
+    state = example()
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(7, arrays=state, meta=META)
+    raw = {path: _raw(leaf) for path, leaf in _flat(state).items()}
+    like = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for path, leaf in raw.items()
+    }
+    read = ocp.v1.load(tmp_path / "7", like, checkpointable_name="arrays")
+    assert bits(read) == bits(raw)
 
 
 def test_meta_is_plain_json_on_disk(tmp_path):

@@ -1,0 +1,101 @@
+"""`rlhf-jax quickstart`: SFT, a reward model and PPO on data that it writes itself.
+
+It types for the user what he would type: every line that it prints and runs is a
+command for his own files, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_jax.functional.errors import InputError
+from rlhf_jax.train.quickstart import language
+
+LINES = (
+    "sft --tokenizer OUT/tokenizer --data OUT/demonstrations.jsonl"
+    " --fresh-num-layers 2 --fresh-max-positions 64 --batch-size 64 --num-steps 100"
+    " --learning-rate 3e-3 --out OUT/sft",
+    "reward-model --model OUT/sft/model --data OUT/pairs.jsonl --batch-size 64"
+    " --num-steps 100 --learning-rate 1e-3 --out OUT/reward",
+    "ppo --model OUT/sft/model --reward-model OUT/reward/model"
+    " --prompts OUT/prompts.jsonl --held-out OUT/held_out.jsonl --max-new-tokens 24"
+    " --num-steps 20 --learning-rate 3e-4 --critic.learning-rate 1e-3 --kl-coef 0.1"
+    " --out OUT/ppo",
+)
+
+
+def commands(out: Path) -> list[list[str]]:
+    """The words of each command line, with OUT replaced."""
+    return [
+        [
+            str(out / word.removeprefix("OUT/")) if word.startswith("OUT/") else word
+            for word in line.split()
+        ]
+        for line in LINES
+    ]
+
+
+def run(out: Path) -> None:
+    """Writes the data, then prints and runs one command after the other.
+
+    Raises:
+      InputError: the folder holds something, or cannot be written.
+      SystemExit: a command has failed, and said so.
+    """
+    from rlhf_jax.train.main import COMMANDS
+
+    started = time.perf_counter()
+    written = prepare(out)
+    print("wrote", *written, sep="\n  ")
+    for name, *options in commands(out):
+        print(f"\n$ rlhf-jax {shlex.join([name, *options])}", flush=True)
+        sys.argv[1:] = [name, *options]  # how a run that is stopped goes on
+        COMMANDS[name].load().command(options)
+    print(
+        f"\n{time.perf_counter() - started:.0f} s. The lines with $ are all that ran:"
+        f" give them your own files, and --model in place of --tokenizer. What the"
+        f" policy came to write is in {out / 'ppo' / 'samples.jsonl'}."
+    )
+
+
+def prepare(out: Path) -> list[Path]:
+    """Writes the data into a new folder, and returns the paths.
+
+    Raises:
+      InputError: the folder holds something, or cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if names := sorted(path.name for path in out.iterdir()):
+            raise InputError(
+                f"--out {out}: expected a folder that is absent or empty, got one with "
+                f"{', '.join(names[:4])}; give another"
+            )
+        return language.write(out)
+    except OSError as error:
+        raise InputError(
+            f"--out {out}: expected a folder that can be written, got {error.strerror};"
+            f" give another"
+        ) from error
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax quickstart`: from a command line to a policy."""
+    parser = argparse.ArgumentParser(
+        prog="rlhf-jax quickstart",
+        description="Writes a tiny data set and trains on it: SFT, a reward model and "
+        "PPO, by the commands that it prints. A minute or two on two CPU cores, "
+        "without a network.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("quickstart"),
+        help="folder for data and runs, absent or empty (default: quickstart)",
+    )
+    run(parser.parse_args(argv).out)
