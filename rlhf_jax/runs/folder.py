@@ -35,8 +35,8 @@ from rlhf_jax.runs.snapshots import resume
 CONFIG = "config.json"
 UNFINISHED = ".tmp"
 PACKAGES = (
-    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
-    "transformers",
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "grain"),
+    *("numpy", "transformers"),
 )
 
 
