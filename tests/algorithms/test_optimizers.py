@@ -109,6 +109,7 @@ def bfloat16(x: float) -> float:
     return float(np.float32(x).astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("style", ["standard", "tf"])
 def test_what_the_moments_take(style):
     """4 + 4 bytes a parameter, or 2 + 4, beside two counts of updates."""
@@ -123,6 +124,7 @@ def test_what_the_moments_take(style):
         assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(after)] == shapes
 
 
+@pytest.mark.slow
 def test_m_nears_a_constant_gradient_and_v_follows_it():
     """m to the 4% of its rounding; v by the 0.1% that bfloat16 would round away."""
     made = optimizers.adam(1.0, mu_dtype="bfloat16")
@@ -158,6 +160,7 @@ def test_tf_is_adam_with_another_eps_in_every_step():
         assert_close(updates[t - 1 : t], expected[-1:], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_tf_holds_small_gradients_back_early_and_agrees_late():
     """With a constant gradient g: lr·g/(g + eps) against lr·g/(g + 31.6 eps)."""
     grads = [{name: np.full((2, 3), 1e-5, np.float32) for name in SIZES}] * 2

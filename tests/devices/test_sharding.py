@@ -402,6 +402,7 @@ def test_devices_do_not_change_a_prompt_s_samples():
     )
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("shape", [MeshShape(fsdp=4, tensor=2), MeshShape(tensor=8)])
 @pytest.mark.parametrize("family", MODELS)
 def test_a_checkpoint_is_read_in_parts_to_where_they_lie(

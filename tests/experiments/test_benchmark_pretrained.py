@@ -232,6 +232,7 @@ def test_participants_take_turns_and_the_tables_have_ratios(fake, tmp_path, caps
     assert "1.00 (1.00" in printed
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

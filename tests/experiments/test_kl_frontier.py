@@ -266,6 +266,7 @@ def test_folders_that_are_no_finished_sweep(swept, tmp_path):
         frontier.main(finished.Options(swept))
 
 
+@pytest.mark.slow
 def test_figures_are_of_the_seeds_that_every_cell_has(swept, capsys):
     left = swept / "runs" / "kl_coef=1" / "seed_1" / "summary.json"
     left.unlink()

@@ -105,6 +105,7 @@ def test_gradient_matches_finite_differences():
     np.testing.assert_allclose(gradients[1], for_values, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_padding_row_order_and_jit_change_nothing():
     sides = ((0, 0), (2, 3))
     wide = [np.pad(x, sides) for x in (REWARDS, VALUES, MASK)]
@@ -131,6 +132,7 @@ TURNS = np.array(
 )
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.9, 0.0)])
 def test_columns_outside_the_mask_are_no_steps(gamma: float, lam: float):
     """As if they had never been there: the oracle sees rows without them."""

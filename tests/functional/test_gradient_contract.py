@@ -317,6 +317,7 @@ SCALAR_CASES = [
 ]
 
 
+@pytest.mark.cases(quick=24)
 @pytest.mark.parametrize(("name", "scalar"), SCALAR_CASES)
 def test_a_number_is_checked_and_a_traced_one_is_not(name, scalar):
     function, values = FUNCTIONS[name.split(" ")[0]], arguments(name)

@@ -141,6 +141,7 @@ def materialised(hidden, head, tokens, temperature=0.7):
     return logprobs_, jnp.pad(entropy, ((0, 0), (1, 0)))
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("padding", one_in(3, [np.nan, np.inf, 1e3]))
 @pytest.mark.parametrize("max_logits", [1, TWO_ROWS, 2**24])
 def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
@@ -225,6 +226,7 @@ def test_gradient_of_one_argument_alone_and_its_products():
         assert products == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", one_in(2, [0, 1]))
 def test_gradient_of_one_result_alone(which: int):
     weights = np.zeros((2, B, S), np.float32)
@@ -279,6 +281,7 @@ def test_positions_without_a_cotangent_play_no_part_in_the_gradient():
     jax.tree.map(np.testing.assert_array_equal, output, expected)
 
 
+@pytest.mark.slow
 def test_under_vmap():
     weights = RNG.normal(size=(2, B, S)).astype(np.float32)
 
@@ -322,6 +325,7 @@ def test_a_token_that_cannot_come_and_one_that_is_none():
     np.testing.assert_allclose(output[:, 5], expected[:, 5], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize("first_column", [1, 4, S, S + 1])
 @pytest.mark.parametrize("max_logits", [1, 2**24])
 def test_columns_before_the_first_are_0(first_column: int, max_logits: int):
@@ -336,6 +340,7 @@ def test_columns_before_the_first_are_0(first_column: int, max_logits: int):
         )
 
 
+@pytest.mark.slow
 def test_rows_do_not_know_each_other():
     order = np.array([2, 0, 1])
     for output, expected in zip(
@@ -346,6 +351,7 @@ def test_rows_do_not_know_each_other():
         np.testing.assert_allclose(output, expected[order], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype():
     rng = np.random.default_rng(1)
     hidden = rng.normal(size=(2, 4, 2048)).astype(jnp.bfloat16)
@@ -427,7 +433,7 @@ def test_wrong_input_says_what_to_do():
         from_hidden(first_column=0)
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "function",
     [

@@ -74,6 +74,7 @@ def test_the_rope_of_the_tests_has_a_frequency_of_every_kind():
     np.testing.assert_allclose(unscaled[2:], 0.25)
 
 
+@pytest.mark.cases(quick=6)
 @for_each_family
 @pytest.mark.parametrize("padding", [0, -1, 2**31 - 1, tiny.VOCAB])
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -107,6 +108,7 @@ def test_positions_count_tokens():
     np.testing.assert_array_equal(output, [[0, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 2]])
 
 
+@pytest.mark.cases(quick=1)
 @for_each_family
 def test_bfloat16_is_close_and_logits_stay_float32(model):
     params = tiny.params(model)
@@ -123,6 +125,7 @@ def test_bfloat16_is_close_and_logits_stay_float32(model):
     assert 0 < error.mean() < 0.02 * exact[mask].std()
 
 
+@pytest.mark.cases(quick=1)
 @for_each_family
 def test_a_layer_is_compiled_once(model):
     """The program of eight layers has the size of that of two."""
@@ -166,7 +169,7 @@ def test_the_vocabulary_s_padding_never_matters(model):
                 assert np.isfinite(np.asarray(leaf)).all()
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @for_each_family
 def test_the_gradient_does_not_see_padding(model):
     params = tiny.params(model)

@@ -188,6 +188,7 @@ def test_numbers_are_rounded(value, half, shown):
     assert rounded(value, Interval(value - half, value + half)) == shown
 
 
+@pytest.mark.slow
 def test_a_partial_sweep_gives_partial_tables(tmp_path, capsys):
     left_out = [f"kl_coef=0,value_estimator=k3 seed {seed}" for seed in (0, 1, 2)]
     left_out.append("kl_coef=0.2,value_estimator=k3 seed 2")
@@ -337,6 +338,7 @@ def test_text_is_escaped(text, tex):
     assert latex.escaped(text) == tex
 
 
+@pytest.mark.slow
 def test_equal_sweeps_give_equal_files(tmp_path):
     for name in ("a", "b"):
         swept(tmp_path / name / "sweep")
@@ -403,6 +405,7 @@ def test_methods_say_what_a_label_stands_for(tmp_path):
     ) in text
 
 
+@pytest.mark.slow
 def test_methods_say_what_is_missing_and_what_differs(tmp_path):
     sweep = swept(tmp_path / "sweep")
     runs = planned.runs_of(sweep, out=tmp_path / "sweep")
@@ -581,6 +584,7 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, argv, message):
     assert not (tmp_path / "paper").exists()
 
 
+@pytest.mark.slow
 def test_an_earlier_paper_is_replaced_and_other_files_stay(tmp_path, capsys):
     swept(tmp_path / "sweep")
     out = published(tmp_path / "sweep", tmp_path / "paper")

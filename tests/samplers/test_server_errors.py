@@ -150,6 +150,7 @@ def spoilt(key, value, *, inside="choices"):
     return change
 
 
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -234,6 +235,7 @@ def pauses(monkeypatch):
     return waited
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_what_an_overloaded_server_did_not_answer_is_asked_again(
     toy, url, status, pauses, capsys
@@ -275,6 +277,7 @@ def draw(sampler, *, version=0):
     return sampler(policy, prompts=PROMPTS, key=KEY, version=np.int32(version))
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("version", "failing", "loads", "count"),
     [
@@ -300,6 +303,7 @@ def test_a_lost_connection_hands_the_weights_over_again(
     np.testing.assert_array_equal(rollout.old_logprobs, expected.old_logprobs)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("answer", [None, (503, {})])
 def test_tries_have_an_end(toy, url, answer, pauses):
     with outside(url, tries=3) as sampler:
@@ -320,6 +324,7 @@ def test_pauses_have_an_end(pauses):
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_what_is_the_requests_fault_is_not_asked_again(toy, url, status, pauses):
     with outside(url) as sampler:

@@ -213,6 +213,7 @@ def most_mappings():
     return int(worker.MOST_MAPPINGS.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not 0 < most_mappings() < 200_000, reason="needs Linux, and its usual number"
 )
@@ -382,6 +383,7 @@ def test_sweeps_that_are_refused(tmp_path, text, message):
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_measure_that_no_run_has_does_not_hide_the_others(tmp_path, capsys):
     text = TOML.replace("[measures]", '[measures]\nbad = "valve"')
     text = text.replace("[1.0, 2.0]", "[1.0, 2.0, 13.0]")

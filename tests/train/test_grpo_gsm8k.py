@@ -562,6 +562,7 @@ def test_a_question_is_put_as_text_or_as_a_message():
 UNMARKED = {"question": "what is one ?", "answer": "one"}
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("argv", "message"),
     one_in(

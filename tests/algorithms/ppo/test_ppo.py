@@ -265,6 +265,7 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
     return np.array(visited).reshape(num_epochs, num_minibatches, -1)
 
 
+@pytest.mark.slow
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(monkeypatch):
     visited = visits(monkeypatch, key=KEY)
     for epoch in visited:
@@ -274,6 +275,7 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(monkeypatch):
     assert len(orders) == 6
 
 
+@pytest.mark.slow
 def test_each_random_key_is_used_once(monkeypatch):
     """Rows and positions of the sampler, epochs of the update, over several steps."""
     current, experience = fresh(), toys.experience(toys.sampled(POLICY))

@@ -170,6 +170,7 @@ PLANT = {
 }
 
 
+@pytest.mark.cases(quick=1)
 @HOLDING
 @pytest.mark.parametrize("lag", one_in(2, [0.5, 0.05]))
 @pytest.mark.parametrize("unit", ["response", "token"])
@@ -194,6 +195,7 @@ WOUND_UP = {
 }
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", WOUND_UP)
 @pytest.mark.parametrize("num_steps", one_in(2, [500, 2000]))
 def test_a_run_that_starts_slowly_comes_back_within_50_steps(name, num_steps):
@@ -204,6 +206,7 @@ def test_a_run_that_starts_slowly_comes_back_within_50_steps(name, num_steps):
     assert coefficients[-1] >= 0.2
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", WOUND_UP)
 @pytest.mark.parametrize("num_steps", one_in(2, [500, 2000]))
 def test_a_run_far_above_its_target_comes_back_within_50_steps(name, num_steps):
@@ -213,6 +216,7 @@ def test_a_run_far_above_its_target_comes_back_within_50_steps(name, num_steps):
     assert coefficients[-1] <= 0.2
 
 
+@pytest.mark.cases(quick=1)
 @HOLDING
 def test_a_late_policy_is_held_at_the_target_too(name):
     """The plant of `simulate`, after 2,000 updates in which it did not move."""
@@ -294,6 +298,7 @@ def test_fixed_stays(kl_coef: float):
     assert coefficients == pytest.approx([kl_coef] * 3)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -313,6 +318,7 @@ def test_scheduled_follows_the_iteration(schedule):
     np.testing.assert_allclose(coefficients, expected + expected[-1:] * 3, rtol=1e-6)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
@@ -352,6 +358,7 @@ EVERY = {
 LEAVES = {"adaptive": 3, "pi": 4, "lagrangian": 3, "fixed": 1, "linear": 2}
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("name", EVERY)
 def test_records_are_donated_scanned_and_put_together_again(name):
     """Part of every snapshot: the arrays are leaves, the settings are not."""
@@ -406,6 +413,7 @@ def test_controllers_are_mapped_over_their_coefficient():
         np.testing.assert_allclose(stepped, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_grid_of_every_number_of_a_controller():
     """Targets, horizons, gains and ends are mapped over as β is; β of a line too."""
 

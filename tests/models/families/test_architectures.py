@@ -169,6 +169,7 @@ def test_texts_that_share_a_row_are_read_as_if_alone(model):
     np.testing.assert_allclose(together[0, 7:], apart[1, :5], atol=1e-5)
 
 
+@pytest.mark.cases(quick=1)
 @both
 def test_a_token_out_of_the_window_is_not_seen(model):
     """Of one layer: deeper ones see further through it."""
@@ -305,6 +306,7 @@ def test_kl_of_soft_capped_logits(direction, k):
     np.testing.assert_array_equal(same, 0.0)
 
 
+@pytest.mark.slow
 def test_exact_kl_of_a_policy_reads_its_soft_cap():
     params, other = (tiny.params(tiny.MIXED, seed) for seed in (0, 1))
     tokens, mask = tiny.batch((7, 5), 7, side="right")

@@ -292,6 +292,7 @@ def test_both_parts_draw_what_generate_draws():
         np.testing.assert_allclose(a[mask], b[mask], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_donated_cache_is_written_in_place():
     state, compiled, _ = in_two_parts()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.caches))
@@ -474,7 +475,7 @@ def test_a_uniform_number_of_0_takes_no_unlikely_first_token(words):
     assert int(tokens[0]) == 1
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [200, 5 * sampling.BLOCK - 3])
 def test_logits_of_bfloat16_are_taken_to_float32(words):
     logits = random_logits(words, jnp.bfloat16)

@@ -49,6 +49,7 @@ def same_bits(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -93,6 +94,7 @@ def test_a_mixture_by_hand_in_every_storage(how):
     frozen.verify(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -149,6 +151,7 @@ def test_a_rate_of_one_is_a_reset_and_of_zero_nothing():
     same_bits(lifecycle.mix(reference, POLICY, rate=0.0), reference)
 
 
+@pytest.mark.slow
 def test_mixtures_close_in_on_the_policy_geometrically():
     reference = frozen.freeze(START)
     first = float(drift.weight_drift(POLICY, reference.stored)["absolute"])
@@ -271,6 +274,7 @@ def test_another_model_is_refused(dtype):
 SHAPES = [[1, 4, 5], [2, 1, 5], [2, 4, 1], [2, 1, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", one_in(4, SHAPES))
 def test_matrices_of_one_row_or_column_keep_their_int8_axis(shape):
     """The axis is read off the scales, which axes of size 1 could confuse."""
