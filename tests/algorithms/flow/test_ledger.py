@@ -168,7 +168,7 @@ def raised(rows, **limits):
     return {alarm.name for alarm in watch.raised}
 
 
-@pytest.mark.cases(quick=6)
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("lie", "start", "names"),
     [
@@ -194,7 +194,7 @@ def test_a_lie_is_caught_within_a_few_batches(lie, start, names):
     assert raised(history(lie, FEW, start=start), trust_age=2) == names
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("sampler", "scale"),
     [

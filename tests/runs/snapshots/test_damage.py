@@ -16,8 +16,8 @@ import numpy as np
 import optax
 import oracles
 import pytest
+import toys
 
-from rlhf_jax import frozen
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics, run
 from rlhf_jax.runs.run_config import RunConfig
@@ -28,7 +28,7 @@ from rlhf_jax.runs.snapshots.snapshots import Snapshots, _flat, _raw
 from rlhf_jax.train import main
 
 ADAM = optax.adam(1e-2)
-REFERENCE = frozen.freeze({"w": jnp.arange(12.0).reshape(3, 4)})
+REFERENCE = toys.freeze({"w": toys.array(np.arange(12).reshape(3, 4))})
 STAGES = {"first": 4, "second": 6}
 
 

@@ -15,6 +15,7 @@ def config_of(trainer, *argv):
     return command_line.parse(trainer.Config, description="", argv=words)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("trainer", [ppo, grpo, reinforce])
 def test_samples_of_an_older_policy_are_weighted_unless_asked_otherwise(trainer):
     def corrected(*argv):
