@@ -183,6 +183,7 @@ def test_tf_holds_small_gradients_back_early_and_agrees_late():
     np.testing.assert_allclose(updates["tf"], updates["standard"], rtol=1e-5)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("style", ["standard", "tf"])
 def test_schedules_chains_and_states(style):
     """The rate falls by its own count; clipping by norm stands before it."""

@@ -168,7 +168,7 @@ def test_a_checkpoint_comes_back_as_it_was_read(tmp_path, name):
         assert (after / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [None, "bfloat16"])
 @pytest.mark.parametrize("name", ["float32", "float16"])
 def test_merged_adapters_are_rounded_once(tmp_path, name, stored):

@@ -164,6 +164,7 @@ def test_frozen_models_stored_in_int8_lie_as_their_parameters():
     assert kernel.scales.sharding.spec == PartitionSpec(None, None, "fsdp")
 
 
+@pytest.mark.cases(quick=8)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_nothing_large_is_on_every_device_unsaid(model, shape):

@@ -37,6 +37,7 @@ def test_the_careful_judge_reads_sentences():
     assert reviews.careful_gold(MUG, good[:-1]) == reviews.UNREADABLE  # never ended
 
 
+@pytest.mark.slow
 def test_unreadable_is_well_below_what_the_language_says():
     sampled = reviews.sample_reviews(0, 500)
     gold = np.array([reviews.careful_gold(*pair) for pair in sampled])

@@ -166,7 +166,7 @@ def test_accuracy_and_agreement_by_hand(capsys):
 # --- runs -------------------------------------------------------------------------
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWEEPS)
 def test_cells_differ_in_what_is_asked_alone(name, tmp_path):
     sweep = declaration.read(STUDY / f"{name}.toml")

@@ -79,6 +79,7 @@ def total(rewards, values):
     return jnp.sum(advantages * weights) + jnp.sum(returns**2)
 
 
+@pytest.mark.slow
 def test_garbage_changes_neither_value_nor_gradient():
     dirty = oracles.poison(REWARDS, MASK), oracles.poison(VALUES, MASK)
     for output, expected in zip(gae(*dirty), gae(), strict=True):
@@ -176,6 +177,7 @@ def of_one_run(rewards, values, mask, gamma, lam):
     return advantages.T, advantages.T + values
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_one_run_of_true_keeps_its_bits(*, jitted: bool):
     """Recorded curves of one turn stay what they are; 0.9 is where roundings differ."""

@@ -222,6 +222,7 @@ def weights_of(scores, n):
     return output
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_weights_are_those_of_all_subsets(n):
     output = selection_weights(f32([SAMPLES, SAMPLES[::-1]]), n=n)
@@ -230,6 +231,7 @@ def test_weights_are_those_of_all_subsets(n):
     np.testing.assert_allclose(output.sum(axis=1), 1, atol=1e-6)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_expected_best_is_the_mean_over_all_subsets(n):
     expected = np.mean([max(drawn) for drawn in itertools.combinations(SAMPLES, n)])

@@ -56,7 +56,7 @@ def test_the_two_baselines_differ_by_a_factor():
         np.testing.assert_allclose(others, factor * group, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [0.1, 1e6, -3.3333333])
 def test_equal_scores_have_no_advantage(score):
     """Though the mean of equal numbers need not be that number in float32."""

@@ -433,7 +433,7 @@ def test_wrong_input_says_what_to_do():
         from_hidden(first_column=0)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [

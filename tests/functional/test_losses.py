@@ -400,6 +400,7 @@ def test_pairwise_identities():
     assert float(losses.pairwise_loss(**far)[0]) == pytest.approx(1000.0)
 
 
+@pytest.mark.slow
 def test_pairwise_gradient_is_the_chance_of_the_wrong_answer():
     def loss(chosen, rejected, margin):
         return losses.pairwise_loss(chosen=chosen, rejected=rejected, margin=margin)[0]

@@ -147,6 +147,7 @@ def test_ratios_far_beyond_float32_leave_gradients_finite(name, shift):
         np.testing.assert_array_equal(gradient, 0.0)
 
 
+@pytest.mark.slow
 def test_the_ratio_of_a_sequence_by_hand():
     x = np.array([[0.3, -0.1, 7.0], [0.5, 7.0, 7.0]], np.float32)
     mask = np.array([[1, 1, 0], [1, 0, 0]], bool)

@@ -52,6 +52,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS.keys())
 def test_logits_match_the_oracle(model):
     params = tiny.params(model)
@@ -88,6 +89,7 @@ def test_padding_changes_nothing(model, side, padding):
     assert np.isfinite(output).all()
 
 
+@pytest.mark.cases(quick=1)
 @for_each_family
 def test_a_token_changes_nothing_before_it(model):
     params = tiny.params(model)
@@ -202,6 +204,7 @@ def test_initial_parameters_are_normal_and_smaller_where_they_are_added():
     np.testing.assert_array_equal(layers["mlp_norm"]["scale"], 1.0)
 
 
+@pytest.mark.slow
 def test_parameter_counts():
     small = config.gpt2(
         vocab_size=50257,

@@ -81,7 +81,7 @@ def test_layers_one_by_one_are_the_loop(model, remat):
     chex.assert_trees_all_close(looped, apart, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "unroll", "first"),
     [

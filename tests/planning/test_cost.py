@@ -314,6 +314,7 @@ def test_every_device_holds_as_many_logits_as_one(monkeypatch):
     assert times == {1: True, 8: True}  # 32 tokens of the vocabulary at a time on both
 
 
+@pytest.mark.slow
 def test_words_that_are_sharded_are_computed_where_they_lie():
     """Four products with the head, one device an eighth of each."""
     rows, columns, width, words = 2, 9, 16, 16 * 8

@@ -98,6 +98,7 @@ UNUSED = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_ids_without_a_token_are_forbidden_to_the_server(toy, url):
     """By a bias in every request; the fixed prompts of the check have none of them."""
     forbidden = {str(i): -100.0 for i in (2, 3, 20, 21, 22, 23)}
@@ -116,6 +117,7 @@ def test_ids_without_a_token_are_forbidden_to_the_server(toy, url):
             server.draw(PROMPTS, key=KEY, version=1)
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_handed_over_untied(toy, url):
     assert RECIPE.model.tied_head
     with sampler(url) as server:
@@ -365,6 +367,7 @@ def test_what_is_refused_at_the_start(toy, url):
         server.draw(empty, key=KEY, version=0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_to_serve(tmp_path, capsys):
     toy_files.checkpoint(tmp_path / "model")
     served.main([str(tmp_path / "model"), str(tmp_path / "served")])

@@ -325,6 +325,7 @@ def test_a_mapped_trainer_is_the_trainer(tmp_path):
     assert str(empty) in runs[0].log.read_text()
 
 
+@pytest.mark.slow
 def test_mapped_runs_are_those_of_processes_of_their_own(tmp_path):
     swept(tmp_path, TOML, name="apart", jobs=3)
     swept(tmp_path, TOML, name="mapped", jobs=2, map=True)

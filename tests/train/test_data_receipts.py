@@ -127,6 +127,7 @@ def test_sft(begin, files):
     assert "⟪ sat . <eos>⟫" in out.out
 
 
+@pytest.mark.slow
 def test_sft_of_plain_text(begin):
     sources, *_ = begin(sft, "--data={}/book.txt", "--batch-size=2")
     source = sources["--data"]
@@ -184,6 +185,7 @@ def test_a_reward_model_on_demonstrations(begin, files):
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_on_samples(begin, files, tmp_path):
     """A pair whose prompt leaves no room for a response is trained on all the same."""
     near = {"prompt": "the cat sat on the dog", "chosen": "so", "rejected": "it"}

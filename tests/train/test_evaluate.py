@@ -436,6 +436,7 @@ def refused(capsys, files, out, *argv, reference=None):
     return " ".join(errors.replace("│", " ").split())
 
 
+@pytest.mark.cases(quick=8)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -44,7 +44,17 @@ def written(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "reward",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in NAMES
+            if kind != "reward"
+        ),
+    ],
+)
 def test_a_package_of_four_files_passes_its_own_test(kind, written, capsys):
     name = NAMES[kind]
     folder = written(kind)

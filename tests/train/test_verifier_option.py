@@ -34,7 +34,7 @@ def own_module(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("argv", "response", "answer", "score"),
     [

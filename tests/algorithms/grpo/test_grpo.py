@@ -364,6 +364,7 @@ def test_a_score_that_is_not_a_number_skips_the_update():
     assert float(masked.mean_stats(stats)["update/skipped"]) == 1.0
 
 
+@pytest.mark.slow
 def test_without_a_reference_no_kl_is_taken():
     _, stats, scored = jax.eval_shape(
         functools.partial(grpo.iteration, recipe=BASE),

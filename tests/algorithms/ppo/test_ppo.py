@@ -412,6 +412,7 @@ def test_the_state_is_donated_and_the_reference_is_not(iteration, reference):
     frozen.verify(reference)
 
 
+@pytest.mark.slow
 def test_a_reference_frozen_from_the_donated_policy_stands_still(reference):
     """A copy, not an alias: the policy's buffers are overwritten by its update."""
     own = jax.tree.map(jnp.copy, POLICY)

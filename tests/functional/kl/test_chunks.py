@@ -153,6 +153,7 @@ def test_exact_matches_the_oracle(direction, k, max_logits):
         np.testing.assert_array_equal(output[:, 0], 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", one_in(2, DIRECTIONS))
 def test_exact_gradient_matches_finite_differences(direction):
     """Of a reference that is of another width, with other padding."""

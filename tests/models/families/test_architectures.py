@@ -78,6 +78,7 @@ def test_continuous_batching_draws_the_same_samples(model):
     np.testing.assert_allclose(samples.logprobs, expected.logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_local_layer_caches_its_window_alone():
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
     index = np.arange(len(LENGTHS), dtype=np.int32)
@@ -206,6 +207,7 @@ def capped(hidden, head):
     return CAP * jnp.tanh(logits / CAP)
 
 
+@pytest.mark.slow
 def test_logprobs_and_entropy_of_soft_capped_logits():
     (hidden, head), _, tokens = inputs()
     weights = np.random.default_rng(1).normal(size=(2, *tokens.shape))

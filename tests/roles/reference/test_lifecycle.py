@@ -71,7 +71,7 @@ def test_a_reset_is_a_freeze_of_the_policy_in_the_same_storage(how):
     same_bits(reference, frozen.freeze(START, **how()))  # a value: the old one stands
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("how", one_in(2, STORED.values()), ids=STORED.keys())
 def test_a_mixture_by_hand_in_every_storage(how):
     reference = frozen.freeze(START, **how())
@@ -131,6 +131,7 @@ def test_they_trace_as_one_line_of_a_program(how):
             )
 
 
+@pytest.mark.slow
 def test_the_source_digests_of_a_mixture_are_of_what_was_stored():
     """In float32 nothing is lost, so source and stored are one; in int8 they differ."""
     moved = lifecycle.mix(frozen.freeze(START), POLICY, rate=0.25)

@@ -118,6 +118,7 @@ def test_a_write_past_all_guards_is_told(how):
 # The optimizer.
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", ["copy", "bfloat16", "host"])
 def test_an_optimizer_over_a_tree_that_contains_it_is_told(name):
     """Its gradient is zero, but weight decay needs none."""

@@ -170,6 +170,7 @@ def test_what_is_stored_is_copied_as_it_is():
         frozen.verify(again)
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_stored_another_way():
     params = tiny.params(SQUARE)
     eight = storage.store(params, dtype="int8", memory="pinned_host")
@@ -189,6 +190,7 @@ def test_what_is_stored_is_stored_another_way():
     assert kinds(half) == {"pinned_host"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, ["host-int8", "copy", "int8"]))
 def test_freezing_inside_jit_is_freezing(name):
     params = tiny.params(SQUARE)

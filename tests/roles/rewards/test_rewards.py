@@ -182,6 +182,7 @@ def test_running_moments_leave_out_what_is_not_finite():
         assert float(state.mean_rest) == float(state.variance_rest) == 0.0
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
 def test_running_moments_of_many_scores_near_1000_keep_their_digits(spread):
     """192,000 scores, 64 at a time, as the sums of float64 have them."""

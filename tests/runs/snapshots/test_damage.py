@@ -352,6 +352,7 @@ def test_a_damaged_newest_snapshot_is_gone_back_from(out, finished, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_it_went_back_goes_on(out, finished, monkeypatch):
     damage(out, "second", 6)
     monkeypatch.setattr(run.Stage, "end_step", None)

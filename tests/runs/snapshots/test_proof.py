@@ -203,6 +203,7 @@ def test_a_model_frozen_of_a_stored_one_is_on_record_too(tmp_path):
 # While it runs.
 
 
+@pytest.mark.slow
 def test_mixing_when_no_lifecycle_asks_for_it_stops_the_run(tmp_path):
     """The new digests are right, so only the beginning tells."""
 

@@ -39,6 +39,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
     assert config_of(ppo, *last).staleness == 0
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("trainer", "argv", "message"),
     [
