@@ -133,7 +133,7 @@ TURNS = np.array(
 )
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.9, 0.0)])
 def test_columns_outside_the_mask_are_no_steps(gamma: float, lam: float):
     """As if they had never been there: the oracle sees rows without them."""

@@ -152,7 +152,7 @@ def test_they_run_under_jit():
     )
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("row_mask", [None, [True] * 8, [True] * 7 + [False]])
 def test_the_slope_of_equal_scores_is_no_nan(row_mask):
     scores = jnp.array([0.1] * 4 + [1.0, 2.0, 3.0, 5.0], jnp.float32)

@@ -110,6 +110,7 @@ def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, fir
     chex.assert_trees_all_close(cache, part_cache, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_last_layer_leaves_out_what_nobody_wants():
     model = unrolled(toys.GPT2)
     params = toys.params()

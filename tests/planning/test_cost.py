@@ -127,6 +127,7 @@ def test_a_decoder_forward_and_backward(passes):
     assert trained(tiny.GPT2, passes=passes) == by_hand(tiny.GPT2, passes=passes)
 
 
+@pytest.mark.slow
 def test_a_decoder_of_grouped_queries():
     assert trained(tiny.LLAMA, passes=1) == by_hand(tiny.LLAMA, passes=1)
 

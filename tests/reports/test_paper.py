@@ -151,6 +151,7 @@ def test_tables_are_the_numbers_of_the_runs(tmp_path):
         assert bounds == pytest.approx(interval(paired), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_rounded_by_the_interval(tmp_path):
     sweep = swept(tmp_path / "sweep")
     out = published(tmp_path / "sweep", tmp_path / "paper")
@@ -227,6 +228,7 @@ def test_nothing_is_written_of_a_sweep_without_a_run(tmp_path):
     assert not (tmp_path / "paper").exists()
 
 
+@pytest.mark.slow
 def test_open_claims_have_the_seeds_that_would_answer_them(tmp_path):
     sweep = swept(tmp_path / "sweep")
     out = published(tmp_path / "sweep", tmp_path / "paper")

@@ -150,6 +150,7 @@ def test_dpo(begin, files):
     )
 
 
+@pytest.mark.slow
 def test_kto(begin, files):
     sources, *_ = begin(
         *(dpo, "--kind=kto", "--data={}/pairs.jsonl", "--overlong=drop"),

@@ -257,6 +257,7 @@ def test_quarters_of_lengths_and_columns_by_hand():
         assert got[name] == pytest.approx(of_columns, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_the_sums_by_hand():
     """Of three rows, of which the policy drew two; what is masked is not read."""
     width, size = 3, 4

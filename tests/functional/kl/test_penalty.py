@@ -351,7 +351,7 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
     assert np.array_equal(stats["penalty/overflowfrac"], (-x > 88.72, 1))
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [Penalty(), kl_penalty.UNBIASED_K3, IN_LOSS_K3])
 def test_a_token_that_a_model_never_draws_has_a_finite_penalty(penalty):
     """By the policy, by the reference, by both; of ρ·k3 the limit is π_ref/μ."""

@@ -427,6 +427,7 @@ def test_prompts_fill_rings_and_pages(cache):
                 )
 
 
+@pytest.mark.slow
 def test_pools_that_cannot_be():
     def call(model, places=3, **options):
         run = functools.partial(

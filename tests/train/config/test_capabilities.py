@@ -107,7 +107,7 @@ def check(monkeypatch):
     return check
 
 
-@pytest.mark.cases(quick=10)
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize("pair", TABLE, ids=" with ".join)
 def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, check):
     config = parse(PAIRS[pair])
