@@ -174,6 +174,7 @@ def test_programs_of_their_own_have_theirs():
     assert ("values", "while") in scopes_of(of_critic, start(), rollout)
 
 
+@pytest.mark.slow
 def test_dpo_has_its_reference_and_its_loss():
     columns = np.tile(np.array([1, 1, 1, 2, 2, 2], np.int32), (ROWS, 1))
     pairs = batch.PackedPreferences(

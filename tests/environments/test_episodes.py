@@ -87,7 +87,7 @@ def test_rewards_stand_at_the_ends_of_turns(model):
         assert set(at) <= set(stops)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 def test_bits_do_not_depend_on_latency_places_or_order(model):
     params = params_of(model)
     whole = drawn(model, params, Script())

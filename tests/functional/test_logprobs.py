@@ -325,7 +325,6 @@ def test_a_token_that_cannot_come_and_one_that_is_none():
     np.testing.assert_allclose(output[:, 5], expected[:, 5], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize("first_column", [1, 4, S, S + 1])
 @pytest.mark.parametrize("max_logits", [1, 2**24])
 def test_columns_before_the_first_are_0(first_column: int, max_logits: int):

@@ -272,6 +272,7 @@ def balanced(tex):
     assert tex.replace(r"\$", "").count("$") % 2 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Glyph")  # what the figures' font does not have
 def test_latex_is_well_formed(tmp_path):
     """Of braces, environments, columns and characters; no LaTeX is run here."""

@@ -165,6 +165,7 @@ def test_kto(begin, files):
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_on_demonstrations(begin, files):
     sources, *_ = begin(
         *(reward_model, "--data={}/pairs.jsonl", "--overlong=drop", "--batch-size=2"),

@@ -64,7 +64,6 @@ def scored(*, garbage: bool = False, **changes) -> batch.Scored:
     )
 
 
-@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("whiten", ["rollout", "minibatch", None])
 @pytest.mark.parametrize("garbage", [False, True])
 def test_experience_against_loops(whiten, garbage):

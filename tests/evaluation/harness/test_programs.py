@@ -68,6 +68,7 @@ def drawn(seed, size):
 LENGTHS = [(1, 1), (3, 2), (20, 4), (2, 17), (17, 7), (5, 1), (9, 5), (30, 6), (1, 24)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "batch_size"),
     [

@@ -171,7 +171,6 @@ def test_exact_gradient_matches_finite_differences(direction):
         np.testing.assert_array_equal(gradients[argument][len(x) :], 0.0)
 
 
-@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(("direction", "k", "max_logits"), one_in(3, [*EXACT, *TOP_K]))
 def test_gradient_is_that_of_the_materialised_one(direction, k, max_logits):
     for temperature in TEMPERATURES:

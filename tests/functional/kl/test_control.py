@@ -358,7 +358,6 @@ EVERY = {
 LEAVES = {"adaptive": 3, "pi": 4, "lagrangian": 3, "fixed": 1, "linear": 2}
 
 
-@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("name", EVERY)
 def test_records_are_donated_scanned_and_put_together_again(name):
     """Part of every snapshot: the arrays are leaves, the settings are not."""

@@ -659,7 +659,6 @@ def test_expected_gradient_in_the_loss_is_the_named_one(penalty):
         np.testing.assert_allclose(output, targets(penalty, prefixes), atol=1e-5)
 
 
-@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     "penalty", one_in(9, penalties(**CHOICES, placement=("reward",))), ids=words
 )

@@ -38,7 +38,6 @@ def weights(correction, *, cap=CAP, floor=FLOOR, mask=MASK, **changed):
     )
 
 
-@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("correction", KINDS)
 def test_weights_and_what_is_said_of_them_against_loops(correction):
     log_ratio = RECORDED["old_logprobs"] - RECORDED["sampler_logprobs"]

@@ -40,7 +40,7 @@ for_each_engine_and_case = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.cases(quick=4)
+@pytest.mark.cases(quick=2)
 @for_each_engine_and_case
 def test_values_and_gradients_are_the_oracles(engine, name):
     """At tokens; also with large numbers at padding, which is finite all the same."""
