@@ -148,6 +148,7 @@ def test_standard_is_optax_s_own_to_the_bit():
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
 
 
+@pytest.mark.slow
 def test_tf_is_adam_with_another_eps_in_every_step():
     """eps/sqrt(1 - b2^t): 32 times as much in the first step."""
     factor = 1 / math.sqrt(1 - 0.999)
@@ -183,7 +184,7 @@ def test_tf_holds_small_gradients_back_early_and_agrees_late():
     np.testing.assert_allclose(updates["tf"], updates["standard"], rtol=1e-5)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["standard", "tf"])
 def test_schedules_chains_and_states(style):
     """The rate falls by its own count; clipping by norm stands before it."""

@@ -243,6 +243,7 @@ def swept(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_figures_of_a_sweep(swept, capsys):
     frontier.main(finished.Options(swept))
     summary = json.loads((swept / "figures.json").read_text())

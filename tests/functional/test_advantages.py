@@ -177,7 +177,7 @@ def of_one_run(rewards, values, mask, gamma, lam):
     return advantages.T, advantages.T + values
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 def test_one_run_of_true_keeps_its_bits(*, jitted: bool):
     """Recorded curves of one turn stay what they are; 0.9 is where roundings differ."""

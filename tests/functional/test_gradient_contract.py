@@ -327,6 +327,7 @@ def test_a_number_is_checked_and_a_traced_one_is_not(name, scalar):
     jax.eval_shape(lambda x: function(**{**values, scalar: x}), jnp.float32(-1))
 
 
+@pytest.mark.slow
 def test_a_grid_of_options_is_one_program():
     """β by clip range, each as it would be alone."""
     arrays = {name: ARRAYS[name] for name in ("logprobs", "old_logprobs", "mask")}

@@ -98,6 +98,7 @@ def test_only_the_constant_keeps_the_direction(baseline, share, aggregation):
         np.testing.assert_allclose(ratios, RATIOS[aggregation], atol=0.006)
 
 
+@pytest.mark.slow
 def test_a_constant_of_1_gives_the_gradient_itself():
     np.testing.assert_allclose(gradient_of("others", "constant", 1.0), TRUE, rtol=2e-5)
 

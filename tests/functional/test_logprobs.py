@@ -391,6 +391,7 @@ def test_softcapped_logits_match_the_oracle():
     np.testing.assert_allclose(entropy[:, 1:], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_never_holds_the_logits_of_every_position():
     rows, columns, width, vocab = 4, 512, 16, 2048
     all_logits = rows * columns * vocab * 4  # bytes in float32, 16 MiB

@@ -162,6 +162,7 @@ def test_gradient_matches_finite_differences(name, oracle):
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_whiten_is_invariant_to_padding_and_row_order():
     output = masked.masked_whiten(X, mask=MASK)
     wide, wide_mask = np.pad(X, ((0, 2), (3, 1))), np.pad(MASK, ((0, 2), (3, 1)))

@@ -103,7 +103,7 @@ def test_before_any_update_the_gradient_is_the_policy_gradient(name):
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, VARIANTS))
 def test_garbage_under_the_mask_and_cuts_change_nothing(name):
     loss = VARIANTS[name]

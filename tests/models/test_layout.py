@@ -148,7 +148,7 @@ def test_stored_layers_are_looped_over_whatever_the_layout():
     assert "while" in text.as_text()
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "right"), [((6, 3), (3, 5)), ((2, 3, 6, 4), (2, 3, 4, 2))]
 )

@@ -552,6 +552,7 @@ def test_adapters_are_trained_over_a_base_in_int8(memory):
     frozen.verify(base)
 
 
+@pytest.mark.slow
 def test_a_critic_over_the_base_starts_at_zero():
     params = critic.from_base(KEY, model=toys.LLAMA, lora=ALL)
     full = lora.attach(toys.params(toys.LLAMA), params, lora=ALL)

@@ -121,7 +121,7 @@ def trained(model, *, passes):
     return cost_of(function, params, tokens, mask).flops
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_decoder_forward_and_backward(passes):
     assert trained(tiny.GPT2, passes=passes) == by_hand(tiny.GPT2, passes=passes)

@@ -532,6 +532,7 @@ def test_a_figure_has_every_seed_and_the_interval(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_cut_off_a_figure(tmp_path):
     """Names and labels are within the figure, long ones and $ too."""
     how = [f"the {n}th label of many words that says what it is $x$" for n in range(3)]

@@ -128,6 +128,7 @@ def test_a_tied_head_is_handed_over_untied(toy, url):
     )
 
 
+@pytest.mark.slow
 def test_weights_that_were_not_reloaded_are_told(toy, url):
     toy.keeps_weights = True
     with sampler(url) as server:

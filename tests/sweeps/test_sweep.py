@@ -158,6 +158,7 @@ values = {"process": os.getpid(), "runs": kept.runs}
 """
 
 
+@pytest.mark.slow
 def test_runs_that_are_mapped_share_processes(tmp_path):
     """A module stays from run to run, and a process that dies is replaced."""
     (tmp_path / "keeps.py").write_text(KEEPS)

@@ -21,7 +21,7 @@ def script(tmp_path_factory):
     return path
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=1)
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the shell")
 @pytest.mark.parametrize(
     ("words", "completed"),

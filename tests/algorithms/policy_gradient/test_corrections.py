@@ -81,6 +81,7 @@ def test_advantages_are_multiplied_by_capped_ratios():
     assert 0 < means["policy/sampler_ess"] < 1
 
 
+@pytest.mark.slow
 def test_a_rejected_response_is_left_out_of_everything_and_scales_follow():
     experience, sampler = drawn(5)
     scale = prompt_scale(experience.response_mask, group_size=2)

@@ -133,6 +133,7 @@ def test_logits_are_taken_a_few_columns_at_a_time(monkeypatch):
         assert parts[number].logprob == pytest.approx(whole[number].logprob, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_there_are_few_widths():
     assert [bucket(n, limit=100) for n in (1, 16, 17, 64, 65, 100)] == [
         *(16, 16, 32, 64, 100, 100)

@@ -398,6 +398,7 @@ def test_what_is_made_may_be_donated():
         assert float(mine) == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_controllers_are_mapped_over_their_coefficient():
     """As a sweep over β does."""
     coefficients = jnp.array([0.02, 0.1, 0.5])

@@ -426,7 +426,7 @@ def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
 # --- Monte Carlo --------------------------------------------------------------------
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mu", "spreads", "bias_of_k2"),
     [(0.1, (20, 1.42, 1.42), 0.0025), (1.0, (2, 1.73, 1.70), 0.25)],

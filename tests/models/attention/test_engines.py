@@ -190,7 +190,7 @@ def test_cudnn_s_form_of_rows_with_one_text(name):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

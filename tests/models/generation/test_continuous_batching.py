@@ -300,6 +300,7 @@ def test_a_recipe_passes_its_places_on(monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_places_that_cannot_be():
     def call(places, **options):
         named = {

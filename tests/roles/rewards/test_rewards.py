@@ -205,7 +205,7 @@ def test_running_moments_of_many_scores_near_1000_keep_their_digits(spread):
     assert float(moments.variance) == pytest.approx(variance, rel=1e-5, abs=1e-12)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", [np.full(300, 100.1), np.full(977, 1000.1)])
 def test_equal_scores_cannot_be_normalised(scores):
     with pytest.raises(InputError, match=r"standard deviation 0\.0"):

@@ -377,6 +377,7 @@ def test_nothing_whole_is_begun_again(out, finished):
     assert rows(out) == rows(finished[0])
 
 
+@pytest.mark.slow
 def test_the_number_is_of_the_stage_that_is_damaged(out, finished):
     """An earlier stage goes back; what came after it stays."""
     damage(out, "first", 4)

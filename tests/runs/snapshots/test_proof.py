@@ -260,6 +260,7 @@ def test_a_model_that_moved_before_its_stage_stops_it_at_once(tmp_path):
 # On resume.
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_models_is_refused(tmp_path):
     play(tmp_path, life=MIXED, stop=5)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -420,6 +421,7 @@ def test_verify_writes_nothing(finished):
     assert contents() == before
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("file", one_in(2, ["meta/metadata", "arrays/_METADATA"]))
 def test_a_damaged_snapshot_is_told(finished, tmp_path, file, capsys):
     out = tmp_path / "run"
