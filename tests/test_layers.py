@@ -217,6 +217,7 @@ UNUSED = (  # by a run of PPO that chooses none of what they are for
 )
 
 
+@pytest.mark.slow
 def test_a_trainer_loads_no_module_of_what_few_runs_choose():
     """Those are imported where they are first used."""
     code = "import sys, rlhf_jax.train.methods.ppo, rlhf_jax.train.trainer"

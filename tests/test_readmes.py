@@ -1,5 +1,6 @@
 """The documents: what a README names exists, and what it shows runs."""
 
+import functools
 import json
 import re
 import shlex
@@ -183,8 +184,8 @@ def test_the_python_of_the_readmes_imports_what_there_is(file):
         exec(line, {})
 
 
-@pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
-def test_every_option_that_a_readme_names_is_a_field_of_some_config(file):
+@functools.cache
+def fields_of_configs() -> set[str]:
     source = "\n".join(
         text_of(module)
         for folder in (PACKAGE, EXPERIMENTS, PROGRAMS)
@@ -192,7 +193,12 @@ def test_every_option_that_a_readme_names_is_a_field_of_some_config(file):
     )
     fields = set(re.findall(r"^ +([a-z]\w*): ", source, flags=re.MULTILINE))
     words = re.findall(r'(?:"--|arg\(name=")([a-z-]+)"', source)
-    fields |= {name.replace("-", "_") for name in words}
+    return fields | {name.replace("-", "_") for name in words}
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
+def test_every_option_that_a_readme_names_is_a_field_of_some_config(file):
+    fields = fields_of_configs()
     options = set(re.findall(r"(?<![\w-])--([a-z][a-z.-]*[a-z])", text_of(file)))
     gone = {name[2:] for name in commands.RENAMED} - {"data"}  # which rlhf-jax sft has
     if file == CHANGELOG:

@@ -177,7 +177,8 @@ def drawn(model, params, pool, **options):
 
 @functools.cache
 def params_of(model):
-    params = decoder.init(jax.random.key(1), model=model)
+    init = jax.jit(decoder.init, static_argnames=("model",))
+    params = init(jax.random.key(1), model=model)
     return jax.tree.map(lambda leaf: 3 * leaf, params)  # far from uniform
 
 

@@ -75,6 +75,7 @@ def test_padding_does_not_count():
     assert float(stats[0][0]) == float(stats[1][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_divergence_of_each_response(temperature):
     """Against the logits of both models, by a loop over the response's tokens.

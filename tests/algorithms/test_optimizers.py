@@ -110,6 +110,7 @@ def bfloat16(x: float) -> float:
     return float(np.float32(x).astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("style", ["standard", "tf"])
 def test_what_the_moments_take(style):
     """4 + 4 bytes a parameter, or 2 + 4, beside two counts of updates."""
@@ -124,6 +125,7 @@ def test_what_the_moments_take(style):
         assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(after)] == shapes
 
 
+@pytest.mark.slow
 def test_m_nears_a_constant_gradient_and_v_follows_it():
     """m to the 4% of its rounding; v by the 0.1% that bfloat16 would round away."""
     made = optimizers.adam(1.0, mu_dtype="bfloat16")
@@ -147,6 +149,7 @@ def test_standard_is_optax_s_own_to_the_bit():
     chex.assert_trees_all_equal(updates, expected)
 
 
+@pytest.mark.slow
 def test_tf_is_adam_with_another_eps_in_every_step():
     """eps/sqrt(1 - b2^t): 32 times as much in the first step."""
     factor = 1 / math.sqrt(1 - 0.999)
@@ -159,6 +162,7 @@ def test_tf_is_adam_with_another_eps_in_every_step():
         assert_close(updates[t - 1 : t], expected[-1:], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_tf_holds_small_gradients_back_early_and_agrees_late():
     """With a constant gradient g: lr·g/(g + eps) against lr·g/(g + 31.6 eps)."""
     grads = [{name: np.full((2, 3), 1e-5, np.float32) for name in SIZES}] * 2
@@ -181,6 +185,7 @@ def test_tf_holds_small_gradients_back_early_and_agrees_late():
     np.testing.assert_allclose(updates["tf"], updates["standard"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["standard", "tf"])
 def test_schedules_chains_and_states(style):
     """The rate falls by its own count; clipping by norm stands before it."""

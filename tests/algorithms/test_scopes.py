@@ -147,6 +147,7 @@ def test_the_policy_s_part_of_exact_kl_is_not_the_reference_s():
     assert {trace.scope_of(name) for name in logits} == {None, "reference"}
 
 
+@pytest.mark.slow
 def test_programs_of_their_own_have_theirs():
     rollout = jax.eval_shape(
         functools.partial(ppo.sample, recipe=algorithm()),
@@ -174,6 +175,7 @@ def test_programs_of_their_own_have_theirs():
     assert ("values", "while") in scopes_of(of_critic, start(), rollout)
 
 
+@pytest.mark.slow
 def test_dpo_has_its_reference_and_its_loss():
     columns = np.tile(np.array([1, 1, 1, 2, 2, 2], np.int32), (ROWS, 1))
     pairs = batch.PackedPreferences(

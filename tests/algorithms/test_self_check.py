@@ -61,6 +61,7 @@ def test_a_clean_rollout_passes(clean):
     self_check.require(clean, tolerance=TOLERANCE, expect_equal=True)
 
 
+@pytest.mark.slow
 def test_without_a_reference_only_the_sampler_is_checked(measure, params, rollout):
     measured = measure(params, rollout=rollout, reference=None)
     assert measured.reference is None

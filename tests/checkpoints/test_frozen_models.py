@@ -125,6 +125,7 @@ def test_a_reference_that_cannot_score_the_policy_s_tokens(
         assert f"for which {policy.tokenizer.name_or_path} gives" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_critic_is_on_a_trunk_of_any_shape(tmp_path, policy):
     folder = toy_files.checkpoint(tmp_path / "llama", model=LLAMA)
     model, params = frozen_models.load_critic(str(folder), policy=policy)
@@ -172,6 +173,7 @@ def test_a_model_is_held_as_its_options_say(policy):
     assert small["layers"]["mlp"]["up"]["kernel"].held.values.dtype == jnp.int8
 
 
+@pytest.mark.slow
 def test_a_program_runs_where_its_model_is_and_its_result_comes_back(policy):
     near, far = jax.devices()[:2]
     reference = frozen.freeze(policy.params, sharding=SingleDeviceSharding(far))
@@ -197,6 +199,7 @@ def test_a_machine_without_the_cpu_s_platform_is_told(policy, monkeypatch):
         frozen_models.COPY.freeze(policy.params, place=Place.parse("cpu"))
 
 
+@pytest.mark.slow
 def test_frozen_models_predict_the_ids_that_the_policy_predicts(tmp_path):
     """The policy's tokenizer decides, also where theirs has more tokens."""
     padded = gpt2(vocab_size=30)

@@ -574,6 +574,7 @@ def test_transformers_computes_the_same_from_what_we_save(tmp_path, name):
 BILLION = 1_000_000_000
 
 
+@pytest.mark.cases(quick=8)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -144,6 +144,7 @@ WRITTEN = {
 SOON = {("query-value", "llama"), ("key-mlp", "llama")}
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("options", "model"),
     [

@@ -105,6 +105,7 @@ def test_the_limit_of_a_row(tmp_path):
     assert "max_position_embeddings" not in str(learned.value)
 
 
+@pytest.mark.slow
 def test_the_limit_of_rotary_positions_is_said_to_be_an_option(tmp_path):
     longer = "says so in its config.json, by max_position_embeddings or a rope_scaling"
     model = config.llama(

@@ -62,6 +62,7 @@ def assert_equal_trees(one, other):
     chex.assert_trees_all_equal(one, other)
 
 
+@pytest.mark.cases(quick=6)
 @every_family
 @pytest.mark.parametrize("by_default", [False, True])
 def test_a_head_that_differs_is_used_though_the_config_ties_it(
@@ -98,6 +99,7 @@ def test_a_head_that_differs_is_used_though_the_config_ties_it(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.cases(quick=6)
 @every_family
 @pytest.mark.parametrize("files", [1, 3])
 def test_a_head_that_is_the_embedding_is_tied_silently(tmp_path, capsys, name, files):
@@ -113,6 +115,7 @@ def test_a_head_that_is_the_embedding_is_tied_silently(tmp_path, capsys, name, f
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.cases(quick=9)
 @every_family
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("files", [1, 3])
@@ -188,6 +191,7 @@ def test_a_reward_model_s_embedding_by_either_name(tmp_path, capsys, name):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("name", ["gpt2", "llama_bf16", "gpt2_reward"])
 @pytest.mark.parametrize("index", ["of shards", "of missing shards", "damaged"])
 def test_a_whole_file_goes_before_an_index(tmp_path, capsys, name, index):

@@ -54,6 +54,7 @@ def test_every_model_that_is_read(tmp_path, adapter):
             read()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_without_pytorch(tmp_path, adapter):
     """As checkpoints/README.md has it."""
     model, base = hf.load(FIXTURES / "gpt2", dtype="float32")

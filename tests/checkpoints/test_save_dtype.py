@@ -55,6 +55,7 @@ def test_weights_are_rounded_to_nearest_even(name):
     np.testing.assert_array_equal(output.astype(np.float64), exactly_rounded(x, dtype))
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", hf.SAVE_DTYPES)
 def test_the_files_are_in_the_dtype_that_the_config_names(tmp_path, name):
     model, params = hf.load(FIXTURES / "gpt2", dtype="float32")
@@ -154,6 +155,7 @@ def checkpoint(folder, dtype):
     return folder
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", hf.SAVE_DTYPES)
 def test_a_checkpoint_comes_back_as_it_was_read(tmp_path, name):
     start = pretrained.load(str(checkpoint(tmp_path / "m", name)))
@@ -167,7 +169,7 @@ def test_a_checkpoint_comes_back_as_it_was_read(tmp_path, name):
         assert (after / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [None, "bfloat16"])
 @pytest.mark.parametrize("name", ["float32", "float16"])
 def test_merged_adapters_are_rounded_once(tmp_path, name, stored):
@@ -237,6 +239,7 @@ def test_the_score_of_a_reward_model_is_not_rounded(tmp_path):
     assert again["score"]["bias"] == np.float32(1 / 3)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", hf.SAVE_DTYPES)
 def test_what_is_normalised_is_what_is_saved(tmp_path, name):
     """The parameters before a save are those after, to the bit."""

@@ -524,7 +524,8 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
         assert row["score"] == pytest.approx(expected)
 
 
-@pytest.mark.cases(quick=1, slow=3)
+@pytest.mark.slow
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -128,6 +128,7 @@ def test_first_fit_is_that_of_asking_every_row(sizes, width):
     assert packing.first_fit(sizes, width=width) == row_by_row(sizes, width=width)
 
 
+@pytest.mark.slow
 def test_first_fit_does_not_ask_every_row():
     """16 times the sizes, most of them in rows of their own."""
 

@@ -76,6 +76,7 @@ def searched(prompts, *, seed):
     return [others[place] for place in range(len(prompts))]
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.lists(st.sampled_from("aaaaaabcd"), min_size=2, max_size=60),
     st.integers(0, 99),

@@ -10,7 +10,6 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 
-from rlhf_jax import decoder
 from rlhf_jax.devices import replicas, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
@@ -26,7 +25,7 @@ def test_a_replica_has_all_weights_and_its_devices_share_them():
         2,
     )
     assert (made_of_mesh.own.devices.reshape(4, 2) == mesh.devices.reshape(4, 2)).all()
-    params = decoder.init(jax.random.key(0), model=tiny.LLAMA)
+    params = tiny.params(tiny.LLAMA)
     sharded = sharding.place(params, mesh=MeshShape(fsdp=8).make())
     placed = replicas.place(sharded, replicas=made_of_mesh)
     up = placed["layers"]["mlp"]["up"]["kernel"]

@@ -166,6 +166,7 @@ def test_frozen_models_stored_in_int8_lie_as_their_parameters():
     assert kernel.scales.sharding.spec == PartitionSpec(None, None, "fsdp")
 
 
+@pytest.mark.cases(quick=8)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_nothing_large_is_on_every_device_unsaid(model, shape):
@@ -482,6 +483,7 @@ def test_devices_do_not_change_a_prompt_s_samples():
     )
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("shape", [MeshShape(fsdp=4, tensor=2), MeshShape(tensor=8)])
 @pytest.mark.parametrize("family", MODELS)
 def test_a_checkpoint_is_read_in_parts_to_where_they_lie(

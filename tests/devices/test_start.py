@@ -36,6 +36,7 @@ print(os.environ.get("JAX_DEFAULT_MATMUL_PRECISION"))
 """
 
 
+@pytest.mark.slow
 def test_float32_is_multiplied_as_float32_unless_the_user_says_otherwise():
     """In TF32, an H200's default, the check before the first update stopped a run."""
     own, asked = ["[DEFAULT, DEFAULT default"] * 2, ["[HIGH, HIGH tensorfloat32"] * 2

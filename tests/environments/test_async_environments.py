@@ -59,6 +59,7 @@ def test_a_call_that_hangs_is_ended_and_its_process_goes_on():
     assert one.observation == other.observation == after.observation
 
 
+@pytest.mark.slow
 def test_calls_of_a_process_that_ends_are_asked_again():
     """Which of them ended it is seen as each is asked alone."""
     with EnvironmentPool(Slow(), num_workers=1, timeout=60.0) as pool:

@@ -143,7 +143,7 @@ def test_houses_hang_together_and_differ():
         rooms.build(0, num_rooms=9)
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "rows", "expert", "least"),
     [

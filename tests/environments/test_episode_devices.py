@@ -95,6 +95,7 @@ def test_devices_along_tensor_draw_together(model, shape):
         )
 
 
+@pytest.mark.slow
 def test_a_device_reads_a_prompt_that_its_rows_share_once():
     """Rows 0 to 4 have a prompt of five tokens, 0 to 2 of them on the first device."""
     params = params_of(tiny.GPT2)

@@ -56,11 +56,8 @@ def model(request):
 def test_logprobs_are_those_of_whole_rows(model):
     params = params_of(model)
     rollout, scores = drawn(model, params, Script())
-    full = policy.logprobs(
-        params,
-        model=model,
-        tokens=jnp.asarray(rollout.tokens),
-        mask=jnp.asarray(rollout.mask),
+    full = jax.jit(policy.logprobs, static_argnames=("model",))(
+        params, model=model, tokens=rollout.tokens, mask=rollout.mask
     )
     sampled = rollout.response_mask
     np.testing.assert_allclose(
@@ -91,7 +88,7 @@ def test_rewards_stand_at_the_ends_of_turns(model):
         assert set(at) <= set(stops)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 def test_bits_do_not_depend_on_latency_places_or_order(model):
     params = params_of(model)
     whole = drawn(model, params, Script())
@@ -274,6 +271,7 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
     assert len({tuple(row) for row in output.rollout.tokens[:4].tolist()}) == 4
 
 
+@pytest.mark.slow
 def test_an_episode_that_nothing_moves_on_raises(monkeypatch):
     """Row 1 begins with the prompt of row 0, which nobody copies: no endless loop."""
     monkeypatch.setattr(episodes.Play, "_copy", lambda self: None)

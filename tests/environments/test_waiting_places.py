@@ -108,6 +108,7 @@ def test_nobody_leaves_a_place_that_nobody_needs(monkeypatch, counted):
     assert counts == {"take": 0, "put": 0}
 
 
+@pytest.mark.slow
 def test_nor_one_whose_answer_comes_at_once(monkeypatch, counted):
     monkeypatch.setattr(places, "PATIENCE", 1000.0)
     late = Script(latency=lambda row, turn: 0.02)

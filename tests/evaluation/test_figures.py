@@ -157,7 +157,7 @@ def test_wilson_s_interval_of_30_prompts_holds_the_truth(rate, coverage):
     assert total == pytest.approx(coverage, abs=1e-3)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompts", "k"), [(50, 1), (200, 8), (200, 1)])
 def test_intervals_of_pass_at_k_hold_the_truth_in_95_of_100_evaluations(prompts, k):
     """Rates of right responses are uniform over prompts, so pass@k is k/(k + 1)."""

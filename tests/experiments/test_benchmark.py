@@ -322,6 +322,7 @@ def test_an_environment_that_cannot_be_made_is_told(tmp_path):
         environments.python_of("trl", folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_an_environment_is_complete_with_the_versions_that_are_pinned(
     tmp_path, monkeypatch
 ):

@@ -207,6 +207,7 @@ def measured_of(made, tmp_path, **options):
     return pretrained.measure(made, options=config, scratch=tmp_path)
 
 
+@pytest.mark.slow
 def test_participants_take_turns_and_the_tables_have_ratios(fake, tmp_path, capsys):
     made = {"rlhf_jax": fake(), PEER: fake(), "other": fake("dies")}
     results = measured_of(made, tmp_path, rounds=2)
@@ -232,6 +233,7 @@ def test_participants_take_turns_and_the_tables_have_ratios(fake, tmp_path, caps
     assert "1.00 (1.00" in printed
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -66,6 +66,7 @@ def test_mixed_groups_bias_a_kl_in_the_loss(case):
     assert ratios.bias_of_mixed_groups(case, rewards) > 0.01
 
 
+@pytest.mark.slow
 def test_formulas_by_hand():
     """At a ratio of 2 and an advantage of 1, and of -1."""
     x = jnp.full((1, 1, 4), np.log(2.0), jnp.float32)

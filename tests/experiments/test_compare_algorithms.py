@@ -82,6 +82,7 @@ def test_a_policy_between_the_reference_and_the_smallest_n_has_a_lead():
     assert comparison.lead(near, reference, []) is None
 
 
+@pytest.mark.slow
 def test_the_table_and_the_plot(rows, tmp_path, capsys):
     summary = comparison.summarise(*rows, kl_coef=0.5)
     comparison.tell(summary, kl_coef=0.5)

@@ -37,6 +37,7 @@ def test_the_careful_judge_reads_sentences():
     assert reviews.careful_gold(MUG, good[:-1]) == reviews.UNREADABLE  # never ended
 
 
+@pytest.mark.slow
 def test_unreadable_is_well_below_what_the_language_says():
     sampled = reviews.sample_reviews(0, 500)
     gold = np.array([reviews.careful_gold(*pair) for pair in sampled])
@@ -242,6 +243,7 @@ def swept(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_figures_of_a_sweep(swept, capsys):
     frontier.main(finished.Options(swept))
     summary = json.loads((swept / "figures.json").read_text())
@@ -266,6 +268,7 @@ def test_folders_that_are_no_finished_sweep(swept, tmp_path):
         frontier.main(finished.Options(swept))
 
 
+@pytest.mark.slow
 def test_figures_are_of_the_seeds_that_every_cell_has(swept, capsys):
     left = swept / "runs" / "kl_coef=1" / "seed_1" / "summary.json"
     left.unlink()

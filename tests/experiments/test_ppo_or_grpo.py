@@ -22,6 +22,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 def test_the_runs_differ_by_their_method_alone(tmp_path):
     sweep = declaration.read(SWEEP)
     assert len(sweep.seeds) == 5

@@ -166,6 +166,7 @@ def test_accuracy_and_agreement_by_hand(capsys):
 # --- runs -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWEEPS)
 def test_cells_differ_in_what_is_asked_alone(name, tmp_path):
     sweep = declaration.read(STUDY / f"{name}.toml")
@@ -317,6 +318,7 @@ def test_the_reward_models_agree_or_not_on_ended_and_on_cut_responses(study):
     assert agreed["cut"] == {"responses": 4, "correlation": pytest.approx(1.0)}
 
 
+@pytest.mark.slow
 def test_the_table_the_plot_and_the_texts(study, capsys):
     figures.main(figures.Options(study=study, shown=(0,)))
     lines = (study / "table.md").read_text().splitlines()

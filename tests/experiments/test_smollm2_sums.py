@@ -128,6 +128,7 @@ def test_the_smallest_size_needs_neither_gsm8k_nor_a_model(tmp_path, capsys):
     assert not (tmp_path / "gsm8k_easy").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sums", "gsm8k_easy", "smallest"])
 def test_the_runs_differ_by_method_and_estimator_alone(name, tmp_path):
     sweep = declaration.read(STUDY / f"{name}.toml")

@@ -79,6 +79,7 @@ def total(rewards, values):
     return jnp.sum(advantages * weights) + jnp.sum(returns**2)
 
 
+@pytest.mark.slow
 def test_garbage_changes_neither_value_nor_gradient():
     dirty = oracles.poison(REWARDS, MASK), oracles.poison(VALUES, MASK)
     for output, expected in zip(gae(*dirty), gae(), strict=True):
@@ -105,6 +106,7 @@ def test_gradient_matches_finite_differences():
     np.testing.assert_allclose(gradients[1], for_values, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_padding_row_order_and_jit_change_nothing():
     sides = ((0, 0), (2, 3))
     wide = [np.pad(x, sides) for x in (REWARDS, VALUES, MASK)]
@@ -131,6 +133,7 @@ TURNS = np.array(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.9, 0.0)])
 def test_columns_outside_the_mask_are_no_steps(gamma: float, lam: float):
     """As if they had never been there: the oracle sees rows without them."""
@@ -174,6 +177,7 @@ def of_one_run(rewards, values, mask, gamma, lam):
     return advantages.T, advantages.T + values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 def test_one_run_of_true_keeps_its_bits(*, jitted: bool):
     """Recorded curves of one turn stay what they are; 0.9 is where roundings differ."""

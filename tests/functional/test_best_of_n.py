@@ -65,6 +65,7 @@ def test_the_bound(n, nats):
     assert best_of_n.kl_bound(n) == pytest.approx(nats, abs=5e-4)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_exact_kl_is_that_of_all_tuples(n):
     chosen = policy_of(PROBABILITIES, SCORES, n)
@@ -94,6 +95,7 @@ def test_four_equally_likely_levels_cost_less_than_the_bound():
     assert float(split) == pytest.approx(1.330, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_the_bound_is_reached_as_ties_go():
     gaps = [
         best_of_n.kl_bound(8) - float(exact_kl(np.full(y, 1 / y), np.arange(y), 8))
@@ -220,6 +222,7 @@ def weights_of(scores, n):
     return output
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_weights_are_those_of_all_subsets(n):
     output = selection_weights(f32([SAMPLES, SAMPLES[::-1]]), n=n)
@@ -228,6 +231,7 @@ def test_weights_are_those_of_all_subsets(n):
     np.testing.assert_allclose(output.sum(axis=1), 1, atol=1e-6)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_expected_best_is_the_mean_over_all_subsets(n):
     expected = np.mean([max(drawn) for drawn in itertools.combinations(SAMPLES, n)])
@@ -262,6 +266,7 @@ def test_many_samples_do_not_overflow():
     assert float(output) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_wins_only_where_nothing_else_is():
     scores = f32([[1.0, math.nan, math.inf, 0.0]])
     expected = selection_weights(f32([[1.0, -9.0, -9.0, 0.0]]), n=2)
@@ -272,6 +277,7 @@ def test_what_is_not_finite_wins_only_where_nothing_else_is():
     )
 
 
+@pytest.mark.slow
 def test_uncompiled_it_is_the_same():
     for n in (1, 3):
         output = best_of_n.expected_best(f32(SAMPLES), n=n)

@@ -317,6 +317,7 @@ SCALAR_CASES = [
 ]
 
 
+@pytest.mark.cases(quick=24)
 @pytest.mark.parametrize(("name", "scalar"), SCALAR_CASES)
 def test_a_number_is_checked_and_a_traced_one_is_not(name, scalar):
     function, values = FUNCTIONS[name.split(" ")[0]], arguments(name)
@@ -326,6 +327,7 @@ def test_a_number_is_checked_and_a_traced_one_is_not(name, scalar):
     jax.eval_shape(lambda x: function(**{**values, scalar: x}), jnp.float32(-1))
 
 
+@pytest.mark.slow
 def test_a_grid_of_options_is_one_program():
     """β by clip range, each as it would be alone."""
     arrays = {name: ARRAYS[name] for name in ("logprobs", "old_logprobs", "mask")}

@@ -370,7 +370,7 @@ TWICE = (
 )
 
 
-@pytest.mark.cases(quick=5, slow=8)
+@pytest.mark.cases(quick=3, slow=8)
 @pytest.mark.parametrize(
     "name",
     one_in(2, [name for name in CASES if name not in TWICE])

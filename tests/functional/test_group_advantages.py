@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("strict_dtypes")
 SCORES = np.random.default_rng(0).normal(0.3, 2.0, 24).astype(np.float32)
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize("group_size", [2, 3, 8, 24])
 @pytest.mark.parametrize("normalise", [True, False])
 def test_group_relative_matches_the_oracle(group_size, normalise):
@@ -25,6 +26,7 @@ def test_group_relative_matches_the_oracle(group_size, normalise):
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("group_size", [2, 3, 8, 24])
 def test_leave_one_out_matches_the_oracle(group_size):
     output = advantages.leave_one_out(SCORES, group_size=group_size)
@@ -54,6 +56,7 @@ def test_the_two_baselines_differ_by_a_factor():
         np.testing.assert_allclose(others, factor * group, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [0.1, 1e6, -3.3333333])
 def test_equal_scores_have_no_advantage(score):
     """Though the mean of equal numbers need not be that number in float32."""
@@ -67,6 +70,7 @@ def test_equal_scores_have_no_advantage(score):
     assert advantages.equal_groups(scores, group_size=7).tolist() == [True]
 
 
+@pytest.mark.slow
 def test_groups_keep_to_themselves():
     """A group does not move with another's scores, be they infinite or NaN."""
     poisoned = np.concatenate([SCORES[:4], np.full(4, np.nan), SCORES[8:]])
@@ -104,6 +108,7 @@ def test_a_level_that_all_scores_share_costs_leave_one_out_no_digits(level):
     np.testing.assert_allclose(output, expected, rtol=1e-6)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_nothing_is_nan_where_a_group_keeps_one_response_or_none(normalise):
     scores = jnp.array([1.0, 3.0, 2.0, 5.0, 1.0, 1.0])
@@ -147,6 +152,7 @@ def test_they_run_under_jit():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_mask", [None, [True] * 8, [True] * 7 + [False]])
 def test_the_slope_of_equal_scores_is_no_nan(row_mask):
     scores = jnp.array([0.1] * 4 + [1.0, 2.0, 3.0, 5.0], jnp.float32)

@@ -85,7 +85,7 @@ def gradient_of(baseline, aggregation, constant=3.0):
     return -(chances @ np.asarray(gradients, np.float64))
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("baseline", "share"), [("others", 1.0), ("group", 0.5)])
 def test_only_the_constant_keeps_the_direction(baseline, share, aggregation):
@@ -98,11 +98,12 @@ def test_only_the_constant_keeps_the_direction(baseline, share, aggregation):
         np.testing.assert_allclose(ratios, RATIOS[aggregation], atol=0.006)
 
 
+@pytest.mark.slow
 def test_a_constant_of_1_gives_the_gradient_itself():
     np.testing.assert_allclose(gradient_of("others", "constant", 1.0), TRUE, rtol=2e-5)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_names_of_kl_gradients_hold_for_the_constant(aggregation):
     """k1 in the loss, whose gradient is named zero; k2 of responses, full reverse."""

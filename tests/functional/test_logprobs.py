@@ -142,6 +142,7 @@ def materialised(hidden, head, tokens, temperature=0.7):
     return logprobs_, jnp.pad(entropy, ((0, 0), (1, 0)))
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("padding", one_in(3, [np.nan, np.inf, 1e3]))
 @pytest.mark.parametrize("max_logits", [1, TWO_ROWS, 2**24])
 def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
@@ -226,6 +227,7 @@ def test_gradient_of_one_argument_alone_and_its_products():
         assert products == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", one_in(2, [0, 1]))
 def test_gradient_of_one_result_alone(which: int):
     weights = np.zeros((2, B, S), np.float32)
@@ -280,6 +282,7 @@ def test_positions_without_a_cotangent_play_no_part_in_the_gradient():
     chex.assert_trees_all_equal(output, expected)
 
 
+@pytest.mark.slow
 def test_under_vmap():
     weights = RNG.normal(size=(2, B, S)).astype(np.float32)
 
@@ -337,6 +340,7 @@ def test_columns_before_the_first_are_0(first_column: int, max_logits: int):
         )
 
 
+@pytest.mark.slow
 def test_rows_do_not_know_each_other():
     order = np.array([2, 0, 1])
     for output, expected in zip(
@@ -347,6 +351,7 @@ def test_rows_do_not_know_each_other():
         np.testing.assert_allclose(output, expected[order], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype():
     rng = np.random.default_rng(1)
     hidden = rng.normal(size=(2, 4, 2048)).astype(jnp.bfloat16)
@@ -387,6 +392,7 @@ def test_softcapped_logits_match_the_oracle():
     np.testing.assert_allclose(entropy[:, 1:], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_never_holds_the_logits_of_every_position():
     rows, columns, width, vocab = 4, 512, 16, 2048
     all_logits = rows * columns * vocab * 4  # bytes in float32, 16 MiB
@@ -428,7 +434,7 @@ def test_wrong_input_says_what_to_do():
         from_hidden(first_column=0)
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [

@@ -148,6 +148,7 @@ def test_token_weights_by_hand():
     assert not losses.token_weights(np.zeros_like(mask)).any()
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("aggregation", SUMS)
 def test_token_weights_of_any_parts_are_those_of_the_whole(aggregation):
     counts = {"num_tokens": jnp.float32(8), "num_responses": jnp.float32(3)}
@@ -161,6 +162,7 @@ def test_token_weights_of_any_parts_are_those_of_the_whole(aggregation):
         np.testing.assert_array_equal(np.concatenate(weights), whole)
 
 
+@pytest.mark.slow
 def test_responses_of_one_length_weigh_the_same_either_way():
     """And of unequal lengths they do not: the short one counts for more."""
     even = np.tile(np.array([0, 1, 1, 1, 0, 0], bool), (4, 1))
@@ -324,6 +326,7 @@ def test_what_is_no_number_stays_visible():
         assert np.isnan(loss_value)
 
 
+@pytest.mark.slow
 def test_before_any_update_the_policy_loss_is_the_policy_gradient():
     """Ratio 1: the loss is -mean A, its gradient -A/N, nothing is clipped."""
     arrays = POLICY | {"logprobs": OLD}
@@ -385,6 +388,7 @@ def test_pairwise_loss_matches_the_oracle(margin):
     assert 0 < np.mean(lead > 0) < 1
 
 
+@pytest.mark.slow
 def test_pairwise_identities():
     same = {"chosen": PAIRS["chosen"], "rejected": PAIRS["chosen"]}
     loss, stats = losses.pairwise_loss(**same)
@@ -397,6 +401,7 @@ def test_pairwise_identities():
     assert float(losses.pairwise_loss(**far)[0]) == pytest.approx(1000.0)
 
 
+@pytest.mark.slow
 def test_pairwise_gradient_is_the_chance_of_the_wrong_answer():
     def loss(chosen, rejected, margin):
         return losses.pairwise_loss(chosen=chosen, rejected=rejected, margin=margin)[0]
@@ -479,6 +484,7 @@ def test_gradient_matches_finite_differences_and_reaches_one_argument(name: str)
         np.testing.assert_array_equal(gradients[other], np.zeros((4, 6)))
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_no_gradient_flows_into_the_statistics(name: str):
     loss, arrays, _ = PER_TOKEN[name]
@@ -498,6 +504,7 @@ def test_garbage_changes_neither_value_nor_gradient(name: str):
     chex.assert_trees_all_equal(pair(dirty), pair(arrays))
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("name", one_in(3, PER_TOKEN))
 def test_micro_batches_add_up_to_the_minibatch(name: str):
     """Unequal parts, one of them without a single response token."""
@@ -540,6 +547,7 @@ def test_micro_batches_of_pairs_add_up():
     assert means(added) == pytest.approx(means(stats), rel=1e-5)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("name", one_in(2, PER_TOKEN))
 def test_padding_and_row_order_change_nothing(name: str):
     loss, arrays, _ = PER_TOKEN[name]
@@ -553,6 +561,7 @@ def test_padding_and_row_order_change_nothing(name: str):
         assert means(output[1]) == pytest.approx(means(expected[1]), rel=1e-6)
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_an_empty_mask_gives_0_and_no_gradient(name: str):
     loss, arrays, _ = PER_TOKEN[name]

@@ -71,7 +71,7 @@ def test_whitening_a_large_mean_keeps_its_digits():
     np.testing.assert_allclose(output, expected, atol=1e-3)
 
 
-@pytest.mark.cases(quick=5)
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("number", [100.1, 1000.1, -7.3e-6, 1.7e20, 3e38])
 @pytest.mark.parametrize("count", [3, 300, 100_003])
 def test_equal_numbers_are_whitened_to_0(number, count):
@@ -103,6 +103,7 @@ def test_equal_numbers_are_whitened_to_0_on_a_mesh(number):
     np.testing.assert_array_equal(output, np.zeros((296, 3), np.float32))
 
 
+@pytest.mark.slow
 def test_numbers_a_digit_apart_are_whitened_as_in_float64():
     x = np.full((300,), 1000.1, np.float32)
     x[7] = np.nextafter(x[7], np.float32(2000))
@@ -132,6 +133,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_garbage_changes_neither_value_nor_gradient(name: str):
     @jax.jit
@@ -145,6 +147,7 @@ def test_garbage_changes_neither_value_nor_gradient(name: str):
     np.testing.assert_array_equal(np.asarray(clean[1])[~MASK], 0.0)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("name", "oracle"),
     [
@@ -159,6 +162,7 @@ def test_gradient_matches_finite_differences(name, oracle):
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_whiten_is_invariant_to_padding_and_row_order():
     output = masked.masked_whiten(X, mask=MASK)
     wide, wide_mask = np.pad(X, ((0, 2), (3, 1))), np.pad(MASK, ((0, 2), (3, 1)))

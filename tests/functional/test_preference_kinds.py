@@ -184,6 +184,7 @@ def test_no_gradient_reaches_z0_or_the_reference():
     np.testing.assert_array_equal(slope, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, sorted(KINDS)))
 def test_garbage_and_cuts_change_nothing(name):
     loss, arrays = KINDS[name]
@@ -210,6 +211,7 @@ def test_garbage_and_cuts_change_nothing(name):
     assert float(sum(parts)) == pytest.approx(float(loss(**arrays)[0]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sure_response_has_finite_odds():
     """And far log-probs neither overflow nor lose their gradient."""
     loss, gradient = jax.value_and_grad(lambda x: orpo(**x)[0])(

@@ -105,6 +105,7 @@ def test_statistics_are_implicit_rewards():
     )
 
 
+@pytest.mark.cases(quick=3)
 @for_each_kind
 def test_where_the_policy_is_the_reference(kind, smoothing):
     """log 2 to the last bit, whatever the smoothing; IPO asks for 1/(2β), SLiC for 1.
@@ -156,6 +157,7 @@ def test_a_certainly_wrong_label_is_the_other_answer_chosen():
     assert float(same) == pytest.approx(float(dpo_loss(label_smoothing=0.2)[0]))
 
 
+@pytest.mark.cases(quick=2)
 @for_each_kind
 def test_garbage_in_pairs_that_are_not_there(kind, smoothing):
     mask = np.array([1, 1, 0, 1, 0, 1], bool)
@@ -188,6 +190,7 @@ def test_garbage_in_pairs_that_are_not_there(kind, smoothing):
             assert np.isfinite(leaf).all()
 
 
+@pytest.mark.slow
 def test_parts_add_up():
     whole, stats = dpo_loss(label_smoothing=SOFT)
     parts = [

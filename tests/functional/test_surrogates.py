@@ -56,6 +56,7 @@ def loss_and_gradient(loss, *, logprobs=RECORDED["logprobs"], **options):
     return jax.value_and_grad(value)(jnp.asarray(logprobs))
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("name", TRL)
 def test_losses_and_gradients_are_those_of_trl(name):
     loss, options = TRL[name]
@@ -102,6 +103,7 @@ def test_before_any_update_the_gradient_is_the_policy_gradient(name):
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, VARIANTS))
 def test_garbage_under_the_mask_and_cuts_change_nothing(name):
     loss = VARIANTS[name]
@@ -126,6 +128,7 @@ def test_garbage_under_the_mask_and_cuts_change_nothing(name):
     )
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize(
     ("name", "shift"),
     [
@@ -144,6 +147,7 @@ def test_ratios_far_beyond_float32_leave_gradients_finite(name, shift):
         np.testing.assert_array_equal(gradient, 0.0)
 
 
+@pytest.mark.slow
 def test_the_ratio_of_a_sequence_by_hand():
     x = np.array([[0.3, -0.1, 7.0], [0.5, 7.0, 7.0]], np.float32)
     mask = np.array([[1, 1, 0], [1, 0, 0]], bool)

@@ -109,6 +109,7 @@ def test_gradient_is_linear():
     np.testing.assert_allclose(for_kl, np.where(MASK, -0.2, 0.0))
 
 
+@pytest.mark.slow
 def test_padding_and_row_order_change_nothing():
     sides = ((0, 0), (2, 3))
     wide = reward(kl=np.pad(KL, sides, constant_values=9), mask=np.pad(MASK, sides))

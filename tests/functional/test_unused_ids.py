@@ -90,7 +90,7 @@ def used(ranges) -> np.ndarray:
     return np.delete(np.arange(V), unused_ids.listed(ranges))
 
 
-@pytest.mark.cases(quick=4, slow=2)
+@pytest.mark.cases(quick=2, slow=2)
 @pytest.mark.parametrize("max_logits", [ONE, ALL])
 @pytest.mark.parametrize("where", LEFT_OUT)
 def test_logprobs_are_those_of_a_vocabulary_without_the_ids(where, max_logits):
@@ -120,7 +120,7 @@ def weighted(values, weights):
     return sum(jnp.sum(x * w) for x, w in zip(values, weights, strict=True))
 
 
-@pytest.mark.cases(quick=3, slow=2)
+@pytest.mark.cases(quick=1, slow=2)
 @pytest.mark.parametrize("max_logits", one_in(2, [ONE, ALL]))
 @pytest.mark.parametrize("where", LEFT_OUT)
 def test_no_gradient_of_logprobs_reaches_their_rows(where, max_logits):
@@ -185,7 +185,7 @@ def values(kind: str, ranges) -> np.ndarray:
     return values
 
 
-@pytest.mark.cases(quick=3, slow=8)
+@pytest.mark.cases(quick=1, slow=8)
 @pytest.mark.parametrize(
     ("kind", "where", "max_logits"),
     one_in(5, [*itertools.product(KINDS, LEFT_OUT, [ONE, TEN, ALL])]),

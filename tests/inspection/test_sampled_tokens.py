@@ -81,6 +81,7 @@ def two_turns():
     )
 
 
+@pytest.mark.slow
 def test_observed_tokens_stand_in_their_places_without_numbers(two_turns):
     records = sampled_tokens.columns(
         two_turns, logprobs=two_turns.old_logprobs, ref_logprobs=None, decode=decode

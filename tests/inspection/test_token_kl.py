@@ -292,6 +292,7 @@ def test_a_run_prints_and_writes(checkpoints, tmp_path, capsys):
     assert capsys.readouterr().out != again
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -52,6 +52,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS.keys())
 def test_logits_match_the_oracle(model):
     params = tiny.params(model)
@@ -74,6 +75,7 @@ def test_the_rope_of_the_tests_has_a_frequency_of_every_kind():
     np.testing.assert_allclose(unscaled[2:], 0.25)
 
 
+@pytest.mark.cases(quick=6)
 @for_each_family
 @pytest.mark.parametrize("padding", [0, -1, 2**31 - 1, tiny.VOCAB])
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -87,6 +89,7 @@ def test_padding_changes_nothing(model, side, padding):
     assert np.isfinite(output).all()
 
 
+@pytest.mark.cases(quick=1)
 @for_each_family
 def test_a_token_changes_nothing_before_it(model):
     params = tiny.params(model)
@@ -107,6 +110,7 @@ def test_positions_count_tokens():
     np.testing.assert_array_equal(output, [[0, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 2]])
 
 
+@pytest.mark.cases(quick=1)
 @for_each_family
 def test_bfloat16_is_close_and_logits_stay_float32(model):
     params = tiny.params(model)
@@ -123,6 +127,7 @@ def test_bfloat16_is_close_and_logits_stay_float32(model):
     assert 0 < error.mean() < 0.02 * exact[mask].std()
 
 
+@pytest.mark.cases(quick=1)
 @for_each_family
 def test_a_layer_is_compiled_once(model):
     """The program of eight layers has the size of that of two."""
@@ -166,7 +171,7 @@ def test_the_vocabulary_s_padding_never_matters(model):
                 assert np.isfinite(np.asarray(leaf)).all()
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @for_each_family
 def test_the_gradient_does_not_see_padding(model):
     params = tiny.params(model)
@@ -199,6 +204,7 @@ def test_initial_parameters_are_normal_and_smaller_where_they_are_added():
     np.testing.assert_array_equal(layers["mlp_norm"]["scale"], 1.0)
 
 
+@pytest.mark.slow
 def test_parameter_counts():
     small = config.gpt2(
         vocab_size=50257,

@@ -81,7 +81,7 @@ def test_layers_one_by_one_are_the_loop(model, remat):
     chex.assert_trees_all_close(looped, apart, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "unroll", "first"),
     [
@@ -110,6 +110,7 @@ def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, fir
     chex.assert_trees_all_close(cache, part_cache, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_last_layer_leaves_out_what_nobody_wants():
     model = unrolled(toys.GPT2)
     params = toys.params()
@@ -147,6 +148,7 @@ def test_stored_layers_are_looped_over_whatever_the_layout():
     assert "while" in text.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "right"), [((6, 3), (3, 5)), ((2, 3, 6, 4), (2, 3, 4, 2))]
 )
@@ -274,6 +276,7 @@ def test_a_turned_product_and_its_gradients(dtype):
     np.testing.assert_allclose(of_w.astype(jnp.float32), g.T @ x, **tolerance)
 
 
+@pytest.mark.slow
 def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     model = dataclasses.replace(toys.LLAMA, num_layers=2, transposed_rows=4)
     params = toys.params(model)
@@ -440,7 +443,7 @@ def test_change_if_branches_on_a_cpu_alone():
         assert ("stablehlo.select" in text) == selects
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "times"), [("tensor=8", 8), ("data=2,tensor=4", 8), ("data=8", 8)]
 )

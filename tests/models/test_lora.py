@@ -95,6 +95,7 @@ def by_hand(base, adapters, *, scale):
 # What there is to adapt.
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("family", toys.FAMILIES)
 def test_every_linear_layer_is_adapted_by_default(family):
     model = toys.FAMILIES[family]
@@ -127,6 +128,7 @@ def test_a_rank_above_a_layer_s_smaller_width_is_refused():
     assert list(lora.targets(model=wide, lora=few)) == ["mlp/up"]
 
 
+@pytest.mark.slow
 def test_a_starts_uniform_and_b_at_zero():
     """As torch.nn.Linear starts, which is what PEFT does: variance 1 / (3 · in)."""
     wide = dataclasses.replace(toys.GPT2, intermediate_size=4096)
@@ -233,6 +235,7 @@ def test_at_the_start_it_is_the_base_to_the_bit(model):
     assert float(jnp.abs(expected).max()) > 1
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 def test_unmerge_takes_back_what_merge_added(model):
     base, adapters = tiny.params(model), trained(model)
@@ -247,6 +250,7 @@ def test_unmerge_takes_back_what_merge_added(model):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), back, base)
 
 
+@pytest.mark.slow
 def test_a_merged_model_keeps_the_dtype_of_its_base():
     store = toys.jit(functools.partial(storage.store, dtype="bfloat16"))
     merged = merge(store(toys.params()), trained(toys.GPT2), lora=ALL)
@@ -548,6 +552,7 @@ def test_adapters_are_trained_over_a_base_in_int8(memory):
     frozen.verify(base)
 
 
+@pytest.mark.slow
 def test_a_critic_over_the_base_starts_at_zero():
     params = critic.from_base(KEY, model=toys.LLAMA, lora=ALL)
     full = lora.attach(toys.params(toys.LLAMA), params, lora=ALL)

@@ -123,7 +123,7 @@ def test_a_text_does_not_see_its_neighbours(model):
                     assert np.abs(new - old).max() > 1e-4
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @for_each_family
 def test_what_stands_at_padding_is_not_read(model):
     array, segments = packed(TEXTS)

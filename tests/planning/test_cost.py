@@ -121,12 +121,13 @@ def trained(model, *, passes):
     return cost_of(function, params, tokens, mask).flops
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_decoder_forward_and_backward(passes):
     assert trained(tiny.GPT2, passes=passes) == by_hand(tiny.GPT2, passes=passes)
 
 
+@pytest.mark.slow
 def test_a_decoder_of_grouped_queries():
     assert trained(tiny.LLAMA, passes=1) == by_hand(tiny.LLAMA, passes=1)
 
@@ -314,6 +315,7 @@ def test_every_device_holds_as_many_logits_as_one(monkeypatch):
     assert times == {1: True, 8: True}  # 32 tokens of the vocabulary at a time on both
 
 
+@pytest.mark.slow
 def test_words_that_are_sharded_are_computed_where_they_lie():
     """Four products with the head, one device an eighth of each."""
     rows, columns, width, words = 2, 9, 16, 16 * 8

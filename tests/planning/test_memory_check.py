@@ -83,7 +83,7 @@ def has(monkeypatch, size):
     monkeypatch.setattr(memory_check, "limit", lambda place: size)
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("options", "least"),
     [

@@ -72,7 +72,7 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.cases(quick=4)
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(("name", "parameters"), one_in(4, PUBLISHED))
 def test_known_shapes_have_the_published_number_of_parameters(name, parameters):
     assert decoder.num_parameters(registry.KNOWN[name]) == parameters
@@ -268,6 +268,7 @@ def test_commands_that_cannot_be_planned(words, message):
         command.parse(words)
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

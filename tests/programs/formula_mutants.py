@@ -4,8 +4,8 @@
     python tests/programs/formula_mutants.py --share 3/8         # every eighth
     python tests/programs/formula_mutants.py --only "KTO*"
 
-`formulas.toml` has them: a line of a file, what stands there instead, and the quick
-test that has to fail, a case of the conformance matrix where there is one. Everything
+`formulas.toml` has them: a line of a file, what stands there instead, and the test
+that has to fail, a case of the conformance matrix where there is one. Everything
 happens in copies of the checkout (`mutants.copied`). Exits with status 1 where a mutant
 lives, and where a test fails on the unbroken tree, which it runs first.
 """

@@ -151,6 +151,7 @@ def test_tables_are_the_numbers_of_the_runs(tmp_path):
         assert bounds == pytest.approx(interval(paired), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_rounded_by_the_interval(tmp_path):
     sweep = swept(tmp_path / "sweep")
     out = published(tmp_path / "sweep", tmp_path / "paper")
@@ -188,6 +189,7 @@ def test_numbers_are_rounded(value, half, shown):
     assert rounded(value, Interval(value - half, value + half)) == shown
 
 
+@pytest.mark.slow
 def test_a_partial_sweep_gives_partial_tables(tmp_path, capsys):
     left_out = [f"kl_coef=0,value_estimator=k3 seed {seed}" for seed in (0, 1, 2)]
     left_out.append("kl_coef=0.2,value_estimator=k3 seed 2")
@@ -226,6 +228,7 @@ def test_nothing_is_written_of_a_sweep_without_a_run(tmp_path):
     assert not (tmp_path / "paper").exists()
 
 
+@pytest.mark.slow
 def test_open_claims_have_the_seeds_that_would_answer_them(tmp_path):
     sweep = swept(tmp_path / "sweep")
     out = published(tmp_path / "sweep", tmp_path / "paper")
@@ -269,6 +272,7 @@ def balanced(tex):
     assert tex.replace(r"\$", "").count("$") % 2 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Glyph")  # what the figures' font does not have
 def test_latex_is_well_formed(tmp_path):
     """Of braces, environments, columns and characters; no LaTeX is run here."""
@@ -337,6 +341,7 @@ def test_text_is_escaped(text, tex):
     assert latex.escaped(text) == tex
 
 
+@pytest.mark.slow
 def test_equal_sweeps_give_equal_files(tmp_path):
     for name in ("a", "b"):
         swept(tmp_path / name / "sweep")
@@ -403,6 +408,7 @@ def test_methods_say_what_a_label_stands_for(tmp_path):
     ) in text
 
 
+@pytest.mark.slow
 def test_methods_say_what_is_missing_and_what_differs(tmp_path):
     sweep = swept(tmp_path / "sweep")
     runs = planned.runs_of(sweep, out=tmp_path / "sweep")
@@ -581,6 +587,7 @@ def test_a_sweep_without_a_kl_has_no_frontier(tmp_path):
     assert figures.of_frontiers(sweep, of, width=3.25, note="") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_cut_off_a_figure(tmp_path):
     """Names and labels are within the figure, long ones and $ too."""
     how = [f"the {n}th label of many words that says what it is $x$" for n in range(3)]
@@ -643,6 +650,7 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, argv, message):
     assert not (tmp_path / "paper").exists()
 
 
+@pytest.mark.slow
 def test_an_earlier_paper_is_replaced_and_other_files_stay(tmp_path, capsys):
     swept(tmp_path / "sweep")
     out = published(tmp_path / "sweep", tmp_path / "paper")

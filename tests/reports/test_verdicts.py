@@ -99,7 +99,7 @@ def test_a_judge_that_fell_and_recovered_is_none():
     assert kind(steps, judge) == ("clean", None)
 
 
-@pytest.mark.cases(quick=4)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("count", [10, 20, 40, 100])
 @pytest.mark.parametrize("name", ["normal", "ties", "long tails"])
 def test_noise_is_seldom_taken_for_a_fall(name, count):
@@ -113,6 +113,7 @@ def test_noise_is_seldom_taken_for_a_fall(name, count):
     assert share_called(judges) <= {"normal": 0.03, "ties": 0.1}.get(name, 0.05)
 
 
+@pytest.mark.slow
 def test_noise_that_drifts_is_taken_for_it_far_less_often():
     """An AR(1) judge at ρ = 0.8: over half of such runs if its values counted apart."""
     noise = np.random.default_rng(2).normal(size=(300, 200))

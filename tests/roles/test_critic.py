@@ -107,6 +107,7 @@ def test_a_critic_is_a_copy(origin):
         chex.assert_trees_all_equal(made[name], leaves)
 
 
+@pytest.mark.slow
 def test_an_untied_policy_leaves_its_head_behind():
     made = critic.from_policy(tiny.params(tiny.LLAMA), model=tiny.LLAMA)
     assert "head" not in made["trunk"]

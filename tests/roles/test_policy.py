@@ -19,6 +19,7 @@ both = jax.jit(
 for_each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 
 
+@pytest.mark.cases(quick=2)
 @for_each_family
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_logprobs_and_entropy_are_those_of_the_logits(model, side):
@@ -94,7 +95,7 @@ def of_used(size):
     return np.where(mask, np.array(USED)[tokens % len(USED)], 0).astype(np.int32), mask
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @for_each_family
 def test_ids_without_a_token_have_probability_0_in_every_role(model):
     """By the logits; KL(π, π) is 0 and every KL is that of the used ids."""
@@ -136,6 +137,7 @@ def test_ids_without_a_token_have_probability_0_in_every_role(model):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_gradient_reaches_rows_of_ids_without_a_token(tied):
     model = dataclasses.replace(tiny.GPT2, unused_ids=UNUSED, tied_head=tied)

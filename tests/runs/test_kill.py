@@ -106,6 +106,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys):
     assert not (tmp_path / "run" / "snapshots" / "sft" / "7").exists()
 
 
+@pytest.mark.slow
 def test_other_seeds_differ(tmp_path):
     for seed in (0, 1):
         main("--out", tmp_path / str(seed), "--seed", seed, "--num-steps", 2)

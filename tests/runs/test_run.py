@@ -129,6 +129,7 @@ def test_a_resume_with_another_reference_is_refused(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("of", "message_end"),
     [

@@ -194,6 +194,7 @@ def test_a_folder_that_cannot_be(tmp_path):
         weight_files.HandOverFolder(tmp_path / "file" / "below")
 
 
+@pytest.mark.slow
 def test_an_entropy_that_a_sampler_lacks_is_estimated():
     logprobs = np.array([[-1.0, -2.0, -9.0]] * 4, np.float32)
     drawn = protocol.Drawn(

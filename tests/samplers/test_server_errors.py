@@ -98,6 +98,7 @@ UNUSED = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_ids_without_a_token_are_forbidden_to_the_server(toy, url):
     """By a bias in every request; the fixed prompts of the check have none of them."""
     forbidden = {str(i): -100.0 for i in (2, 3, 20, 21, 22, 23)}
@@ -116,6 +117,7 @@ def test_ids_without_a_token_are_forbidden_to_the_server(toy, url):
             server.draw(PROMPTS, key=KEY, version=1)
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_handed_over_untied(toy, url):
     assert RECIPE.model.tied_head
     with sampler(url) as server:
@@ -126,6 +128,7 @@ def test_a_tied_head_is_handed_over_untied(toy, url):
     )
 
 
+@pytest.mark.slow
 def test_weights_that_were_not_reloaded_are_told(toy, url):
     toy.keeps_weights = True
     with sampler(url) as server:
@@ -150,6 +153,7 @@ def spoilt(key, value, *, inside="choices"):
     return change
 
 
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -234,6 +238,7 @@ def pauses(monkeypatch):
     return waited
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_what_an_overloaded_server_did_not_answer_is_asked_again(
     toy, url, status, pauses, capsys
@@ -275,6 +280,7 @@ def draw(sampler, *, version=0):
     return sampler(policy, prompts=PROMPTS, key=KEY, version=np.int32(version))
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("version", "failing", "loads", "count"),
     [
@@ -300,6 +306,7 @@ def test_a_lost_connection_hands_the_weights_over_again(
     np.testing.assert_array_equal(rollout.old_logprobs, expected.old_logprobs)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("answer", [None, (503, {})])
 def test_tries_have_an_end(toy, url, answer, pauses):
     with outside(url, tries=3) as sampler:
@@ -320,6 +327,7 @@ def test_pauses_have_an_end(pauses):
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_what_is_the_requests_fault_is_not_asked_again(toy, url, status, pauses):
     with outside(url) as sampler:
@@ -360,6 +368,7 @@ def test_what_is_refused_at_the_start(toy, url):
         server.draw(empty, key=KEY, version=0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_to_serve(tmp_path, capsys):
     toy_files.checkpoint(tmp_path / "model")
     served.main([str(tmp_path / "model"), str(tmp_path / "served")])

@@ -39,7 +39,7 @@ def test_few_and_equal_seeds():
     assert equal.interval == equal.iqm_interval == (0.1, 0.1)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 2, 5, 10])
 def test_intervals_of_means_hold_the_truth_in_95_of_100_sweeps(seeds):
     drawn = np.random.default_rng(seeds).normal(2.0, 3.0, size=(2000, seeds))

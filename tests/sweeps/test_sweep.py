@@ -158,6 +158,7 @@ values = {"process": os.getpid(), "runs": kept.runs}
 """
 
 
+@pytest.mark.slow
 def test_runs_that_are_mapped_share_processes(tmp_path):
     """A module stays from run to run, and a process that dies is replaced."""
     (tmp_path / "keeps.py").write_text(KEEPS)
@@ -213,6 +214,7 @@ def most_mappings():
     return int(worker.MOST_MAPPINGS.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not 0 < most_mappings() < 200_000, reason="needs Linux, and its usual number"
 )
@@ -324,6 +326,7 @@ def test_a_mapped_trainer_is_the_trainer(tmp_path):
     assert str(empty) in runs[0].log.read_text()
 
 
+@pytest.mark.slow
 def test_mapped_runs_are_those_of_processes_of_their_own(tmp_path):
     swept(tmp_path, TOML, name="apart", jobs=3)
     swept(tmp_path, TOML, name="mapped", jobs=2, map=True)
@@ -382,6 +385,7 @@ def test_sweeps_that_are_refused(tmp_path, text, message):
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_measure_that_no_run_has_does_not_hide_the_others(tmp_path, capsys):
     text = TOML.replace("[measures]", '[measures]\nbad = "valve"')
     text = text.replace("[1.0, 2.0]", "[1.0, 2.0, 13.0]")

@@ -230,7 +230,7 @@ def files(tmp_path_factory):
     return bad_inputs.make_files(tmp_path_factory.mktemp("files"))
 
 
-@pytest.mark.cases(quick=8)
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize(
     "bad",
     [*bad_inputs.by_one_each(OF_EVERY_TRAINER), *one_in(5, IN_TURN)],
@@ -249,6 +249,7 @@ def test_a_checkpoint_that_is_refused(files, tmp_path, capsys, bad):
     )
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("template", "message"),
     [

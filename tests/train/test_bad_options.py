@@ -393,7 +393,7 @@ def files(tmp_path_factory):
         yield bad_inputs.make_files(tmp_path_factory.mktemp("files"))
 
 
-@pytest.mark.cases(quick=16, slow=120)
+@pytest.mark.cases(quick=8, slow=120)
 @pytest.mark.parametrize(
     "bad",
     [*bad_inputs.by_one_each(OF_EVERY_TRAINER), *one_in(12, ALONE)],

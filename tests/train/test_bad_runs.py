@@ -14,7 +14,7 @@ from rlhf_jax.train.methods import ppo
 files = test_bad_options.files
 
 
-@pytest.mark.cases(quick=6)
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("trainer", one_in(2, TRAINERS))
 @pytest.mark.parametrize(
     ("out", "message"),
@@ -53,7 +53,7 @@ def begun(trainer, files, out, **changes):
     (out / "config.json").write_text(json.dumps(recorded))
 
 
-@pytest.mark.cases(quick=6)
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -97,6 +97,7 @@ def test_a_recorded_config_that_is_refused(
     )
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_resume_with_another_seed(files, tmp_path, capsys, trainer):
     begun(trainer, files, tmp_path / "run", seed=5)

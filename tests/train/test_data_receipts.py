@@ -127,6 +127,7 @@ def test_sft(begin, files):
     assert "⟪ sat . <eos>⟫" in out.out
 
 
+@pytest.mark.slow
 def test_sft_of_plain_text(begin):
     sources, *_ = begin(sft, "--data={}/book.txt", "--batch-size=2")
     source = sources["--data"]
@@ -149,6 +150,7 @@ def test_dpo(begin, files):
     )
 
 
+@pytest.mark.slow
 def test_kto(begin, files):
     sources, *_ = begin(
         *(dpo, "--kind=kto", "--data={}/pairs.jsonl", "--overlong=drop"),
@@ -163,6 +165,7 @@ def test_kto(begin, files):
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_on_demonstrations(begin, files):
     sources, *_ = begin(
         *(reward_model, "--data={}/pairs.jsonl", "--overlong=drop", "--batch-size=2"),
@@ -184,6 +187,7 @@ def test_a_reward_model_on_demonstrations(begin, files):
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_on_samples(begin, files, tmp_path):
     """A pair whose prompt leaves no room for a response is trained on all the same."""
     near = {"prompt": "the cat sat on the dog", "chosen": "so", "rejected": "it"}

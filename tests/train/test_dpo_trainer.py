@@ -241,6 +241,7 @@ def test_real_pairs(real, shared_data, tmp_path):
 # --- what a user may get wrong ------------------------------------------------
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize(
     ("argv", "message"),
     one_in(
@@ -304,6 +305,7 @@ def test_options_that_are_refused(files, tmp_path, capsys, argv, message):
 TURN = "\n\nHuman: hi\n\nAssistant:"
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -279,6 +279,7 @@ def test_the_batch_size_does_not_change_samples(whole, files, tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
     out = tmp_path / "run"
     argv = ("--verifier=measures:parity", "--num-workers=1", "--ks", "2")
@@ -435,6 +436,7 @@ def refused(capsys, files, out, *argv, reference=None):
     return " ".join(errors.replace("│", " ").split())
 
 
+@pytest.mark.cases(quick=8)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

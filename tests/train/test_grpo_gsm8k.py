@@ -241,6 +241,7 @@ def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
     assert row["objective/kl"] != 0
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -261,6 +262,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -562,6 +564,7 @@ def test_a_question_is_put_as_text_or_as_a_message():
 UNMARKED = {"question": "what is one ?", "answer": "one"}
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("argv", "message"),
     one_in(

@@ -110,7 +110,7 @@ def test_no_prompt_of_sft_is_on_both_sides(files, tmp_path):
     assert splits.shared_prompts(*sides) == 0
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["sft", "reward_model", "dpo"])
 def test_rows_of_one_prompt_are_all_trained_on_and_the_receipt_says_so(
     trainer, files, tmp_path, capsys

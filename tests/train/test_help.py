@@ -47,6 +47,7 @@ def test_every_trainer_is_here():
     assert set(main.TRAINERS) == set(TRAINERS)
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch):
     shown = screen_of(name, "--help", capsys=capsys, monkeypatch=monkeypatch)
@@ -63,6 +64,7 @@ def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch)
     assert "--help-all" in shown
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_all_has_every_option(name, capsys, monkeypatch):
     shown = screen_of(name, "--help-all", capsys=capsys, monkeypatch=monkeypatch)

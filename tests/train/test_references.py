@@ -12,6 +12,7 @@ def parse(method, *argv):
     return command_line.parse(method.Config, description="", argv=[*needed, *argv])
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("method", "argv", "message"),
     [
@@ -67,6 +68,7 @@ def test_a_checkpoint_as_reference_has_the_kl_coefficient_of_the_start():
     assert parse(grpo).storage_tolerance == 0.0
 
 
+@pytest.mark.slow
 def test_the_last_devices_of_any_reference_are_left_free_by_the_policy():
     options = parse(ppo, "--references", "b=x", "c=x,place=last:data=2")
     assert options.policy_mesh().devices.flat[0].id == 0

@@ -327,7 +327,7 @@ def refused(capsys, tmp_path, run):
 NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
 
 
-@pytest.mark.cases(quick=6)
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("argv", "message"),
     one_in(
@@ -462,6 +462,7 @@ def test_options_that_ppo_refuses(files, tmp_path, capsys, argv, message):
     assert message in refused(capsys, tmp_path, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -500,6 +501,7 @@ def test_a_reward_module_that_cannot_be_imported(files, here, capsys):
     assert "got SyntaxError: invalid syntax" in refused(capsys, here, run)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -592,6 +594,7 @@ def other_scorer(folder, *, words):
     return folder
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -668,7 +671,7 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
     )
 
 
-@pytest.mark.cases(quick=5)
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("row", "argv", "message"),
     [
@@ -726,6 +729,7 @@ def test_pairs_that_the_reward_model_refuses(
     assert message in refused(capsys, tmp_path, run)
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

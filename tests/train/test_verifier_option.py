@@ -34,7 +34,7 @@ def own_module(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("argv", "response", "answer", "score"),
     [
@@ -112,6 +112,7 @@ def test_a_run_scores_with_it(files, tmp_path):
     assert step["reward/failed"] == 0
 
 
+@pytest.mark.slow
 def test_a_row_that_the_verifier_cannot_read_is_named(files, tmp_path, capsys):
     for verifier in ("exact", "gsm8k"):
         run = lambda out, name=verifier: play(  # noqa: E731

@@ -14,6 +14,7 @@ import optax
 import oracles
 import pytest
 import tiny
+import toys
 
 from rlhf_jax import config, decoder, kl_control, masked, state
 from rlhf_jax.algorithms import distill
@@ -29,7 +30,8 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import FrozenModels
 
 STUDENT, TEACHER = tiny.params(tiny.GPT2), tiny.params(tiny.LLAMA, seed=1)
-FROZEN = frozen.freeze(TEACHER, model=tiny.LLAMA)  # twice as wide, another family
+# Twice as wide, another family.
+FROZEN = toys.jit(frozen.freeze, static_argnames=("model",))(TEACHER, model=tiny.LLAMA)
 P, R = 2, 4
 BASE = distill.Distill(
     model=tiny.GPT2,

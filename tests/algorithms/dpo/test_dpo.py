@@ -193,6 +193,7 @@ def test_it_starts_at_log_2_and_learns_its_pairs(packed):
     assert int(current.step) == 60
 
 
+@pytest.mark.slow
 def test_the_reference_is_not_moved_and_takes_no_gradient(packed, reference):
     def of(ref_logprobs):
         return dpo.loss(PARAMS, packed, ref_logprobs=ref_logprobs, dpo=ALGORITHM)[0]
@@ -233,6 +234,7 @@ def test_the_reference_is_run_where_its_log_probs_are_not_given(packed, monkeypa
         assert after.params["w"] == 1 - 0.5 * number
 
 
+@pytest.mark.slow
 def test_garbage_changes_nothing(packed, reference):
     """At padding, in rows without a pair, and in log-probs that are not of answers."""
     ref_logprobs = reference_of(reference, batch=packed, dpo=ALGORITHM)

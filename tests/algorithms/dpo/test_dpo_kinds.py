@@ -104,6 +104,7 @@ def test_losses_without_a_reference_read_means_over_tokens(algorithm):
     assert stats["dpo/chosen_logprob"] == pytest.approx(chosen.mean(), rel=1e-5)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("lift", "rows"),
     [

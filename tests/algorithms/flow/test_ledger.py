@@ -168,7 +168,7 @@ def raised(rows, **limits):
     return {alarm.name for alarm in watch.raised}
 
 
-@pytest.mark.cases(quick=6)
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("lie", "start", "names"),
     [
@@ -194,7 +194,7 @@ def test_a_lie_is_caught_within_a_few_batches(lie, start, names):
     assert raised(history(lie, FEW, start=start), trust_age=2) == names
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("sampler", "scale"),
     [
@@ -257,6 +257,7 @@ def test_quarters_of_lengths_and_columns_by_hand():
         assert got[name] == pytest.approx(of_columns, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_the_sums_by_hand():
     """Of three rows, of which the policy drew two; what is masked is not read."""
     width, size = 3, 4

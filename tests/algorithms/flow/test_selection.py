@@ -85,6 +85,7 @@ def test_wrong_input_says_what_to_do(scores, group_size, kind, message):
         selection.best_of_n(rows(6), scores=scores, group_size=group_size)
 
 
+@pytest.mark.slow
 def test_its_cost_by_hand():
     """The best of 2 where 1 of 4 others scores more, and where 3 do."""
     stats = selection.kl_stats(

@@ -52,6 +52,7 @@ def scored(penalty=IN_REWARD, *, ref_logprobs=FIRST):
     )
 
 
+@pytest.mark.slow
 def test_the_kl_to_each_is_of_the_episodes_that_began():
     of_two = scored()
     alone = jnp.asarray(MASK) & (jnp.arange(2) == 0)[:, None]
@@ -149,6 +150,7 @@ def learned(recipe, kl_coef, **frozen_models):
     )
 
 
+@pytest.mark.slow
 def test_an_iteration_hands_them_on_to_the_loss():
     """Its shapes alone: nothing is compiled. Exact KL in the loss reads the models."""
     recipe = dataclasses.replace(

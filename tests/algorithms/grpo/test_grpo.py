@@ -167,6 +167,7 @@ def test_group_experience_against_loops(scored, baseline, normalise):
     assert float(means["group/equal_fraction"]) == 0.0
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_equal_groups_teach_nothing_and_are_counted(scored, baseline):
     scores = scored.scores.at[:4].set(0.7)
@@ -363,6 +364,7 @@ def test_a_score_that_is_not_a_number_skips_the_update():
     assert float(masked.mean_stats(stats)["update/skipped"]) == 1.0
 
 
+@pytest.mark.slow
 def test_without_a_reference_no_kl_is_taken():
     _, stats, scored = jax.eval_shape(
         functools.partial(grpo.iteration, recipe=BASE),
@@ -377,6 +379,7 @@ def test_without_a_reference_no_kl_is_taken():
     assert "loss/policy" in stats
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("recipe", [grpo.PUBLISHED, grpo.RLOO])
 def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
     """Whose effects are tested above; nothing is compiled here."""

@@ -76,6 +76,7 @@ def of_rows(experience):
     )
 
 
+@pytest.mark.slow
 def test_what_is_cut_off_leaves_the_loss_and_is_still_in_the_mean():
     output, stats = experience(overlong_mask="loss")
     nan = np.nan
@@ -160,6 +161,7 @@ def test_equal_groups_are_left_out_of_what_the_loss_is_divided_by():
     assert experience(equal)[0].prompt_scale is None
 
 
+@pytest.mark.slow
 def test_whitening_is_over_what_is_trained_on():
     output, _ = experience(normalise="rollout", overlong_mask="loss")
     mask = np.asarray(output.response_mask)

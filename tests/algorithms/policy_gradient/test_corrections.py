@@ -81,6 +81,7 @@ def test_advantages_are_multiplied_by_capped_ratios():
     assert 0 < means["policy/sampler_ess"] < 1
 
 
+@pytest.mark.slow
 def test_a_rejected_response_is_left_out_of_everything_and_scales_follow():
     experience, sampler = drawn(5)
     scale = prompt_scale(experience.response_mask, group_size=2)
@@ -183,6 +184,7 @@ def test_the_age_of_tokens_is_in_iterations():
     assert staleness(SimpleNamespace(version=None), step=jnp.int32(5)) == {}
 
 
+@pytest.mark.slow
 def test_weights_of_a_kl_in_the_loss_are_over_the_sampler(monkeypatch):
     """The unbiased k3, of log-probs that no model computes here."""
     experience, sampler = drawn()
@@ -300,6 +302,7 @@ def test_each_correction_has_a_formula():
     assert {each.correction for each in made} == {*get_args(Correction)}
 
 
+@pytest.mark.slow
 def test_a_response_of_each_prompt_is_a_group_of_its_own():
     experience, sampler = drawn(5)
     three = jax.tree.map(lambda x: x[:3], experience)

@@ -341,6 +341,7 @@ def test_what_an_iteration_hands_on(monkeypatch):
     assert calls["learn"][1]["scores"] is None
 
 
+@pytest.mark.slow
 def test_without_a_reward_every_score_is_0():
     """Of distillation by a teacher alone."""
     _, _, stats, scored = import_module(ITERATION).make_experience(
@@ -478,6 +479,7 @@ def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
     assert [float(x) for x in stats["objective/kl"]] == [3.5, 3.0]
 
 
+@pytest.mark.slow
 def test_statistics_of_the_objective_are_of_the_rows_that_are_reported():
     class FirstRow(reinforce.REINFORCE):
         def reported(self, rows):

@@ -88,7 +88,7 @@ def learned(recipe, *, rollout, score, left_out=OUT):
     )
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_failure_pays_no_more_than_an_empty_response(name):
     """Whatever was sampled and whatever it scored: state and stats, to the bit."""
@@ -136,6 +136,7 @@ def test_what_is_whitened_is_what_it_is_without_the_row(name):
     np.testing.assert_allclose(with_row[~OUT], without, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 def test_a_group_s_advantages_are_those_of_the_group_without_it(baseline):
     """Groups of three, each with a failure, are groups of two."""
@@ -171,6 +172,7 @@ def test_a_group_s_advantages_are_those_of_the_group_without_it(baseline):
     np.testing.assert_array_equal(stats["group/std"], others["group/std"])
 
 
+@pytest.mark.slow
 def test_a_pair_is_of_responses_that_have_scores():
     """Of four the best and the worst that did not fail; of one there is no pair."""
     recipe = dataclasses.replace(
@@ -205,6 +207,7 @@ def test_the_mixture_s_failure_leaves_the_pair_out_too(out):
     assert (total, count) == (pytest.approx(wins.sum()), 2)
 
 
+@pytest.mark.slow
 def test_a_group_without_two_scores_is_drawn_again():
     def drawn(scores, out, first):
         rows = jnp.arange(first, first + 4, dtype=jnp.int32)

@@ -319,6 +319,7 @@ def test_every_size_is_a_branch():
                 assert columns[row, column] == expected
 
 
+@pytest.mark.slow
 def test_the_self_check_reads_packed_rows_as_padded_ones():
     packed = packing(GROUPS, key=KEY)
     measure = toys.jit(

@@ -125,7 +125,7 @@ def gradient_of(recipe, scored, params):
     return jax.value_and_grad(lambda p: loss((p, p), minibatch), has_aux=True)(params)
 
 
-@pytest.mark.cases(quick=5)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_observed_tokens_have_no_weight_in_any_term(stubbed, name):
     """Other ids, and 1e9 wherever a number is about them: the same loss to the bit."""
@@ -223,6 +223,7 @@ def test_what_no_sampled_token_follows_changes_nothing_through_the_models(name):
         assert toys.leaves_equal(getattr(again, field), getattr(made, field))
 
 
+@pytest.mark.slow
 def test_what_sampled_tokens_follow_is_their_context():
     """Log-probs of what came before stay to the bit; those behind do not."""
     arrays = {"model": toys.GPT2, "mask": toys.array(MASK, bool), "temperature": 0.7}
@@ -532,6 +533,7 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
     np.testing.assert_allclose(group_stats["group/std"], (spread, 1), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_episode_that_never_began_is_in_no_moment():
     recipe, scores = RECIPES["GRPO"], of_turns()
     rollout = toy_turns.rollout()
@@ -553,6 +555,7 @@ def test_an_episode_that_never_began_is_in_no_moment():
     np.testing.assert_allclose(state.scores.variance, counted.var(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
     """Exact KL, and that to a further reference: row 1 of six has no token."""
     begun = toys.array(SAMPLED & (np.arange(6) != 1)[:, None], bool)

@@ -265,6 +265,7 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
     return np.array(visited).reshape(num_epochs, num_minibatches, -1)
 
 
+@pytest.mark.slow
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(monkeypatch):
     visited = visits(monkeypatch, key=KEY)
     for epoch in visited:
@@ -274,6 +275,7 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(monkeypatch):
     assert len(orders) == 6
 
 
+@pytest.mark.slow
 def test_each_random_key_is_used_once(monkeypatch):
     """Rows and positions of the sampler, epochs of the update, over several steps."""
     current, experience = fresh(), toys.experience(toys.sampled(POLICY))
@@ -410,6 +412,7 @@ def test_the_state_is_donated_and_the_reference_is_not(iteration, reference):
     frozen.verify(reference)
 
 
+@pytest.mark.slow
 def test_a_reference_frozen_from_the_donated_policy_stands_still(reference):
     """A copy, not an alias: the policy's buffers are overwritten by its update."""
     own = jax.tree.map(jnp.copy, POLICY)

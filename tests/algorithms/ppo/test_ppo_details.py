@@ -449,6 +449,7 @@ def test_norms_of_gradients_are_those_before_clipping(monkeypatch):
     close(after.params["a"], 12.5 / 13 * np.array([3, -4]))
 
 
+@pytest.mark.slow
 def test_the_critic_is_warmed_up_alone(calls_of_loss):
     adam = optax.adam(0.5)
     settings = dataclasses.replace(

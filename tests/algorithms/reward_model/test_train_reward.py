@@ -101,6 +101,7 @@ def test_it_learns_its_pairs_and_the_margin_asked_for(pairs):
     assert wide["pairwise/lead"] > plain["pairwise/lead"] + 1
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(pairs):
     value, _ = loss(PARAMS, pairs)
 

@@ -123,6 +123,7 @@ def test_the_loss_falls(texts):
     }
 
 
+@pytest.mark.slow
 def test_padding_and_prompts_are_not_learned(texts):
     """Other tokens under the padding change nothing; on either side, neither."""
     other = dataclasses.replace(texts, tokens=jnp.where(texts.mask, texts.tokens, 12))

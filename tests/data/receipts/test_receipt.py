@@ -522,7 +522,7 @@ def begun_of(file, receipt):
     return begun.prompts
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "reader",
     [

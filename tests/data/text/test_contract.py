@@ -61,7 +61,7 @@ def demonstrated(name, prompt, response):
     return [*example.prompt], [*example.response]
 
 
-@pytest.mark.cases(quick=5)
+@pytest.mark.cases(quick=2)
 @for_each_plain
 @quickly
 @given(prompt=texts, response=texts)
@@ -78,6 +78,7 @@ def test_what_is_trained_on_decodes_to_the_text(name, prompt, response):
     assert decoded(name, ids) == text
 
 
+@pytest.mark.cases(quick=5)
 @for_each_plain
 @quickly
 @given(prompt=texts, response=texts)
@@ -92,7 +93,7 @@ def test_control_tokens_are_those_of_the_contract(name, prompt, response):
     assert answer[-1] in ZOO[name].stop_ids
 
 
-@pytest.mark.cases(quick=5)
+@pytest.mark.cases(quick=2)
 @for_each_plain
 @quickly
 @example(prompt="<s>", response="<|eos|>", other="")
@@ -124,7 +125,7 @@ def test_every_path_has_the_same_tokens(name, prompt, response, other):
     assert ([*episode.prompt], [*episode.response]) == (prompt_ids, answer)
 
 
-@pytest.mark.cases(quick=5)
+@pytest.mark.cases(quick=2)
 @for_each_plain
 @quickly
 @example(observed="é日🙂", response="\n")  # more bytes than the tokens looked back at
@@ -148,6 +149,7 @@ def test_an_observation_and_the_turn_after_it_keep_their_text(name, observed, re
     assert whole == before + observed + response
 
 
+@pytest.mark.cases(quick=4)
 @for_each_plain
 @quickly
 @given(prompt=texts, response=texts)
@@ -166,6 +168,7 @@ def test_a_response_has_the_tokens_of_both_texts_together(name, prompt, response
         assert answer[:-1] == both[len(alone) :]
 
 
+@pytest.mark.cases(quick=1)
 @for_each_chat
 @quickly
 @given(content=texts, response=texts)
@@ -207,6 +210,7 @@ def test_text_of_messages_opens_and_closes_no_turn(name, content, response):
         )
 
 
+@pytest.mark.cases(quick=1)
 @for_each_chat
 @quickly
 @given(content=texts.filter(str.strip))
@@ -246,6 +250,7 @@ def test_an_observation_is_encoded_no_further_than_there_is_room(name, monkeypat
     assert len(calls) - few > 5 * few
 
 
+@pytest.mark.cases(quick=6)
 @pytest.mark.parametrize("name", ZOO)
 @quickly
 @given(response=texts)

@@ -146,7 +146,7 @@ def observed_ids(text):
     return text and [message("user", text)]
 
 
-@pytest.mark.cases(quick=8)
+@pytest.mark.cases(quick=3)
 @for_each_family
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 def test_the_ids_are_those_of_the_whole_conversation(family, kind, gpt2):
@@ -158,7 +158,7 @@ def test_the_ids_are_those_of_the_whole_conversation(family, kind, gpt2):
     )
 
 
-@pytest.mark.cases(quick=4)
+@pytest.mark.cases(quick=2)
 @for_each_family
 def test_a_message_of_the_system(family, gpt2):
     """But for Mistral's template, which moves it to the last turn of the user."""
@@ -181,6 +181,7 @@ def test_a_message_of_the_system(family, gpt2):
         check_turns(reader, template, prompt=prompt, turns=turns)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if FAMILIES[f].tools])
 def test_what_tools_return_has_its_role(family, gpt2):
     """Two of them after one turn; Qwen 3 writes an empty thought into the last turn."""
@@ -245,7 +246,7 @@ INJECTED = (
 )
 
 
-@pytest.mark.cases(quick=8)
+@pytest.mark.cases(quick=3)
 @for_each_family
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 def test_no_text_becomes_a_control_token(family, kind, gpt2):

@@ -68,6 +68,7 @@ def drawn(seed, size):
 LENGTHS = [(1, 1), (3, 2), (20, 4), (2, 17), (17, 7), (5, 1), (9, 5), (30, 6), (1, 24)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "batch_size"),
     [
@@ -92,6 +93,7 @@ def test_likelihoods_are_those_of_a_loop(mesh, batch_size):
     ]
 
 
+@pytest.mark.slow
 def test_one_token_that_is_not_the_likeliest_is_not_greedy():
     context = drawn(7, 6)
     right = likeliest(context, 4)
@@ -102,6 +104,7 @@ def test_one_token_that_is_not_the_likeliest_is_not_greedy():
     assert [likelihoods[number].greedy for number in range(3)] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_a_model_reads_no_more_than_it_is_told():
     texts = [(drawn(3, 12), drawn(4, 5)), (drawn(3, 12)[-4:], drawn(4, 5))]
     (_, first), (_, second) = sorted(made(max_length=8).likelihoods(texts))
@@ -120,6 +123,7 @@ def test_an_empty_context_or_continuation_is_told():
         list(made().likelihoods([([2], [])]))
 
 
+@pytest.mark.slow
 def test_logits_are_taken_a_few_columns_at_a_time(monkeypatch):
     texts = [(drawn(i, 4), drawn(i + 50, 15)) for i in range(3)]
     whole = dict(made().likelihoods(texts))
@@ -129,6 +133,7 @@ def test_logits_are_taken_a_few_columns_at_a_time(monkeypatch):
         assert parts[number].logprob == pytest.approx(whole[number].logprob, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_there_are_few_widths():
     assert [bucket(n, limit=100) for n in (1, 16, 17, 64, 65, 100)] == [
         *(16, 16, 32, 64, 100, 100)
@@ -170,6 +175,7 @@ def test_a_response_needs_room():
         )
 
 
+@pytest.mark.slow
 def test_the_program_is_that_of_the_policy_s_own_log_probs():
     """Column for column, with another function of the library on unpadded rows."""
     text = drawn(11, 14)

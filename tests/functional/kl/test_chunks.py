@@ -142,6 +142,7 @@ def top_k_oracle(logits, ref_logits, k, temperature=1.0, direction="reverse"):
     return output
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(("direction", "k", "max_logits"), EXACT)
 def test_exact_matches_the_oracle(direction, k, max_logits):
     for temperature in TEMPERATURES:
@@ -152,6 +153,7 @@ def test_exact_matches_the_oracle(direction, k, max_logits):
         np.testing.assert_array_equal(output[:, 0], 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", one_in(2, DIRECTIONS))
 def test_exact_gradient_matches_finite_differences(direction):
     """Of a reference that is of another width, with other padding."""
@@ -200,6 +202,7 @@ def test_equal_models_have_no_kl_and_no_slope(direction, k, max_logits):
         np.testing.assert_allclose(output, 0.0, atol=1e-5 / temperature)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("max_logits", [2 * B * S * 64, 2**24])
 def test_logits_that_lie_far_apart(direction, max_logits):
@@ -219,6 +222,7 @@ def test_logits_that_lie_far_apart(direction, max_logits):
     np.testing.assert_allclose(output[:, 1:], expected[:, :-1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype(direction):
     half = [x.astype(jnp.bfloat16) for x in (HIDDEN, REF_HIDDEN)]
@@ -300,6 +304,7 @@ def test_rows_on_eight_devices_give_the_same(k):
         np.testing.assert_allclose(gradient, alone, rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_mapped_over_models_it_is_each_models_own():
     """As a sweep does that maps over seeds."""
     hidden = normal(3, B, S, D)
@@ -354,6 +359,7 @@ def test_top_k_keeps_the_policys_words_in_both_directions():
         np.testing.assert_allclose(output, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_top_k_gradient_matches_finite_differences():
     logits, ref_logits = normal(3, 7, scale=2.0), normal(3, 7, scale=2.0)
     for direction in DIRECTIONS:
@@ -369,6 +375,7 @@ def test_top_k_gradient_matches_finite_differences():
         np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_top_k_with_words_that_cannot_come():
     """Words 4 to 6 come in neither model, so that the bucket of k = 4 is empty."""
     logits, ref_logits = normal(7), normal(7)

@@ -171,6 +171,7 @@ PLANT = {
 }
 
 
+@pytest.mark.cases(quick=1)
 @HOLDING
 @pytest.mark.parametrize("lag", one_in(2, [0.5, 0.05]))
 @pytest.mark.parametrize("unit", ["response", "token"])
@@ -195,6 +196,7 @@ WOUND_UP = {
 }
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", WOUND_UP)
 @pytest.mark.parametrize("num_steps", one_in(2, [500, 2000]))
 def test_a_run_that_starts_slowly_comes_back_within_50_steps(name, num_steps):
@@ -205,6 +207,7 @@ def test_a_run_that_starts_slowly_comes_back_within_50_steps(name, num_steps):
     assert coefficients[-1] >= 0.2
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", WOUND_UP)
 @pytest.mark.parametrize("num_steps", one_in(2, [500, 2000]))
 def test_a_run_far_above_its_target_comes_back_within_50_steps(name, num_steps):
@@ -214,6 +217,7 @@ def test_a_run_far_above_its_target_comes_back_within_50_steps(name, num_steps):
     assert coefficients[-1] <= 0.2
 
 
+@pytest.mark.cases(quick=1)
 @HOLDING
 def test_a_late_policy_is_held_at_the_target_too(name):
     """The plant of `simulate`, after 2,000 updates in which it did not move."""
@@ -295,6 +299,7 @@ def test_fixed_stays(kl_coef: float):
     assert coefficients == pytest.approx([kl_coef] * 3)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -314,6 +319,7 @@ def test_scheduled_follows_the_iteration(schedule):
     np.testing.assert_allclose(coefficients, expected + expected[-1:] * 3, rtol=1e-6)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
@@ -393,6 +399,7 @@ def test_what_is_made_may_be_donated():
         assert float(mine) == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_controllers_are_mapped_over_their_coefficient():
     """As a sweep over β does."""
     coefficients = jnp.array([0.02, 0.1, 0.5])
@@ -407,6 +414,7 @@ def test_controllers_are_mapped_over_their_coefficient():
         np.testing.assert_allclose(stepped, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_grid_of_every_number_of_a_controller():
     """Targets, horizons, gains and ends are mapped over as β is; β of a line too."""
 

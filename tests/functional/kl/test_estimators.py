@@ -104,6 +104,7 @@ def test_published_six_words(policy, expected: float):
     assert float(output) == pytest.approx(expected, abs=5e-5)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
 def test_exact_of_equal_models_is_0_and_flat(temperature: float):
     def value(logits):
@@ -140,6 +141,7 @@ def test_exact_gradient_matches_finite_differences(direction):
     assert float(slope) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_exact_with_words_that_cannot_come():
     """Word 5 the policy never says; word 6 neither of the two."""
     policy, reference = LOGITS[0, 0].copy(), REF_LOGITS[0, 0].copy()

@@ -169,6 +169,7 @@ def test_value_matches_the_oracle(penalty):
         assert np.array_equal(shares, (reward_clipped, estimates))
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("penalty", one_in(9, EVERY_VALUE[::2]), ids=words)
 def test_equal_models_are_not_penalised_at_any_temperature(penalty):
     logits = normal(*MASK.shape, 5)
@@ -202,7 +203,7 @@ SOME = penalties(
 )[::5]  # each value of each option is among them
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", one_in(4, SOME), ids=words)
 def test_garbage_under_the_mask_changes_nothing(penalty):
     poisoned = {name: oracles.poison(x, MASK) for name, x in ARRAYS.items()}
@@ -250,6 +251,7 @@ def test_the_gradient_reaches_the_policy_alone(penalty):
     np.testing.assert_array_equal(gradient_of_reward(LOGPROBS), 0.0)
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("value", "grad"), one_in(3, itertools.product(ESTIMATORS, ESTIMATORS))
 )
@@ -349,6 +351,7 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
     assert np.array_equal(stats["penalty/overflowfrac"], (-x > 88.72, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [Penalty(), kl_penalty.UNBIASED_K3, IN_LOSS_K3])
 def test_a_token_that_a_model_never_draws_has_a_finite_penalty(penalty):
     """By the policy, by the reference, by both; of ρ·k3 the limit is π_ref/μ."""
@@ -377,6 +380,7 @@ def test_a_token_that_a_model_never_draws_has_a_finite_penalty(penalty):
         assert np.all(np.isfinite(reward))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", one_in(3, [-3.0, 0.0, 2.0]))
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
@@ -422,6 +426,7 @@ def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
 # --- Monte Carlo --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mu", "spreads", "bias_of_k2"),
     [(0.1, (20, 1.42, 1.42), 0.0025), (1.0, (2, 1.73, 1.70), 0.25)],
@@ -661,6 +666,7 @@ def test_expected_gradient_in_the_reward_is_the_named_one(penalty):
     np.testing.assert_allclose(reward_gradient(penalty), targets(penalty), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_world_tells_the_gradients_apart():
     """Else the tests above could pass by chance."""
     names = ["full reverse", "full forward", "fixed-state reverse"]

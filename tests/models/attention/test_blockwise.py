@@ -64,6 +64,7 @@ def test_responses_to_one_prompt_do_not_visit_each_other():
     assert blocks == [[0, 1, 2, 3], [1, 2], [2], [3]]
 
 
+@pytest.mark.slow
 def test_holes_in_a_mask_are_those_of_xla():
     """Texts need not stand side by side for values; no block of theirs is skipped."""
     rng = np.random.default_rng(0)

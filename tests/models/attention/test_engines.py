@@ -40,7 +40,7 @@ for_each_engine_and_case = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.cases(quick=4)
+@pytest.mark.cases(quick=2)
 @for_each_engine_and_case
 def test_values_and_gradients_are_the_oracles(engine, name):
     """At tokens; also with large numbers at padding, which is finite all the same."""
@@ -190,7 +190,7 @@ def test_cudnn_s_form_of_rows_with_one_text(name):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -78,6 +78,7 @@ def test_continuous_batching_draws_the_same_samples(model):
     np.testing.assert_allclose(samples.logprobs, expected.logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_local_layer_caches_its_window_alone():
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
     index = np.arange(len(LENGTHS), dtype=np.int32)
@@ -169,6 +170,7 @@ def test_texts_that_share_a_row_are_read_as_if_alone(model):
     np.testing.assert_allclose(together[0, 7:], apart[1, :5], atol=1e-5)
 
 
+@pytest.mark.cases(quick=1)
 @both
 def test_a_token_out_of_the_window_is_not_seen(model):
     """Of one layer: deeper ones see further through it."""
@@ -205,6 +207,7 @@ def capped(hidden, head):
     return CAP * jnp.tanh(logits / CAP)
 
 
+@pytest.mark.slow
 def test_logprobs_and_entropy_of_soft_capped_logits():
     (hidden, head), _, tokens = inputs()
     weights = np.random.default_rng(1).normal(size=(2, *tokens.shape))
@@ -305,6 +308,7 @@ def test_kl_of_soft_capped_logits(direction, k):
     np.testing.assert_array_equal(same, 0.0)
 
 
+@pytest.mark.slow
 def test_exact_kl_of_a_policy_reads_its_soft_cap():
     params, other = (tiny.params(tiny.MIXED, seed) for seed in (0, 1))
     tokens, mask = tiny.batch((7, 5), 7, side="right")

@@ -244,6 +244,7 @@ def test_fused_heads_are_read_onto_a_mesh_and_without_the_prefix(tmp_path):
     chex.assert_trees_all_equal(bare, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, ["phi3", "gpt_neox"]))
 def test_adapters_of_fused_layers_are_written_where_the_layers_are(tmp_path, name):
     model, params = loaded(name)

@@ -268,6 +268,7 @@ def test_on_a_mesh():
     np.testing.assert_allclose(output.old_logprobs, expected.old_logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_recipe_passes_its_places_on(monkeypatch):
     """No number would show it."""
     places_of_calls = []
@@ -299,6 +300,7 @@ def test_a_recipe_passes_its_places_on(monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_places_that_cannot_be():
     def call(places, **options):
         named = {

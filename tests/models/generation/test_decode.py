@@ -292,6 +292,7 @@ def test_both_parts_draw_what_generate_draws():
         np.testing.assert_allclose(a[mask], b[mask], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_donated_cache_is_written_in_place():
     state, compiled, _ = in_two_parts()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.caches))
@@ -438,7 +439,7 @@ counted = jax.jit(
 )
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 3.0])
 @pytest.mark.parametrize("words", [200, 50_257])
 def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
@@ -474,7 +475,7 @@ def test_a_uniform_number_of_0_takes_no_unlikely_first_token(words):
     assert int(tokens[0]) == 1
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [200, 5 * sampling.BLOCK - 3])
 def test_logits_of_bfloat16_are_taken_to_float32(words):
     logits = random_logits(words, jnp.bfloat16)
@@ -518,7 +519,7 @@ def test_unlikely_tokens_come_as_often_as_their_mass(temperature, dtype, planted
     assert came[mass < 1e-3].max(initial=0) == 0
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])
 def test_a_token_of_probability_0_is_never_drawn(monkeypatch, uniform):
     monkeypatch.setattr(jax.random, "uniform", lambda key: jnp.float32(uniform))
@@ -668,6 +669,7 @@ def test_nothing_predicts_the_first_token_of_an_empty_prompt(continuous_batching
     np.testing.assert_array_equal(output.tokens[empty, 4], other.tokens[empty, 4])
 
 
+@pytest.mark.slow
 def test_a_token_that_nothing_predicts_is_uniform():
     rows, vocabulary = 20_000, 10
     logits = jnp.full((rows, vocabulary), jnp.nan).at[:, 0].set(9.0)

@@ -109,7 +109,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.cases(quick=1, slow=4)
+@pytest.mark.cases(slow=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -188,6 +188,7 @@ def test_prompts_that_always_fit_together():
         most(8, 2)
 
 
+@pytest.mark.slow
 def test_rows_that_go_on_move_with_their_pages():
     table = page_table.empty(places=PLACES, pages=9, size=SIZE, longest=LONGEST)
 

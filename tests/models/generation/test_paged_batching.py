@@ -375,6 +375,7 @@ def test_attention_to_pages_by_hand(softcap, cache):
             np.testing.assert_allclose(output[row, head, 0], expected_row, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_ring_of_pages_by_hand():
     """Tokens 0 to 4 are there, and 5 comes; the second row has none, and its first."""
     pages = pages_module.ring(jnp.array([5, 0]), size=4, going=jnp.array([True, False]))
@@ -427,6 +428,7 @@ def test_prompts_fill_rings_and_pages(cache):
                 )
 
 
+@pytest.mark.slow
 def test_pools_that_cannot_be():
     def call(model, places=3, **options):
         run = functools.partial(

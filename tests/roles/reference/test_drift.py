@@ -82,6 +82,7 @@ def test_a_moved_tensor_of_zeros_and_a_bfloat16_reference():
     assert 2.0 < float(table["absolute"]) < 2.05
 
 
+@pytest.mark.slow
 def test_a_reference_in_int8_is_compared_as_it_is_read():
     """Rounding is drift, too: of a tensor and its int8, and nothing else here."""
     params = as_jax(tree())

@@ -51,6 +51,7 @@ def mesh_of(*shape):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("dtype", one_in(2, [None, "float32", "bfloat16"]))
 @pytest.mark.parametrize("sharded", one_in(2, [True, False]))
 def test_a_copy_outlives_the_donation_of_its_source(dtype, sharded):
@@ -160,6 +161,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_verify_names_the_leaf_that_moved(change):
     path, move = change
@@ -233,7 +235,7 @@ def test_a_digest_gathers_nothing():
         assert math.prod(int(size) for size in sizes.split(",") if size) <= 8
 
 
-@pytest.mark.cases(quick=5)
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 2, 4)])
 def test_a_digest_is_the_oracle_s(dtype, shape):

@@ -50,6 +50,7 @@ def same_bits(left, right):
     chex.assert_trees_all_equal(left, right)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -71,7 +72,7 @@ def test_a_reset_is_a_freeze_of_the_policy_in_the_same_storage(how):
     same_bits(reference, frozen.freeze(START, **how()))  # a value: the old one stands
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("how", one_in(2, STORED.values()), ids=STORED.keys())
 def test_a_mixture_by_hand_in_every_storage(how):
     reference = frozen.freeze(START, **how())
@@ -94,6 +95,7 @@ def test_a_mixture_by_hand_in_every_storage(how):
     frozen.verify(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -130,6 +132,7 @@ def test_they_trace_as_one_line_of_a_program(how):
             )
 
 
+@pytest.mark.slow
 def test_the_source_digests_of_a_mixture_are_of_what_was_stored():
     """In float32 nothing is lost, so source and stored are one; in int8 they differ."""
     moved = lifecycle.mix(frozen.freeze(START), POLICY, rate=0.25)
@@ -150,6 +153,7 @@ def test_a_rate_of_one_is_a_reset_and_of_zero_nothing():
     same_bits(lifecycle.mix(reference, POLICY, rate=0.0), reference)
 
 
+@pytest.mark.slow
 def test_mixtures_close_in_on_the_policy_geometrically():
     reference = frozen.freeze(START)
     first = float(drift.weight_drift(POLICY, reference.stored)["absolute"])
@@ -272,6 +276,7 @@ def test_another_model_is_refused(dtype):
 SHAPES = [[1, 4, 5], [2, 1, 5], [2, 4, 1], [2, 1, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", one_in(4, SHAPES))
 def test_matrices_of_one_row_or_column_keep_their_int8_axis(shape):
     """The axis is read off the scales, which axes of size 1 could confuse."""

@@ -55,6 +55,7 @@ def assert_stands(reference, before):
 # The buffers.
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("how", one_in(4, STORED.values()), ids=STORED.keys())
 def test_nothing_of_the_policy_is_shared(how):
     """An alias of any leaf, the tied table among them, would die or change with it."""
@@ -90,7 +91,7 @@ def test_writes_into_the_source_s_numpy_buffer_do_not_reach_it(how):
     assert_stands(reference, before)
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=1)
 @for_each_storage
 def test_numpy_views_of_it_are_read_only(how):
     reference = frozen.freeze(toys.weights(), **how())
@@ -99,6 +100,7 @@ def test_numpy_views_of_it_are_read_only(how):
             np.asarray(leaf).reshape(-1)[0] = 0
 
 
+@pytest.mark.cases(quick=4)
 @for_each_storage
 def test_a_write_past_all_guards_is_told(how):
     """One byte in the buffer itself, as a library in C could write it."""
@@ -117,6 +119,7 @@ def test_a_write_past_all_guards_is_told(how):
 # The optimizer.
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", ["copy", "bfloat16", "host"])
 def test_an_optimizer_over_a_tree_that_contains_it_is_told(name):
     """Its gradient is zero, but weight decay needs none."""

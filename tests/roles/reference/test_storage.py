@@ -80,6 +80,7 @@ def as_stored(params, *, dtype=None, embeddings=None, memory=None):
 # --- what a way says ----------------------------------------------------------
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "model", [SQUARE, pytest.param(tiny.LLAMA, marks=pytest.mark.long)]
 )
@@ -138,6 +139,7 @@ def test_int8_is_within_half_a_step_of_the_oracle():
     np.testing.assert_array_equal(dead.read(), 0.0)
 
 
+@pytest.mark.slow
 def test_rows_of_an_int8_table_are_those_of_the_whole():
     table = storage.quantise(
         jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), jnp.float32), axis=-1
@@ -168,6 +170,7 @@ def test_what_is_stored_is_copied_as_it_is():
         frozen.verify(again)
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_stored_another_way():
     params = tiny.params(SQUARE)
     eight = storage.store(params, dtype="int8", memory="pinned_host")
@@ -187,6 +190,7 @@ def test_what_is_stored_is_stored_another_way():
     assert kinds(half) == {"pinned_host"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, ["host-int8", "copy", "int8"]))
 def test_freezing_inside_jit_is_freezing(name):
     params = tiny.params(SQUARE)

@@ -181,6 +181,7 @@ def test_running_moments_leave_out_what_is_not_finite():
         assert float(state.mean_rest) == float(state.variance_rest) == 0.0
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
 def test_running_moments_of_many_scores_near_1000_keep_their_digits(spread):
     """192,000 scores, 64 at a time, as the sums of float64 have them."""
@@ -203,6 +204,7 @@ def test_running_moments_of_many_scores_near_1000_keep_their_digits(spread):
     assert float(moments.variance) == pytest.approx(variance, rel=1e-5, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", [np.full(300, 100.1), np.full(977, 1000.1)])
 def test_equal_scores_cannot_be_normalised(scores):
     with pytest.raises(InputError, match=r"standard deviation 0\.0"):

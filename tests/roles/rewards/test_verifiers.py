@@ -153,6 +153,7 @@ def test_without_a_marker_the_last_number_may_count():
     assert lenient("q", "", row) == 0
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_every_row_of_gsm8k(shared_data, part):
     """Against the expression of openai/grade-school-math, which strips commas."""

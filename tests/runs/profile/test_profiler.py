@@ -165,6 +165,7 @@ def test_a_resume_after_the_window_says_so(tmp_path, plain, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_profile_is_read_of_the_steps_that_are_asked_for(tmp_path, plain):
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="2:4")
     play(config)

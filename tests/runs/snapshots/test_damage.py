@@ -16,8 +16,8 @@ import numpy as np
 import optax
 import oracles
 import pytest
+import toys
 
-from rlhf_jax import frozen
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics, run
 from rlhf_jax.runs.run_config import RunConfig
@@ -28,7 +28,7 @@ from rlhf_jax.runs.snapshots.snapshots import Snapshots, _flat, _raw
 from rlhf_jax.train import main
 
 ADAM = optax.adam(1e-2)
-REFERENCE = frozen.freeze({"w": jnp.arange(12.0).reshape(3, 4)})
+REFERENCE = toys.freeze({"w": toys.array(np.arange(12).reshape(3, 4))})
 STAGES = {"first": 4, "second": 6}
 
 
@@ -353,6 +353,7 @@ def test_a_damaged_newest_snapshot_is_gone_back_from(out, finished, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_it_went_back_goes_on(out, finished, monkeypatch):
     damage(out, "second", 6)
     monkeypatch.setattr(run.Stage, "end_step", None)
@@ -377,6 +378,7 @@ def test_nothing_whole_is_begun_again(out, finished):
     assert rows(out) == rows(finished[0])
 
 
+@pytest.mark.slow
 def test_the_number_is_of_the_stage_that_is_damaged(out, finished):
     """An earlier stage goes back; what came after it stays."""
     damage(out, "first", 4)

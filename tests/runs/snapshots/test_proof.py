@@ -1,6 +1,7 @@
 """The proof that a run carries of its frozen models, while it runs and from disk."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 from tiers import one_in
 
 from rlhf_jax import drift, frozen
@@ -37,15 +39,18 @@ def weights(seed=0):
     rng = np.random.default_rng(seed)
     shapes = {"a": (2, 4, 4), "b": (2, 4, 4)}
     layers = {
-        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for name, shape in shapes.items()
+        name: toys.array(rng.normal(size=shape)) for name, shape in shapes.items()
     }
-    return {"embed": {"tokens": jnp.ones((4, 4))}, "layers": layers}
+    return {"embed": {"tokens": toys.array(np.ones((4, 4)))}, "layers": layers}
 
 
-JUDGE = frozen.freeze({"score": jnp.arange(3.0)})
-REFERENCE = frozen.freeze(weights())
-STORED = frozen.freeze(weights(), dtype="int8", memory="pinned_host")
+@functools.cache
+def stored():
+    return frozen.freeze(weights(), dtype="int8", memory="pinned_host")
+
+
+JUDGE = toys.freeze({"score": toys.array(range(3))})
+REFERENCE = toys.freeze(weights())
 MIXED = Lifecycle(Mix(3, 0.25))
 LIVES = {
     "frozen": lifecycle.FROZEN,
@@ -145,7 +150,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_bit(tmp_path, life, how):
 
 @pytest.mark.slow
 def test_what_verify_says_of_each_life(finished, tmp_path):
-    start = frozen.fingerprint_of(STORED).root
+    start = frozen.fingerprint_of(stored()).root
     still = (start, "as it began")
     assert rooted(finished) == dict.fromkeys((2, 4, 6, 8), still)
     start = frozen.fingerprint_of(REFERENCE).root
@@ -198,6 +203,7 @@ def test_a_model_frozen_of_a_stored_one_is_on_record_too(tmp_path):
 # While it runs.
 
 
+@pytest.mark.slow
 def test_mixing_when_no_lifecycle_asks_for_it_stops_the_run(tmp_path):
     """The new digests are right, so only the beginning tells."""
 
@@ -254,6 +260,7 @@ def test_a_model_that_moved_before_its_stage_stops_it_at_once(tmp_path):
 # On resume.
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_models_is_refused(tmp_path):
     play(tmp_path, life=MIXED, stop=5)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -307,7 +314,7 @@ def tampered(source, out, change, *, step=8):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
-    play(out, reference=STORED)
+    play(out, reference=stored())
     return out
 
 
@@ -414,6 +421,7 @@ def test_verify_writes_nothing(finished):
     assert contents() == before
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("file", one_in(2, ["meta/metadata", "arrays/_METADATA"]))
 def test_a_damaged_snapshot_is_told(finished, tmp_path, file, capsys):
     out = tmp_path / "run"

@@ -136,6 +136,7 @@ def test_donating_the_arrays_after_save_does_not_change_the_snapshot(tmp_path):
         assert overwrite(restored["x"])[5] == -1
 
 
+@pytest.mark.slow
 def test_arrays_come_back_onto_the_sharding_of_like(tmp_path):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))

@@ -107,6 +107,7 @@ def check(monkeypatch):
     return check
 
 
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize("pair", TABLE, ids=" with ".join)
 def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, check):
     config = parse(PAIRS[pair])
@@ -168,7 +169,7 @@ def test_a_command_line_is_refused_with_status_2(monkeypatch, check, capsys):
     assert "as all of its batches have" in capsys.readouterr().err
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", features.METHODS)
 def test_a_method_refuses_an_option_by_what_the_method_is_alone(name, check):
     alone = parse(name)

@@ -15,6 +15,7 @@ def config_of(trainer, *argv):
     return command_line.parse(trainer.Config, description="", argv=words)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("trainer", [ppo, grpo, reinforce])
 def test_samples_of_an_older_policy_are_weighted_unless_asked_otherwise(trainer):
     def corrected(*argv):
@@ -38,6 +39,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
     assert config_of(ppo, *last).staleness == 0
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("trainer", "argv", "message"),
     [
