@@ -114,7 +114,8 @@ CLAIMS = {  # of the prose, and what must stand in the outputs
     ),
     "your_checkpoint_and_reward": (
         r"reference verified, fingerprint \w{32}\n",
-        r"held-out score -\d\.\d+ before, [1-9]\.\d+ after\n",
+        r"│ score +│ [1-9]\.\d+ .*│ 0\.\d+ .*│\n",
+        r"│ KL to the reference \[nats\] +│ .* │ +[12]\.\d+ │\n",
         r"GPT2LMHeadModel",
     ),
 }
