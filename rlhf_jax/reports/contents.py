@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, glossary, grouping, samples
-from rlhf_jax.reports.curves import FINER, KL, curves, tables
+from rlhf_jax.reports.curves import FINER, KL, curves, tables, thinned
 from rlhf_jax.reports.grouping import Groups
 from rlhf_jax.reports.reading import Run
 from rlhf_jax.runs.alarms import verdicts
@@ -17,7 +17,8 @@ from rlhf_jax.runs.metrics import finite
 SIZE = 9_500_000  # bytes of JSON; the charts' library takes 4.8 million more
 CURVES = 6_000_000  # bytes that curves may take of it
 POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # of a curve, the most that fit
-FEWEST = 3000  # bytes of a run's samples, however many runs
+FEWEST = 3000  # bytes of a run's samples, as long as all of them are below LEAST
+LEAST = 2_000_000  # bytes that samples may always take
 FIRST = (
     *(verdicts.SCORE, verdicts.JUDGE, KL, "objective/ref_nll"),
     *("response/length", "response/distinct_fraction", "objective/entropy"),
@@ -60,10 +61,17 @@ def contents(
     _check_metrics(metrics, runs)
     have = "1 run has" if len(waiting) == 1 else f"{len(waiting)} runs have"
     notes = [f"{have} no step yet: {', '.join(waiting[:5])}"] if waiting else []
+    notes += _unproved(runs)
     notes += _repeated(runs, groups)
-    drawn, points = _curves(
+    drawn, points, left_out = _curves(
         runs, groups, limit=min(CURVES, size * 2 // 3), metrics=metrics
     )
+    if left_out:
+        notes.append(
+            f"Curves are of {len(groups.groups) - left_out} of {len(groups.groups)} "
+            f"configs, to bound the page; the table has all runs. Give fewer runs for "
+            f"the others."
+        )
     steps = max(row["step"] + 1 for run in runs for row in run.metrics)
     if points < min(steps, POINTS[0]):
         notes.append(
@@ -89,7 +97,8 @@ def contents(
         _record(run, group=group_of[number], rows=of_run)
         for number, (run, of_run) in enumerate(zip(runs, rows, strict=True))
     ]
-    left = max(size - document.written(data), FEWEST * len(runs))
+    least = min(FEWEST * len(runs), LEAST)
+    left = max(size - document.written(data), least)
     shown_rows = _shared_out(rows, size=left)
     for record, mine, all_ in zip(records, shown_rows, rows, strict=True):
         record |= {"samples": mine, "sampled": len(all_)}
@@ -101,6 +110,23 @@ def contents(
             f"samples.jsonl of a run has all."
         )
     return Contents(data, notes)
+
+
+def _unproved(runs: Sequence[Run]) -> list[str]:
+    """A note for each run whose files are damaged, and one of what is not proven."""
+    notes = [
+        f"{run.name} IS DAMAGED, and its numbers are shown as they stand: "
+        f"{'; '.join(run.faults[:5])}"
+        for run in runs
+        if run.faults
+    ]
+    doubtful = [run for run in runs if run.unproven and not run.faults]
+    if doubtful:
+        notes.append(
+            f"Not proven are files of {len(doubtful)} of {len(runs)} runs, as of "
+            f"{doubtful[0].name}: {'; '.join(doubtful[0].unproven[:3])}."
+        )
+    return notes
 
 
 def _repeated(runs: Sequence[Run], groups: Groups) -> list[str]:
@@ -129,14 +155,27 @@ def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
 
 def _curves(
     runs: Sequence[Run], groups: Groups, *, limit: int, metrics: Sequence[str]
-) -> tuple[dict[str, Json], int]:
-    """The curves with the most points that fit, and how many those are at most."""
+) -> tuple[dict[str, Json], int, int]:
+    """The curves with the most points that fit.
+
+    Returns:
+      The curves, how many points they have at most, and how many groups have none:
+      where the fewest points of all are too much, others are chosen evenly.
+    """
     of_groups = tables(runs, groups.groups)
+    fine = (*FIRST, *metrics)
+    count, size = len(groups.groups), 0
     for points in POINTS:
-        drawn = curves(of_groups, points=points, fine=(*FIRST, *metrics))
-        if document.written(drawn) <= limit or points == POINTS[-1]:
-            return drawn, points
-    raise AssertionError("the last number of points is taken")
+        drawn = curves(of_groups, points=points, fine=fine)
+        if (size := document.written(drawn)) <= limit:
+            return drawn, points, 0
+    chosen = {*thinned(count, points=max(2, count * limit // size))}
+    of_chosen = [table for table in of_groups if table.group in chosen]
+    return (
+        curves(of_chosen, points=POINTS[-1], fine=fine),
+        POINTS[-1],
+        count - len(chosen),
+    )
 
 
 def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[str]:
@@ -174,6 +213,7 @@ def _record(
         "stage": run.stage,
         "steps": run.metrics[-1]["step"] + 1,
         "done": run.summary is not None,
+        "damaged": bool(run.faults),
         "last": last,
         "gold": finite(summary.get("gold_policy")),
         "verdict": verdict._asdict(),

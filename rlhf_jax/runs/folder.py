@@ -28,6 +28,7 @@ from rlhf_jax.devices import precision, processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, write_errors
 from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
 from rlhf_jax.runs.snapshots import resume
 
@@ -144,12 +145,16 @@ def _open(config: RunConfig) -> None:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Writes summary.json, whole or not at all; NaN and infinity raise ValueError."""
-    write_json(folder / "summary.json", summary)
+    """Writes summary.json, whole or not at all; NaN and infinity raise ValueError.
+
+    It is the last file of a run, and ends with the sums of all others (`proof`).
+    """
+    if processes.is_first():
+        write_json(folder / run_files.SUMMARY, run_files.sealed(folder, summary))
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What summary.json holds.
+    """What summary.json holds, without its proof.
 
     Raises:
       InputError: it is missing, or is not what a run writes.
@@ -158,7 +163,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     try:
         match json.loads(path.read_text(encoding="utf-8")):
             case dict() as summary:
-                return summary
+                return {k: v for k, v in summary.items() if k != sums.PROOF}
         got = "another JSON value than an object"
     except (OSError, ValueError) as error:
         got = str(error)
@@ -214,7 +219,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes strict JSON, whole or not at all; NaN and infinity raise ValueError."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text(path, sums.written(value))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -71,7 +71,7 @@ ASK = {
     ),
     "verify": Command(
         "queries.verify",
-        "Whether the snapshots of a run are whole and its frozen models unmoved.",
+        "Whether a run, sweep or model is as it was written, its reference unmoved.",
     ),
     "kl": Command(
         "queries.token_kl", "The KL of a text between two models, token by token."
