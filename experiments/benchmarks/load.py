@@ -58,7 +58,7 @@ class Case(NamedTuple):
     work: Callable[[Path], dict[str, float]]  # returns further figures
     seconds: float
     mb: float
-    figures: dict[str, float] = {}  # name: at most
+    figures: dict[str, float]  # further ones, at most
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -209,11 +209,11 @@ def read_line(place: Path) -> dict[str, float]:
 
 PAGE = {"page_mb": 20.0}
 CASES = {
-    "200,000 prompts": Case(200_000, make_prompts, read_prompts, 60, 2000),
+    "200,000 prompts": Case(200_000, make_prompts, read_prompts, 60, 2000, {}),
     "10,000 runs, report": Case(10_000, make_runs, write_report, 60, 2000, PAGE),
-    "500 cells, sweep and paper": Case(500, make_sweep, collect_sweep, 120, 2000),
-    "1,000,000 rows, resume": Case(1_000_000, make_long, resume_long, 90, 2000),
-    "1,000,000 rows, verify": Case(1_000_000, make_long, verify_long, 15, 2000),
+    "500 cells, sweep and paper": Case(500, make_sweep, collect_sweep, 120, 2000, {}),
+    "1,000,000 rows, resume": Case(1_000_000, make_long, resume_long, 90, 2000, {}),
+    "1,000,000 rows, verify": Case(1_000_000, make_long, verify_long, 15, 2000, {}),
     "1,000,000 rows, report": Case(1_000_000, make_long, write_report, 90, 4000, PAGE),
     "a line of 50 MB": Case(50_000_000, make_line, read_line, 30, 2000, PAGE),
 }

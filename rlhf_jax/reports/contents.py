@@ -19,6 +19,7 @@ CURVES = 6_000_000  # bytes that curves may take of it
 POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # of a curve, the most that fit
 FEWEST = 3000  # bytes of a run's samples, as long as all of them are below LEAST
 LEAST = 2_000_000  # bytes that samples may always take
+MORE = 10  # times an even share: the most that a run's samples may take
 FIRST = (
     *(verdicts.SCORE, verdicts.JUDGE, KL, "objective/ref_nll"),
     *("response/length", "response/distinct_fraction", "objective/entropy"),
@@ -91,18 +92,21 @@ def contents(
         "notes": notes,
         "runs": [],
     }
-    rows = [samples.rows_of(run) for run in runs]
     group_of = {run: g for g, group in enumerate(groups.groups) for run in group.runs}
-    data["runs"] = records = [
-        _record(run, group=group_of[number], rows=of_run)
-        for number, (run, of_run) in enumerate(zip(runs, rows, strict=True))
-    ]
+    rows = []
+    data["runs"] = records = []
+    for number, run in enumerate(runs):
+        of_run = samples.rows_of(run)
+        record = _record(run, group=group_of[number], rows=of_run)
+        records.append(record | {"sampled": len(of_run)})
+        # Of many runs none keeps more than is likely to be shown.
+        rows.append(samples.within(of_run, size=max(FEWEST, MORE * size // len(runs))))
     least = min(FEWEST * len(runs), LEAST)
     left = max(size - document.written(data), least)
     shown_rows = _shared_out(rows, size=left)
-    for record, mine, all_ in zip(records, shown_rows, rows, strict=True):
-        record |= {"samples": mine, "sampled": len(all_)}
-    shown, recorded = (sum(map(len, lists)) for lists in (shown_rows, rows))
+    for record, mine in zip(records, shown_rows, strict=True):
+        record["samples"] = mine
+    shown, recorded = sum(map(len, shown_rows)), sum(r["sampled"] for r in records)
     if shown < recorded:
         notes.append(
             f"{shown} of {recorded} recorded responses are shown, to bound the page: "
@@ -165,10 +169,14 @@ def _curves(
     of_groups = tables(runs, groups.groups)
     fine = (*FIRST, *metrics)
     count, size = len(groups.groups), 0
+    longest = max((len(table.steps) for table in of_groups), default=0)
+    before = None
     for points in POINTS:
-        drawn = curves(of_groups, points=points, fine=fine)
-        if (size := document.written(drawn)) <= limit:
-            return drawn, points, 0
+        thin = min(points, longest), min(FINER * points, longest)
+        if thin != before:
+            drawn, before = curves(of_groups, points=points, fine=fine), thin
+            if (size := document.written(drawn)) <= limit:
+                return drawn, points, 0
     chosen = {*thinned(count, points=max(2, count * limit // size))}
     of_chosen = [table for table in of_groups if table.group in chosen]
     return (

@@ -31,12 +31,24 @@ class Run:
     config: dict[str, Any]
     versions: dict[str, Any]
     metrics: list[Row]
-    samples: list[Row]
-    timings: list[Row]
     summary: dict[str, Any] | None  # None while it runs
     name: str  # shortest path that tells it from the others
     faults: list[str] = dataclasses.field(default_factory=list)  # of its files
     unproven: list[str] = dataclasses.field(default_factory=list)  # of them
+
+    @property
+    def samples(self) -> list[Row]:
+        """Rows of samples.jsonl, which are read each time: those of all runs are many.
+
+        Raises:
+          InputError: a line is no row, as of `timings`.
+        """
+        return [*metrics.read(self.folder / "samples.jsonl")]
+
+    @property
+    def timings(self) -> list[Row]:
+        """Rows of timings.jsonl, which are read each time."""
+        return [*metrics.read(self.folder / "timings.jsonl")]
 
     @functools.cached_property
     def stage(self) -> str:
@@ -155,8 +167,6 @@ def read(place: Path, *, name: str) -> Run | None:
         config=config,
         versions=recorded["versions"],
         metrics=rows,
-        samples=[*metrics.read(place / "samples.jsonl")],
-        timings=[*metrics.read(place / "timings.jsonl")],
         summary=folder.read_summary(place) if done else None,
         name=name,
         faults=checked.faults,

@@ -336,6 +336,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def finite(value: Any) -> float | None:
     """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
+    if type(value) is float:  # nearly all are
+        return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -23,11 +23,11 @@ READ = (*run_files.OPTIONS, run_files.SUMMARY, "metrics.jsonl", "timings.jsonl")
 class Results(NamedTuple):
     """The numbers of all runs that are done."""
 
-    unproven: list[str]  # what to tell of runs whose files nothing vouches for
     # {measure: {cell: {seed: value}}}
     values: Mapping[str, Mapping[Cell, Numbers]]
     absent: list[str]  # what to tell of measures that no run has
     answers: dict[str, tuple[str, Answered]]  # {name: (claim, answer)}
+    unproven: Sequence[str] = ()  # what to tell of runs whose files may be damaged
 
 
 def check_claims(sweep: Sweep) -> None:
@@ -66,7 +66,7 @@ def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
         name: (claim, claims.answer(claim, lookup=lookup))
         for name, claim in sweep.claims.items()
     }
-    return Results(unproven, values, absent, answers)
+    return Results(values, absent, answers, unproven)
 
 
 def checked(done: Sequence[Planned]) -> list[str]:
@@ -109,7 +109,7 @@ def check(out: Path) -> Checked:
         try:
             if (out / name).exists():
                 proofs[name] = sums.opened(out / name)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             faults.append(f"{name}: {error}")
     proof = proofs.get(NAME)
     if proof is None:

@@ -66,7 +66,7 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
     if is_over := (folder / SUMMARY).exists():
         try:
             proof = sums.opened(folder / SUMMARY)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             faults.append(f"{SUMMARY}: {error}")
     metas: list[tuple[str, int, Meta]] = []
     if proof is None or only is None:

@@ -19,6 +19,7 @@ from typing import Any
 
 Sum = list[Any]
 PROOF = "proof"  # the key of a sealed document
+LARGE = 2**24  # bytes of files that are worth threads
 
 
 class Rolling:
@@ -47,10 +48,12 @@ def of_file(path: Path) -> Sum:
 
 def of_files(folder: Path, names: Sequence[str]) -> dict[str, Sum]:
     """{name: sum} of the files of a folder that are there; large ones side by side."""
-    there = [name for name in names if (folder / name).is_file()]
+    paths = [path for name in names if (path := folder / name).is_file()]
+    there = [path.relative_to(folder).as_posix() for path in paths]
+    if sum(path.stat().st_size for path in paths) < LARGE:
+        return dict(zip(there, map(of_file, paths), strict=True))
     with ThreadPoolExecutor() as pool:
-        sums = pool.map(of_file, (folder / name for name in there))
-        return dict(zip(there, sums, strict=True))
+        return dict(zip(there, pool.map(of_file, paths), strict=True))
 
 
 def of_rows(path: Path, *, stage: str, size: int | None = None) -> Rolling:
@@ -107,13 +110,12 @@ def opened(path: Path) -> dict[str, Any] | None:
     """The proof of a sealed document that is whole; None where it has none.
 
     Raises:
-      ValueError: it is not as it was written; says why.
+      ValueError: it is not as it was written; says why. OSError: it cannot be read.
     """
+    content = path.read_bytes()
     try:
-        text = path.read_bytes().decode()
+        text = content.decode()
         value = json.loads(text)
-    except OSError as error:
-        raise ValueError(error.strerror) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(value, dict) or PROOF not in value:
