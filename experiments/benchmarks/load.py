@@ -33,6 +33,9 @@ from rlhf_jax.runs import report as tables
 HERE = Path(__file__).resolve().parents[1]
 SEEDS = 5  # runs of one config
 STEPS = 50  # of a run
+OPTIONS = {  # as many as those of a trainer, in groups
+    f"group_{n}": {f"option_{k}": k / 10 for k in range(10)} for n in range(12)
+}
 VERSIONS = {"python": "3.11", "rlhf_jax": "0.2.0", "jax": "0.10.2"}
 SWEEP = """
 trainer = "ppo"
@@ -70,7 +73,7 @@ def write_run(place: Path, *, kl_coef: float, seed: int, steps: int = STEPS) -> 
     """A run folder as `rlhf-jax ppo` leaves it, without snapshots and a model."""
     place.mkdir(parents=True)
     rng = np.random.default_rng([seed, int(1e6 * kl_coef)])
-    config = {"out": str(place), "seed": seed, "kl": {"kl_coef": kl_coef}}
+    config = {"out": str(place), "seed": seed, "kl": {"kl_coef": kl_coef}} | OPTIONS
     folder.write_json(
         place / folder.CONFIG, {"config": config, "versions": {**VERSIONS}}
     )

@@ -267,8 +267,11 @@ def _shared_out(
 ) -> list[list[dict[str, Json]]]:
     """The rows of each run that fit when all share the bytes evenly.
 
-    What runs with few rows leave is shared among the others.
+    What runs with few rows leave is shared among the others. Of more runs than have
+    FEWEST bytes each, some that stand evenly apart have rows.
     """
+    few = {*thinned(len(rows), points=max(2, size // FEWEST))}
+    rows = [of_run if n in few else [] for n, of_run in enumerate(rows)]
     costs = [sum(document.written(row) + 2 for row in of_run) for of_run in rows]
     shares = [0] * len(rows)
     left, open_ = size, sorted(range(len(rows)), key=lambda number: costs[number])

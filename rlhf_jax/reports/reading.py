@@ -155,16 +155,15 @@ def read(place: Path, *, name: str) -> Run | None:
     Raises:
       InputError: a file is not what a run writes.
     """
-    config = folder.read_config(place / folder.CONFIG)
+    recorded = folder.read_recorded(place / folder.CONFIG)
     rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:
         return None
     done = (place / run_files.SUMMARY).exists()
     checked = run_files.check(place, only=READ)
-    recorded = json.loads((place / folder.CONFIG).read_text(encoding="utf-8"))
     return Run(
         folder=place,
-        config=config,
+        config=recorded["config"],
         versions=recorded["versions"],
         metrics=rows,
         summary=folder.read_summary(place) if done else None,

@@ -122,7 +122,7 @@ def _open(config: RunConfig) -> None:
     check_run(config)
     out, path = config.out, config.out / CONFIG
     if _contents(out):
-        recorded = _read(path)["versions"]
+        recorded = read_recorded(path)["versions"]
         for name, now in versions().items():
             if recorded.get(name, now) != now:
                 print(
@@ -135,7 +135,7 @@ def _open(config: RunConfig) -> None:
             resume.tell_changes(before, fields, names)
         recorded_config = read_config(path)
         if resume.differing(recorded_config, fields, but=frozenset(MAY_DIFFER)):
-            write_json(path, _read(path) | {"config": fields})
+            write_json(path, read_recorded(path) | {"config": fields})
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
       InputError: the file is missing or is not a run's config.json.
     """
-    return _read(path)["config"]
+    return read_recorded(path)["config"]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -269,7 +269,12 @@ def _check_writable(folder: Path) -> None:
             )
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read_recorded(path: Path) -> dict[str, dict[str, Any]]:
+    """What a config.json holds: "config" and "versions".
+
+    Raises:
+      InputError: the file is missing or is not a run's config.json.
+    """
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
         match recorded:
