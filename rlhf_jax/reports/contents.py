@@ -18,7 +18,9 @@ SIZE = 9_500_000  # bytes of JSON; the charts' library takes 4.8 million more
 CURVES = 6_000_000  # bytes that curves may take of it
 POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # of a curve, the most that fit
 FEWEST = 3000  # bytes of a run's samples, as long as all of them are below LEAST
+FLAGGED = ("hacked", "collapsed", "degraded")  # verdicts that a reader comes for
 LEAST = 2_000_000  # bytes that samples may always take
+NUMBER = 4  # bytes of a number of a curve, at least; most take 7
 MORE = 10  # times an even share: the most that a run's samples may take
 FIRST = (
     *(verdicts.SCORE, verdicts.JUDGE, KL, "objective/ref_nll"),
@@ -64,8 +66,21 @@ def contents(
     notes = [f"{have} no step yet: {', '.join(waiting[:5])}"] if waiting else []
     notes += _unproved(runs)
     notes += _repeated(runs, groups)
+    group_of = {run: g for g, group in enumerate(groups.groups) for run in group.runs}
+    rows, records = [], []
+    for number, run in enumerate(runs):
+        of_run = samples.rows_of(run)
+        record = _record(run, group=group_of[number], rows=of_run)
+        records.append(record | {"sampled": len(of_run)})
+        # Of many runs none keeps more than is likely to be shown.
+        rows.append(samples.within(of_run, size=max(FEWEST, MORE * size // len(runs))))
+    flagged = [n for n, one in enumerate(records) if one["verdict"]["kind"] in FLAGGED]
     drawn, points, left_out = _curves(
-        runs, groups, limit=min(CURVES, size * 2 // 3), metrics=metrics
+        runs,
+        groups,
+        limit=min(CURVES, size * 2 // 3),
+        metrics=metrics,
+        first=[group_of[number] for number in flagged],
     )
     if left_out:
         notes.append(
@@ -90,20 +105,11 @@ def contents(
         "first": _first(metrics, drawn),
         "glossary": _glossary(drawn),
         "notes": notes,
-        "runs": [],
+        "runs": records,
     }
-    group_of = {run: g for g, group in enumerate(groups.groups) for run in group.runs}
-    rows = []
-    data["runs"] = records = []
-    for number, run in enumerate(runs):
-        of_run = samples.rows_of(run)
-        record = _record(run, group=group_of[number], rows=of_run)
-        records.append(record | {"sampled": len(of_run)})
-        # Of many runs none keeps more than is likely to be shown.
-        rows.append(samples.within(of_run, size=max(FEWEST, MORE * size // len(runs))))
     least = min(FEWEST * len(runs), LEAST)
     left = max(size - document.written(data), least)
-    shown_rows = _shared_out(rows, size=left)
+    shown_rows = _shared_out(rows, size=left, first=flagged)
     for record, mine in zip(records, shown_rows, strict=True):
         record["samples"] = mine
     shown, recorded = sum(map(len, shown_rows)), sum(r["sampled"] for r in records)
@@ -158,32 +164,48 @@ def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
 
 
 def _curves(
-    runs: Sequence[Run], groups: Groups, *, limit: int, metrics: Sequence[str]
+    runs: Sequence[Run],
+    groups: Groups,
+    *,
+    limit: int,
+    metrics: Sequence[str],
+    first: Sequence[int],
 ) -> tuple[dict[str, Json], int, int]:
     """The curves with the most points that fit.
 
+    Args:
+      first: groups that have curves where not all can.
+
     Returns:
-      The curves, how many points they have at most, and how many groups have none:
-      where the fewest points of all are too much, others are chosen evenly.
+      The curves, how many points they have at most, and how many groups have none.
     """
-    of_groups = tables(runs, groups.groups)
-    fine = (*FIRST, *metrics)
-    count, size = len(groups.groups), 0
+    of_groups, fine = tables(runs, groups.groups), (*FIRST, *metrics)
+    count, size = len(groups.groups), 1
     longest = max((len(table.steps) for table in of_groups), default=0)
     before = None
     for points in POINTS:
         thin = min(points, longest), min(FINER * points, longest)
-        if thin != before:
+        # As many numbers as are too many in any case are not even written.
+        size = NUMBER * sum(
+            min(len(table.steps), thin[table.metric in fine])
+            * (4 if len(table.values) > 1 else 1)
+            for table in of_groups
+        )
+        if thin != before and size <= limit:
             drawn, before = curves(of_groups, points=points, fine=fine), thin
-            if (size := document.written(drawn)) <= limit:
+            if document.written(drawn) <= limit:
                 return drawn, points, 0
-    chosen = {*thinned(count, points=max(2, count * limit // size))}
+    points, most = POINTS[-1], count * limit // (2 * size)
+    chosen = _some(count, most=most, first=first)
     of_chosen = [table for table in of_groups if table.group in chosen]
-    return (
-        curves(of_chosen, points=POINTS[-1], fine=fine),
-        POINTS[-1],
-        count - len(chosen),
-    )
+    drawn = curves(of_chosen, points=points, fine=fine)
+    return drawn, points, count - len(chosen)
+
+
+def _some(count: int, *, most: int, first: Sequence[int]) -> set[int]:
+    """About `most` numbers of `count`: the first ones, then others evenly apart."""
+    chosen = {*dict.fromkeys(first[:most])}
+    return chosen.union(thinned(count, points=max(2, most - len(chosen))))
 
 
 def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[str]:
@@ -263,14 +285,14 @@ def _seconds(row: Mapping[str, Any]) -> float:
 
 
 def _shared_out(
-    rows: Sequence[Sequence[dict[str, Json]]], *, size: int
+    rows: Sequence[Sequence[dict[str, Json]]], *, size: int, first: Sequence[int]
 ) -> list[list[dict[str, Json]]]:
     """The rows of each run that fit when all share the bytes evenly.
 
     What runs with few rows leave is shared among the others. Of more runs than have
-    FEWEST bytes each, some that stand evenly apart have rows.
+    FEWEST bytes each, the `first` have rows, and others evenly apart.
     """
-    few = {*thinned(len(rows), points=max(2, size // FEWEST))}
+    few = _some(len(rows), most=size // FEWEST, first=first)
     rows = [of_run if n in few else [] for n, of_run in enumerate(rows)]
     costs = [sum(document.written(row) + 2 for row in of_run) for of_run in rows]
     shares = [0] * len(rows)

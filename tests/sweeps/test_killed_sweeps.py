@@ -67,14 +67,18 @@ def figures(out):
     names = ("metrics.jsonl", "samples.jsonl")
     results = json.loads((out / "results.json").read_text())
     del results["proof"]  # with the sums of logs
-    return {"results.json": results} | {
-        str(path.relative_to(out)): path.read_bytes()
-        for path in sorted(out.rglob("*.json*"))
-        if path.name in names
-    } | {
-        str(path.relative_to(out)): path.read_bytes()
-        for path in sorted(out.rglob("model.safetensors"))
-    }
+    return (
+        {"results.json": results}
+        | {
+            str(path.relative_to(out)): path.read_bytes()
+            for path in sorted(out.rglob("*.json*"))
+            if path.name in names
+        }
+        | {
+            str(path.relative_to(out)): path.read_bytes()
+            for path in sorted(out.rglob("model.safetensors"))
+        }
+    )
 
 
 @pytest.mark.long
