@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 
+from rlhf_jax.runs.folder import write_summary
+
 VERSIONS = {"python": "3.11", "rlhf_jax": "0.2.0", "jax": "0.10.2"}
 WORDS = ("it", "is", "a", "fine", "gift", "we", "love", "wonderful", "dull", ".")
 
@@ -49,6 +51,7 @@ def run(
     shown=3,
     length=12,
     reference=True,
+    told=None,
     **options,
 ):
     """Writes a run folder of PPO.
@@ -57,6 +60,7 @@ def run(
       hacked: whether the score rises while the judge falls.
       further: metrics beside the usual ones.
       shown: samples every tenth step.
+      told: a figure of the summary; None leaves it out.
       options: of its config, beside those that every run has.
     """
     folder.mkdir(parents=True)
@@ -104,6 +108,6 @@ def run(
             "reference_fingerprint": "ab" * 32,
             "reference_verified": True,
             "alarms": [],
-        }
-        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+        } | ({} if told is None else {"told": told})
+        write_summary(folder, summary)
     return folder

@@ -36,6 +36,7 @@ from rlhf_jax.models.leaves import misfits
 from rlhf_jax.models.lora import LoRA, attach, paths
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs.proof import exported
 
 Params = Any
 Tensors = dict[str, np.ndarray]
@@ -149,6 +150,7 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
     try:
         if not folder.is_dir():
             raise InputError(f"expected a folder with {_CONFIG}, got none")
+        exported.require(folder)
         config = shards.read_json(folder / _CONFIG)
         _supported(config)
         file = shards.open_file(folder / _WEIGHTS)

@@ -29,6 +29,7 @@ from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.models.lora import LoRA, merge
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs.proof import exported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -211,8 +212,8 @@ def save(
 ) -> None:
     """FOLDER/model, which `transformers` loads, and FOLDER/adapter, which PEFT does.
 
-    Both are in `start.save_dtype`. What is there already is left: it is whole, as a
-    finished run is resumed.
+    Both are in `start.save_dtype`, with a manifest beside each. What is there already
+    is left: it is whole, as a finished run is resumed.
 
     Args:
       trained: parameters, or adapters with a base.
@@ -223,11 +224,13 @@ def save(
       InputError: start.save_dtype cannot hold a weight.
     """
     if base is not None and lora is not None:
-        if not (folder / "adapter").exists():
+        adapter = folder / "adapter"
+        new = not adapter.exists()
+        if new:
             from rlhf_jax.checkpoints import peft
 
             peft.save(
-                folder / "adapter",
+                adapter,
                 model=start.model,
                 adapters=trained,
                 lora=lora,
@@ -235,10 +238,12 @@ def save(
                 base_name=name,
                 dtype=start.save_dtype,
             )
+        exported.write(adapter, anew=new)
         trained = merge(
             frozen.read(base), trained, lora=lora, rounded_to=start.save_dtype
         )
-    if is_new(folder / "model", start=start):
+    new = is_new(folder / "model", start=start)
+    if new:
         hf.save(
             folder / "model",
             start.model,
@@ -247,6 +252,7 @@ def save(
             stop_ids=start.stop_ids,
             dtype=start.save_dtype,
         )
+    exported.write(folder / "model", anew=new)
 
 
 def is_new(folder: Path, *, start: Pretrained) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, glossary, grouping, samples
-from rlhf_jax.reports.curves import FINER, KL, curves, tables
+from rlhf_jax.reports.curves import FINER, KL, curves, tables, thinned
 from rlhf_jax.reports.grouping import Groups
 from rlhf_jax.reports.reading import Run
 from rlhf_jax.runs.alarms import verdicts
@@ -17,7 +17,11 @@ from rlhf_jax.runs.metrics import finite
 SIZE = 9_500_000  # bytes of JSON; the charts' library takes 4.8 million more
 CURVES = 6_000_000  # bytes that curves may take of it
 POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # of a curve, the most that fit
-FEWEST = 3000  # bytes of a run's samples, however many runs
+FEWEST = 3000  # bytes of a run's samples, as long as all of them are below LEAST
+FLAGGED = ("hacked", "collapsed", "degraded")  # verdicts that a reader comes for
+LEAST = 2_000_000  # bytes that samples may always take
+NUMBER = 4  # bytes of a number of a curve, at least; most take 7
+MORE = 10  # times an even share: the most that a run's samples may take
 FIRST = (
     *(verdicts.SCORE, verdicts.JUDGE, KL, "objective/ref_nll"),
     *("response/length", "response/distinct_fraction", "objective/entropy"),
@@ -60,10 +64,30 @@ def contents(
     _check_metrics(metrics, runs)
     have = "1 run has" if len(waiting) == 1 else f"{len(waiting)} runs have"
     notes = [f"{have} no step yet: {', '.join(waiting[:5])}"] if waiting else []
+    notes += _unproved(runs)
     notes += _repeated(runs, groups)
-    drawn, points = _curves(
-        runs, groups, limit=min(CURVES, size * 2 // 3), metrics=metrics
+    group_of = {run: g for g, group in enumerate(groups.groups) for run in group.runs}
+    rows, records = [], []
+    for number, run in enumerate(runs):
+        of_run = samples.rows_of(run)
+        record = _record(run, group=group_of[number], rows=of_run)
+        records.append(record | {"sampled": len(of_run)})
+        # Of many runs none keeps more than is likely to be shown.
+        rows.append(samples.within(of_run, size=max(FEWEST, MORE * size // len(runs))))
+    flagged = [n for n, one in enumerate(records) if one["verdict"]["kind"] in FLAGGED]
+    drawn, points, left_out = _curves(
+        runs,
+        groups,
+        limit=min(CURVES, size * 2 // 3),
+        metrics=metrics,
+        first=[group_of[number] for number in flagged],
     )
+    if left_out:
+        notes.append(
+            f"Curves are of {len(groups.groups) - left_out} of {len(groups.groups)} "
+            f"configs, to bound the page; the table has all runs. Give fewer runs for "
+            f"the others."
+        )
     steps = max(row["step"] + 1 for run in runs for row in run.metrics)
     if points < min(steps, POINTS[0]):
         notes.append(
@@ -81,19 +105,14 @@ def contents(
         "first": _first(metrics, drawn),
         "glossary": _glossary(drawn),
         "notes": notes,
-        "runs": [],
+        "runs": records,
     }
-    rows = [samples.rows_of(run) for run in runs]
-    group_of = {run: g for g, group in enumerate(groups.groups) for run in group.runs}
-    data["runs"] = records = [
-        _record(run, group=group_of[number], rows=of_run)
-        for number, (run, of_run) in enumerate(zip(runs, rows, strict=True))
-    ]
-    left = max(size - document.written(data), FEWEST * len(runs))
-    shown_rows = _shared_out(rows, size=left)
-    for record, mine, all_ in zip(records, shown_rows, rows, strict=True):
-        record |= {"samples": mine, "sampled": len(all_)}
-    shown, recorded = (sum(map(len, lists)) for lists in (shown_rows, rows))
+    least = min(FEWEST * len(runs), LEAST)
+    left = max(size - document.written(data), least)
+    shown_rows = _shared_out(rows, size=left, first=flagged)
+    for record, mine in zip(records, shown_rows, strict=True):
+        record["samples"] = mine
+    shown, recorded = sum(map(len, shown_rows)), sum(r["sampled"] for r in records)
     if shown < recorded:
         notes.append(
             f"{shown} of {recorded} recorded responses are shown, to bound the page: "
@@ -101,6 +120,23 @@ def contents(
             f"samples.jsonl of a run has all."
         )
     return Contents(data, notes)
+
+
+def _unproved(runs: Sequence[Run]) -> list[str]:
+    """A note for each run whose files are damaged, and one of what is not proven."""
+    notes = [
+        f"{run.name} IS DAMAGED, and its numbers are shown as they stand: "
+        f"{'; '.join(run.faults[:5])}"
+        for run in runs
+        if run.faults
+    ]
+    doubtful = [run for run in runs if run.unproven and not run.faults]
+    if doubtful:
+        notes.append(
+            f"Not proven are files of {len(doubtful)} of {len(runs)} runs, as of "
+            f"{doubtful[0].name}: {'; '.join(doubtful[0].unproven[:3])}."
+        )
+    return notes
 
 
 def _repeated(runs: Sequence[Run], groups: Groups) -> list[str]:
@@ -128,15 +164,48 @@ def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
 
 
 def _curves(
-    runs: Sequence[Run], groups: Groups, *, limit: int, metrics: Sequence[str]
-) -> tuple[dict[str, Json], int]:
-    """The curves with the most points that fit, and how many those are at most."""
-    of_groups = tables(runs, groups.groups)
+    runs: Sequence[Run],
+    groups: Groups,
+    *,
+    limit: int,
+    metrics: Sequence[str],
+    first: Sequence[int],
+) -> tuple[dict[str, Json], int, int]:
+    """The curves with the most points that fit.
+
+    Args:
+      first: groups that have curves where not all can.
+
+    Returns:
+      The curves, how many points they have at most, and how many groups have none.
+    """
+    of_groups, fine = tables(runs, groups.groups), (*FIRST, *metrics)
+    count, size = len(groups.groups), 1
+    longest = max((len(table.steps) for table in of_groups), default=0)
+    before = None
     for points in POINTS:
-        drawn = curves(of_groups, points=points, fine=(*FIRST, *metrics))
-        if document.written(drawn) <= limit or points == POINTS[-1]:
-            return drawn, points
-    raise AssertionError("the last number of points is taken")
+        thin = min(points, longest), min(FINER * points, longest)
+        # As many numbers as are too many in any case are not even written.
+        size = NUMBER * sum(
+            min(len(table.steps), thin[table.metric in fine])
+            * (4 if len(table.values) > 1 else 1)
+            for table in of_groups
+        )
+        if thin != before and size <= limit:
+            drawn, before = curves(of_groups, points=points, fine=fine), thin
+            if document.written(drawn) <= limit:
+                return drawn, points, 0
+    points, most = POINTS[-1], count * limit // (2 * size)
+    chosen = _some(count, most=most, first=first)
+    of_chosen = [table for table in of_groups if table.group in chosen]
+    drawn = curves(of_chosen, points=points, fine=fine)
+    return drawn, points, count - len(chosen)
+
+
+def _some(count: int, *, most: int, first: Sequence[int]) -> set[int]:
+    """About `most` numbers of `count`: the first ones, then others evenly apart."""
+    chosen = {*dict.fromkeys(first[:most])}
+    return chosen.union(thinned(count, points=max(2, most - len(chosen))))
 
 
 def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[str]:
@@ -174,6 +243,7 @@ def _record(
         "stage": run.stage,
         "steps": run.metrics[-1]["step"] + 1,
         "done": run.summary is not None,
+        "damaged": bool(run.faults),
         "last": last,
         "gold": finite(summary.get("gold_policy")),
         "verdict": verdict._asdict(),
@@ -215,12 +285,15 @@ def _seconds(row: Mapping[str, Any]) -> float:
 
 
 def _shared_out(
-    rows: Sequence[Sequence[dict[str, Json]]], *, size: int
+    rows: Sequence[Sequence[dict[str, Json]]], *, size: int, first: Sequence[int]
 ) -> list[list[dict[str, Json]]]:
     """The rows of each run that fit when all share the bytes evenly.
 
-    What runs with few rows leave is shared among the others.
+    What runs with few rows leave is shared among the others. Of more runs than have
+    FEWEST bytes each, the `first` have rows, and others evenly apart.
     """
+    few = _some(len(rows), most=size // FEWEST, first=first)
+    rows = [of_run if n in few else [] for n, of_run in enumerate(rows)]
     costs = [sum(document.written(row) + 2 for row in of_run) for of_run in rows]
     shares = [0] * len(rows)
     left, open_ = size, sorted(range(len(rows)), key=lambda number: costs[number])

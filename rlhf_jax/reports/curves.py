@@ -100,23 +100,24 @@ def _of_stage(
     runs: Sequence[Run], *, stage: str
 ) -> dict[str, tuple[list[int], np.ndarray]]:
     """{metric: (steps [K], values [n, K])} of one group."""
-    cells: dict[str, dict[int, dict[int, float]]] = {}
+    cells: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
     for seed, run in enumerate(runs):
         for row in run.metrics:
             if row["stage"] != stage:
                 continue
+            step = row["step"]
             for name, value in row.items():
                 if (number := finite(value)) is not None and name != "step":
-                    of_step = cells.setdefault(name, {}).setdefault(row["step"], {})
-                    of_step[seed] = number
+                    of_seed = cells.setdefault(name, {}).setdefault(seed, ([], []))
+                    of_seed[0].append(step)
+                    of_seed[1].append(number)
     of_metrics = {}
-    for name, by_step in cells.items():
-        at = sorted(by_step)
+    for name, by_seed in cells.items():
+        at = np.unique(np.concatenate([steps for steps, _ in by_seed.values()]))
         values = np.full((len(runs), len(at)), np.nan)
-        for k, step in enumerate(at):
-            for seed, number in by_step[step].items():
-                values[seed, k] = number
-        of_metrics[name] = (at, values)
+        for seed, (steps, numbers) in by_seed.items():
+            values[seed, np.searchsorted(at, steps)] = numbers
+        of_metrics[name] = (at.tolist(), values)
     return of_metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,14 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics
 from rlhf_jax.runs.alarms import ADVICE
 from rlhf_jax.runs.metrics import finite
+from rlhf_jax.runs.proof import run_files
 from rlhf_jax.sweeps.planned import BEGUN
 
 Row = Mapping[str, Any]
+READ = (
+    *(folder.CONFIG, run_files.SUMMARY),
+    *("metrics.jsonl", "samples.jsonl", "timings.jsonl"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,17 +31,31 @@ class Run:
     config: dict[str, Any]
     versions: dict[str, Any]
     metrics: list[Row]
-    samples: list[Row]
-    timings: list[Row]
     summary: dict[str, Any] | None  # None while it runs
     name: str  # shortest path that tells it from the others
+    faults: list[str] = dataclasses.field(default_factory=list)  # of its files
+    unproven: list[str] = dataclasses.field(default_factory=list)  # of them
 
     @property
+    def samples(self) -> list[Row]:
+        """Rows of samples.jsonl, which are read each time: those of all runs are many.
+
+        Raises:
+          InputError: a line is no row, as of `timings`.
+        """
+        return [*metrics.read(self.folder / "samples.jsonl")]
+
+    @property
+    def timings(self) -> list[Row]:
+        """Rows of timings.jsonl, which are read each time."""
+        return [*metrics.read(self.folder / "timings.jsonl")]
+
+    @functools.cached_property
     def stage(self) -> str:
         """The last stage that has begun."""
         return self.metrics[-1]["stage"]
 
-    @property
+    @functools.cached_property
     def names(self) -> set[str]:
         """The metrics it has a number of."""
         return {
@@ -45,7 +65,7 @@ class Run:
             if name not in ("stage", "step") and finite(value) is not None
         }
 
-    @property
+    @functools.cached_property
     def rows(self) -> list[Row]:
         """The metrics of the last stage."""
         return [row for row in self.metrics if row["stage"] == self.stage]
@@ -135,21 +155,21 @@ def read(place: Path, *, name: str) -> Run | None:
     Raises:
       InputError: a file is not what a run writes.
     """
-    config = folder.read_config(place / folder.CONFIG)
+    recorded = folder.read_recorded(place / folder.CONFIG)
     rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:
         return None
-    done = (place / "summary.json").exists()
-    recorded = json.loads((place / folder.CONFIG).read_text(encoding="utf-8"))
+    done = (place / run_files.SUMMARY).exists()
+    checked = run_files.check(place, only=READ)
     return Run(
         folder=place,
-        config=config,
+        config=recorded["config"],
         versions=recorded["versions"],
         metrics=rows,
-        samples=[*metrics.read(place / "samples.jsonl")],
-        timings=[*metrics.read(place / "timings.jsonl")],
         summary=folder.read_summary(place) if done else None,
         name=name,
+        faults=checked.faults,
+        unproven=checked.unproven,
     )
 
 

@@ -29,6 +29,7 @@ from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, write_errors
 from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
 from rlhf_jax.runs.snapshots import resume
 
@@ -122,7 +123,7 @@ def _open(config: RunConfig) -> None:
     check_run(config)
     out, path = config.out, config.out / CONFIG
     if _contents(out):
-        recorded = _read(path)["versions"]
+        recorded = read_recorded(path)["versions"]
         for name, now in versions().items():
             if recorded.get(name, now) != now:
                 print(
@@ -135,7 +136,7 @@ def _open(config: RunConfig) -> None:
             resume.tell_changes(before, fields, names)
         recorded_config = read_config(path)
         if resume.differing(recorded_config, fields, but=frozenset(MAY_DIFFER)):
-            write_json(path, _read(path) | {"config": fields})
+            write_json(path, read_recorded(path) | {"config": fields})
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -145,12 +146,16 @@ def _open(config: RunConfig) -> None:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Writes summary.json, whole or not at all; NaN and infinity raise ValueError."""
-    write_json(folder / "summary.json", summary)
+    """Writes summary.json, whole or not at all; NaN and infinity raise ValueError.
+
+    It is the last file of a run, and ends with the sums of all others (`proof`).
+    """
+    if processes.is_first():
+        write_json(folder / run_files.SUMMARY, run_files.sealed(folder, summary))
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What summary.json holds.
+    """What summary.json holds, without its proof.
 
     Raises:
       InputError: it is missing, or is not what a run writes.
@@ -159,7 +164,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     try:
         match json.loads(path.read_text(encoding="utf-8")):
             case dict() as summary:
-                return summary
+                return {k: v for k, v in summary.items() if k != sums.PROOF}
         got = "another JSON value than an object"
     except (OSError, ValueError) as error:
         got = str(error)
@@ -211,12 +216,12 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
       InputError: the file is missing or is not a run's config.json.
     """
-    return _read(path)["config"]
+    return read_recorded(path)["config"]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes strict JSON, whole or not at all; NaN and infinity raise ValueError."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text(path, sums.written(value))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -266,7 +271,12 @@ def _check_writable(folder: Path) -> None:
             )
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read_recorded(path: Path) -> dict[str, dict[str, Any]]:
+    """What a config.json holds: "config" and "versions".
+
+    Raises:
+      InputError: the file is missing or is not a run's config.json.
+    """
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
         match recorded:

@@ -21,6 +21,8 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import alarms, jsonl, write_errors
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.loggers import Row, Sink
+from rlhf_jax.runs.proof import sums
+from rlhf_jax.runs.proof.sums import Sum
 
 FILES = ("metrics", "timings", "samples", "positions")
 EVERY_STEP = ("metrics", "timings")  # have one row per step
@@ -85,6 +87,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         self._begun: list[str] = []  # stages, in order
         self._pending: tuple[int, Stats, Stats] | None = None
         self.rows: dict[str, int] = {}  # of this stage, by file
+        self._sums: dict[str, sums.Rolling] = {}  # of the same
         self._accept_lost_rows = accept_lost_rows
         self.latest: Row = {}  # the newest row on disk, of the step before the pending
         self._restart(time.perf_counter())
@@ -94,19 +97,29 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             self._pending = None  # Ctrl-C does not wait for the device
         self.close()
 
+    @property
+    def sums(self) -> dict[str, Sum]:
+        """{file: sum} of the rows of this stage, for its snapshot."""
+        return {f"{name}.jsonl": of.now() for name, of in self._sums.items()}
+
     def begin(
-        self, stage: str, *, step: int = 0, rows: Mapping[str, int] | None = None
+        self,
+        stage: str,
+        *,
+        step: int = 0,
+        rows: Mapping[str, int] | None = None,
+        sums_of_rows: Mapping[str, Sum] | None = None,
     ) -> None:
         """Starts a stage at `step`, the number of the snapshot that it goes on from.
 
         Drops the rows that this stage wrote at `step` and later, and a last line that
         was cut off. The rows of other stages stay, so a stage that was already
-        complete may begin at its end again. `rows` are `self.rows` of when the snapshot
-        was saved; None does not compare.
+        complete may begin at its end again. `rows` and `sums_of_rows` are `self.rows`
+        and `self.sums` of when the snapshot was saved; None does not compare.
 
         Raises:
-          InputError: a line of a file is not a row; names file and line. A file has
-            more or fewer rows of before `step` than `rows` says.
+          InputError: a line of a file is not a row; names file and line. The rows of
+            before `step` are not those that the snapshot was saved with.
         """
         self.flush()
         steps_of_file = {
@@ -118,7 +131,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             for name, path in self._paths.items()
         }
         if rows is not None:
-            self._check_rows(stage, step, steps_of_file, rows)
+            self._check_rows(stage, step, steps_of_file, rows, sums_of_rows or {})
         self.rows = {name: len(steps) for name, steps in steps_of_file.items()}
         if stage not in self._begun:
             self._begun.append(stage)
@@ -126,6 +139,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             jsonl.cut(path, step=step, begun=self._begun)
             self._files[name].close()
             self._open(name)
+            self._sums[name] = sums.of_rows(path, stage=stage)
         self._stage, self.latest = stage, {}
         if self._check is not None:
             self._watch = alarms.Watch(self._check)
@@ -232,16 +246,21 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         step: int,
         steps_of_file: Mapping[str, Sequence[int]],
         rows: Mapping[str, int],
+        sums_of_rows: Mapping[str, Sum],
     ) -> None:
         """InputError, or a warning, where a file is not as the snapshot left it."""
         for name, steps in steps_of_file.items():
-            if len(steps) == rows.get(name):
+            same = len(steps) == rows.get(name)
+            if same and (of := sums_of_rows.get(f"{name}.jsonl")) is not None:
+                path = self._paths[name]
+                same = sums.of_rows(path, stage=stage, size=of[0]).now() == of
+            if same:
                 continue
             lost = sorted(set(range(step)) - set(steps))
             twice = sorted(at for at, n in collections.Counter(steps).items() if n > 1)
-            which = ""
+            which = " others" if len(steps) == rows.get(name) else ""
             if name in EVERY_STEP:
-                which = f" (missing are {jsonl.ranges(lost)})" if lost else ""
+                which += f" (missing are {jsonl.ranges(lost)})" if lost else ""
                 which += f" (more than once {jsonl.ranges(twice)})" if twice else ""
             message = (
                 f"{self._paths[name]}: expected the {rows.get(name)} rows of {stage} "
@@ -298,10 +317,11 @@ class Recorder(contextlib.AbstractContextManager[Any]):
                 f"already, got {', '.join(row)}; rename them"
             )
         line = place | {key: jsonl.strict(value) for key, value in row.items()}
-        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with write_errors.writing(self._paths[name]):
-            self._files[name].write(text.encode() + b"\n")
+            self._files[name].write(text)
             self._files[name].flush()
+        self._sums.setdefault(name, sums.Rolling()).add(text)
         self.rows[name] = self.rows.get(name, 0) + 1
 
 
@@ -316,6 +336,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def finite(value: Any) -> float | None:
     """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
+    if type(value) is float:  # nearly all are
+        return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -18,10 +18,12 @@ import jax
 
 from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import StopError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runs import command_line
+from rlhf_jax.runs import command_line, receipt
 from rlhf_jax.runs.profile.profiler import HOST_SCOPE, Masks
+from rlhf_jax.runs.proof import run_files
+from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.run_config import to_json
 from rlhf_jax.runs.snapshots import files, proof, resume
 from rlhf_jax.runs.snapshots.integrity import DamagedError
@@ -121,7 +123,12 @@ class Stage:
             run.resume_from = None
         self.state, self.start = begun.state, begun.step
         self._whole = self._copy(self.start)
-        run.record.begin(name, step=self.start, rows=begun.rows)
+        self._options: dict[str, Sum] = {}
+        if processes.is_first():
+            self._options = run_files.of_options(run.folder)
+        files = begun.files
+        check_data(run.folder, self._options, files, snapshot=self.start)
+        run.record.begin(name, step=self.start, rows=begun.rows, sums_of_rows=files)
 
     def __enter__(self) -> Self:
         self._run.profiler.begin_stage(self._name, self.start)
@@ -197,6 +204,7 @@ class Stage:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
         # A copy, as the snapshot is written while the next steps run.
         meta[ROWS] = dict(self._run.record.rows)
+        meta[run_files.FILES] = self._options | self._run.record.sums
         self._snapshots.save(done, arrays=state, meta=meta)
 
     def _copy(self, done: int) -> tuple[int, PyTree]:
@@ -233,6 +241,7 @@ class Beginning(NamedTuple):
     state: PyTree
     rows: Mapping[str, int] | None  # of each JSONL file; None if they are not known
     went_back: bool = False  # to an older snapshot, as the user asked
+    files: Mapping[str, Sum] = {}  # sums of files; empty if they are not known
 
 
 def begin(
@@ -267,7 +276,8 @@ def begin(
         where = f"snapshot {step} of {name}"
         resume.check_meta(saved, meta, where=where)
         frozen.check_resumed(saved[proof.META], arrays, where=where)
-        return Beginning(step, arrays, saved.get(ROWS), went_back)
+        files = saved.get(run_files.FILES, {})
+        return Beginning(step, arrays, saved.get(ROWS), went_back, files)
 
     def gone_back(step: int) -> Beginning:
         steps = (0, *snapshots.steps())
@@ -298,6 +308,25 @@ def begin(
             way_back = _way_back(name, snapshots, folder, newest=newest)
             raise DamagedError(f"{damage}\n{way_back}") from None
         return gone_back(resume_from)
+
+
+def check_data(
+    folder: Path, now: Mapping[str, Sum], saved: Mapping[str, Sum], *, snapshot: int
+) -> None:
+    """Checks that data.json, which says how a run began, is what it was.
+
+    Args:
+      now, saved: sums of files, of this process's start and in the snapshot.
+
+    Raises:
+      InputError: it is another.
+    """
+    name = receipt.NAME
+    if name in now and saved.get(name, now[name]) != now[name]:
+        raise InputError(
+            f"{folder / name}: expected the file that snapshot {snapshot} was saved "
+            f"with, got another; put it back, or remove it, and it is written anew"
+        )
 
 
 def _way_back(name: str, snapshots: Snapshots, folder: Path, *, newest: int) -> str:

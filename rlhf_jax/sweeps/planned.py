@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
+from rlhf_jax.runs.proof import sums
 from rlhf_jax.sweeps.declaration import (
     TRAINER,
     Cell,
@@ -142,6 +143,7 @@ def begin(sweep: Sweep, *, out: Path) -> None:
     begun: dict[str, Any] | None = None
     if path.exists():
         try:
+            sums.opened(path)
             begun = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             got = f"a {BEGUN} that cannot be read: {error}"
@@ -159,7 +161,8 @@ def begin(sweep: Sweep, *, out: Path) -> None:
                     f"whose {_difference(name, value, now)}; give another --out, or "
                     f"change it back"
                 )
-        folder.write_json(path, plan | {"cells": cells | plan["cells"]})
+        plan |= {"cells": cells | plan["cells"]}
+        folder.write_json(path, sums.sealed(plan, files={}))
         return
     if got:
         raise InputError(
@@ -167,7 +170,7 @@ def begin(sweep: Sweep, *, out: Path) -> None:
             f"another"
         )
     out.mkdir(parents=True, exist_ok=True)
-    folder.write_json(path, plan)
+    folder.write_json(path, sums.sealed(plan, files={}))
 
 
 def begun(out: Path) -> Sweep:
@@ -178,6 +181,7 @@ def begun(out: Path) -> Sweep:
     """
     path = out / BEGUN
     try:
+        sums.opened(path)
         plan = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(plan, dict) and ASKED not in plan:
             raise InputError(

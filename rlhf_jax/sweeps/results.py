@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_jax.runs import report
+from rlhf_jax.runs import lock, report
+from rlhf_jax.runs.proof import run_files, sums
+from rlhf_jax.runs.proof.run_files import Checked
 from rlhf_jax.sweeps import claims, measures, statistics
 from rlhf_jax.sweeps.claims import Answered, Numbers
 from rlhf_jax.sweeps.declaration import Cell, Sweep
-from rlhf_jax.sweeps.planned import Planned
+from rlhf_jax.sweeps.planned import BEGUN, Planned
 from rlhf_jax.sweeps.statistics import Estimate, Interval
+
+NAME = "results.json"
+# What numbers of a run, and what a paper says of it, are read from.
+READ = (*run_files.OPTIONS, run_files.SUMMARY, "metrics.jsonl", "timings.jsonl")
 
 
 class Results(NamedTuple):
@@ -20,6 +27,7 @@ class Results(NamedTuple):
     values: Mapping[str, Mapping[Cell, Numbers]]
     absent: list[str]  # what to tell of measures that no run has
     answers: dict[str, tuple[str, Answered]]  # {name: (claim, answer)}
+    unproven: Sequence[str] = ()  # what to tell of runs whose files may be damaged
 
 
 def check_claims(sweep: Sweep) -> None:
@@ -38,9 +46,10 @@ def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
     """The numbers of the runs that are done, of `planned.runs_of`.
 
     Raises:
-      InputError: a file of a run cannot be read.
+      InputError: a file of a run cannot be read, or is not what the run wrote.
     """
     done = [run for run in planned if run.done]
+    unproven = checked(done)
     absent = []
     if done:
         absent = measures.absent(sweep.measures, runs=[run.folder for run in done])
@@ -57,7 +66,73 @@ def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
         name: (claim, claims.answer(claim, lookup=lookup))
         for name, claim in sweep.claims.items()
     }
-    return Results(values, absent, answers)
+    return Results(values, absent, answers, unproven)
+
+
+def checked(done: Sequence[Planned]) -> list[str]:
+    """Refuses runs whose numbers would be computed from damaged files.
+
+    Returns:
+      What to tell of those whose files nothing vouches for, as of an older version.
+
+    Raises:
+      InputError: a file is not what its run wrote; names it.
+    """
+    unproven = [
+        run.name
+        for run in done
+        if run_files.require(
+            run.folder,
+            only=READ,
+            instead="put them back, or remove the folder and give the command of the "
+            "sweep again, which runs it anew; rlhf-jax verify tells of all runs",
+        )
+    ]
+    if not unproven:
+        return []
+    return [
+        f"{len(unproven)} of {len(done)} runs have files that nothing vouches for, "
+        f"{unproven[0]} first; rlhf-jax verify says why"
+    ]
+
+
+def seal(out: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """results.json with the sums of the sweep's other files, and of every summary."""
+    return sums.sealed(document, files=sums.of_files(out, _names(out)))
+
+
+def check(out: Path) -> Checked:
+    """Compares the files of a sweep, but for those of its runs, with results.json."""
+    faults: list[str] = []
+    proofs: dict[str, Any] = {}
+    for name in (BEGUN, NAME):
+        try:
+            if (out / name).exists():
+                proofs[name] = sums.opened(out / name)
+        except (OSError, ValueError) as error:
+            faults.append(f"{name}: {error}")
+    proof = proofs.get(NAME)
+    if proof is None:
+        why = f"{NAME}: none yet, or one of a version without sums of files"
+        return Checked(len(proofs), faults, [] if faults else [why], [])
+    files = proof["files"]
+    other = [*sums.differences(files, sums.of_files(out, [*files]))]
+    added = {*_names(out)} - files.keys()
+    other += [f"{name}: not there when the sweep ended" for name in sorted(added)]
+    under_way = (out / lock.NAME).exists()
+    whole = max(0, len(proofs) + len(files) - len(other))
+    return Checked(whole, faults + other * (not under_way), [], other * under_way)
+
+
+def _names(out: Path) -> list[str]:
+    """The files of a sweep: of its runs the summaries, which vouch for the others."""
+    names = [path.relative_to(out) for path in sorted(out.rglob("*")) if path.is_file()]
+    return [
+        name.as_posix()
+        for name in names
+        if (name.parts[0] != "runs" or name.parts[3:] == (run_files.SUMMARY,))
+        and name.parts not in ((BEGUN,), (NAME,), (lock.NAME,))
+    ]
 
 
 def as_json(sweep: Sweep, results: Results) -> dict[str, Any]:

@@ -10,6 +10,7 @@ runs); Student 1908.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -107,5 +108,12 @@ def half_widths(values: Floats) -> Floats:
     n = np.where(several, count, 2)
     mean = np.nansum(values, axis=0) / np.maximum(count, 1)
     variance = np.nansum((values - mean) ** 2, axis=0) / (n - 1)
-    width = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * np.sqrt(variance / n)
-    return np.where(several, width, np.nan)
+    counts, of = np.unique(n, return_inverse=True)
+    quantiles = np.array([_quantile(int(one)) for one in counts])[of]
+    return np.where(several, quantiles * np.sqrt(variance / n), np.nan)
+
+
+@functools.cache
+def _quantile(seeds: int) -> float:
+    """t(0.975, n - 1)."""
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1))

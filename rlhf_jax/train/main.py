@@ -77,7 +77,7 @@ ASK = {
     ),
     "verify": Command(
         "queries.verify",
-        "Whether the snapshots of a run are whole and its frozen models unmoved.",
+        "Whether a run, sweep or model is as it was written, its reference unmoved.",
     ),
     "audit": Command(
         "queries.audit", "Which KL a loss of yours really penalises, by enumeration."

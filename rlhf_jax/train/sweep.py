@@ -86,6 +86,7 @@ def main(options: Config) -> None:
         for run in runs:
             print(run.line())
         return
+    results.checked([run for run in runs if run.done])
     planned.begin(sweep, out=options.out)
     launcher: Launcher = Workers() if options.map else Local()
     if options.launcher == "slurm":
@@ -113,10 +114,13 @@ def main(options: Config) -> None:
 
         ended = execution.run_all(runs, launcher=launcher, jobs=options.jobs, tell=tell)
         of_runs = results.collected(sweep, runs)
-        folder.write_json(options.out / "results.json", results.as_json(sweep, of_runs))
+        document = results.seal(options.out, results.as_json(sweep, of_runs))
+        folder.write_json(options.out / results.NAME, document)
     if sweep.question:
         print(f"\n{sweep.question}")
     results.tell(sweep, of_runs)
+    for line in of_runs.unproven:
+        print(f"note: {line}")
     failed = [run for run in ended if run.failed]
     if failed:
         names = "\n".join(
@@ -129,7 +133,7 @@ def main(options: Config) -> None:
         )
     if of_runs.absent:
         raise InputError("\n".join(of_runs.absent))
-    print(f"results are in {options.out / 'results.json'}")
+    print(f"results are in {options.out / results.NAME}")
 
 
 def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:

@@ -173,6 +173,43 @@ def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
         assert {0, 90} <= {row["step"] for row in after["samples"]}
 
 
+def test_of_more_configs_than_fit_some_have_curves_and_samples(tmp_path, monkeypatch):
+    """First those that were hacked, which a reader comes for; the table has all."""
+    monkeypatch.setattr("rlhf_jax.reports.contents.LEAST", 10_000)
+    folders = [
+        run(tmp_path / str(n), kl_coef=float(n), steps=40, hacked=n == 7, further=20)
+        for n in range(12)
+    ]
+    whole = data_of(*folders)
+    size = 60_000
+    data = data_of(*folders, size=size)
+    assert document.written(data) < 2 * size < document.written(whole)
+    drawn = {group for of in data["curves"]["metrics"].values() for group in of}
+    hacked = data["runs"][7]
+    assert hacked["verdict"]["kind"] == "hacked"
+    assert {"0", str(hacked["group"]), "11"} <= drawn
+    assert 2 < len(drawn) < 12
+    told = [note for note in data["notes"] if note.startswith("Curves are of")]
+    assert told[0].startswith(f"Curves are of {len(drawn)} of 12 configs")
+    shown = [n for n, record in enumerate(data["runs"]) if record["samples"]]
+    assert 7 in shown
+    assert len(shown) < 12
+    assert [record["sampled"] for record in data["runs"]] == [12] * 12
+
+
+def test_damaged_and_unproven_runs_are_told(tmp_path):
+    whole, cut, old = (run(tmp_path / name, seed=n) for n, name in enumerate("abc"))
+    text = (cut / "metrics.jsonl").read_text()
+    (cut / "metrics.jsonl").write_text(text.replace('"step": 0', '"step": 1', 1))
+    (old / "summary.json").write_text('{"alarms": []}')
+    data = data_of(whole, cut, old)
+    damaged, unproven = data["notes"]
+    assert damaged.startswith("b IS DAMAGED")
+    assert "metrics.jsonl: SHA-256" in damaged
+    assert unproven.startswith("Not proven are files of 1 of 3 runs, as of c: a version")
+    assert [record["damaged"] for record in data["runs"]] == [False, True, False]
+
+
 def test_tokens_of_markup_count_as_what_the_page_writes(tmp_path):
     """A `<` is six bytes there."""
     folder = run(tmp_path / "a", steps=100, shown=8)

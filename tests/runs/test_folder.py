@@ -15,7 +15,13 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place, PlaceOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
-from rlhf_jax.runs.folder import check_run, open_run, read_config, write_summary
+from rlhf_jax.runs.folder import (
+    check_run,
+    open_run,
+    read_config,
+    read_summary,
+    write_summary,
+)
 from rlhf_jax.runs.run_config import RunConfig, from_json, to_json
 
 
@@ -256,7 +262,7 @@ def test_a_summary_is_strict_json_or_nothing(tmp_path):
     write_summary(tmp_path, {"kl": 1.5})
     with pytest.raises(ValueError, match="JSON compliant"):
         write_summary(tmp_path, {"kl": float("nan")})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"kl": 1.5}
+    assert read_summary(tmp_path) == {"kl": 1.5}
 
 
 @pytest.mark.parametrize("field", ["snapshot_every", "keep_snapshots"])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import places
 import pytest
 
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.runs.folder import open_run, write_summary
+from rlhf_jax.runs.folder import open_run, read_summary, write_summary
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
@@ -86,9 +87,10 @@ def main(*argv: object) -> None:
     command_line.main(run, Config, description="A tiny run.", argv=words)
 
 
-def result(folder: Path) -> dict[str, bytes]:
-    names = ("metrics.jsonl", "samples.jsonl", "summary.json", "x.npy")
-    return {name: (folder / name).read_bytes() for name in names}
+def result(folder: Path) -> dict[str, Any]:
+    names = ("metrics.jsonl", "samples.jsonl", "x.npy")
+    files = {name: (folder / name).read_bytes() for name in names}
+    return files | {"summary.json": read_summary(folder)}
 
 
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys):

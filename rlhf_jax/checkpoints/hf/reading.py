@@ -27,6 +27,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import fields, keys, mapping
+from rlhf_jax.runs.proof import exported
 
 _GENERATION = "generation_config.json"
 _DOWNLOADED = [
@@ -62,12 +63,13 @@ def load(
       The model, and nested dicts of arrays.
 
     Raises:
-      InputError: there is no such checkpoint, it is damaged, the decoder does not
-        implement its model, or weights are not finite. The message names the file, the
-        option or the tensors.
+      InputError: there is no such checkpoint, it is damaged or not what the manifest
+        beside it lists, the decoder does not implement its model, or weights are not
+        finite. The message names the file, the option or the tensors.
       TypeError: dtype is not a float.
     """
     with _reading(path_or_repo_id) as folder:
+        exported.require(folder)
         config = shards.read_json(folder / layout.CONFIG)
         family = layout.family_of(config)
         elsewhere = {family.classifier: "read it with hf.load_reward"}
@@ -107,6 +109,7 @@ def load_reward(
       TypeError: dtype is not a float.
     """
     with _reading(path_or_repo_id) as folder:
+        exported.require(folder)
         config = shards.read_json(folder / layout.CONFIG)
         family = layout.family_of(config)
         elsewhere = {family.causal: "read it with hf.load"}

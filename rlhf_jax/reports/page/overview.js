@@ -98,6 +98,7 @@ const COLUMNS = [
   { name: "drift", title: "Weight drift", value: (run) => run.last["drift/relative"], cell: (run) => number(run.last["drift/relative"]) },
   { name: "alarms", title: "Alarms", value: (run) => run.alarms.length,
     cell: (run) => el("span", { title: run.alarms.map((each) => each.name).join(", ") }, String(run.alarms.length)) },
+  { name: "files", title: "Files", value: (run) => (run.damaged ? 1 : undefined), cell: (run) => (run.damaged ? "damaged" : "") },
   { name: "steps", title: "Steps", value: (run) => run.steps, cell: (run) => (run.done ? String(run.steps) : `${run.steps}, running`) },
 ];
 

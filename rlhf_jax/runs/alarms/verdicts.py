@@ -139,19 +139,20 @@ def fall_of(judge: Series) -> Fall | None:
     best = int(np.argmax(means[least][: count - 2 * least + 1]))
     variance, rho = _noise(values, best=best, size=least)
     of_mean = {size: _variance_of_mean(size, rho) for size in means}
-    from_there = np.array([values[start:].var() for start in range(count)])
-    noise = np.maximum(variance, LEAST_NOISE**2 * from_there)
-    falls = []  # (standard errors, difference, first and last step of the best)
+    noise = np.maximum(variance, LEAST_NOISE**2 * _variances_from(values))
+    falls = []  # standard errors, differences, first and last places of the best
     for end, size in itertools.product(sizes, means):
         last = max(means[end][-1], means[least][-1])
-        for start in range(count - end - size + 1 if size > 1 else 1):
-            drop = float(means[size][start] - last)
-            error = math.sqrt(noise[start] * (of_mean[size] + of_mean[end]))
-            errors = drop / error if drop > 0 and error > 0 else 0.0
-            falls.append((errors, drop, (steps[start], steps[start + size - 1])))
-    most = max(errors for errors, _, _ in falls)
-    counting = [fall for fall in falls if fall[0] >= min(most, ERRORS)]
-    _, drop, of_best = max(counting, key=lambda fall: fall[1])
+        starts = np.arange(max(0, count - end - size + 1) if size > 1 else 1)
+        drops = means[size][starts] - last
+        error = np.sqrt(noise[starts] * (of_mean[size] + of_mean[end]))
+        shown = (drops > 0) & (error > 0)
+        errors = np.where(shown, drops / np.where(shown, error, 1.0), 0.0)
+        falls.append((errors, drops, starts, starts + size - 1))
+    errors, drops, first, final = map(np.concatenate, zip(*falls, strict=True))
+    most = float(errors.max())
+    at = int(np.argmax(np.where(errors >= min(most, ERRORS), drops, -math.inf)))
+    drop, of_best = float(drops[at]), (steps[first[at]], steps[final[at]])
     halfway = means[least][-1] + drop / 2
     above = [step for step, value in judge if value >= halfway]
     return Fall(most, of_best, steps[-least], since=max(above, default=of_best[1]))
@@ -159,7 +160,18 @@ def fall_of(judge: Series) -> Fall | None:
 
 def _means(values: np.ndarray, size: int) -> np.ndarray:
     """Of all `size` neighbouring values."""
-    return np.convolve(values, np.full(size, 1 / size), "valid")
+    middle = values.mean()
+    sums = np.concatenate([[0.0], np.cumsum(values - middle)])
+    return (sums[size:] - sums[:-size]) / size + middle
+
+
+def _variances_from(values: np.ndarray) -> np.ndarray:
+    """Of the values from each place on; 0 where they are equal but for rounding."""
+    apart = values - values.mean()
+    counts = np.arange(len(values), 0, -1)
+    sums, squares = (np.cumsum(x[::-1])[::-1] / counts for x in (apart, apart**2))
+    found = squares - sums**2
+    return np.where(found > 1e-12 * apart.var(), found, 0.0)
 
 
 def _noise(values: np.ndarray, *, best: int, size: int) -> tuple[float, float]:

@@ -83,7 +83,7 @@ def check(folder: Path, step: int) -> Checked:
     """Checks a snapshot, one of `numbers`, from disk alone: files, meta and arrays."""
     where = folder / str(step)
     try:
-        if faults := integrity.faults_of_files(where):
+        if faults := integrity.faults_of_files(where, alone=True):
             raise integrity.damaged(where, faults)
         _, digests = _read_meta(folder, step)
         actual: dict[str, str] = {}

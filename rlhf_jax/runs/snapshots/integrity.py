@@ -84,8 +84,12 @@ def has_list(folder: Path) -> bool:
     return (folder / LIST).exists()
 
 
-def faults_of_files(folder: Path) -> list[str]:
-    """How the files of a snapshot contradict its list; none without a list."""
+def faults_of_files(folder: Path, *, alone: bool = False) -> list[str]:
+    """How the files of a snapshot contradict its list; none without a list.
+
+    Args:
+      alone: whether other files beside them are a fault too; none of them is read.
+    """
     if not has_list(folder):
         return []
     try:
@@ -101,7 +105,8 @@ def faults_of_files(folder: Path) -> list[str]:
         sizes = {name: (size, check) for name, (size, check) in expected.items()}
     except (ValueError, TypeError, AttributeError) as error:
         return [f"{LIST}: {error}"]
-    faults = []
+    added = sorted(present.keys() - sizes.keys()) if alone else []
+    faults = [f"{name}: not there when it was saved" for name in added]
     for name, (size, check) in sizes.items():
         if name not in present:
             faults.append(f"{name}: missing")

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def newest_metas(folder: Path) -> dict[str, tuple[int, Fields]]:
     `rows_digest` and so on.
     """
     newest = {
-        stage.name: _newest_meta(stage)
+        stage.name: next(metas(stage), None)
         for stage in sorted((folder / "snapshots").glob("*"))
     }
     return {stage: meta for stage, meta in newest.items() if meta is not None}
@@ -74,14 +74,14 @@ def _steps(stage: Path) -> list[int]:
     return [int(path.name) for path in stage.glob("*") if path.name.isdecimal()]
 
 
-def _newest_meta(stage: Path) -> tuple[int, Fields] | None:
+def metas(stage: Path) -> Iterator[tuple[int, Fields]]:
+    """(step, meta) of each snapshot of a stage that can be read, the newest first."""
     for step in sorted(_steps(stage), reverse=True):
         meta = stage / str(step) / "meta" / "metadata"
         with contextlib.suppress(OSError, ValueError):
             match json.loads(meta.read_bytes()):
                 case {"config": dict()} as meta:
-                    return step, meta
-    return None
+                    yield step, meta
 
 
 def differing(recorded: Fields, current: Fields, *, but: frozenset[str]) -> list[str]:

@@ -25,6 +25,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
+from rlhf_jax.runs.proof import run_files
 from rlhf_jax.train.evaluate import responses, results, scoring
 from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
@@ -181,6 +182,11 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                     unscored.pop_all()
                 rows_of_batch = [dataclasses.asdict(response) for response in batch]
                 stage.end_step(step, responses.stats(batch), rows_of_batch)
+    run_files.require(
+        job.folder,
+        only=("samples.jsonl",),
+        instead="evaluate again with another --out",
+    )
     evaluated = [
         Response.from_json(row)
         for row in metrics.read(job.folder / "samples.jsonl")

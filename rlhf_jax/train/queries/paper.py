@@ -74,7 +74,7 @@ def main(options: Config) -> None:
             f"see to the file of the sweep, and give its command again"
         )
     of_runs = results.collected(sweep, runs)
-    for line in of_runs.absent:
+    for line in (*of_runs.absent, *of_runs.unproven):
         print(f"warning: {line}", file=sys.stderr)
     left = writing.write(options.out, sweep, runs, of_runs, width=options.width)
     answers = [answered.answer for _, answered in of_runs.answers.values()]

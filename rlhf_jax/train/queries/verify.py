@@ -1,64 +1,131 @@
-"""`rlhf-jax verify`: whether snapshots are whole and frozen models unmoved."""
+"""`rlhf-jax verify`: whether a run, sweep or exported model is what was written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import tyro
 
 from rlhf_jax.devices import processes
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import StopError
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 from rlhf_jax.runs import report
-from rlhf_jax.runs.snapshots import files, proof
+from rlhf_jax.runs.proof import exported, run_files
+from rlhf_jax.runs.proof.run_files import MANIFEST, Checked
+from rlhf_jax.runs.snapshots import files, integrity, proof
+from rlhf_jax.sweeps import planned, results
 
 SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
 
 
+class Outcome(NamedTuple):
+    """What the check of a run, a sweep's own files or a model came to."""
+
+    files: Checked
+    snapshots: int
+    damaged: list[str]  # a message for each snapshot
+    moved: list[str]  # a message for each frozen model
+
+
 def verify(run: tyro.conf.Positional[Path]) -> None:
-    """Check a run's snapshots: that all is as it was saved, and frozen models stand.
+    """Check that a run, a sweep or an exported model is what was written.
 
     Args:
-      run: The run folder, an experiment's --out.
+      run: The run folder, an experiment's --out; a sweep's; or a model's, as RUN/model.
 
     Raises:
-      InputError: there is no run, or no snapshot.
-      StopError: a snapshot is damaged, or its file cannot be read.
+      InputError: there is no run, and nothing else to check.
+      StopError: a file or snapshot is damaged, or cannot be read.
       ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
         leaves.
     """
     processes.check_platform()
+    outcomes = dict(_all(run))
+    for name, (of_files, *_) in outcomes.items():
+        for why in of_files.later:
+            print(f"since the newest proof, {name}: {why}")
+        for why in of_files.unproven:
+            print(f"not proven, {name}: {why}")
+    damaged = [
+        f"{name} is damaged: expected what was written, got\n{checks.listed(of.faults)}"
+        for name, (of, *_) in outcomes.items()
+        if of.faults
+    ]
+    damaged += [message for one in outcomes.values() for message in one.damaged]
+    moved = [message for one in outcomes.values() for message in one.moved]
+    if damaged:
+        raise StopError("\n".join(damaged + moved))
+    if moved:
+        raise ReferenceMovedError("\n".join(moved))
+    whole = sum(one.files.whole for one in outcomes.values())
+    count = sum(one.snapshots for one in outcomes.values())
+    print(f"{whole} files and {count} snapshots checked, none damaged")
+
+
+def _all(place: Path) -> Iterator[tuple[Path, Outcome]]:
+    """All that a path means, checked in turn."""
+    if exported.path_of(place).exists():
+        yield place, Outcome(_of_models(place.parent, [place]), 0, [], [])
+    elif (place / planned.BEGUN).is_file():
+        yield place, Outcome(results.check(place), 0, [], [])
+        for run in sorted(place.glob("runs/*/*")):
+            yield run, _of_run(run)
+    else:
+        if not (place / run_files.SUMMARY).exists():
+            proof.stages(place)  # says what there is, if that is no run
+        yield place, _of_run(place)
+
+
+def _of_models(run: Path, models: Sequence[Path]) -> Checked:
+    faults = [fault for model in models for fault in exported.faults(model)]
+    return Checked(len(models) if not faults else 0, faults, [], [])
+
+
+def _of_run(run: Path) -> Outcome:
+    """Files, exported models, snapshots and frozen models of a run, with tables."""
+    has_snapshots = any((run / "snapshots").glob("*/*"))
+    of_files = run_files.check(run)
+    models = [path.with_suffix("") for path in sorted(run.glob(f"*{MANIFEST}"))]
+    of_models = _of_models(run, models)
+    of_others = [
+        f"{path.relative_to(run)}: {fault}"
+        for path in sorted((run / "snapshots").glob("*/*"))
+        if path.is_dir() and not path.name.isdecimal()  # set aside
+        for fault in integrity.faults_of_files(path, alone=True)
+    ]
+    of_files = of_files._replace(
+        whole=of_files.whole + of_models.whole,
+        faults=of_files.faults + of_models.faults + of_others,
+    )
     checked = {
         (stage.name, step): files.check(stage, step)
-        for stage in proof.stages(run)
+        for stage in (proof.stages(run) if has_snapshots else ())
         for step in files.numbers(stage)
     }
-    report.table(
-        f"Snapshots in {run}",
-        ("stage", "step", "arrays", "verdict"),
-        [(*name, check.arrays, check.verdict) for name, check in checked.items()],
-    )
     damaged = {name: check.damage for name, check in checked.items() if check.damage}
-    rows = proof.check_run(run, skipped=damaged)
+    rows = proof.check_run(run, skipped=damaged) if has_snapshots else []
+    if checked:
+        report.table(
+            f"Snapshots in {run}",
+            ("stage", "step", "arrays", "verdict"),
+            [(*name, check.arrays, check.verdict) for name, check in checked.items()],
+        )
     if rows:
         report.table(
             f"Frozen models in {run}",
             ("stage", "step", "model", "fingerprint", "leaves", "verdict"),
             [row._replace(fingerprint=row.fingerprint[:SHOWN])[:-1] for row in rows],
         )
+        print(f"{len(rows)} verified, none moved" * all(r.moved is None for r in rows))
     moved = [
         f"{row.stage}, snapshot {row.step}, {row.model}: {row.moved}"
         for row in rows
         if row.moved is not None
     ]
-    if damaged:
-        raise StopError("\n".join([*map(str, damaged.values()), *moved]))
-    if moved:
-        raise ReferenceMovedError("\n".join(moved))
-    print(f"{len(checked)} snapshots checked, none damaged")
-    if rows:
-        print(f"{len(rows)} verified, none moved")
+    return Outcome(of_files, len(checked), [*map(str, damaged.values())], moved)
 
 
 def command(argv: Sequence[str] | None = None) -> None:

@@ -53,6 +53,7 @@ from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import report, run
+from rlhf_jax.runs.proof import exported
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT
 from rlhf_jax.train.config.models import Start
@@ -313,17 +314,21 @@ class RewardModel(Task[Config]):
             std = 1.0 if self.samples else None
             scores = jnp.asarray(self._scores)
             params = rewards.normalise(params, scores=scores, std=std)
-        if base is not None and lora is not None and not (to / "adapter").exists():
-            peft.save(
-                to / "adapter",
-                model=start.model,
-                adapters=trained | {"score": params["score"]},
-                lora=lora,
-                base_fingerprint=frozen.source_fingerprint_of(base).root,
-                base_name=self.config.start.model,
-                dtype=start.save_dtype,
-            )
-        if pretrained.is_new(to / "model", start=start):
+        if base is not None and lora is not None:
+            new = not (to / "adapter").exists()
+            if new:
+                peft.save(
+                    to / "adapter",
+                    model=start.model,
+                    adapters=trained | {"score": params["score"]},
+                    lora=lora,
+                    base_fingerprint=frozen.source_fingerprint_of(base).root,
+                    base_name=self.config.start.model,
+                    dtype=start.save_dtype,
+                )
+            exported.write(to / "adapter", anew=new)
+        new = pretrained.is_new(to / "model", start=start)
+        if new:
             hf.save_reward(
                 to / "model",
                 start.model,
@@ -333,6 +338,7 @@ class RewardModel(Task[Config]):
                 pad_id=start.pad_id,
                 dtype=start.save_dtype,
             )
+        exported.write(to / "model", anew=new)
         return params, None
 
     def summary(

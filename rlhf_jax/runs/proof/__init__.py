@@ -1,0 +1,1 @@
+"""Proof that the files of a run are what it wrote."""

@@ -1,0 +1,66 @@
+"""The manifest beside an exported model."""
+
+import hashlib
+import re
+import subprocess
+
+import pytest
+import toy_files
+
+from rlhf_jax import hf
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs.proof import exported
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = toy_files.checkpoint(tmp_path / "model")
+    exported.write(folder, anew=True)
+    return folder
+
+
+def test_the_manifest_is_that_of_sha256sum(model):
+    lines = (model.parent / "model.sha256").read_text().splitlines()
+    digests = dict(reversed(line.split("  ")) for line in lines)
+    assert sorted(digests) == sorted(f"model/{path.name}" for path in model.iterdir())
+    for name, digest in digests.items():
+        content = (model.parent / name).read_bytes()
+        assert digest == hashlib.sha256(content).hexdigest()
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", "--quiet", "model.sha256"],
+        cwd=model.parent,
+        check=True,
+    )
+
+
+def test_a_model_that_differs_is_not_loaded(model):
+    hf.load(model)
+    path = model / "config.json"
+    whole = path.read_text()
+    path.write_text(whole + " ")
+    (model / "more.txt").write_text("")
+    (model / "tokenizer.json").rename(model.parent / "tokenizer.json")
+    message = (
+        r"got\n  model/config.json: another SHA-256\n  model/more.txt: not there when "
+        r"it was written\n  model/tokenizer.json: missing\nexport it again"
+    )
+    with pytest.raises(InputError, match=message):
+        hf.load(model)
+    exported.write(model, anew=False)  # a manifest that is there stays
+    assert len(exported.faults(model)) == 3
+    exported.write(model, anew=True)
+    hf.load(model)
+
+
+def test_a_manifest_that_was_damaged_is_told_and_none_is_no_fault(model):
+    manifest = model.parent / "model.sha256"
+    text = manifest.read_text()
+    for wrong in (text[:-1], text.replace("  ", " ", 1), text + text, "\xff"):
+        manifest.write_bytes(wrong.encode("latin-1"))
+        assert exported.faults(model), wrong
+    manifest.write_text(re.sub("^.", lambda m: "1" if m[0] == "0" else "0", text))
+    (fault,) = exported.faults(model)
+    assert fault.endswith("another SHA-256")
+    manifest.unlink()
+    assert exported.faults(model) == []
+    hf.load(model)
