@@ -16,8 +16,15 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    runtime_checkable,
+)
 
 if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.text import TextFunction
@@ -60,6 +67,34 @@ class Answering(Protocol):
 
     def answer(self, response: str) -> str | None:
         """That answer, in a form that is equal for equal ones; None without any."""
+
+
+class Judged(NamedTuple):
+    """What a verifier says of a response, where that is more than a number."""
+
+    score: float
+    counts: Mapping[str, float]
+    """By name, logged as their means: reward/NAME."""
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A verifier that counts more than its score says."""
+
+    counts: Sequence[str]
+    """The names of what it counts."""
+
+    def judge(self, prompt: str, response: str, row: Row, /) -> Judged:
+        """Its score of a response, and a number by each of `counts`."""
+        ...
+
+
+@runtime_checkable
+class Isolating(Protocol):
+    """A verifier, or an environment, that runs what a model has written."""
+
+    def isolated(self, *, unsafe: bool) -> Any:
+        """It, checked: InputError where nothing sets the code apart, unless `unsafe`."""
 
 
 def each(verifier: Verifier) -> TextFunction:

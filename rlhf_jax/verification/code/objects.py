@@ -1,0 +1,235 @@
+"""The code's functions and objects as its tests see them, in the judge's process.
+
+A `Handle` stands for an object that stays in the other process: its methods are called
+and its attributes read there, and plain values come back. What a test written for plain
+values does to them (`==`, `<`, `len`, items, truth) no object of the code's answers:
+that is refused, and said. Exceptions are
+
+    dataclasses, members of enumerations    equal by name and fields, compared here
+    what the test made itself of a class    may have `len`, items, iteration, truth
+    whose name is in capitals               and text, until a call returns it
+    arithmetic among objects                where it makes an object
+"""
+
+from __future__ import annotations
+
+import types
+
+from rlhf_jax.verification.code import codec
+
+TYPE_CHECKING = False  # as typing's, which takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+
+class Handle:
+    """An object of the code's."""
+
+    __slots__ = (
+        "__weakref__",
+        "_base",
+        "_fields",
+        "_link",
+        "_made",
+        "_number",
+        "_sound",
+        "_traits",
+    )
+
+    def __init__(
+        self, link: Any, number: int, traits: str, fields: list[str], base: str | None
+    ) -> None:
+        put = object.__setattr__
+        put(self, "_link", link)
+        put(self, "_number", number)
+        put(self, "_traits", traits)  # see `runner.reference`
+        put(self, "_fields", fields)  # of a dataclass or a member
+        put(self, "_base", base)  # the built-in type that it is of
+        put(self, "_made", False)  # by the test, and no call has returned it since
+        put(self, "_sound", True)  # as a test made it, it holds what it was made of
+
+    def __del__(self) -> None:
+        known = self._link.handles.get(self._number)
+        if known is not None and known() is None:
+            del self._link.handles[self._number]
+            self._link.released.append(self._number)
+
+    def awaitable(self) -> Any:
+        """A coroutine that is awaited in the other process, to its end."""
+
+        async def wait() -> Any:
+            return self._link.ask("await", self)
+
+        return wait()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__"):
+            raise AttributeError(f"'{type(self).__name__}' object has no {name!r}")
+        read = self._link.read
+        if (self._number, name) not in read:
+            read[self._number, name] = self._link.ask("get", self, name)
+        value = read[self._number, name]
+        if isinstance(value, Class):
+            value.call_as(made=name[:1].isupper())
+        elif isinstance(value, Handle) and value._fields == ["_name_"]:
+            # A member under a name that is not its own would be equal to the other.
+            sound = "k" not in self._traits or value._held() == [name]
+            object.__setattr__(value, "_sound", sound)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._do("set", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._do("delete", name)
+
+    def _do(self, what: str, *args: Any, quiet: bool = False) -> Any:
+        self._link.read.clear()
+        return self._link.ask(what, self, *args, quiet=quiet)
+
+    def _held(self) -> Any:
+        """Its fields, or what it holds as a built-in type: plain values, read once."""
+        read, what = self._link.read, "held" if self._base else "fields"
+        if (self._number, f"__{what}__") not in read:
+            read[self._number, f"__{what}__"] = self._link.ask(what, self)
+        return read[self._number, f"__{what}__"]
+
+    def __eq__(self, other: Any) -> bool:
+        if other is self or other is None:
+            return other is self
+        if isinstance(other, Handle):
+            if "q" not in self._traits + other._traits and not self._fields:
+                return False  # as Python's objects are: equal to themselves alone
+            if self._fields and other._fields and self._sound and other._sound:
+                named = type(self).__name__ == type(other).__name__
+                return named and self._held() == other._held()
+        elif self._base and self._made and not isinstance(other, Handle):
+            return codec.TYPES[self._base](self._held()) == other
+        return self._refuse("compared")
+
+    def __hash__(self) -> int:
+        return self._number if "q" not in self._traits else self._refuse("hashed")
+
+    def __bool__(self) -> bool:
+        own = "b" in self._traits or "l" in self._traits
+        return self._own("truth") is True if own else True
+
+    def __len__(self) -> int:
+        if "l" not in self._traits:
+            raise TypeError(f"object of type '{type(self).__name__}' has no len()")
+        return self._own("len")
+
+    def __iter__(self) -> Iterator[Any]:
+        return self if "n" in self._traits else iter(self._own("iter"))
+
+    def __next__(self) -> Any:
+        return self._do("next", quiet=True)
+
+    def __contains__(self, value: Any) -> bool:
+        if "n" in self._traits:
+            return any(one is value or one == value for one in self)
+        return self._own("contains", value) is True
+
+    def __enter__(self) -> Any:
+        return self._do("enter")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        known = isinstance(kind, type) and kind in codec.NAMES
+        return self._do("exit", kind(*error.args) if known else None) is True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._refuse("copied")
+
+    def _own(self, what: str, *args: Any) -> Any:
+        if not self._made:
+            self._refuse("used as a plain value")
+        return self._do(what, *args)
+
+    def _refuse(self, how: str) -> Any:
+        self._link.suspicious |= "q" in self._traits and how == "compared"
+        return self._link.refuse(
+            f"a {type(self).__name__} of the code's is {how}; a test may call its "
+            f"methods, and compare plain values"
+        )
+
+
+class Function(Handle):
+    """One that can be called: a function, a method."""
+
+    __slots__ = ()
+
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
+        return self._called("call", args, named)
+
+    def _called(self, what: str, args: Any, named: Any) -> Any:
+        value = self._link.call(what, self, args, named)
+        if isinstance(value, Handle):
+            object.__setattr__(value, "_made", False)
+        return value
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+
+class Class(Function):
+    """A class of the code's."""
+
+    __slots__ = ("_makes",)
+
+    def call_as(self, *, made: bool) -> None:
+        """Whether objects that a test makes of it may be used as more than results."""
+        object.__setattr__(self, "_makes", made)
+        object.__setattr__(self, "_made", made)
+
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
+        if not getattr(self, "_makes", False):
+            return super().__call__(*args, **named)
+        value = self._called("make", args, named)
+        if not isinstance(value, Handle):  # of a built-in type that cannot change
+            if (value if isinstance(value, tuple) else (value,))[: len(args)] != args:
+                self._refuse("called, and does not hold what it is made of,")
+        elif value._fields != ["_name_"]:
+            object.__setattr__(value, "_made", True)
+            if value._fields:
+                held = dict(zip(value._fields, value._held(), strict=True))
+                told = dict(zip(value._fields, args, strict=False)) | named
+                sound = len(args) <= len(held) and told.items() <= held.items()
+                object.__setattr__(value, "_sound", sound)
+        return value
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, Handle) and self._link.ask(
+            "instance", instance, self
+        )
+
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return isinstance(kind, Handle) and self._link.ask("subclass", kind, self)
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        return self._refuse("derived from")
+
+
+def _of_object(what: str) -> Callable[..., Any]:
+    return lambda self, *args: self._own(what, *args)
+
+
+def _arithmetic(what: str, *, reflected: bool = False) -> Callable[..., Any]:
+    """Among the code's objects it is the code's, where it makes one of them."""
+
+    def apply(self: Handle, *others: Any) -> Any:
+        operands = (*others, self) if reflected else (self, *others)
+        self._link.read.clear()
+        made = self._link.ask(what, *operands)
+        return made if isinstance(made, Handle) else self._refuse("used in arithmetic")
+
+    return apply
+
+
+for _what in ("str", "repr", "getitem", "setitem", "delitem"):
+    setattr(Handle, f"__{_what}__", _of_object(_what))
+for _what in ("lt", "le", "gt", "ge"):
+    setattr(Handle, f"__{_what}__", lambda self, other: self._refuse("compared"))
+for _what in codec.OPERATORS.split():
+    setattr(Handle, f"__{_what.rstrip('_')}__", _arithmetic(_what))
+    setattr(Handle, f"__r{_what.rstrip('_')}__", _arithmetic(_what, reflected=True))
