@@ -18,10 +18,10 @@ import os
 import sys
 import types
 
-from rlhf_jax.verification.isolation import confined
-from rlhf_jax.verification.code import codec
 from rlhf_jax.verification.code.link import Link
 from rlhf_jax.verification.code.names import Names
+from rlhf_jax.verification.isolation import confined
+from rlhf_jax.verification.values import codec
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def describe(error: BaseException) -> str:
 
 def reason(error: BaseException, link: Link, names: Names) -> str:
     """Why a failure may not be the code's; "" if it is."""
-    if link.refused or isinstance(error, AssertionError) and link.lost:
+    if link.refused or (isinstance(error, AssertionError) and link.lost):
         return link.refused or f"refused: {link.lost[0]}"
     if error is link.raised:
         missing = isinstance(error, ImportError) and f"{error}".startswith("No module")

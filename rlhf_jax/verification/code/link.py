@@ -6,16 +6,15 @@ and no more. `Refused` fails a test, even where the test catches it.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import io
-import pickle
 import sys
 import weakref
 
-from rlhf_jax.verification.code import codec
-from rlhf_jax.verification.code.codec import Unreadable
 from rlhf_jax.verification.code.objects import Class, Function, Handle
+from rlhf_jax.verification.values import codec
+from rlhf_jax.verification.values.codec import Unreadable
+from rlhf_jax.verification.values.strict import Strict
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
@@ -25,13 +24,6 @@ ENDED = "its process ended before the tests did"
 FORGED = "its process sent what is no reply"
 # These end a loop quietly where they come from a call, and what it had yet to compare.
 QUIET = (StopIteration, StopAsyncIteration, GeneratorExit)
-# The instructions of pickles that build values; all others are refused.
-SAFE = "PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2"
-SAFE += " LONG1 LONG4 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES"
-SAFE += " BINBYTES BINBYTES8 BYTEARRAY8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 FROZENSET"
-SAFE += " EMPTY_LIST EMPTY_DICT EMPTY_SET APPEND APPENDS SETITEM SETITEMS ADDITEMS"
-SAFE += " MEMOIZE BINGET LONG_BINGET STACK_GLOBAL REDUCE"
-FILLING = "APPEND APPENDS SETITEM SETITEMS ADDITEMS"
 
 
 class Refused(BaseException):
@@ -40,43 +32,6 @@ class Refused(BaseException):
 
 class Gone(BaseException):
     """There is no process to ask any more."""
-
-
-class Strict(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
-    """Reads what a hostile process wrote: values that it builds itself."""
-
-    def __init__(self, file: io.BytesIO, side: Link, kept: list[Any]) -> None:
-        super().__init__(file)
-        self.side, self.kept = side, {id(one) for one in kept}
-        self.memo = dict(enumerate(kept))
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """`codec.make` and `codec.fill`, whatever the module."""
-        if global_name == "fill":
-            return self._fill
-        return functools.partial(codec.make, side=self.side)
-
-    def _fill(self, value: Any, fields: Any) -> None:
-        if id(value) in self.kept or type(value) not in self.side.classes.values():
-            raise Unreadable("not to be filled")
-        codec.fill(value, fields)
-
-    def filled(self, how: Any) -> None:
-        """Fills a container, which must be of this message."""
-        marked = how.__name__[-1:] == "s"
-        target = self.metastack[-1][-1] if marked else self.stack[-2]
-        target = self.stack[-3] if how.__name__ == "load_setitem" else target
-        if id(target) in self.kept or type(target) not in codec.CHANGE:
-            raise Unreadable("not to be filled")
-        how(self)
-
-    dispatch = {  # noqa: RUF012
-        code[0]: pickle._Unpickler.dispatch[code[0]]  # pyright: ignore
-        for code in (vars(pickle)[name] for name in SAFE.split())
-    } | {
-        code[0]: lambda self, how=pickle._Unpickler.dispatch[code[0]]: self.filled(how)  # pyright: ignore
-        for code in (vars(pickle)[name] for name in FILLING.split())
-    }
 
 
 class Link:
@@ -157,7 +112,7 @@ class Link:
             raise Unreadable("an object among what values are made of")
         kept = self._send(what, args)
         while True:
-            file, (word, is_none, printed, notes, taken) = self._receive()
+            file, (word, is_none, moved, printed, notes, taken) = self._receive()
             if printed:
                 sys.stdout.write(f"{printed}")
             for note, suspicious in notes:
@@ -169,10 +124,11 @@ class Link:
                 self._answer(*self._body(file, [])[0])
                 continue
             # A result that is compared with an argument: as that was before the call.
-            apart = self.keeps_arguments and not is_none
+            apart = self.keeps_arguments and moved and not is_none
             into = [self._empty(one) for one in kept] if apart else kept
             value, changed = self._body(file, into)
-            if (value is None) is not is_none or word not in ("ok", "raise"):
+            told = (value is None, bool(changed)) == (is_none, moved)
+            if not told or word not in ("ok", "raise"):
                 self._end(FORGED)
             self._change(changed, into, kept)
             if word == "ok":
@@ -185,17 +141,24 @@ class Link:
     def _change(self, changed: Any, into: list[Any], kept: list[Any]) -> None:
         try:
             if into is not kept:
-                for place, one in enumerate(kept):
-                    if codec.changes(one, self):
-                        codec.refill(into[place], changed.get(place, codec.content(one)))
-                if changed:
-                    self.lose("a call changed an argument that its result is held to")
-                return
+                self.lose("a call changed an argument that its result is held to")
+                whole = enumerate(kept)
+                before = {
+                    n: codec.content(v) for n, v in whole if codec.changes(v, self)
+                }
+                changed = before | changed
             for place, items in changed.items():
-                if codec.changes(kept[place], self):
-                    codec.refill(kept[place], items)
+                if codec.changes(into[place], self):
+                    codec.refill(into[place], items)
         except Exception:
             self._end(FORGED)
+
+    def parts_of(self, error: BaseException) -> tuple[type[BaseException], list[Any]]:
+        """A class of errors that the code knows, and arguments for it."""
+        kinds = (kind for kind in type(error).__mro__ if kind in codec.NAMES)
+        kind = type(error) if "code_number" in vars(type(error)) else next(kinds)
+        plain = (None.__class__, bool, int, float, str)
+        return kind, [one if type(one) in plain else f"{one}" for one in error.args]
 
     def _answer(self, number: int, what: str, args: Any, named: Any) -> None:
         """Calls a function that the code was handed, and sends what comes of it."""
@@ -206,11 +169,7 @@ class Link:
         except (Refused, Gone):
             raise
         except BaseException as error:
-            kinds = (k for k in type(error).__mro__ if k in codec.NAMES)
-            kind = type(error) if "code_number" in vars(type(error)) else next(kinds)
-            plain = (None.__class__, bool, int, float, str)
-            text = [one if type(one) in plain else f"{one}" for one in error.args]
-            self._send("raise", (kind, text))
+            self._send("raise", self.parts_of(error))
 
     def reference(self, value: Any) -> Any:
         """How what is no value is written; None if it is one."""
@@ -241,10 +200,6 @@ class Link:
             self.lose(f"a {kind.__name__} of the test's went over without its methods")
         return None
 
-    def fields_of_tuple(self, kind: type) -> tuple[str, ...]:
-        """The names of a named tuple's items; none of another."""
-        return tuple(vars(kind).get("_fields", ()))
-
     def shell(self, name: str) -> Any:
         """An object of a class of the tests."""
         return object.__new__(self.classes[name])
@@ -255,6 +210,8 @@ class Link:
             return self.handed[number]
         if tag == "error":
             name, bases = more
+            if not all(issubclass(base, BaseException) for base in bases):
+                raise Unreadable("no class of errors")
             if number not in self.errors:
                 own = {"code_number": number, "__str__": lambda self: self.code_text}
                 self.errors[number] = type(name, bases or (Exception,), own)
@@ -305,7 +262,7 @@ class Link:
         except Unreadable:
             self._end(FORGED)
         head = self._body(file, [])
-        if type(head) is not list or len(head) != 5:
+        if type(head) is not list or len(head) != 6:
             self._end(FORGED)
         return file, head
 

@@ -12,6 +12,8 @@ import builtins
 import importlib
 import sys
 
+from rlhf_jax.verification.code.objects import Function
+
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,7 +77,10 @@ class Names(dict[str, object]):
             return importlib.import_module(name)
         if name.startswith("__") or name in BUILT_IN - self.replaced:
             raise KeyError(name)
-        return self.link.named(name)
+        value = self.link.named(name)
+        if isinstance(value, Function):
+            self[name] = value  # asked for once: it is likely to be called often
+        return value
 
     def holds_to_arguments(self, tree: ast.AST) -> bool:
         """Whether a test compares a result with an argument of its call."""
@@ -87,7 +92,9 @@ class _Flow:
 
     def __init__(self, names: Names, tree: ast.AST) -> None:
         plain = BUILT_IN - names.replaced
-        self.of = {name: {RESULT} for name in names.free - plain} | {"solution": {RESULT}}
+        self.of = {name: {RESULT} for name in names.free - plain} | {
+            "solution": {RESULT}
+        }
         nodes = list(ast.walk(tree))
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -129,8 +136,9 @@ class _Flow:
 
     def _compares(self, node: ast.AST) -> bool:
         match node:
-            case ast.Compare(left=left, comparators=others):
-                sides = [left, *others]
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                same = all(isinstance(op, ast.Is | ast.IsNot) for op in ops)
+                sides = [] if same else [left, *others]
             case ast.BinOp(left=left, right=right):
                 sides = [left, right]
             case ast.Call(args=args) if not self._is_codes(node):

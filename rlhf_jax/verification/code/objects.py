@@ -15,12 +15,18 @@ from __future__ import annotations
 
 import types
 
-from rlhf_jax.verification.code import codec
+from rlhf_jax.verification.values import codec
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
+
+# Arithmetic, by its names in `operator`.
+OPERATORS = (
+    "add sub mul matmul truediv floordiv mod pow and_ or_ xor neg pos abs invert"
+)
+BASES = {kind.__name__: kind for kind in codec.CHANGE}
 
 
 class Handle:
@@ -73,9 +79,8 @@ class Handle:
         if isinstance(value, Class):
             value.call_as(made=name[:1].isupper())
         elif isinstance(value, Handle) and value._fields == ["_name_"]:
-            # A member under a name that is not its own would be equal to the other.
-            sound = "k" not in self._traits or value._held() == [name]
-            object.__setattr__(value, "_sound", sound)
+            if "k" in self._traits and value._held() != [name]:  # equal to that one
+                value._refuse(f"a member under the name {name}, which is not its own,")
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -105,7 +110,8 @@ class Handle:
                 named = type(self).__name__ == type(other).__name__
                 return named and self._held() == other._held()
         elif self._base and self._made and not isinstance(other, Handle):
-            return codec.TYPES[self._base](self._held()) == other
+            return BASES[self._base](self._held()) == other
+        self._link.suspicious |= "q" in self._traits and not isinstance(other, Handle)
         return self._refuse("compared")
 
     def __hash__(self) -> int:
@@ -135,8 +141,8 @@ class Handle:
         return self._do("enter")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        known = isinstance(kind, type) and kind in codec.NAMES
-        return self._do("exit", kind(*error.args) if known else None) is True
+        told = (None, []) if error is None else self._link.parts_of(error)
+        return self._do("exit", *told) is True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._refuse("copied")
@@ -147,7 +153,6 @@ class Handle:
         return self._do(what, *args)
 
     def _refuse(self, how: str) -> Any:
-        self._link.suspicious |= "q" in self._traits and how == "compared"
         return self._link.refuse(
             f"a {type(self).__name__} of the code's is {how}; a test may call its "
             f"methods, and compare plain values"
@@ -230,6 +235,6 @@ for _what in ("str", "repr", "getitem", "setitem", "delitem"):
     setattr(Handle, f"__{_what}__", _of_object(_what))
 for _what in ("lt", "le", "gt", "ge"):
     setattr(Handle, f"__{_what}__", lambda self, other: self._refuse("compared"))
-for _what in codec.OPERATORS.split():
+for _what in OPERATORS.split():
     setattr(Handle, f"__{_what.rstrip('_')}__", _arithmetic(_what))
     setattr(Handle, f"__r{_what.rstrip('_')}__", _arithmetic(_what, reflected=True))

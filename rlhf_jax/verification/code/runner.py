@@ -19,8 +19,9 @@ import pickle
 import sys
 import types
 
+from rlhf_jax.verification.code import objects
 from rlhf_jax.verification.isolation import confined
-from rlhf_jax.verification.code import codec
+from rlhf_jax.verification.values import codec
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
@@ -51,20 +52,27 @@ def fields_of(value: Any) -> list[Any]:
     return [object.__getattribute__(value, name) for name in _fields(type(value))]
 
 
-def left(manager: Any, error: BaseException | None) -> bool:
+def left(manager: Any, kind: Any, args: list[Any]) -> bool:
     """Leaves a `with` block."""
-    kind = None if error is None else type(error)
+    error = None if kind is None else kind(*args)
     return bool(manager.__exit__(kind, error, None))
 
 
 # What may be asked of objects, beside calls.
 DONE: dict[str, Callable[..., Any]] = {
-    **{name: vars(operator)[name] for name in codec.OPERATORS.split()},
+    **{name: vars(operator)[name] for name in objects.OPERATORS.split()},
     **{name: vars(operator)[name] for name in ("getitem", "setitem", "delitem")},
     **{name: vars(builtins)[name] for name in ("iter", "next", "len", "str", "repr")},
-    **{"contains": operator.contains, "truth": operator.truth, "await": awaited},
-    **{"get": getattr, "set": setattr, "delete": delattr, "fields": fields_of},
-    **{"instance": isinstance, "subclass": issubclass, "exit": left},
+    "contains": operator.contains,
+    "truth": operator.truth,
+    "await": awaited,
+    "get": getattr,
+    "set": setattr,
+    "delete": delattr,
+    "fields": fields_of,
+    "instance": isinstance,
+    "subclass": issubclass,
+    "exit": left,
     "enter": lambda value: value.__enter__(),
     "held": lambda value: codec.READ[codec.base_of(type(value))](value),
 }
@@ -87,10 +95,10 @@ class Reader(pickle.Unpickler):
         self.side = side
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """`codec.make` and `codec.fill`."""
-        if global_name == "fill":
-            return codec.fill
-        return lambda name, *parts: codec.make(name, *parts, side=self.side)
+        """`codec.make` with this side."""
+        if global_name == "make":
+            return lambda name, *parts: codec.make(name, *parts, side=self.side)
+        return super().find_class(module_name, global_name)
 
 
 class Runner:
@@ -129,7 +137,9 @@ class Runner:
             if what == "raise":
                 raise args[0](*args[1])
             kept = codec.places(reader.memo.copy(), self)
-            before = [codec.content(one) if codec.changes(one, self) else [] for one in kept]
+            before = [
+                codec.content(one) if codec.changes(one, self) else [] for one in kept
+            ]
             word, taken = "ok", 0
             try:
                 if what in ("call", "make"):
@@ -159,7 +169,7 @@ class Runner:
         writer = codec.Writer(self, kept)
         writer.dump((value, changed))
         notes, self.notes = self.notes, []
-        head = [word, value is None, self.drain(), notes, taken]
+        head = [word, value is None, bool(changed), self.drain(), notes, taken]
         codec.send(self.replies, head, writer.buffer)
 
     def do(self, what: str, *args: Any) -> Any:
@@ -248,10 +258,6 @@ class Runner:
         note = f"a {kind.__name__}{told} came as a plain {base.__name__}"
         if written or issubclass(kind, enum.Enum):
             self.notes.append((note, bool(lying)))
-
-    def fields_of_tuple(self, kind: type) -> tuple[str, ...]:
-        """The names of a named tuple's items; none of another."""
-        return tuple(getattr(kind, "_fields", ()))
 
     def shell(self, name: str) -> Any:
         """An object of a class of the tests, without its methods."""

@@ -1,34 +1,14 @@
-"""One trial of generated code: its process, its judge, and what they report."""
+"""One trial of generated code: what became of it, by the report of its judge."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import secrets
-import select
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_jax.verification.code import judge, runner
-from rlhf_jax.verification.isolation import folder, ways
-
-OURS = str(Path(__file__).parents[2])
-# Runs the `main` of one of our modules, without what the package loads besides.
-START = (
-    "import sys; sys.modules['rlhf_jax'] = package = type(sys)('rlhf_jax'); "
-    "package.__path__ = [sys.argv.pop(1)]; from {0} import main; main()"
-)
-INTERPRETER = (ways.python(), "-I", "-S", "-B", "-X", "utf8", "-c")
-START_SECONDS = 60.0  # an interpreter takes a tenth of one, on a machine that is free
-WATCH_SECONDS = 0.05  # between two looks at a folder on disk
+from rlhf_jax.verification.isolation import processes, ways
 
 
 class Isolation(NamedTuple):
@@ -83,14 +63,15 @@ class NotIsolated(RuntimeError):
 def isolation() -> Isolation:
     """How generated code is set apart here; runs a program to see."""
     reasons: list[str] = []
+    limits = {"seconds": processes.START_SECONDS, "memory": 512, "file_size": 1}
     for way in ways.WAYS:
         try:
-            limits = {"seconds": START_SECONDS, "memory": 512, "file_size": 1, "disk": 1}
-            _start({"code": "", "tests": [], "show": False}, way=way, **limits)
-            return Isolation(way, "; ".join(reasons))
-        except (OSError, ImportError, RuntimeError) as error:
+            _run({"code": "", "tests": [], "show": False}, way, **limits, disk=1)
+        except (OSError, ImportError, processes.NotStarted) as error:
             reasons.append(f"{way}: {error}".split("\n")[0][-200:])
-    raise RuntimeError("; ".join(reasons))
+        else:
+            return Isolation(way, "; ".join(reasons))
+    raise processes.NotStarted("; ".join(reasons))
 
 
 def require(*, unsafe: bool) -> Isolation:
@@ -129,148 +110,36 @@ def run_tests(
       unsafe: also where nothing sets the code apart.
 
     Raises:
-      NotIsolated: nothing does. RuntimeError: a process did not start: this is not the
-        code's fault.
+      NotIsolated: nothing does. NotStarted: a process did not start.
     """
-    limits = {"seconds": seconds, "memory": memory, "file_size": file_size, "disk": disk}
+    limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
     task = {"code": code, "tests": [*tests], "show": False}
-    return _start(task, way=require(unsafe=unsafe).way, **limits)[0]
+    return _run(task, require(unsafe=unsafe).way, **limits, disk=disk)[0]
 
 
 def run_code(code: str, *, unsafe: bool, **limits: float) -> Ran:
     """Runs the code as `run_tests` does, to see what it prints."""
     task = {"code": code, "tests": [], "show": True}
-    verdict, printed = _start(task, way=require(unsafe=unsafe).way, **limits)
+    verdict, printed = _run(task, require(unsafe=unsafe).way, **limits)
     return Ran(printed, verdict.why)
 
 
-def _start(task: dict[str, Any], *, way: str, **limits: float) -> tuple[Verdict, str]:
-    task["nonce"] = secrets.token_hex(16)
-    with contextlib.ExitStack() as stack:
-
-        def opened(end: int, mode: str) -> Any:
-            return stack.enter_context(open(end, mode, buffering=0))
-
-        def pipe() -> tuple[Any, Any]:
-            ours, theirs = os.pipe()
-            return opened(ours, "rb"), opened(theirs, "wb")
-
-        place = tempfile.mkdtemp(prefix="code-")
-        stack.callback(folder.remove, place)
-        errors = stack.enter_context(tempfile.TemporaryFile())  # before it is ready
-        settings: dict[str, Any] = {
-            **limits,
-            "folder": ways.INSIDE if way == "bubblewrap" else place,
-            "numpy": ways.numpy_folder(),
-            "ruleset": None,
-        }
-        before, package = [], OURS
-        if way == "bubblewrap":
-            before, package = ways.bubblewrap(place), ways.PACKAGE
-        elif way == "landlock":
-            settings["filter"] = ways.seccomp().hex()
-            ruleset = opened(ways.landlock(place), "rb")
-            settings["ruleset"] = ruleset.fileno()
-        to_read, requests = pipe()
-        replies, to_write = pipe()
-        ours, report = pipe()
-
-        def start(module: str, own: dict[str, Any], **options: Any) -> Any:
-            words = [*INTERPRETER, START.format(module), package, json.dumps(own)]
-            process = subprocess.Popen(
-                words if options["stdin"] == subprocess.PIPE else [*before, *words],
-                stderr=errors,
-                cwd=place,
-                env={},
-                start_new_session=True,
-                **options,
-            )
-            stack.callback(_end, process)
-            return process
-
-        passed_on = () if settings["ruleset"] is None else (settings["ruleset"],)
-        start(
-            runner.__name__,
-            settings,
-            stdin=to_read,
-            stdout=to_write,
-            pass_fds=passed_on,
-        )
-        package, files = OURS, (report, requests, replies)
-        pipes = tuple(file.fileno() for file in files)
-        judging = start(
-            judge.__name__,
-            settings | {"pipes": pipes},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=pipes,
-        )
-        for file in (to_read, to_write, *files):
-            file.close()
-        with contextlib.suppress(BrokenPipeError), judging.stdin:
-            judging.stdin.write(json.dumps(task).encode())
-        lines = _Lines(ours.fileno(), task["nonce"])
-        if lines.next(time.monotonic() + START_SECONDS) != "ready":
-            errors.seek(0)
-            said = errors.read().decode(errors="replace").strip()[-300:]
-            raise RuntimeError(f"the process for generated code did not start: {said}")
-        verdict = _follow(lines, place, limits["seconds"], limits["disk"])
-        return verdict[0]._replace(total=len(task["tests"])), verdict[1]
-
-
-def _follow(
-    lines: _Lines, watched: str, seconds: float, disk: float
-) -> tuple[Verdict, str]:
-    """How many tests passed, why that was not all of them, and what was printed."""
-    passed, printed, end = 0, "", time.monotonic() + seconds
-
-    def verdict(why: str, *, suspicious: bool = False) -> tuple[Verdict, str]:
-        return Verdict(passed, 0, why, suspicious), printed
-
-    while True:
-        now = time.monotonic()
-        if now > end:
-            return verdict(f"took longer than {seconds:g} s")
-        line = lines.next(min(end, now + WATCH_SECONDS))
-        if line == "passed":
-            passed += 1
-        elif line == "":  # a test ended the judge: nothing that it said counts
-            passed = 0
-            return verdict("its process ended before the tests did", suspicious=True)
-        elif line is not None and line.startswith("printed "):
-            printed = json.loads(line.removeprefix("printed "))
-        elif line is not None and line.startswith("end "):
-            _, suspicious, why = line.split(" ", 2)
-            return verdict(why, suspicious=suspicious == "1")
-        if why := folder.too_much(watched, disk=disk):
-            return verdict(why)
-
-
-class _Lines:
-    """What the judge writes, a line at a time."""
-
-    def __init__(self, pipe: int, nonce: str) -> None:
-        self.pipe, self.nonce, self.buffer = pipe, f"{nonce} ", b""
-        self.poll = select.poll()
-        self.poll.register(pipe, select.POLLIN)
-
-    def next(self, end: float) -> str | None:
-        """A line; "" if there will be none, None if there is none by `end`."""
-        while b"\n" not in self.buffer:
-            if not self.poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                return None
-            read = os.read(self.pipe, 2**16)
-            if not read:
-                return ""
-            self.buffer += read
-        line, _, self.buffer = self.buffer.partition(b"\n")
-        text = line.decode(errors="replace")
-        return text.removeprefix(self.nonce) if text.startswith(self.nonce) else ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and whatever is in its session, and waits for it."""
-    if process.returncode is None:  # else its number may be another's
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _run(task: dict[str, Any], way: str, **limits: float) -> tuple[Verdict, str]:
+    passed, total, printed = 0, len(task["tests"]), ""
+    parts: dict[str, Any] = {"code": runner, "judge": judge, "limits": limits}
+    with processes.started(task, way=way, **parts) as lines:
+        for line in lines:
+            word, _, rest = line.partition(" ")
+            if word == "passed":
+                passed += 1
+            elif word == "printed":
+                printed = json.loads(rest)
+            elif word == "end":
+                suspicious, _, why = rest.partition(" ")
+                return Verdict(passed, total, why, suspicious == "1"), printed
+            elif word == "over:":
+                return Verdict(passed, total, rest), printed
+            else:  # a test ended the judge: nothing that it said counts
+                break
+    why = "its process ended before the tests did"
+    return Verdict(0, total, why, suspicious=True), printed
