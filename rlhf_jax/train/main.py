@@ -73,6 +73,10 @@ ASK = {
         "queries.verify",
         "Whether the snapshots of a run are whole and its frozen models unmoved.",
     ),
+    "audit-verifier": Command(
+        "queries.audit_verifier",
+        "Whether unit tests as a reward reward solutions, and no cheats.",
+    ),
     "kl": Command(
         "queries.token_kl", "The KL of a text between two models, token by token."
     ),

@@ -220,11 +220,12 @@ class Matches:
 
 @dataclasses.dataclass(frozen=True)
 class Gsm8k:
-    """1 where the number after the response's last #### is the row's.
+    """1 where the one number after the response's last #### is the row's.
 
     Separators, signs, decimals, currency and a dot at the end are read as people mean
     them: "#### $1,000." is 1000. What is no number ("#### about 5", 1/2, 2 + 3, 12:30)
-    is wrong. Words behind it are not read: "5 apples" is 5, and so is "5 million".
+    is wrong, and so are two in its line ("72 or 73"). Words behind it are not read: "5
+    apples" is 5, and so is "5 million".
 
     Source: Cobbe et al. 2021, arXiv:2110.14168; openai/grade-school-math.
     """
@@ -252,7 +253,9 @@ class Gsm8k:
         if not marker and self.unmarked == "last_number":
             return last_number(response)
         match = _WHOLE.match(answer) if marker else None
-        return None if match is None else _value(match)
+        if match is None or _NUMBER.search(answer[match.end() :].partition("\n")[0]):
+            return None
+        return _value(match)
 
 
 def number(text: str) -> Decimal | None:

@@ -33,7 +33,7 @@ class Names(dict[str, object]):
     defines one of them: then that one is the function they test.
     """
 
-    def __init__(self, link: Link, tests: Sequence[str]) -> None:
+    def __init__(self, link: Link | None, tests: Sequence[str]) -> None:
         super().__init__(__builtins__=builtins, __name__="solution")
         self.link = link
         self.trees = [ast.parse(test) for test in tests]
@@ -76,6 +76,8 @@ class Names(dict[str, object]):
         if name in self.modules:
             return importlib.import_module(name)
         if name.startswith("__") or name in BUILT_IN - self.replaced:
+            raise KeyError(name)
+        if self.link is None:
             raise KeyError(name)
         value = self.link.named(name)
         if isinstance(value, Function):

@@ -47,15 +47,9 @@ def awaited(value: Any) -> Any:
     return asyncio.run(wait())
 
 
-def fields_of(value: Any) -> list[Any]:
-    """The fields of a dataclass, in their order; the name of a member."""
-    return [object.__getattribute__(value, name) for name in _fields(type(value))]
-
-
 def left(manager: Any, kind: Any, args: list[Any]) -> bool:
     """Leaves a `with` block."""
-    error = None if kind is None else kind(*args)
-    return bool(manager.__exit__(kind, error, None))
+    return bool(manager.__exit__(kind, None if kind is None else kind(*args), None))
 
 
 # What may be asked of objects, beside calls.
@@ -65,15 +59,17 @@ DONE: dict[str, Callable[..., Any]] = {
     **{name: vars(builtins)[name] for name in ("iter", "next", "len", "str", "repr")},
     "contains": operator.contains,
     "truth": operator.truth,
-    "await": awaited,
     "get": getattr,
     "set": setattr,
     "delete": delattr,
-    "fields": fields_of,
     "instance": isinstance,
     "subclass": issubclass,
-    "exit": left,
+    "await": awaited,
     "enter": lambda value: value.__enter__(),
+    "exit": left,
+    "fields": lambda value: [
+        object.__getattribute__(value, name) for name in _fields(type(value))
+    ],
     "held": lambda value: codec.READ[codec.base_of(type(value))](value),
 }
 
@@ -88,17 +84,18 @@ class Printed(io.BytesIO):
 
 
 class Reader(pickle.Unpickler):
-    """Reads what the judge wrote."""
+    """Reads what the judge wrote, for one side."""
 
-    def __init__(self, file: io.BytesIO, side: Runner) -> None:
-        super().__init__(file)
-        self.side = side
+    side: Any
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """`codec.make` with this side."""
-        if global_name == "make":
-            return lambda name, *parts: codec.make(name, *parts, side=self.side)
-        return super().find_class(module_name, global_name)
+        """What a message names; `make` refers to what is here."""
+        found = super().find_class(module_name, global_name)
+        return found if found is not codec.make else self.make
+
+    def make(self, name: str, *parts: Any) -> Any:
+        """`codec.make` here."""
+        return codec.make(name, *parts, side=self.side)
 
 
 class Runner:
@@ -109,7 +106,7 @@ class Runner:
         self.module = types.ModuleType("solution")
         self.objects: dict[int, Any] = {}  # objects that the judge has numbers of
         self.numbers: dict[int, int] = {}  # by id
-        self.count = 0
+        self.count = self.taken = 0
         self.handed: dict[tuple[Any, ...], Any] = {}  # stand-ins for the judge's
         self.standing: dict[int, tuple[Any, ...]] = {}  # how they are written, by id
         self.classes: dict[str, type] = {}  # stand-ins for the tests' own classes
@@ -130,79 +127,74 @@ class Runner:
             what, released = pickle.load(file)
             for number in released:
                 self.numbers.pop(id(self.objects.pop(number, None)), None)
-            reader = Reader(file, self)
+            reader = Reader(file)
+            reader.side = self
             args = reader.load()
             if what == "ok":
                 return args
             if what == "raise":
                 raise args[0](*args[1])
-            kept = codec.places(reader.memo.copy(), self)
-            before = [
-                codec.content(one) if codec.changes(one, self) else [] for one in kept
-            ]
-            word, taken = "ok", 0
+            kept, before = codec.places(reader.memo.copy(), self), {}
+            for place, one in enumerate(kept):
+                if codec.changes(one, self):
+                    before[place] = codec.content(one)
+            word, self.taken = "ok", 0
             try:
-                if what in ("call", "make"):
-                    value, taken = self.call(*args)
-                    self.made(value, what == "make")
-                else:
-                    value = self.do(what, *args)
+                value = self.do(what, *args)
             except BaseException as error:  # SystemExit too
                 word, value = "raise", self.raised(error)
             try:
-                self.reply(word, value, kept, before, taken)
+                self.reply(word, value, kept, before)
             except Exception as error:
                 self.notes.append((f"a result cannot be sent: {error}"[:200], False))
-                unsent = (ValueError, [f"{error}"[:200]], "", {})
-                self.reply("raise", unsent, [], [], 0)
+                self.reply("raise", (ValueError, [f"{error}"[:200]], "", {}), [], {})
 
     def reply(
-        self, word: str, value: Any, kept: list[Any], before: list[Any], taken: int
+        self, word: str, value: Any, kept: list[Any], before: dict[int, list[Any]]
     ) -> None:
         """Sends a result, and what became of the arguments."""
-        changed = {
-            place: now
-            for place, one in enumerate(kept)
-            if codec.changes(one, self)
-            and not _same(now := codec.content(one), before[place])
-        }
+        changed = {}
+        for place, held in before.items():
+            now = codec.content(kept[place])
+            if len(now) != len(held) or not all(map(operator.is_, now, held)):
+                changed[place] = now
         writer = codec.Writer(self, kept)
         writer.dump((value, changed))
         notes, self.notes = self.notes, []
-        head = [word, value is None, bool(changed), self.drain(), notes, taken]
+        text = self.printed.getvalue().decode("utf-8", "replace")
+        self.printed.seek(0)
+        self.printed.truncate()
+        head = [word, value is None, bool(changed), text, notes, self.taken]
         codec.send(self.replies, head, writer.buffer)
 
     def do(self, what: str, *args: Any) -> Any:
-        """One request that is no call."""
+        """One request."""
+        names = vars(self.module)
         if what == "load":
-            names = vars(self.module)
             exec(compile(args[0], "<code>", "exec", dont_inherit=True), names)
             return [name for name in names if not name.startswith("_")]
+        if what in ("call", "make"):
+            function, positional, named, read = args
+            if read is not None:
+                sys.stdin = io.StringIO(read)
+            result = function(*positional, **named)
+            self.taken = sys.stdin.tell() if read is not None else 0
+            base = codec.base_of(type(result))
+            own = type(result) not in codec.READ and base in (None, *codec.CHANGE)
+            if what == "make" and own:
+                self.number(result)  # it stays here, as what a test made
+            return result
         if what != "name":
             return DONE[what](*args)
-        if args[0] not in vars(self.module):
+        if args[0] not in names:
             return ("missing",)
-        value = vars(self.module)[args[0]]
+        value = names[args[0]]
         if isinstance(value, types.ModuleType):
             return "module", value.__name__
         for name in LIBRARIES.split():
             if name in sys.modules and vars(sys.modules[name]).get(args[0]) is value:
                 return "library", name
         return "value", value
-
-    def call(self, function: Any, args: Any, named: Any, read: Any) -> tuple[Any, int]:
-        """A call: its result, and the characters of standard input that it read."""
-        if read is not None:
-            sys.stdin = io.StringIO(read)
-        result = function(*args, **named)
-        return result, sys.stdin.tell() if read is not None else 0
-
-    def made(self, value: Any, object_of_class: bool) -> None:
-        """Has what a test made of a class of the code's stay here, if it can change."""
-        kind = type(value)
-        if object_of_class and kind not in codec.READ:
-            if codec.base_of(kind) in (None, *codec.CHANGE):
-                self.number(value)
 
     def raised(self, error: BaseException) -> tuple[Any, ...]:
         """An error: its class, arguments, text and fields."""
@@ -272,7 +264,12 @@ class Runner:
         if tag == "m":
             return operator.attrgetter(more[0])(__import__(number, fromlist=["_"]))
         if (tag, number) not in self.handed:
-            made = _Iterator(self, number) if tag == "g" else _function(self, number)
+            what = "next" if tag == "g" else "call"
+
+            def made(*args: Any, **named: Any) -> Any:
+                return self.ask(number, what, args, named)
+
+            made = _Iterator(made) if tag == "g" else made
             self.handed[tag, number], self.standing[id(made)] = made, (tag, number)
         return self.handed[tag, number]
 
@@ -280,19 +277,8 @@ class Runner:
         """Has a function of the judge's called, and answers what it asks meanwhile."""
         if _thread.get_ident() != self.main:
             raise RuntimeError("refused: a thread calls a function of the tests")
-        self.reply("back", (number, what, args, named), [], [], 0)
+        self.reply("back", (number, what, args, named), [], {})
         return self.serve()
-
-    def drain(self) -> str:
-        """What was printed since the last time."""
-        text = self.printed.getvalue().decode("utf-8", "replace")
-        self.printed.seek(0)
-        self.printed.truncate()
-        return text
-
-
-def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _fields(kind: type) -> list[str]:
@@ -318,24 +304,17 @@ def _written(kind: type) -> set[str]:
     }
 
 
-def _function(runner: Runner, number: int) -> Callable[..., Any]:
-    def function(*args: Any, **named: Any) -> Any:
-        return runner.ask(number, "call", args, named)
-
-    return function
-
-
 class _Iterator:
-    """An iterator of the judge's."""
+    """An iterator of the judge's, by a function that asks for what is next."""
 
-    def __init__(self, runner: Runner, number: int) -> None:
-        self.runner, self.number = runner, number
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self.ask = ask
 
     def __iter__(self) -> _Iterator:
         return self
 
     def __next__(self) -> Any:
-        return self.runner.ask(self.number, "next", (), {})
+        return self.ask()
 
 
 def main() -> None:

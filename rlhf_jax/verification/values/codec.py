@@ -47,7 +47,12 @@ NAMED |= {f"builtins.{kind.__name__}": kind for kind in (bool, range, slice, obj
 NAMED |= {f"collections.{kind.__name__}": kind for kind in (*PAIRS[:3], deque)}
 NAMES = {kind: name for name, kind in NAMED.items()}
 LIBRARY = ("decimal.Decimal", "fractions.Fraction", "datetime.timedelta")
-LIBRARY += ("datetime.datetime", "datetime.date", "datetime.time")  # which load late
+LIBRARY += (
+    "array.array",
+    "datetime.datetime",
+    "datetime.date",
+    "datetime.time",
+)  # which load late
 
 
 class Unreadable(Exception):
@@ -85,6 +90,8 @@ class Writer(pickle.Pickler):
             return NotImplemented
         if (parts := self.side.reference(obj)) is not None:
             return make, ("refer", *parts)
+        if kind.__name__ == "array" and by_name(kind):
+            return kind, (obj.typecode, obj.tolist())
         if obj is ... or by_name(kind):
             return NotImplemented  # as pickle does
         if kind in VIEWS:
