@@ -66,13 +66,13 @@ def reason(error: BaseException, link: Link, names: Names) -> str:
             f"{name!r}" in f"{error}" for name in names.bound
         )
         if missing or theirs or isinstance(error, PermissionError):
-            return f"refused: {error}"
+            return f"refused: {describe(error)}"
     elif isinstance(error, AttributeError | TypeError):
         # Of what a test does to an object that is none of its process's.
         held = [type(one).__name__ for ref in link.handles.values() if (one := ref())]
         held += [kind.__name__ for kind in link.errors.values()]
         if link.lost or any(f"'{name}'" in f"{error}" for name in held):
-            return f"refused: {error}"
+            return f"refused: {describe(error)}"
     return f"refused: {link.lost[0]}" if link.lost else ""
 
 
