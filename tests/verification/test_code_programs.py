@@ -4,6 +4,7 @@ Cheats earn 0. Right ones earn 1, or are refused with a reason; which is said he
 files are of the package, as `rlhf-jax audit-verifier` runs them too.
 """
 
+import contextlib
 import os
 import time
 
@@ -12,7 +13,7 @@ import pytest
 from rlhf_jax.verification.audit import audit
 from rlhf_jax.verification.code import trial, verifier
 from rlhf_jax.verification.code.trial import run_tests
-from rlhf_jax.verification.isolation import ways
+from rlhf_jax.verification.isolation import processes, ways
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) == 0"]
@@ -79,7 +80,9 @@ def test_a_cheat_for_any_tests_is_all_of_a_row_s_names():
     (cheat,) = (
         one for one in audit.programs(audit.CHEATS) if one.name.endswith(": true")
     )
-    made = audit.for_row(cheat, where="a:1", tests=["assert is_odd(3) and len([is_odd])"])
+    made = audit.for_row(
+        cheat, where="a:1", tests=["assert is_odd(3) and len([is_odd])"]
+    )
     assert (made.name, made.tests[1:]) == ("a:1: for any tests: true", [])
     assert made.code.endswith("\nis_odd = answer")
     # What a test leaves open, the cheat for any tests earns.
@@ -93,12 +96,10 @@ def available():
     for way in ways.WAYS:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ways, "WAYS", (way,))
-            trial.isolation.cache_clear()
-            try:
+            processes.isolation.cache_clear()
+            with contextlib.suppress(processes.NotStarted):
                 tried.append(trial.isolation().way)
-            except RuntimeError:
-                pass
-    trial.isolation.cache_clear()
+    processes.isolation.cache_clear()
     return tried
 
 
@@ -110,11 +111,11 @@ def only(monkeypatch):
         if way not in available():
             pytest.skip(f"there is no way {way} here")
         monkeypatch.setattr(ways, "WAYS", (way,))
-        trial.isolation.cache_clear()
+        processes.isolation.cache_clear()
 
     yield choose
     monkeypatch.undo()
-    trial.isolation.cache_clear()
+    processes.isolation.cache_clear()
 
 
 @pytest.mark.slow
@@ -209,7 +210,9 @@ def fails(name, *args):
 
 def test_without_isolation_nothing_runs_unless_asked_for(only):
     only("none")
-    with pytest.raises(trial.NotIsolated, match="install bubblewrap, or run on Linux"):
+    with pytest.raises(
+        processes.NotIsolated, match="install bubblewrap, or run on Linux"
+    ):
         run_tests(ADD, TESTS)
     with pytest.raises(ValueError, match="expected a system that sets generated code"):
         verifier.PythonTests().isolated(unsafe=False)

@@ -74,10 +74,7 @@ def audit_verifier(
     report.table(
         f"{data}, {seconds:g} s a program",
         ("programs", "number", "earn 1", "refused", "timed out", "suspicious"),
-        [
-            (name, one.programs, len(one.right), *one[3:])
-            for name, one in found.items()
-        ],
+        [(name, one.programs, len(one.right), *one[3:]) for name, one in found.items()],
     )
     wrong, rewarded = found["solutions"].wrong, found["cheats"].right
     if wrong or rewarded:

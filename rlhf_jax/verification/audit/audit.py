@@ -1,8 +1,8 @@
 """Runs a verifier on what it must reward, and on what it must not.
 
-The solutions of a data set earn 1. The cheats of `cheats.toml`, which every review of the
-verifier has added to, earn nothing: neither on the tests that they were written for, nor,
-where they were written for none, on those of the data.
+The solutions of a data set earn 1. The cheats of `cheats.toml`, to which every review
+of the verifier has added, earn nothing: neither on the tests that they were written
+for, nor, where they were written for none, on those of the data.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_jax.verification.code.names import BUILT_IN, Names
 from rlhf_jax.verification.code.trial import Verdict
+from rlhf_jax.verification.unit_tests import BUILT_IN, Names
 
 HERE = Path(__file__).parent
 CHEATS, RIGHT = HERE / "cheats.toml", HERE / "right.toml"

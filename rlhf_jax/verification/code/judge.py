@@ -1,9 +1,8 @@
 """Runs the tests of generated code, which itself runs in another process.
 
-A name that the tests use and do not define is the code's. Where that is a function,
-calling it sends copies of the arguments over, and brings copies of the result and of
-what became of the arguments. So the code sees arguments alone, neither the tests nor
-what they expect, and every comparison is made here, between plain values.
+Calling a function of the code's sends copies of the arguments over, and brings copies
+of the result and of what became of the arguments. Every comparison is made here,
+between plain values.
 
 It writes to a pipe, a line each, behind a nonce: `ready`; then `passed` for each test
 passed; then, if it was asked to show it, `printed` and a JSON text; then `end`, what
@@ -19,8 +18,8 @@ import sys
 import types
 
 from rlhf_jax.verification.code.link import Link
-from rlhf_jax.verification.code.names import Names
 from rlhf_jax.verification.isolation import confined
+from rlhf_jax.verification.unit_tests import Names
 from rlhf_jax.verification.values import codec
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
@@ -61,18 +60,15 @@ def reason(error: BaseException, link: Link, names: Names) -> str:
     if link.refused or (isinstance(error, AssertionError) and link.lost):
         return link.refused or f"refused: {link.lost[0]}"
     if error is link.raised:
-        missing = isinstance(error, ImportError) and f"{error}".startswith("No module")
-        theirs = isinstance(error, NameError) and any(
-            f"{name!r}" in f"{error}" for name in names.bound
-        )
-        if missing or theirs or isinstance(error, PermissionError):
+        named = any(f"{name!r}" in f"{error}" for name in names.bound)
+        if isinstance(error, ModuleNotFoundError | PermissionError) or (
+            isinstance(error, NameError) and named
+        ):
             return f"refused: {describe(error)}"
-    elif isinstance(error, AttributeError | TypeError):
-        # Of what a test does to an object that is none of its process's.
-        held = [type(one).__name__ for ref in link.handles.values() if (one := ref())]
-        held += [kind.__name__ for kind in link.errors.values()]
-        if link.lost or any(f"'{name}'" in f"{error}" for name in held):
-            return f"refused: {describe(error)}"
+    elif isinstance(error, AttributeError | TypeError) and (
+        link.lost or any(f"'{name}'" in f"{error}" for name in link.kinds)
+    ):  # of what a test does to an object that is none of its process's
+        return f"refused: {describe(error)}"
     return f"refused: {link.lost[0]}" if link.lost else ""
 
 
@@ -106,9 +102,7 @@ def main() -> None:
     settings = json.loads(sys.argv.pop())
     report, requests, replies = settings["pipes"]
     task = json.loads(sys.stdin.buffer.read())
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
+    confined.no_standard_files()
     confined.limits(settings)
     sys.meta_path.append(confined.NumpyFinder(settings["numpy"]))
     link = Link(requests, replies)

@@ -46,11 +46,13 @@ class Link:
         self.defined: list[str] = []  # names
         self.handles: dict[int, weakref.ref[Handle]] = {}
         self.errors: dict[int, type[BaseException]] = {}  # the code's own classes
+        self.kinds: set[str] = set()  # the names of the code's classes
         self.tuples: dict[tuple[str, Any], type] = {}
         self.classes: dict[str, type] = {}  # of the tests, of objects handed over
         self.released: list[int] = []  # numbers that nothing here has any more
         self.handed: list[Any] = []  # functions and iterators that the code may call
         self.read: dict[tuple[int, str], Any] = {}  # attributes, since the last call
+        self.what = ""  # is being sent
         self.raised: BaseException | None = None  # the last error of the code's
 
     def load(self, code: str) -> None:
@@ -70,7 +72,7 @@ class Link:
             case ("value", value):
                 if isinstance(value, Class):
                     # The test's author wrote the name, the code may be lying.
-                    value.call_as(made=name[:1].isupper())
+                    value.made_if(name[:1].isupper())
                 return value
         raise KeyError(name)
 
@@ -88,8 +90,7 @@ class Link:
         """Calls it; then the arguments are what it made of them."""
         self.read.clear()
         source = sys.stdin if type(sys.stdin) is io.StringIO else None
-        place = source.tell() if source else 0
-        read = source.read() if source else None
+        place, read = (source.tell(), source.read()) if source else (0, None)
         if source:
             source.seek(place)
         return self.ask(what, function, args, named, read, source=source, place=place)
@@ -125,33 +126,23 @@ class Link:
                 continue
             # A result that is compared with an argument: as that was before the call.
             apart = self.keeps_arguments and moved and not is_none
-            into = [self._empty(one) for one in kept] if apart else kept
+            into = [codec.empty(one, self) for one in kept] if apart else kept
             value, changed = self._body(file, into)
             told = (value is None, bool(changed)) == (is_none, moved)
             if not told or word not in ("ok", "raise"):
                 self._end(FORGED)
-            self._change(changed, into, kept)
+            if apart:
+                self.lose("a call changed an argument that its result is held to")
+            try:
+                codec.change(into, changed, before=kept if apart else [], side=self)
+            except Exception:
+                self._end(FORGED)
             if word == "ok":
                 return value
             self.raised = error = self._error(*value)
             if isinstance(error, QUIET) and not quiet:
                 error = RuntimeError(f"the code raised {type(error).__name__}")
             raise error
-
-    def _change(self, changed: Any, into: list[Any], kept: list[Any]) -> None:
-        try:
-            if into is not kept:
-                self.lose("a call changed an argument that its result is held to")
-                whole = enumerate(kept)
-                before = {
-                    n: codec.content(v) for n, v in whole if codec.changes(v, self)
-                }
-                changed = before | changed
-            for place, items in changed.items():
-                if codec.changes(into[place], self):
-                    codec.refill(into[place], items)
-        except Exception:
-            self._end(FORGED)
 
     def parts_of(self, error: BaseException) -> tuple[type[BaseException], list[Any]]:
         """A class of errors that the code knows, and arguments for it."""
@@ -174,6 +165,8 @@ class Link:
     def reference(self, value: Any) -> Any:
         """How what is no value is written; None if it is one."""
         if isinstance(value, Handle):
+            if self.what == "call":  # which may change it
+                value._put("_pinned", None)
             return "p", value._number
         kind = type(value)
         if isinstance(value, type) and "code_number" in vars(value):
@@ -210,6 +203,7 @@ class Link:
             return self.handed[number]
         if tag == "error":
             name, bases = more
+            self.kinds.add(f"{name}")
             if not all(issubclass(base, BaseException) for base in bases):
                 raise Unreadable("no class of errors")
             if number not in self.errors:
@@ -218,6 +212,7 @@ class Link:
             return self.errors[number]
         if tag != "o":
             raise Unreadable("unknown")
+        self.kinds.add(f"{more[0]}")
         known = self.handles.get(number)
         handle = known and known()
         if handle is None:
@@ -243,7 +238,7 @@ class Link:
     def _send(self, what: str, args: Any) -> list[Any]:
         if self.over:
             raise Gone(self.over)
-        released, self.released = self.released, []
+        released, self.released, self.what = self.released, [], what
         writer = codec.Writer(self)
         try:
             writer.dump(args)
@@ -278,12 +273,3 @@ class Link:
     def _end(self, why: str) -> NoReturn:
         self.over, self.suspicious = why, True
         raise Gone(why)
-
-    def _empty(self, value: Any) -> Any:
-        """A container to fill with what another holds."""
-        if not codec.changes(value, self):
-            return value
-        if type(value) in codec.CHANGE:
-            return type(value)()
-        made = type(value) in self.classes.values()
-        return object.__new__(type(value)) if made else value.copy()

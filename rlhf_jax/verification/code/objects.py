@@ -1,9 +1,8 @@
 """The code's functions and objects as its tests see them, in the judge's process.
 
 A `Handle` stands for an object that stays in the other process: its methods are called
-and its attributes read there, and plain values come back. What a test written for plain
-values does to them (`==`, `<`, `len`, items, truth) no object of the code's answers:
-that is refused, and said. Exceptions are
+and its attributes read there. What a test written for plain values does to them (`==`,
+`<`, `len`, items, truth) is refused, and said. Exceptions are
 
     dataclasses, members of enumerations    equal by name and fields, compared here
     what the test made itself of a class    may have `len`, items, iteration, truth
@@ -32,28 +31,22 @@ BASES = {kind.__name__: kind for kind in codec.CHANGE}
 class Handle:
     """An object of the code's."""
 
-    __slots__ = (
-        "__weakref__",
-        "_base",
-        "_fields",
-        "_link",
-        "_made",
-        "_number",
-        "_sound",
-        "_traits",
-    )
+    __slots__ = ("__weakref__", "_base", "_fields", "_link", "_made", "_number")
+    __slots__ += ("_pinned", "_traits")
 
     def __init__(
         self, link: Any, number: int, traits: str, fields: list[str], base: str | None
     ) -> None:
-        put = object.__setattr__
-        put(self, "_link", link)
-        put(self, "_number", number)
-        put(self, "_traits", traits)  # see `runner.reference`
-        put(self, "_fields", fields)  # of a dataclass or a member
-        put(self, "_base", base)  # the built-in type that it is of
-        put(self, "_made", False)  # by the test, and no call has returned it since
-        put(self, "_sound", True)  # as a test made it, it holds what it was made of
+        self._put("_link", link)
+        self._put("_number", number)
+        self._put("_traits", traits)  # see `runner.reference`
+        self._put("_fields", fields)  # of a dataclass or a member
+        self._put("_base", base)  # the built-in type that it is of
+        self._put("_made", False)  # by the test, and no call has returned it since
+        self._put("_pinned", None)  # fields, as a test gave them; see `__eq__`
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def __del__(self) -> None:
         known = self._link.handles.get(self._number)
@@ -74,39 +67,50 @@ class Handle:
             raise AttributeError(f"'{type(self).__name__}' object has no {name!r}")
         read = self._link.read
         if (self._number, name) not in read:
-            read[self._number, name] = self._link.ask("get", self, name)
+            read[self._number, name] = self._link.ask("getattr", self, name)
         value = read[self._number, name]
         if isinstance(value, Class):
-            value.call_as(made=name[:1].isupper())
+            value.made_if(name[:1].isupper())
         elif isinstance(value, Handle) and value._fields == ["_name_"]:
             if "k" in self._traits and value._held() != [name]:  # equal to that one
                 value._refuse(f"a member under the name {name}, which is not its own,")
+            value._put("_pinned", [name] if "k" in self._traits else None)
+        elif name not in self._fields:
+            self._put("_pinned", None)  # a method may change it
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._do("set", name, value)
+        self._do("setattr", name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._do("delete", name)
+        self._do("delattr", name)
 
     def _do(self, what: str, *args: Any, quiet: bool = False) -> Any:
+        self._put("_pinned", None)
         self._link.read.clear()
         return self._link.ask(what, self, *args, quiet=quiet)
 
     def _held(self) -> Any:
         """Its fields, or what it holds as a built-in type: plain values, read once."""
         read, what = self._link.read, "held" if self._base else "fields"
+        if self._pinned is not None:
+            return self._pinned
         if (self._number, f"__{what}__") not in read:
             read[self._number, f"__{what}__"] = self._link.ask(what, self)
         return read[self._number, f"__{what}__"]
 
     def __eq__(self, other: Any) -> bool:
+        """As Python's objects are: equal to themselves alone; else compared by fields.
+
+        One side must be what the test made of fields that it gave.
+        """
         if other is self or other is None:
             return other is self
         if isinstance(other, Handle):
             if "q" not in self._traits + other._traits and not self._fields:
-                return False  # as Python's objects are: equal to themselves alone
-            if self._fields and other._fields and self._sound and other._sound:
+                return False
+            pinned = self._pinned is not None or other._pinned is not None
+            if self._fields and other._fields and pinned:
                 named = type(self).__name__ == type(other).__name__
                 return named and self._held() == other._held()
         elif self._base and self._made and not isinstance(other, Handle):
@@ -170,7 +174,7 @@ class Function(Handle):
     def _called(self, what: str, args: Any, named: Any) -> Any:
         value = self._link.call(what, self, args, named)
         if isinstance(value, Handle):
-            object.__setattr__(value, "_made", False)
+            value._put("_made", False)
         return value
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -182,10 +186,10 @@ class Class(Function):
 
     __slots__ = ("_makes",)
 
-    def call_as(self, *, made: bool) -> None:
+    def made_if(self, named_as_class: bool) -> None:
         """Whether objects that a test makes of it may be used as more than results."""
-        object.__setattr__(self, "_makes", made)
-        object.__setattr__(self, "_made", made)
+        self._put("_makes", named_as_class)
+        self._put("_made", named_as_class)
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if not getattr(self, "_makes", False):
@@ -195,21 +199,20 @@ class Class(Function):
             if (value if isinstance(value, tuple) else (value,))[: len(args)] != args:
                 self._refuse("called, and does not hold what it is made of,")
         elif value._fields != ["_name_"]:
-            object.__setattr__(value, "_made", True)
+            value._put("_made", True)
             if value._fields:
                 held = dict(zip(value._fields, value._held(), strict=True))
                 told = dict(zip(value._fields, args, strict=False)) | named
-                sound = len(args) <= len(held) and told.items() <= held.items()
-                object.__setattr__(value, "_sound", sound)
+                if len(args) <= len(held) and told.items() <= held.items():
+                    value._put("_pinned", [*held.values()])
         return value
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Handle) and self._link.ask(
-            "instance", instance, self
-        )
+        ask = self._link.ask
+        return isinstance(instance, Handle) and ask("isinstance", instance, self)
 
     def __subclasscheck__(self, kind: Any) -> bool:
-        return isinstance(kind, Handle) and self._link.ask("subclass", kind, self)
+        return isinstance(kind, Handle) and self._link.ask("issubclass", kind, self)
 
     def __mro_entries__(self, bases: Any) -> Any:
         return self._refuse("derived from")

@@ -1,9 +1,8 @@
 """Runs generated code, in a process of its own, and answers what it is asked.
 
-It holds no test and no expected value: it is told the code, then asked for a name the
-code defines, to call a function with these arguments, and so on, one request at a time.
-All it can gain by forging an answer is to have answered it: `judge`, in another
-process, compares plain values. Instances of the code's classes stay here.
+It holds no test and no expected value: it is asked for a name the code defines, to call
+a function with these arguments, and so on. All it can gain by forging an answer is to
+have answered it: `judge` compares plain values. Objects of its classes stay here.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import _thread
 import builtins
 import enum
+import functools
 import io
 import json
 import operator
@@ -19,7 +19,6 @@ import pickle
 import sys
 import types
 
-from rlhf_jax.verification.code import objects
 from rlhf_jax.verification.isolation import confined
 from rlhf_jax.verification.values import codec
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-PRINTED = 2**20  # bytes that are passed on of what a request printed
 # Modules whose functions tests may use by the names that the code imported them under.
 LIBRARIES = "math cmath copy itertools functools collections statistics string re json"
 LIBRARIES += " heapq bisect fractions decimal datetime random typing builtins"
@@ -52,35 +50,15 @@ def left(manager: Any, kind: Any, args: list[Any]) -> bool:
     return bool(manager.__exit__(kind, None if kind is None else kind(*args), None))
 
 
-# What may be asked of objects, beside calls.
+# What may be asked of objects, beside calls and functions of `operator` and `builtins`.
 DONE: dict[str, Callable[..., Any]] = {
-    **{name: vars(operator)[name] for name in objects.OPERATORS.split()},
-    **{name: vars(operator)[name] for name in ("getitem", "setitem", "delitem")},
-    **{name: vars(builtins)[name] for name in ("iter", "next", "len", "str", "repr")},
-    "contains": operator.contains,
-    "truth": operator.truth,
-    "get": getattr,
-    "set": setattr,
-    "delete": delattr,
-    "instance": isinstance,
-    "subclass": issubclass,
     "await": awaited,
     "enter": lambda value: value.__enter__(),
     "exit": left,
-    "fields": lambda value: [
-        object.__getattribute__(value, name) for name in _fields(type(value))
-    ],
+    "fields": lambda v: [object.__getattribute__(v, n) for n in _fields(type(v))],
     "held": lambda value: codec.READ[codec.base_of(type(value))](value),
 }
-
-
-class Printed(io.BytesIO):
-    """Standard output, of which the first `PRINTED` bytes count."""
-
-    def write(self, data: Any, /) -> int:
-        """As ever."""
-        super().write(memoryview(data)[: max(0, PRINTED - self.tell())])
-        return len(data)
+OTHERS = vars(operator) | vars(builtins) | DONE
 
 
 class Reader(pickle.Unpickler):
@@ -89,13 +67,10 @@ class Reader(pickle.Unpickler):
     side: Any
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """What a message names; `make` refers to what is here."""
+        """What a message names; `codec.make` refers to what is here."""
         found = super().find_class(module_name, global_name)
-        return found if found is not codec.make else self.make
-
-    def make(self, name: str, *parts: Any) -> Any:
-        """`codec.make` here."""
-        return codec.make(name, *parts, side=self.side)
+        make = functools.partial(codec.make, side=self.side)
+        return make if found is codec.make else found
 
 
 class Runner:
@@ -113,7 +88,7 @@ class Runner:
         self.tuples: dict[tuple[str, Any], type] = {}
         self.notes: list[tuple[str, bool]] = []  # what was lost on the way
         self.main = _thread.get_ident()
-        self.printed = Printed()
+        self.printed = confined.Printed()
         sys.stdout = io.TextIOWrapper(self.printed, "utf-8", write_through=True)
 
     def serve(self) -> Any:
@@ -185,7 +160,7 @@ class Runner:
                 self.number(result)  # it stays here, as what a test made
             return result
         if what != "name":
-            return DONE[what](*args)
+            return OTHERS[what](*args)
         if args[0] not in names:
             return ("missing",)
         value = names[args[0]]
@@ -266,10 +241,10 @@ class Runner:
         if (tag, number) not in self.handed:
             what = "next" if tag == "g" else "call"
 
-            def made(*args: Any, **named: Any) -> Any:
+            def asked(*args: Any, **named: Any) -> Any:
                 return self.ask(number, what, args, named)
 
-            made = _Iterator(made) if tag == "g" else made
+            made = _Iterator(asked) if tag == "g" else asked
             self.handed[tag, number], self.standing[id(made)] = made, (tag, number)
         return self.handed[tag, number]
 
@@ -289,19 +264,10 @@ def _fields(kind: type) -> list[str]:
 
 def _written(kind: type) -> set[str]:
     """The names of methods of a class that the code has written."""
-    return {
-        name
-        for base in kind.__mro__
-        for name, value in vars(base).items()
-        if (
-            isinstance(value, (property, classmethod, staticmethod))
-            and base.__module__ == "solution"
-        )
-        or (
-            isinstance(value, types.FunctionType)
-            and value.__code__.co_filename == "<code>"
-        )
-    }
+    named = [item for base in kind.__mro__ for item in vars(base).items()]
+    methods = {n: getattr(v, "fget", getattr(v, "__func__", v)) for n, v in named}
+    codes = {name: getattr(one, "__code__", None) for name, one in methods.items()}
+    return {n for n, code in codes.items() if code and code.co_filename == "<code>"}
 
 
 class _Iterator:
@@ -320,16 +286,10 @@ class _Iterator:
 def main() -> None:
     """Takes its limits, says that it is ready, and serves."""
     settings = json.loads(sys.argv.pop())
-    requests, replies = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    confined.take(settings)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    os.close(null)
-    runner = Runner(requests, replies)
+    runner = Runner(*confined.take(settings))
     # Dataclasses and pickle look a class's module up; and this one holds our functions.
     sys.modules["solution"] = sys.modules["__main__"] = runner.module
-    codec.send(replies, "ready", None)
+    codec.send(runner.replies, "ready", None)
     try:
         runner.serve()
     finally:

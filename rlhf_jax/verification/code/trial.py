@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.verification.code import judge, runner
-from rlhf_jax.verification.isolation import processes, ways
+from rlhf_jax.verification.isolation import processes
+from rlhf_jax.verification.isolation.processes import Isolation
 
-
-class Isolation(NamedTuple):
-    """How the code was set apart from the system."""
-
-    way: str  # one of `ways.WAYS`
-    why: str  # what failed of those before it
-
-    def __str__(self) -> str:
-        if self.way == "none":
-            return f"without isolation ({self.why}): limits alone, no security boundary"
-        other = f"; {self.why}" if self.why else ""
-        return f"apart from files, network and processes, by {self.way}{other}"
+PROGRAMS = runner.__name__, judge.__name__
 
 
 class Verdict(NamedTuple):
@@ -55,39 +44,9 @@ class Ran(NamedTuple):
     why: str  # the error it raised, or what ended the process; "" if nothing did
 
 
-class NotIsolated(RuntimeError):
-    """Nothing sets generated code apart here."""
-
-
-@functools.cache
 def isolation() -> Isolation:
     """How generated code is set apart here; runs a program to see."""
-    reasons: list[str] = []
-    limits = {"seconds": processes.START_SECONDS, "memory": 512, "file_size": 1}
-    for way in ways.WAYS:
-        try:
-            _run({"code": "", "tests": [], "show": False}, way, **limits, disk=1)
-        except (OSError, ImportError, processes.NotStarted) as error:
-            reasons.append(f"{way}: {error}".split("\n")[0][-200:])
-        else:
-            return Isolation(way, "; ".join(reasons))
-    raise processes.NotStarted("; ".join(reasons))
-
-
-def require(*, unsafe: bool) -> Isolation:
-    """`isolation`, which is to be one.
-
-    Raises:
-      NotIsolated: it is "none", and that is not what `unsafe` allows.
-    """
-    found = isolation()
-    if found.way == "none" and not unsafe:
-        raise NotIsolated(
-            f"expected a system that sets generated code apart, got none "
-            f"({found.why}); install bubblewrap, or run on Linux 5.13 or newer with "
-            f"libseccomp, or accept the risk by --unsafe-verifier"
-        )
-    return found
+    return processes.isolation(*PROGRAMS)
 
 
 def run_tests(
@@ -105,7 +64,7 @@ def run_tests(
     Args:
       code: Python, with the standard library and NumPy to import.
       tests: pieces of Python, run in order. A name that they do not define is the
-        code's (`names.Names`).
+        code's (`unit_tests.Names`).
       seconds, memory, file_size, disk: limits in seconds and MiB.
       unsafe: also where nothing sets the code apart.
 
@@ -114,20 +73,20 @@ def run_tests(
     """
     limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
     task = {"code": code, "tests": [*tests], "show": False}
-    return _run(task, require(unsafe=unsafe).way, **limits, disk=disk)[0]
+    return _run(task, unsafe, **limits, disk=disk)[0]
 
 
 def run_code(code: str, *, unsafe: bool, **limits: float) -> Ran:
     """Runs the code as `run_tests` does, to see what it prints."""
     task = {"code": code, "tests": [], "show": True}
-    verdict, printed = _run(task, require(unsafe=unsafe).way, **limits)
+    verdict, printed = _run(task, unsafe, **limits)
     return Ran(printed, verdict.why)
 
 
-def _run(task: dict[str, Any], way: str, **limits: float) -> tuple[Verdict, str]:
+def _run(task: dict[str, Any], unsafe: bool, **limits: float) -> tuple[Verdict, str]:
+    way = isolation().required(unsafe=unsafe).way
     passed, total, printed = 0, len(task["tests"]), ""
-    parts: dict[str, Any] = {"code": runner, "judge": judge, "limits": limits}
-    with processes.started(task, way=way, **parts) as lines:
+    with processes.started(task, *PROGRAMS, way=way, limits=limits) as lines:
         for line in lines:
             word, _, rest = line.partition(" ")
             if word == "passed":

@@ -2,17 +2,11 @@
 
     response ─extract─> code ─run_tests─> Verdict(passed, total, why)
 
-The code runs in one process and its tests in another, `judge`. The code is handed
-copies of the arguments of a call and returns a copy of a value; it sees neither the
-tests nor what they expect. The tests run on plain values of Python's own, which no
-class of the code's can make equal to what they are not (`codec`, `objects`). What a
-call did to its arguments comes back, too. What tests ask beyond that is `refused`, with
-a reason, and counted.
-
-The code's process is set apart from the system (`isolation.ways`), or is not started:
-no network, no other processes, of the files what Python reads. It has limits of time,
-memory and disk. `isolation()` and a line on standard error say how. The kernel is
-shared: run what you do not trust at all in a virtual machine besides.
+The code is handed copies of the arguments of a call and returns a copy of a value; it
+sees neither the tests nor what they expect. The tests run in `judge`, on plain values,
+which no class of the code's makes equal to what they are not. What tests ask beyond
+that is `refused`, with a reason, and counted. The code's process is set apart from the
+system (`isolation.ways`), or is not started.
 
 What a test leaves to the code remains with the code: two results that are compared with
 one another, or with what a call that returns None made of its argument.
@@ -28,12 +22,14 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rlhf_jax.roles.rewards.verifiers import Judged
 from rlhf_jax.verification.code import trial
 from rlhf_jax.verification.code.trial import Ran, Verdict
+from rlhf_jax.verification.isolation.processes import NotIsolated
 
+LIMITS = ("seconds", "memory", "file_size", "disk")
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)\b[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",
     re.MULTILINE | re.DOTALL | re.IGNORECASE,
@@ -65,11 +61,10 @@ class PythonTests:
     unsafe: bool = False
     """Runs the code also where nothing sets it apart from the system."""
 
-    counts = ("refused", "code_timed_out", "suspicious")  # what `judge` counts
+    counts: ClassVar[Sequence[str]] = ("refused", "code_timed_out", "suspicious")
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory", "file_size", "disk"):
-            most = self._limits[name]
+        for name, most in self._limits.items():
             if not 0 < most < float("inf"):
                 # Its neighbours' checks load JAX, of which these processes have no use.
                 from rlhf_jax.functional.errors import InputError
@@ -100,11 +95,12 @@ class PythonTests:
           InputError: nothing sets it apart.
         """
         try:
-            say_isolation(str(trial.require(unsafe=unsafe or self.unsafe)))
-        except trial.NotIsolated as error:
+            found = trial.isolation().required(unsafe=unsafe or self.unsafe)
+        except NotIsolated as error:
             from rlhf_jax.functional.errors import InputError
 
             raise InputError(f"{error}") from None
+        say_isolation(str(found))
         return dataclasses.replace(self, unsafe=unsafe or self.unsafe)
 
     def gold(self, row: Mapping[str, Any]) -> list[str]:
@@ -134,21 +130,15 @@ class PythonTests:
 
     def run(self, code: str, tests: Sequence[str]) -> Verdict:
         """What `trial.run_tests` says of the code, with these limits."""
-        return trial.run_tests(code, tests, **self._limits)
+        return trial.run_tests(code, tests, unsafe=self.unsafe, **self._limits)
 
     def show(self, code: str) -> Ran:
         """What `trial.run_code` says of the code, with these limits."""
-        return trial.run_code(code, **self._limits)
+        return trial.run_code(code, unsafe=self.unsafe, **self._limits)
 
     @property
     def _limits(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "memory": self.memory,
-            "file_size": self.file_size,
-            "disk": self.disk,
-            "unsafe": self.unsafe,
-        }
+        return {name: vars(self)[name] for name in LIMITS}
 
 
 @functools.cache

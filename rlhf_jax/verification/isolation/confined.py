@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import os
 import resource
 import sys
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MIB = 2**20
+PRINTED = 2**20  # bytes that are passed on of what a request printed
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2
 LANDLOCK_RESTRICT_SELF = 446
 CAPABILITIES = 0x20080522  # the version of capset(2)'s structures
@@ -52,12 +54,39 @@ def limits(settings: dict[str, Any]) -> None:
             resource.setrlimit(which, (int(most), int(most)))
 
 
-def take(settings: dict[str, Any]) -> None:
+class Printed(io.BytesIO):
+    """Standard output, of which the first `PRINTED` bytes count."""
+
+    def write(self, data: Any, /) -> int:
+        """As ever."""
+        super().write(memoryview(data)[: max(0, PRINTED - self.tell())])
+        return len(data)
+
+
+def no_standard_files() -> None:
+    """Has standard input, output and error lead nowhere."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.close(null)
+
+
+def take(settings: dict[str, Any]) -> tuple[int, int]:
     """Limits, a Landlock ruleset and a seccomp filter (`ways`), and no privilege.
+
+    Returns:
+      What were standard input and output, and lead to the judge.
 
     Raises:
       OSError: the system refuses.
     """
+    pipes = os.dup(0), os.dup(1)
+    _confine(settings)
+    no_standard_files()
+    return pipes
+
+
+def _confine(settings: dict[str, Any]) -> None:
     os.chdir(settings["folder"])
     sys.meta_path.append(NumpyFinder(settings["numpy"]))
     limits(settings)

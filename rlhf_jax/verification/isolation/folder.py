@@ -1,4 +1,4 @@
-"""The folder on disk that generated code writes to: watched, and removed in any case."""
+"""The folder that generated code writes to: watched, and removed in any case."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Two processes of a trial: one for code that is not trusted, and one that judges it."""
+"""The processes of a trial: one for code that is not trusted, one that judges it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -13,8 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_jax.verification.isolation import folder, ways
 
@@ -33,13 +33,63 @@ class NotStarted(RuntimeError):
     """A process did not start, which is no code's fault."""
 
 
+class NotIsolated(RuntimeError):
+    """Nothing sets generated code apart here."""
+
+
+class Isolation(NamedTuple):
+    """How the code was set apart from the system."""
+
+    way: str  # one of `ways.WAYS`
+    why: str  # what failed of those before it
+
+    def __str__(self) -> str:
+        if self.way == "none":
+            return f"without isolation ({self.why}): limits alone, no security boundary"
+        other = f"; {self.why}" if self.why else ""
+        return f"apart from files, network and processes, by {self.way}{other}"
+
+    def required(self, *, unsafe: bool) -> Isolation:
+        """It, where there is one, or `unsafe` allows that there is none.
+
+        Raises:
+          NotIsolated: else.
+        """
+        if self.way == "none" and not unsafe:
+            raise NotIsolated(
+                f"expected a system that sets generated code apart, got none "
+                f"({self.why}); install bubblewrap, or run on Linux 5.13 or newer with "
+                f"libseccomp, or accept the risk by --unsafe-verifier"
+            )
+        return self
+
+
+@functools.cache
+def isolation(code: str, judge: str) -> Isolation:
+    """How generated code is set apart here; runs a program to see.
+
+    Raises:
+      NotStarted: not even a process that is not set apart starts.
+    """
+    reasons: list[str] = []
+    limits = {"seconds": START_SECONDS, "memory": 512, "file_size": 1, "disk": 1}
+    task = {"code": "", "tests": [], "show": False}
+    for way in ways.WAYS:
+        try:
+            with started(task, code, judge, way=way, limits=limits):
+                return Isolation(way, "; ".join(reasons))
+        except (OSError, ImportError, NotStarted) as error:
+            reasons.append(f"{way}: {error}".split("\n")[0][-200:])
+    raise NotStarted("; ".join(reasons))
+
+
 @contextlib.contextmanager
 def started(
     task: dict[str, Any],
+    code: str,
+    judge: str,
     *,
     way: str,
-    code: ModuleType,
-    judge: ModuleType,
     limits: dict[str, float],
 ) -> Iterator[Iterator[str]]:
     """What the judge writes, a line at a time; its processes end with the block.
@@ -47,7 +97,8 @@ def started(
     Args:
       task: goes to the judge's standard input as JSON, with a nonce that begins each of
         its lines; the first is `ready`.
-      way: one of `ways.WAYS`, for the process that runs the `main` of `code`.
+      code, judge: modules whose `main` runs.
+      way: one of `ways.WAYS`, for the process of `code`.
       limits: seconds; memory, file_size and disk in MiB.
 
     Yields:
@@ -91,10 +142,10 @@ def started(
             stack.callback(_end, process)
             return process
 
-        script = START.format(code.__name__)
+        script = START.format(code)
         words = [*before, *INTERPRETER, script, package]
         start(words, {}, stdin=to_read, stdout=to_write, pass_fds=ruleset)
-        words = [*INTERPRETER, START.format(judge.__name__), OURS]
+        words = [*INTERPRETER, START.format(judge), OURS]
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "pass_fds": pipes}
         judging = start(words, {"pipes": pipes}, stdout=subprocess.DEVNULL, **options)
         for file in (to_read, to_write, report, requests, replies):
@@ -142,7 +193,7 @@ class _Lines:
         return text.removeprefix(self.nonce) if text.startswith(self.nonce) else ""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[Any]) -> None:
     """Ends the process and whatever is in its session, and waits for it."""
     if process.returncode is None:  # else its number may be another's
         with contextlib.suppress(ProcessLookupError, PermissionError):

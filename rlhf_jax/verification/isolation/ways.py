@@ -120,7 +120,7 @@ def landlock(folder: str) -> int:
     Raises:
       OSError: the system has no Landlock. ImportError: there is no `py-landlock`.
     """
-    import py_landlock as library
+    import py_landlock as library  # pyright: ignore[reportMissingImports]
 
     try:
         version = library.get_abi_version()
@@ -158,7 +158,7 @@ def seccomp() -> bytes:
       OSError: there is no libseccomp. ImportError: there is no `pyseccomp`.
     """
     try:
-        import pyseccomp as library
+        import pyseccomp as library  # pyright: ignore[reportMissingImports]
     except RuntimeError as error:
         raise OSError(f"{error}") from None
     made = library.SyscallFilter(library.ALLOW)

@@ -2,8 +2,8 @@
 
 Messages are pickles of values of built-in and a few library types, exactly. A subclass
 of one is read once, by the methods of that type; aliases and cycles keep their shape.
-What is no value is referred to, by numbers that the two sides understand. `strict` reads
-what a hostile process wrote.
+What is no value is referred to, by numbers that the two sides understand. `strict`
+reads what a hostile process wrote.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Writer(pickle.Pickler):
         Raises:
           ValueError: it is no value.
         """
-        kind, base = type(obj), base_of(type(obj))
+        kind, base, view = type(obj), base_of(type(obj)), obj
         if obj is make or obj is fill or (isinstance(obj, type) and by_name(obj)):
             return NotImplemented
         if (parts := self.side.reference(obj)) is not None:
@@ -95,7 +95,7 @@ class Writer(pickle.Pickler):
         if obj is ... or by_name(kind):
             return NotImplemented  # as pickle does
         if kind in VIEWS:
-            return list, (list(obj),)
+            return list, (list(view),)
         numpy = sys.modules.get("numpy")
         if numpy and isinstance(obj, (numpy.ndarray, numpy.generic)):
             array = numpy.ndarray.view(numpy.asarray(obj), numpy.ndarray)
@@ -206,6 +206,26 @@ def refill(value: Any, items: list[Any]) -> None:
         put.update(items)
     else:
         put.extend(items[0] if kind is bytearray else items)
+
+
+def empty(value: Any, side: Any) -> Any:
+    """A container to fill with what another holds."""
+    if not changes(value, side):
+        return value
+    if type(value) in CHANGE:
+        return type(value)()
+    own = type(value) in side.classes.values()
+    return object.__new__(type(value)) if own else value.copy()
+
+
+def change(
+    values: list[Any], changed: dict[int, list[Any]], *, before: list[Any], side: Any
+) -> None:
+    """Refills `values` by their places; those that did not change as they were."""
+    places = {n: content(v) for n, v in enumerate(before) if changes(v, side)}
+    for place, items in (places | changed).items():
+        if changes(values[place], side):
+            refill(values[place], items)
 
 
 def send(pipe: int, head: Any, body: io.BytesIO | None) -> None:

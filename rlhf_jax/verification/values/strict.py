@@ -27,6 +27,14 @@ FILLING = "APPEND APPENDS SETITEM SETITEMS ADDITEMS"
 BASE: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _codes(names: str) -> list[bytes]:
+    return [vars(pickle)[name] for name in names.split()]
+
+
+def _guarded(how: Any) -> Any:
+    return lambda self: self.filled(how)
+
+
 class Strict(BASE):
     """Reads one message."""
 
@@ -78,15 +86,7 @@ class Strict(BASE):
         how(self)
 
     dispatch = {  # noqa: RUF012
-        **{
-            vars(pickle)[name][0]: BASE.dispatch[vars(pickle)[name][0]]
-            for name in SAFE.split()
-        },
-        **{
-            vars(pickle)[name][
-                0
-            ]: lambda self, how=BASE.dispatch[vars(pickle)[name][0]]: self.filled(how)
-            for name in FILLING.split()
-        },
+        **{code[0]: BASE.dispatch[code[0]] for code in _codes(SAFE)},
+        **{code[0]: _guarded(BASE.dispatch[code[0]]) for code in _codes(FILLING)},
         pickle.REDUCE[0]: load_reduce,
     }

@@ -1,8 +1,8 @@
-"""What is to be known of tests before they run: whose a name is, and what they compare.
+"""What is known of unit tests before they run: whose a name is, and what they compare.
 
 Tests use names that they do not define: those are the code's. A result that is compared
-with an argument of its own call (`f(xs) == sorted(xs)`) is compared with the argument as
-it was: a call that empties both would be right for any test.
+with an argument of its own call, as in `f(xs) == sorted(xs)`, is compared with the
+argument as it was: a call that empties both would be right for any test.
 """
 
 from __future__ import annotations
@@ -38,27 +38,23 @@ class Names(dict[str, object]):
         self.link = link
         self.trees = [ast.parse(test) for test in tests]
         nodes = [node for tree in self.trees for node in ast.walk(tree)]
-        loaded, bound, called, owners = set(), set(), set(), set()
-        explicit = False  # what they test is imported
-        for node in nodes:
-            match node:
-                case ast.Name(id=name, ctx=ast.Load()):
-                    loaded.add(name)
-                case ast.Name(id=name) | ast.arg(arg=name):
-                    bound.add(name)
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                    bound.add(name)
-                case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name):
-                    bound.add(name)
-                case ast.ImportFrom(module="solution"):
-                    explicit = True
-                case ast.alias(name=name, asname=other):
-                    bound.add(other or name.partition(".")[0])
-                    explicit |= name == "solution"
-                case ast.Call(func=ast.Name(id=name)):
-                    called.add(name)
-                case ast.Attribute(value=ast.Name(id=name)):
-                    owners.add(name)
+
+        def of(kind: Any, name: str = "name") -> set[Any]:
+            return {vars(node)[name] for node in nodes if isinstance(node, kind)}
+
+        used = [node for node in nodes if isinstance(node, ast.Name)]
+        loaded = {node.id for node in used if isinstance(node.ctx, ast.Load)}
+        bound = of(ast.arg, "arg")
+        bound |= {node.id for node in used if not isinstance(node.ctx, ast.Load)}
+        bound |= of(ast.FunctionDef) | of(ast.AsyncFunctionDef) | of(ast.ClassDef)
+        bound |= of(ast.ExceptHandler)
+        imported = [node for node in nodes if isinstance(node, ast.alias)]
+        bound |= {one.asname or one.name.partition(".")[0] for one in imported}
+        called = {one.id for one in of(ast.Call, "func") if isinstance(one, ast.Name)}
+        owning = of(ast.Attribute, "value")
+        owners = {one.id for one in owning if isinstance(one, ast.Name)}
+        # What they test is imported.
+        explicit = "solution" in of(ast.ImportFrom, "module") | of(ast.alias)
         free = loaded - bound
         # `math.isclose` is of the library, whatever the code calls `math`.
         self.modules = (free & owners & sys.stdlib_module_names) - called
@@ -163,19 +159,8 @@ class _Flow:
 
 
 def _bindings(node: ast.AST) -> list[tuple[ast.AST, ast.AST | None]]:
-    match node:
-        case ast.Assign(targets=targets, value=value):
-            return [(target, value) for target in targets]
-        case ast.AugAssign(target=target, value=value):
-            return [(target, value)]
-        case ast.AnnAssign(target=target, value=value):
-            return [(target, value)]
-        case ast.NamedExpr(target=target, value=value):
-            return [(target, value)]
-        case ast.For(target=target, iter=value):
-            return [(target, value)]
-        case ast.comprehension(target=target, iter=value):
-            return [(target, value)]
-        case ast.withitem(context_expr=value, optional_vars=target) if target:
-            return [(target, value)]
-    return []
+    """What an assignment, a loop or a `with` binds, and to what."""
+    has = vars(node).get
+    source = has("value") or has("iter") or has("context_expr")
+    targets = has("targets") or [has("target") or has("optional_vars")]
+    return [(target, source) for target in targets if isinstance(target, ast.AST)]
