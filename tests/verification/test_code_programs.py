@@ -28,6 +28,7 @@ REFUSED = {
     "a class of the tests with methods": "a Shape of the test's went over without",
     "a package that is not there": "No module named 'pandas'",
     "processes": "ermi",  # Permission denied, or Operation not permitted
+    "an asynchronous context manager": "does not support the asynchronous context",
 }
 QUICK = (
     *("an object equal to all", "of int, equal to all", "frames: the results"),

@@ -265,7 +265,7 @@ class Link:
         self.reading = True
         try:
             return Strict(file, self, kept).load()
-        except Exception:
+        except Unreadable:
             self._end(FORGED)
         finally:
             self.reading = False

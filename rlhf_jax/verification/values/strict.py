@@ -49,6 +49,17 @@ class Strict(BASE):
         self.side, self.kept = side, {id(one) for one in kept}
         self.memo = dict(enumerate(kept))
 
+    def load(self) -> Any:
+        """The value.
+
+        Raises:
+          Unreadable: it is none that `codec.Writer` writes.
+        """
+        try:
+            return super().load()
+        except Exception as error:
+            raise Unreadable(f"{type(error).__name__}: {error}") from None
+
     def find_class(self, module_name: str, global_name: str) -> Any:
         """What a message names; no other module's."""
         name = f"{module_name}.{global_name}"
