@@ -190,6 +190,11 @@ BY_TEST = {
         "reward/failed",
         "reward/timed_out",
     ),
+    "tests/verification/test_pool.py::test_what_a_verifier_counts_is_a_share_of_all": (
+        "reward/refused",
+        "reward/code_timed_out",
+        "reward/suspicious",
+    ),
     "tests/runs/test_glossary.py::test_drift_is_logged_by_tensor_and_as_one_vector": (
         "drift/relative",
         "drift/global_norm",

@@ -53,6 +53,10 @@ class Programming:
     shown: int = 1_000
     """Characters of its output that the model reads."""
 
+    def isolated(self, *, unsafe: bool) -> Programming:
+        """It, where code is set apart, or `unsafe`; `verifiers.Isolating`."""
+        return dataclasses.replace(self, tests=self.tests.isolated(unsafe=unsafe))
+
     def reset(self, row: Row) -> Started:
         """The task, and how to run code."""
         prompt = row[self.field]

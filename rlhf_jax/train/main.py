@@ -82,6 +82,10 @@ ASK = {
     "audit": Command(
         "queries.audit", "Which KL a loss of yours really penalises, by enumeration."
     ),
+    "audit-verifier": Command(
+        "queries.audit_verifier",
+        "Whether unit tests as a reward reward solutions, and no cheats.",
+    ),
     "kl": Command(
         "queries.token_kl", "The KL of a text between two models, token by token."
     ),

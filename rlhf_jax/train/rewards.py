@@ -77,7 +77,8 @@ class RewardPools:
                     source.source.function
                 )
             if isinstance(source.source, VerifierChoice):
-                verifier = make_verifier(source.source)
+                unsafe = config.rewards.unsafe_verifier
+                verifier = make_verifier(source.source, unsafe=unsafe)
                 self.verifiers[source.name] = verifier
                 # Here, as its processes are modules that no other run needs.
                 from rlhf_jax.verification.pool import VerifierPool
@@ -332,7 +333,7 @@ def model_reward(
     return scored
 
 
-def make_verifier(choice: VerifierChoice) -> Verifier:
+def make_verifier(choice: VerifierChoice, *, unsafe: bool = False) -> Verifier:
     """The verifier that a choice names.
 
     "gsm8k", "integer" and "exact" compare a response with the answer of its row:
@@ -341,8 +342,12 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
     directory; it reads the fields of the row that it needs. Any other name is that of
     an entry point.
 
+    Args:
+      unsafe: --unsafe-verifier, of a verifier that runs what a model has written.
+
     Raises:
-      InputError: there is no such function.
+      InputError: there is no such function, or nothing sets the code that it runs
+        apart from the system.
       StopError: the module calls `sys.exit` when it is imported.
     """
     from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier
@@ -356,6 +361,8 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
         case "exact":
             return verifiers.ExactMatch(field)
         case name if ":" in name:
-            return command_line.load_function(name)
+            verifier = command_line.load_function(name)
         case name:
-            return entry_points.load(name, group="verifiers")
+            verifier = entry_points.load(name, group="verifiers")
+    isolating = isinstance(verifier, verifiers.Isolating)
+    return verifier.isolated(unsafe=unsafe) if isolating else verifier

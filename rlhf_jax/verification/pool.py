@@ -25,7 +25,7 @@ from rlhf_jax.roles.rewards import text
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import Row, Texts
 from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
-from rlhf_jax.roles.rewards.verifiers import Verifier
+from rlhf_jax.roles.rewards.verifiers import Counting, Verifier
 from rlhf_jax.verification import user_objects, worker
 from rlhf_jax.verification.user_objects import Failure, OnFailure
 from rlhf_jax.verification.worker import Answer
@@ -65,6 +65,8 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         """
         user_objects.check_options(timeout=timeout, on_failure=on_failure)
         self.timeout, self.on_failure = timeout, on_failure
+        counting = isinstance(verifier, Counting)
+        self.counts = tuple(verifier.counts) if counting else ()
         self._workers = Workers(
             user_objects.pickled(verifier, kind="verifier"),
             of="that verify",
@@ -141,8 +143,9 @@ class Pending:
 
         Returns:
           total f32[B]; parts f32[B], 1 where true: `failed`, the response could not be
-          verified, and `timed_out`, for it took too long; left_out bool[B], those
-          that failed, where they are to be left out.
+          verified, and `timed_out`, for it took too long; beside them what the
+          verifier counts (`verifiers.Counting`), 0 where it failed; left_out bool[B],
+          those that failed, where they are to be left out.
 
         Raises:
           StopError: one could not be verified, and the pool is to stop then; names the
@@ -177,11 +180,14 @@ class Pending:
         )
         # Of NumPy: JAX's would wait for what the devices were given meanwhile.
         failed: Any = np.array([bool(answer.why) for answer in answers])
+        none = (0.0,) * len(self.pool.counts)
+        counted = zip(*(answer.counts or none for answer in answers), strict=True)
         return Scores(
             total=_floats(answer.score for answer in answers),
             parts={
                 "failed": failed.astype(np.float32),
                 "timed_out": _floats(answer.timed_out for answer in answers),
+                **dict(zip(self.pool.counts, map(_floats, counted), strict=False)),
             },
             left_out=failed if leave_out else None,
         )

@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
 
+from rlhf_jax.roles.rewards import verifiers
+
 GRACE_SECONDS = 2.0  # for a worker to end by itself
 Result = TypeVar("Result")
 
@@ -46,6 +48,7 @@ class Answer(NamedTuple):
     why: str  # "" unless it failed
     timed_out: bool = False
     imported: bool = True  # False where the verifier itself could not be imported
+    counts: tuple[float, ...] = ()  # in the order of a verifier's own `counts`
 
 
 class Rejected(Exception):
@@ -215,10 +218,18 @@ def verify(
     pickled: bytes, prompt: str, response: str, row: Mapping[str, Any]
 ) -> Answer:
     """What a pickled verifier says of one response, in a worker."""
-    returned = call(pickled, lambda verifier: number(verifier(prompt, response, row)))
+
+    def judged(verifier: Any) -> Answer:
+        if not isinstance(verifier, verifiers.Counting):
+            return Answer(number(verifier(prompt, response, row)), "")
+        score, counts = verifier.judge(prompt, response, row)
+        counted = tuple(number(counts[name], called=name) for name in verifier.counts)
+        return Answer(number(score), "", counts=counted)
+
+    returned = call(pickled, judged)
     if isinstance(returned, Failed):
         return Answer(0.0, returned.why, imported=returned.imported)
-    return Answer(returned, "")
+    return returned
 
 
 def number(returned: Any, *, called: str = "score") -> float:

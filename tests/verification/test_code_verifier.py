@@ -12,6 +12,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.verification.code import trial, verifier
 from rlhf_jax.verification.code.trial import run_tests
 from rlhf_jax.verification.code.verifier import PythonTests
+from rlhf_jax.verification.isolation import processes
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) == 0"]
@@ -50,113 +51,60 @@ def test_tests_of_one_text_and_a_field_of_another_name():
     assert PythonTests("check", extract="whole")("p", ADD, row) == 1
 
 
-FORGED = {
-    "exit": "import sys\nsys.exit(0)",
-    "exit at once": "import os\nos._exit(0)",
-    "exit in a function": "import os\ndef add(a, b):\n    os._exit(0)",
-    "an error that ends processes": "def add(a, b):\n    raise SystemExit(0)",
-    "at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit",
-    "printed": "print('ready', 'passed', 3)\ndef add(a, b):\n    print('3')",
-    "written to every descriptor": (
-        "import os\nfor n in range(1, 64):\n    try:\n        os.write(n, b'x 3 ')\n"
-        "    except OSError:\n        pass\n"
-    ),
-    "descriptors closed": f"import os\nos.closerange(0, 64)\n{ADD}",
-    "builtins replaced": (
-        "import builtins, json, os\nbuiltins.exec = lambda *a: None\n"
-        "builtins.compile = lambda *a, **k: None\nbuiltins.AssertionError = KeyError\n"
-        "builtins.all = builtins.len = lambda x: True\nos.write = print\n"
-        "os._exit = print\njson.dumps = lambda x: '{}'\ndef add(a, b):\n    return 9\n"
-    ),
-    "a hook for errors": "import sys\nsys.excepthook = print\nraise ValueError",
-    "a thread": "import threading\nthreading.Thread(target=print).start()",
-    "the nonce by frames": (
-        "import os, sys\nnonce = sys._getframe(2).f_locals['task']['nonce']\n"
-        "report = f'{nonce} 3 '.encode()\n"
-        "for n in range(3, 64):\n    try:\n        os.write(n, report)\n"
-        "    except OSError:\n        pass\nos._exit(0)\n"
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", FORGED.values(), ids=FORGED)
-def test_a_verdict_cannot_be_forged(code):
-    assert not run_tests(code, TESTS).right
-    if "builtins" in code:  # its tests do not use what was replaced
-        assert not run_tests(code, ["assert all([add(2, 3) == 5])"]).right
-
-
 def test_every_test_must_have_run():
     """The second ends the process, the third would pass."""
     ending = [TESTS[0], "import os; os._exit(0)", TESTS[2]]
     assert run_tests(ADD, ending)[:2] == (0, 3)
+    assert run_tests(ADD, ending).suspicious
     failing = [TESTS[0], "assert add(1, 1) == 3, 'no'", TESTS[2]]
-    assert run_tests(ADD, failing) == (1, 3, "AssertionError: no")
+    assert run_tests(ADD, failing) == (1, 3, "AssertionError: no", False)
 
 
-REFUSED = {
-    "a socket": ("import socket\nsocket.socket()", "socket.__new__ is not allowed"),
+KEPT_AWAY = {
+    "a socket": ("import socket\nsocket.socket()", "not permitted"),
     "an address": (
         "import urllib.request\nurllib.request.urlopen('http://example.com')",
-        "socket.getaddrinfo is not allowed",
+        "URLError",
     ),
-    "a file to read": ("open('/etc/hostname')", "is outside the folder of this code"),
-    "its environment": ("open('/proc/self/environ')", "is outside the folder"),
-    "a file above": ("open('../x', 'w')", "is outside the folder"),
+    "a file to read": ("open('/etc/hostname')", "Permission denied"),
+    "its environment": ("open('/proc/self/environ')", "Permission denied"),
+    "a file above": ("open('../x', 'w')", "Permission denied"),
     "a file by descriptor": (
-        "import os\nos.open('/etc/hostname', os.O_RDONLY)",
-        "is outside the folder",
+        "import os\nfd = os.open('.', os.O_RDONLY)\n"
+        "os.open('../..', os.O_RDONLY, dir_fd=fd)",
+        "Permission denied",
     ),
-    "a pipe by name": ("import os\nos.mkfifo('../x')", "are not for this code"),
-    "a process by handle": (
-        "import os\nos.pidfd_open(os.getppid())",
-        "are not for this code",
-    ),
-    "a signal by handle": (
-        "import signal\nsignal.pidfd_send_signal(0, 9)",
-        "are not for this code",
-    ),
+    "a pipe by name": ("import os\nos.mkfifo('../x')", "not permitted"),
+    "a process by handle": ("import os\nos.pidfd_open(os.getppid())", "not permitted"),
     "a link out": (
         "import os\nos.symlink('/etc/hostname', 'x')\nopen('x')",
-        "is outside the folder",
+        "Permission denied",
     ),
-    "a folder": ("import os\nos.listdir('/home')", "is outside the folder"),
-    "a folder to make": ("import os\nos.mkdir('/tmp/made')", "is outside the folder"),
-    "a file to move": ("import os\nos.rename('/etc/x', 'x')", "is outside the folder"),
-    "a place to go": ("import os\nos.chdir('/')", "is outside the folder"),
+    "a folder": ("import os\nos.listdir('/home')", "Permission denied"),
+    "a folder to make": ("import os\nos.mkdir('/tmp/made')", "Permission denied"),
     "a database": (
-        "import sqlite3\nsqlite3.connect('/tmp/base')",
-        "is outside the folder",
+        "import sqlite3\nsqlite3.connect('/tmp/base').execute('create table t (a)')",
+        "unable to open database file",
     ),
-    "a program": ("import os\nos.system('true')", "os.system is not allowed"),
-    "a process": (
-        "import subprocess\nsubprocess.run(['true'])",
-        "subprocess.Popen is not allowed",
+    "a program": (
+        "import os\nif os.system('true'):\n    raise PermissionError",
+        "PermissionError",
     ),
-    "a process by hand": (
-        "import _posixsubprocess\n_posixsubprocess.fork_exec(1)",
-        "processes, threads and nodes are not for this code",
-    ),
-    "a fork": ("import os\nos.fork()", "os.fork is not allowed"),
-    "another program": ("import os\nos.execv('/bin/true', ['t'])", "os.exec is not"),
-    "a signal": ("import os\nos.kill(os.getppid(), 9)", "os.kill is not allowed"),
-    "a thread": (
-        "import threading\nthreading.Thread(target=print).start()",
-        "processes, threads and nodes are not for this code",
-    ),
-    "ctypes": ("import ctypes", "ctypes is not there"),
+    "a process": ("import subprocess\nsubprocess.run(['true'])", "not permitted"),
+    "a fork": ("import os\nos.fork()", "not permitted"),
+    "another program": ("import os\nos.execv('/bin/true', ['t'])", "not permitted"),
+    "a signal": ("import os\nos.kill(os.getppid(), 9)", "not permitted"),
+    "rights of a file": ("import os\nos.chmod('.', 0)", "not permitted"),
     "limits": (
         "import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))",
-        "resource.setrlimit is not allowed",
+        "not allowed to raise maximum limit",
     ),
-    "objects of the runner": ("import gc\ngc.get_objects()", "gc.get_objects is not"),
     "memory": ("x = b'x' * 2**34", "MemoryError"),
     "a large file": (
         "with open('x', 'wb') as f:\n    f.write(b'x' * 2**25)\n",
         "File too large",
     ),
-    "a package": ("import numpy", "No module named 'numpy'"),
+    "a package": ("import scipy", "No module named 'scipy'"),
     "a mistake": ("def add(:", "SyntaxError: invalid syntax"),
     "an error of its own": (
         "class E(Exception):\n    def __str__(self):\n        raise self\nraise E",
@@ -167,8 +115,10 @@ REFUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "why"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.skipif(trial.isolation().way != "landlock", reason="these are its words")
+@pytest.mark.parametrize(("code", "why"), KEPT_AWAY.values(), ids=KEPT_AWAY)
 def test_what_the_code_may_not_do(code, why):
+    """The system answers; Python's own checks could be walked around."""
     verdict = run_tests(f"{code}\n{ADD}", TESTS)
     assert verdict[:2] == (0, 3)
     assert why in verdict.why
@@ -211,7 +161,7 @@ def add(a, b):
 @pytest.mark.slow
 def test_what_the_code_may_do(monkeypatch):
     monkeypatch.setenv("SECRET", "1")
-    assert run_tests(ALLOWED, TESTS) == (3, 3, "")
+    assert run_tests(ALLOWED, TESTS) == (3, 3, "", False)
 
 
 @pytest.mark.slow
@@ -225,7 +175,8 @@ def test_what_the_code_may_do(monkeypatch):
 )
 def test_time_ends(code, why):
     verdict = run_tests(code, TESTS, seconds=1.0)
-    assert verdict == (0, 3, why)
+    assert verdict == (0, 3, why, False)
+    assert verdict.timed_out
 
 
 @pytest.mark.slow
@@ -233,21 +184,23 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     """Neither its folder nor its process, though it hangs."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     started = []
-    popen = trial.subprocess.Popen
+    popen = subprocess.Popen
     monkeypatch.setattr(
-        trial.subprocess,
+        subprocess,
         "Popen",
         lambda *a, **k: started.append(popen(*a, **k)) or started[-1],
     )
     code = "import time\nopen('x', 'w').close()\ntime.sleep(1000)"
     assert not run_tests(code, TESTS, seconds=0.5).right
     assert list(tmp_path.iterdir()) == []
-    assert not os.path.exists(f"/proc/{started[0].pid}")
+    assert len(started) == 2  # for the code, and for its judge
+    assert not any(os.path.exists(f"/proc/{one.pid}") for one in started)
 
 
 def test_a_process_that_does_not_start_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(trial, "JUDGE", "raise SystemExit('no such limit')")
-    with pytest.raises(RuntimeError, match=r"did not start .*: no such limit"):
+    trial.isolation()  # which starts them, too
+    monkeypatch.setattr(processes, "START", "raise SystemExit('no such limit')")
+    with pytest.raises(RuntimeError, match="did not start: no such limit"):
         run_tests(ADD, TESTS)
 
 
@@ -288,3 +241,44 @@ def test_its_processes_load_no_jax():
 def test_a_limit_that_is_none_is_refused():
     with pytest.raises(InputError, match="seconds: expected a finite number above 0"):
         verifier.PythonTests(seconds=0)
+
+
+def test_descriptors_of_the_caller_do_not_pass_on(tmp_path):
+    """However high their numbers."""
+    opened = os.open(tmp_path, os.O_RDONLY)
+    high = os.dup2(opened, 700)
+    os.set_inheritable(high, True)
+    code = (
+        "import os\ndef add(a, b):\n    found = []\n    for n in range(1024):\n"
+        "        try:\n            os.fstat(n)\n            found.append(n)\n"
+        "        except OSError:\n            pass\n    return found"
+    )
+    try:
+        why = run_tests(code, ["assert len(add(1, 2)) == 5, add(1, 2)"]).why
+    finally:
+        os.close(opened)
+        os.close(high)
+    assert why == ""  # three standard ones, requests and replies
+
+
+@pytest.mark.parametrize(
+    ("code", "counted"),
+    [
+        (ADD, {}),
+        (ADD.replace("+", "-"), {}),
+        (f"import pandas\n{ADD}", {"refused": 1.0}),
+        ("def add(a, b):\n    while True: pass", {"code_timed_out": 1.0}),
+        ("import os\nos._exit(0)", {"suspicious": 1.0}),
+    ],
+)
+def test_what_is_counted_beside_the_score(code, counted):
+    verify = PythonTests(extract="whole", seconds=2.0, unsafe=True)
+    score, counts = verify.judge("p", code, {"tests": TESTS})
+    assert score == float(code == ADD)
+    assert counts == dict.fromkeys(verify.counts, 0.0) | counted
+    assert verify.judge("p", "", {"tests": TESTS}).counts["refused"] == 0
+
+
+def test_a_response_without_code_counts_nothing():
+    score, counts = PythonTests().judge("p", "no block", {"tests": TESTS})
+    assert (score, {*counts.values()}) == (0.0, {0.0})

@@ -15,6 +15,7 @@ import rlhf_jax
 from rlhf_jax import masked, rewards, verifiers
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.rewards.text import Texts
+from rlhf_jax.verification.code.verifier import PythonTests
 from rlhf_jax.verification.pool import VerifierPool
 
 
@@ -329,3 +330,29 @@ def test_a_verifier_may_look_for_main():
 def test_a_verifier_that_cannot_be_sent():
     with pytest.raises(InputError, match=r"processes can import: .* got <function"):
         VerifierPool(lambda prompt, response, row: 1.0)
+
+
+CODES = {
+    "def f(): return 1": {"total"},
+    "def f(): return 2": set(),
+    "import pandas": {"refused"},
+    "def f():\n    while True: pass": {"code_timed_out"},
+    "import os\nos._exit(0)": {"suspicious"},
+}
+
+
+def test_what_a_verifier_counts_is_a_share_of_all():
+    """Of five programs one each is refused, too slow and suspicious; one is right."""
+    verifier = PythonTests(extract="whole", seconds=2.0, unsafe=True)
+    with VerifierPool(verifier, num_workers=1, timeout=60.0) as pool:
+        asked = texts(*CODES, row={"tests": "assert f() == 1"})
+        scores = pool.submit(asked).collect()
+    np.testing.assert_array_equal(scores.total, ["total" in w for w in CODES.values()])
+    names = ("refused", "code_timed_out", "suspicious")
+    for name in names:
+        np.testing.assert_array_equal(
+            scores.parts[name], [name in words for words in CODES.values()]
+        )
+    stats = masked.mean_stats(rewards.part_stats(scores))
+    for name in names:
+        assert float(stats[f"reward/{name}"]) == pytest.approx(1 / 5)

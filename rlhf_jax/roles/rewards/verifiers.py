@@ -16,8 +16,15 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    runtime_checkable,
+)
 
 if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.text import TextFunction
@@ -60,6 +67,34 @@ class Answering(Protocol):
 
     def answer(self, response: str) -> str | None:
         """That answer, in a form that is equal for equal ones; None without any."""
+
+
+class Judged(NamedTuple):
+    """What a verifier says of a response, where that is more than a number."""
+
+    score: float
+    counts: Mapping[str, float]
+    """By name, logged as their means: reward/NAME."""
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A verifier that counts more than its score says."""
+
+    counts: Sequence[str]
+    """The names of what it counts."""
+
+    def judge(self, prompt: str, response: str, row: Row, /) -> Judged:
+        """Its score of a response, and a number by each of `counts`."""
+        ...
+
+
+@runtime_checkable
+class Isolating(Protocol):
+    """A verifier, or an environment, that runs what a model has written."""
+
+    def isolated(self, *, unsafe: bool) -> Any:
+        """It, checked: InputError where nothing sets the code apart, unless `unsafe`."""
 
 
 def each(verifier: Verifier) -> TextFunction:
@@ -185,11 +220,12 @@ class Matches:
 
 @dataclasses.dataclass(frozen=True)
 class Gsm8k:
-    """1 where the number after the response's last #### is the row's.
+    """1 where the one number after the response's last #### is the row's.
 
     Separators, signs, decimals, currency and a dot at the end are read as people mean
     them: "#### $1,000." is 1000. What is no number ("#### about 5", 1/2, 2 + 3, 12:30)
-    is wrong. Words behind it are not read: "5 apples" is 5, and so is "5 million".
+    is wrong, and so are two in its line ("72 or 73"). Words behind it are not read: "5
+    apples" is 5, and so is "5 million".
 
     Source: Cobbe et al. 2021, arXiv:2110.14168; openai/grade-school-math.
     """
@@ -217,7 +253,9 @@ class Gsm8k:
         if not marker and self.unmarked == "last_number":
             return last_number(response)
         match = _WHOLE.match(answer) if marker else None
-        return None if match is None else _value(match)
+        if match is None or _NUMBER.search(answer[match.end() :].partition("\n")[0]):
+            return None
+        return _value(match)
 
 
 def number(text: str) -> Decimal | None:

@@ -171,6 +171,9 @@ class Workers:
     """What happens where a response could not be verified or a turn answered: leave_out
     masks it from loss, baseline and group, zero scores the response or the turn 0, and
     stop ends the run. Failures are counted in reward/failed and reward/left_out."""
+    unsafe_verifier: bool = False
+    """Run code that the model writes also where nothing sets it apart from the system:
+    neither bubblewrap nor Landlock. Then it can read your files and use the network."""
 
     def __post_init__(self) -> None:
         checks.positive(num_workers=self.num_workers)
@@ -178,8 +181,9 @@ class Workers:
 
     @property
     def of_pool(self) -> dict[str, Any]:
-        """These options alone, as pools take them."""
-        return {field.name: getattr(self, field.name) for field in _WORKERS}
+        """The options of processes alone, as pools take them."""
+        names = [field.name for field in _WORKERS if field.name != "unsafe_verifier"]
+        return {name: getattr(self, name) for name in names}
 
     def refuse_unread(self, *, has_pool: bool) -> None:
         """Refuses a set option of a run without a verifier or environment."""

@@ -31,6 +31,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.roles.rewards.verifiers import Isolating
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.rewards import Workers
 from rlhf_jax.train.config.sampler import Episodes
@@ -158,7 +159,10 @@ class OpenedEnvironment:
             **{"max_turn_tokens of --environment": turn_tokens},
         )
         self._pool = stack.enter_context(
-            EnvironmentPool(make_environment(options.name), **pool.of_pool)
+            EnvironmentPool(
+                make_environment(options.name, unsafe=pool.unsafe_verifier),
+                **pool.of_pool,
+            )
         )
         self._name = options.name
         self._encoder = TurnEncoder(start.tokenizer, stop_ids=start.stop_ids, chat=chat)
@@ -238,14 +242,18 @@ class OpenedEnvironment:
         )
 
 
-def make_environment(name: str) -> Environment:
-    """The environment that --environment names.
+def make_environment(name: str, *, unsafe: bool = False) -> Environment:
+    """The environment that --environment names, which sets apart what it runs.
 
     "module:name" is a class of yours, or a function without arguments, whose result is
     an environment. Any other name is that of an entry point.
 
+    Args:
+      unsafe: --unsafe-verifier, of one that runs what a model has written.
+
     Raises:
-      InputError: there is no such environment, or what it makes is none.
+      InputError: there is no such environment, what it makes is none, or nothing sets
+        the code that it runs apart from the system.
       StopError: the module calls `sys.exit` when it is imported.
     """
     match name:
@@ -254,7 +262,7 @@ def make_environment(name: str) -> Environment:
         case "guessing":
             return Guessing()
         case "programming":
-            return Programming()
+            return Programming().isolated(unsafe=unsafe)
         case "rooms":
             return Rooms()
     if ":" in name:
@@ -265,8 +273,11 @@ def make_environment(name: str) -> Environment:
     try:
         environment = make()
         if isinstance(environment, Environment):
-            return environment
+            isolating = isinstance(environment, Isolating)
+            return environment.isolated(unsafe=unsafe) if isolating else environment
         result = f"{environment!r:.80}"
+    except InputError:
+        raise  # of what is not isolated
     except Exception as error:  # whatever the user's own code raises
         cause, result = error, f"{type(error).__name__}: {error}"
     raise InputError(

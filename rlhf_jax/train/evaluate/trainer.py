@@ -255,7 +255,9 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
     """
     if options.reward is not None:
         command_line.load_function(options.reward)
-    verifier = None if options.verifier is None else make_verifier(options.verifier)
+    verifier, unsafe = None, options.workers.unsafe_verifier
+    if options.verifier is not None:
+        verifier = make_verifier(options.verifier, unsafe=unsafe)
     judge = None
     if options.judge is not None:
         judge = command_line.load_function(options.judge)

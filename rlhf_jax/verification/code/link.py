@@ -1,7 +1,7 @@
 """The judge's side of the conversation with generated code (`runner`).
 
-What arrives is data of a hostile process: read as values and numbers of objects, and
-no more. `Refused` fails a test, even where the test catches it.
+What arrives is data of a hostile process: read as plain values and numbers of objects,
+and no more. `Refused` fails a test, even where the test catches it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ import importlib
 import io
 import sys
 import weakref
-from collections import deque
 
-from rlhf_jax.verification.code import values
-from rlhf_jax.verification.code.remote import (
-    CodesError,
-    Coroutine,
-    Function,
-    Remote,
-    number_of,
-)
-from rlhf_jax.verification.code.values import Unreadable
+from rlhf_jax.verification.code.objects import Class, Function, Handle
+from rlhf_jax.verification.values import codec
+from rlhf_jax.verification.values.codec import Unreadable
+from rlhf_jax.verification.values.strict import Strict
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 ENDED = "its process ended before the tests did"
+FORGED = "its process sent what is no reply"
 # These end a loop quietly where they come from a call, and what it had yet to compare.
 QUIET = (StopIteration, StopAsyncIteration, GeneratorExit)
 
@@ -45,223 +40,236 @@ class Link:
     def __init__(self, requests: int, replies: int) -> None:
         self.requests, self.replies = requests, replies
         self.over = self.refused = ""  # why all tests from here on fail
+        self.lost: list[str] = []  # what of values did not come over
+        self.suspicious = self.reading = False
+        self.keeps_arguments = False  # the test compares them with a result
         self.defined: list[str] = []  # names
-        self.remotes: dict[int, weakref.ref[Remote]] = {}
+        self.handles: dict[int, weakref.ref[Handle]] = {}
         self.errors: dict[int, type[BaseException]] = {}  # the code's own classes
+        self.kinds: set[str] = set()  # the names of the code's classes
+        self.tuples: dict[tuple[str, Any], type] = {}
+        self.classes: dict[str, type] = {}  # of the tests, of objects handed over
         self.released: list[int] = []  # numbers that nothing here has any more
         self.handed: list[Any] = []  # functions and iterators that the code may call
+        self.read: dict[tuple[int, str], Any] = {}  # attributes, since the last call
+        self.what = ""  # is being sent
+        self.raised: BaseException | None = None  # the last error of the code's
 
     def load(self, code: str) -> None:
         """Runs the code; raises what it raises."""
-        names = self.decode(["l", *self.ask("load", code)[0]])
+        names = self.ask("load", code)
         self.defined = [name for name in names if isinstance(name, str)]
 
     def named(self, name: str) -> Any:
         """What the code calls so; KeyError if nothing."""
-        reply = self.ask("name", name)[0]
-        match reply:
-            case ["missing"]:
-                raise KeyError(name)
-            case ["module", str(module)]:
-                if module.partition(".")[0] in sys.stdlib_module_names:
+        match self.ask("name", name):
+            case ("module", str(module)):
+                if module.partition(".")[0] in (*sys.stdlib_module_names, "numpy"):
                     return importlib.import_module(module)
                 self.refuse(f"{name!r} is a module of the code's own")
-            case ["library", str(module)] if module in values.LIBRARIES:
-                return getattr(importlib.import_module(module), name)
-        return self.decode(reply)
+            case ("library", str(module)) if module in sys.stdlib_module_names:
+                return vars(importlib.import_module(module))[name]
+            case ("value", value):
+                if isinstance(value, Class):
+                    # The test's author wrote the name, the code may be lying.
+                    value.made_if(name[:1].isupper())
+                return value
+        raise KeyError(name)
 
     def refuse(self, why: str) -> NoReturn:
         """Fails the test."""
         self.refused = f"refused: {why}"
         raise Refused(why)
 
-    def do(self, what: str, *args: Any, quiet: bool = False) -> Any:
-        """One request about objects, and its result."""
-        return self.decode(self.ask(what, *map(self.encode, args), quiet=quiet)[0])
+    def lose(self, why: str) -> None:
+        """A failure of this test may not be the code's."""
+        if why not in self.lost:
+            self.lost.append(why)
 
-    def call(self, function: Remote, args: Any, named: dict[str, Any]) -> Any:
-        """Calls it, then changes what it changed, reads what it read."""
+    def call(self, what: str, function: Handle, args: Any, named: Any) -> Any:
+        """Calls it; then the arguments are what it made of them."""
+        self.read.clear()
         source = sys.stdin if type(sys.stdin) is io.StringIO else None
-        place = source.tell() if source else 0
-        read = source.read() if source else None
+        place, read = (source.tell(), source.read()) if source else (0, None)
         if source:
             source.seek(place)
-        sent = (self.encode(function), [self.encode(arg) for arg in args])
-        result, changed, taken = self.ask("call", *sent, self.encode(named), read)
-        if source and type(taken) is int and taken >= 0:
-            source.seek(place + taken)
-        if result is None:  # else what it was handed is as it was
-            for number, after in changed:
-                _change(args[number], self.decode(after))
-        return self.decode(result)
+        return self.ask(what, function, args, named, read, source=source, place=place)
 
-    def ask(self, what: str, *args: Any, quiet: bool = False) -> list[Any]:
-        """One request: the reply, or the error raised.
+    def ask(
+        self,
+        what: str,
+        *args: Any,
+        quiet: bool = False,
+        source: io.StringIO | None = None,
+        place: int = 0,
+    ) -> Any:
+        """One request: the result, or the error raised.
 
         Args:
           quiet: the errors of `QUIET` are raised as they are.
+          source, place: standard input, and how far it had been read.
         """
-        released, self.released = self.released, []
-        self._send([what, released, *args])
+        if self.reading:
+            raise Unreadable("an object among what values are made of")
+        kept = self._send(what, args)
         while True:
-            word, *payload, printed = self._receive()
-            if printed and type(printed) is str:
-                sys.stdout.write(printed)
+            file, (word, is_none, moved, printed, notes, taken) = self._receive()
+            if printed:
+                sys.stdout.write(f"{printed}")
+            for note, suspicious in notes:
+                self.lose(f"{note}"[:200])
+                self.suspicious |= suspicious is True
+            if source and type(taken) is int and taken > 0:
+                source.seek(place + taken)
+            if word == "back":
+                self._answer(*self._body(file, [])[0])
+                continue
+            # A result that is compared with an argument: as that was before the call.
+            apart = self.keeps_arguments and moved and not is_none
+            into = [codec.empty(one, self) for one in kept] if apart else kept
+            value, changed = self._body(file, into)
+            told = (value is None, bool(changed)) == (is_none, moved)
+            if not told or word not in ("ok", "raise"):
+                self._end(FORGED)
+            if apart:
+                self.lose("a call changed an argument that its result is held to")
+            try:
+                codec.change(into, changed, before=kept if apart else [], side=self)
+            except Exception:
+                self._end(FORGED)
             if word == "ok":
-                return payload
-            if word == "raise":
-                error = self._error(*payload)
-                if isinstance(error, QUIET) and not quiet:
-                    error = RuntimeError(f"the code raised {type(error).__name__}")
-                raise error
-            self._answer(word, *payload)
+                return value
+            self.raised = error = self._error(*value)
+            if isinstance(error, QUIET) and not quiet:
+                error = RuntimeError(f"the code raised {type(error).__name__}")
+            raise error
 
-    def _answer(self, word: str, number: int, what: str, args: Any, named: Any) -> None:
+    def parts_of(self, error: BaseException) -> tuple[type[BaseException], list[Any]]:
+        """A class of errors that the code knows, and arguments for it."""
+        kinds = (kind for kind in type(error).__mro__ if kind in codec.NAMES)
+        kind = type(error) if "code_number" in vars(type(error)) else next(kinds)
+        plain = (None.__class__, bool, int, float, str)
+        return kind, [one if type(one) in plain else f"{one}" for one in error.args]
+
+    def _answer(self, number: int, what: str, args: Any, named: Any) -> None:
         """Calls a function that the code was handed, and sends what comes of it."""
         try:
             function = self.handed[number]
-            positional, options = self.decode(args), self.decode(named)
-            if word != "back" or not isinstance(options, dict):
-                raise Unreadable
-        except (Unreadable, LookupError, TypeError):
-            self._end("its process sent what is no reply")
-        try:
-            result = (
-                function(*positional, **options) if what == "call" else next(function)
-            )
-            reply = ["ok", [], self.encode(result)]
+            result = function(*args, **named) if what == "call" else next(function)
+            self._send("ok", result)
         except (Refused, Gone):
             raise
         except BaseException as error:
-            known = (k for k in type(error).__mro__ if k in values.NAMES)
-            kind = self.encode(type(error) if number_of(type(error)) else next(known))
-            text = [
-                "t",
-                *(a if type(a) in values.PLAIN else f"{a}" for a in error.args),
-            ]
-            reply = ["raise", [], kind, text]
-        self._send(reply)
+            self._send("raise", self.parts_of(error))
 
-    def encode(self, value: Any) -> Any:
-        """A value to send."""
-        try:
-            return values.encode(value, self._own)
-        except ValueError as error:
-            self.refuse(f"{error}")
-
-    def _own(self, value: Any) -> Any:
-        number = number_of(value)
-        if number is not None:
-            return ["p", number]
-        name = getattr(value, "__qualname__", None)
-        module = getattr(value, "__module__", None)
+    def reference(self, value: Any) -> Any:
+        """How what is no value is written; None if it is one."""
+        if isinstance(value, Handle):
+            if self.what == "call":  # which may change it
+                value._put("_pinned", None)
+            return "p", value._number
+        kind = type(value)
+        if isinstance(value, type) and "code_number" in vars(value):
+            return "p", vars(value)["code_number"]
+        name, owner = getattr(value, "__qualname__", None), value
+        if hasattr(value, "__objclass__"):  # a method such as str.upper
+            owner = value.__objclass__
+        module = getattr(owner, "__module__", None)
         if name and module and module.partition(".")[0] in sys.stdlib_module_names:
-            return ["m", module, name]
-        iterates = hasattr(value, "__next__")
-        if isinstance(value, type) or not (callable(value) or iterates):
-            self.refuse(
-                f"a {type(value).__name__} of the test's own cannot be handed to the "
-                f"code; hand it plain values or functions"
+            return "m", module, name
+        iterates = hasattr(kind, "__next__")
+        if iterates or (callable(value) and not isinstance(value, type)):
+            if not any(one is value for one in self.handed):
+                self.handed.append(value)
+            number = next(n for n, one in enumerate(self.handed) if one is value)
+            return "g" if iterates else "f", number
+        if codec.passes(value):
+            return None
+        if isinstance(value, type) or not hasattr(value, "__dict__"):
+            self.refuse(f"a {kind.__name__} of the test's cannot be handed to the code")
+        self.classes[kind.__name__] = kind
+        own = {name for name in vars(kind) if callable(vars(kind)[name])}
+        if own - {"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"}:
+            self.lose(f"a {kind.__name__} of the test's went over without its methods")
+        return None
+
+    def shell(self, name: str) -> Any:
+        """An object of a class of the tests."""
+        return object.__new__(self.classes[name])
+
+    def known(self, tag: str, number: Any, *more: Any) -> Any:
+        """What the code refers to."""
+        if tag in ("f", "g"):
+            return self.handed[number]
+        if tag == "error":
+            name, bases = more
+            self.kinds.add(f"{name}")
+            if not all(issubclass(base, BaseException) for base in bases):
+                raise Unreadable("no class of errors")
+            if number not in self.errors:
+                own = {"code_number": number, "__str__": lambda self: self.code_text}
+                self.errors[number] = type(name, bases or (Exception,), own)
+            return self.errors[number]
+        if tag != "o":
+            raise Unreadable("unknown")
+        self.kinds.add(f"{more[0]}")
+        known = self.handles.get(number)
+        handle = known and known()
+        if handle is None:
+            name, traits, fields, base = more
+            kind = Class if "k" in traits else Function if "c" in traits else Handle
+            handle = type(f"{name}"[:100], (kind,), {"__slots__": ()})(
+                self, number, traits, list(fields), base
             )
-        if not any(one is value for one in self.handed):
-            self.handed.append(value)
-        place = next(n for n, one in enumerate(self.handed) if one is value)
-        return ["g" if iterates else "f", place]
-
-    def decode(self, data: Any) -> Any:
-        """A value that was sent; objects come as `Remote`."""
-        try:
-            return values.decode(data, self._known)
-        except Unreadable:
-            self._end("its process sent what is no reply")
-
-    def _known(self, data: list[Any]) -> Any:
-        try:
-            match data:
-                case ["p", int(number)]:
-                    return self.handed[number]
-                case ["e", int(number), str(name), *bases]:
-                    if number not in self.errors:
-                        above = tuple(self._known_error(base) for base in bases)
-                        own = {"code_number": number, "code_link": self}
-                        self.errors[number] = type(
-                            name, above, dict(vars(CodesError)) | own
-                        )
-                    return self.errors[number]
-                case ["o", int(number), str(traits), holder, str(name)]:
-                    return self._remote(number, traits, holder, name)
-        except Unreadable:
-            raise
-        except Exception:
-            pass
-        raise Unreadable("unknown")
-
-    def _known_error(self, data: Any) -> type[BaseException]:
-        kind = values.decode(data, self._known)
-        if isinstance(kind, type) and issubclass(kind, BaseException):
-            return kind
-        raise Unreadable("no class of errors")
-
-    def _remote(self, number: int, traits: str, holder: Any, name: str) -> Remote:
-        known = self.remotes.get(number)
-        remote = known and known()
-        if remote is None:
-            kind = Coroutine if "a" in traits else Function if "c" in traits else Remote
-            base = values.TYPES[holder] if holder else None
-            remote = kind(self, number, base, name[:100])
-            self.remotes[number] = weakref.ref(remote)
+            self.handles[number] = weakref.ref(handle)
             if number in self.released:
                 self.released.remove(number)
-        return remote
+        return handle.awaitable() if "a" in handle._traits else handle
 
-    def _error(self, kind: Any, args: Any, text: Any, number: Any) -> BaseException:
+    def _error(self, kind: Any, args: Any, text: Any, fields: Any) -> BaseException:
         try:
-            error_class, arguments = (
-                self._known_error(kind),
-                values.decode(args, self._known),
-            )
-            error = error_class(*arguments)
+            error = kind(*args)
+            if kind in self.errors.values():
+                vars(error).update(fields, code_text=f"{text}")
+            return error
         except Exception:
             return RuntimeError(f"{text}"[:300])
-        if error_class in self.errors.values():
-            error.code_text, error.code_error = f"{text}", number  # pyright: ignore
-        return error
 
-    def _send(self, message: list[Any]) -> None:
+    def _send(self, what: str, args: Any) -> list[Any]:
         if self.over:
             raise Gone(self.over)
+        released, self.released, self.what = self.released, [], what
+        writer = codec.Writer(self)
         try:
-            values.send(self.requests, message)
-        except ValueError as error:
+            writer.dump(args)
+            codec.send(self.requests, (what, released), writer.buffer)
+        except (ValueError, RecursionError, TypeError) as error:
             self.refuse(f"{error}")
         except OSError:
             self._end(ENDED)
+        return writer.kept()
 
-    def _receive(self) -> list[Any]:
+    def _receive(self) -> tuple[io.BytesIO, list[Any]]:
         try:
-            message = values.receive(self.replies)
+            file = codec.receive(self.replies)
         except (EOFError, OSError):
             self._end(ENDED)
         except Unreadable:
-            message = None
-        if type(message) is not list or len(message) < 3:
-            self._end("its process sent what is no reply")
-        return message
+            self._end(FORGED)
+        head = self._body(file, [])
+        if type(head) is not list or len(head) != 6:
+            self._end(FORGED)
+        return file, head
+
+    def _body(self, file: io.BytesIO, kept: list[Any]) -> Any:
+        self.reading = True
+        try:
+            return Strict(file, self, kept).load()
+        except Unreadable:
+            self._end(FORGED)
+        finally:
+            self.reading = False
 
     def _end(self, why: str) -> NoReturn:
-        self.over = why
+        self.over, self.suspicious = why, True
         raise Gone(why)
-
-
-def _change(value: Any, after: Any) -> None:
-    """Makes a list, dict or set what the code made of its copy."""
-    if type(value) is not type(after):
-        return
-    if isinstance(value, (list, bytearray)):
-        value[:] = after
-    elif isinstance(value, (dict, set)):
-        value.clear()
-        value.update(after)
-    elif isinstance(value, deque):
-        value.clear()
-        value.extend(after)

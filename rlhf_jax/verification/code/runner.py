@@ -1,40 +1,38 @@
 """Runs generated code, in a process of its own, and answers what it is asked.
 
-`sandbox` starts it. It holds no test and no expected value: it is told the code,
-then asked for a name the code defines, to call a function with these arguments, and so
-on, one request at a time; see `serve`. All it can gain by forging an answer is to have
-answered it: `judge`, in another process, compares.
-
-Objects that are no plain values stay here. The judge holds their numbers.
+It holds no test and no expected value: it is asked for a name the code defines, to call
+a function with these arguments, and so on. All it can gain by forging an answer is to
+have answered it: `judge` compares plain values. Objects of its classes stay here.
 """
 
 from __future__ import annotations
 
+import _thread
 import builtins
+import enum
+import functools
 import io
+import json
 import operator
 import os
+import pickle
 import sys
 import types
 
-from rlhf_jax.verification.code import guard, values
+from rlhf_jax.verification.isolation import confined
+from rlhf_jax.verification.values import codec
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-PRINTED = 2**20  # bytes that are passed on of what a request printed
-# Types whose subclasses are compared by what they hold, unless they say otherwise.
-HOLDERS = (int, float, str, bytes, tuple, list, dict, set, frozenset)
-COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
-CHANGEABLE = ("l", "d", "s", "ba", "x")  # tags of values that a call may change
-
-
-def held_by(value: Any) -> Any:
-    """What an object of a subclass of a built-in type holds, as that type."""
-    holder = _holder(type(value))
-    return str.__str__(value) if holder is str else holder and holder(value)
+# Modules whose functions tests may use by the names that the code imported them under.
+LIBRARIES = "math cmath copy itertools functools collections statistics string re json"
+LIBRARIES += " heapq bisect fractions decimal datetime random typing builtins"
+# What a subclass of a built-in type lies by, if it does.
+LYING = "eq ne lt le gt ge len iter getitem contains bool hash int float index add radd"
+LYING += " sub rsub mul rmul mod abs round reversed"
 
 
 def awaited(value: Any) -> Any:
@@ -47,35 +45,32 @@ def awaited(value: Any) -> Any:
     return asyncio.run(wait())
 
 
-# What may be asked of objects, beside calls.
+def left(manager: Any, kind: Any, args: list[Any]) -> bool:
+    """Leaves a `with` block."""
+    return bool(manager.__exit__(kind, None if kind is None else kind(*args), None))
+
+
+# What may be asked of objects, beside calls and functions of `operator` and `builtins`.
 DONE: dict[str, Callable[..., Any]] = {
-    "iter": iter,
-    "next": next,
-    "len": len,
-    "str": lambda value: str.__str__(str(value)),
-    "repr": lambda value: str.__str__(repr(value)),
-    "truth": operator.truth,
-    "get": getattr,
-    "set": setattr,
-    "delete": delattr,
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "delitem": operator.delitem,
-    "instance": isinstance,
-    "subclass": issubclass,
-    "held": held_by,
     "await": awaited,
-    **{name: getattr(operator, name) for name in values.OPERATORS},
+    "enter": lambda value: value.__enter__(),
+    "exit": left,
+    "fields": lambda v: [object.__getattribute__(v, n) for n in _fields(type(v))],
+    "held": lambda value: codec.READ[codec.base_of(type(value))](value),
 }
+OTHERS = vars(operator) | vars(builtins) | DONE
 
 
-class Printed(io.BytesIO):
-    """Standard output, of which the first `PRINTED` bytes count."""
+class Reader(pickle.Unpickler):
+    """Reads what the judge wrote, for one side."""
 
-    def write(self, data: Any, /) -> int:
-        """As ever."""
-        super().write(memoryview(data)[: max(0, PRINTED - self.tell())])
-        return len(data)
+    side: Any
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """What a message names; `codec.make` refers to what is here."""
+        found = super().find_class(module_name, global_name)
+        make = functools.partial(codec.make, side=self.side)
+        return make if found is codec.make else found
 
 
 class Runner:
@@ -86,92 +81,108 @@ class Runner:
         self.module = types.ModuleType("solution")
         self.objects: dict[int, Any] = {}  # objects that the judge has numbers of
         self.numbers: dict[int, int] = {}  # by id
-        self.handed: dict[int, Any] = {}  # stand-ins for what the judge holds
-        self.handed_numbers: dict[int, int] = {}
-        self.count = 0
-        self.printed = Printed()
+        self.count = self.taken = 0
+        self.handed: dict[tuple[Any, ...], Any] = {}  # stand-ins for the judge's
+        self.standing: dict[int, tuple[Any, ...]] = {}  # how they are written, by id
+        self.classes: dict[str, type] = {}  # stand-ins for the tests' own classes
+        self.tuples: dict[tuple[str, Any], type] = {}
+        self.notes: list[tuple[str, bool]] = []  # what was lost on the way
+        self.main = _thread.get_ident()
+        self.printed = confined.Printed()
         sys.stdout = io.TextIOWrapper(self.printed, "utf-8", write_through=True)
 
     def serve(self) -> Any:
         """Answers requests until there are none; or until a call to the judge returns.
 
-        A request is [what, released numbers, ...]; what is a name of `do`, or "ok" or
-        "raise" with what a function of the judge's returned or raised.
+        A request is (what, released numbers) and its arguments; what is a name of
+        `do`, or "ok" or "raise" with what a function of the judge's came to.
         """
         while True:
-            what, released, *args = values.receive(self.requests)
+            file = codec.receive(self.requests)
+            what, released = pickle.load(file)
             for number in released:
                 self.numbers.pop(id(self.objects.pop(number, None)), None)
+            reader = Reader(file)
+            reader.side = self
+            args = reader.load()
             if what == "ok":
-                return self.decode(args[0])
+                return args
             if what == "raise":
-                kind, arguments = map(self.decode, args)
-                raise kind(*arguments)
+                raise args[0](*args[1])
+            kept, before = codec.places(reader.memo.copy(), self), {}
+            for place, one in enumerate(kept):
+                if codec.changes(one, self):
+                    before[place] = codec.content(one)
+            word, self.taken = "ok", 0
             try:
-                reply = ["ok", *self.do(what, args)]
+                value = self.do(what, *args)
             except BaseException as error:  # SystemExit too
-                reply = ["raise", *self.raised(error)]
-            values.send(self.replies, [*reply, self.drain()])
+                word, value = "raise", self.raised(error)
+            try:
+                self.reply(word, value, kept, before)
+            except Exception as error:
+                self.notes.append((f"a result cannot be sent: {error}"[:200], False))
+                self.reply("raise", (ValueError, [f"{error}"[:200]], "", {}), [], {})
 
-    def do(self, what: str, args: list[Any]) -> list[Any]:
-        """One request: [the result, what it changed]."""
+    def reply(
+        self, word: str, value: Any, kept: list[Any], before: dict[int, list[Any]]
+    ) -> None:
+        """Sends a result, and what became of the arguments."""
+        changed = {}
+        for place, held in before.items():
+            now = codec.content(kept[place])
+            if len(now) != len(held) or not all(map(operator.is_, now, held)):
+                changed[place] = now
+        writer = codec.Writer(self, kept)
+        writer.dump((value, changed))
+        notes, self.notes = self.notes, []
+        text = self.printed.getvalue().decode("utf-8", "replace")
+        self.printed.seek(0)
+        self.printed.truncate()
+        head = [word, value is None, bool(changed), text, notes, self.taken]
+        codec.send(self.replies, head, writer.buffer)
+
+    def do(self, what: str, *args: Any) -> Any:
+        """One request."""
+        names = vars(self.module)
         if what == "load":
-            names = vars(self.module)
             exec(compile(args[0], "<code>", "exec", dont_inherit=True), names)
-            return [[name for name in names if not name.startswith("_")], []]
-        if what == "name":
-            return [self.named(args[0]), []]
-        if what == "call":
-            return self.call(*args)
-        return [self.encode(DONE[what](*map(self.decode, args))), []]
-
-    def named(self, name: str) -> Any:
-        """A global of the code: a value, a module, a function of a library."""
-        try:
-            value = vars(self.module)[name]
-        except KeyError:
-            return ["missing"]
+            return [name for name in names if not name.startswith("_")]
+        if what in ("call", "make"):
+            function, positional, named, read = args
+            if read is not None:
+                sys.stdin = io.StringIO(read)
+            result = function(*positional, **named)
+            self.taken = sys.stdin.tell() if read is not None else 0
+            base = codec.base_of(type(result))
+            own = type(result) not in codec.READ and base in (None, *codec.CHANGE)
+            if what == "make" and own:
+                self.number(result)  # it stays here, as what a test made
+            return result
+        if what != "name":
+            return OTHERS[what](*args)
+        if args[0] not in names:
+            return ("missing",)
+        value = names[args[0]]
         if isinstance(value, types.ModuleType):
-            return ["module", value.__name__]
-        for library in values.LIBRARIES:
-            if vars(sys.modules.get(library, builtins)).get(name) is value:
-                return ["library", library]
-        return self.encode(value)
+            return "module", value.__name__
+        for name in LIBRARIES.split():
+            if name in sys.modules and vars(sys.modules[name]).get(args[0]) is value:
+                return "library", name
+        return "value", value
 
-    def call(self, function: Any, args: list[Any], named: Any, read: Any) -> list[Any]:
-        """A call; lists, dicts and sets that it changed if it returns None."""
-        arguments = [self.decode(arg) for arg in args]
-        if read is not None:
-            sys.stdin = io.StringIO(read)
-        result = self.decode(function)(*arguments, **self.decode(named))
-        changed = []
-        if result is None:
-            for place, (before, value) in enumerate(zip(args, arguments, strict=True)):
-                if type(before) is list and before[0] in CHANGEABLE:
-                    after = self.encode(value)
-                    if after != before:
-                        changed.append([place, after])
-        taken = sys.stdin.tell() if read is not None else 0
-        return [self.encode(result), changed, taken]
-
-    def raised(self, error: BaseException) -> list[Any]:
-        """An error: its class, its arguments or its text, and its own number."""
+    def raised(self, error: BaseException) -> tuple[Any, ...]:
+        """An error: its class, arguments, text and fields."""
         try:
             text = f"{error}"[:1000]
         except BaseException:  # its own __str__ raised
             text = "an error that cannot be shown"
+        fields = {} if type(error) in codec.NAMES else vars(error)
         try:
-            args = self.encode(error.args)
-        except BaseException:
-            args = ["t", text]
-        return [self.kind(type(error)), args, text, self.number(error)]
-
-    def kind(self, kind: type[BaseException]) -> Any:
-        """A class of errors, with the classes above it."""
-        if kind in values.NAMES:
-            return ["n", values.NAMES[kind]]
-        bases = [self.kind(b) for b in kind.__bases__ if issubclass(b, BaseException)]
-        return ["e", self.number(kind), kind.__name__, *bases]
+            codec.Writer(self).dump((error.args, fields))
+        except Exception:
+            return type(error), [text], text, {}
+        return type(error), list(error.args), text, fields
 
     def number(self, value: Any) -> int:
         """The number of an object, which is kept for as long as the judge wants."""
@@ -180,100 +191,105 @@ class Runner:
             self.numbers[id(value)], self.objects[self.count] = self.count, value
         return self.numbers[id(value)]
 
-    def encode(self, value: Any) -> Any:
-        """A value, or the number of an object."""
-        return values.encode(value, self.own)
-
-    def own(self, value: Any) -> Any:
-        """How a value of the code's own is named to the judge."""
-        if id(value) in self.handed_numbers:
-            return ["p", self.handed_numbers[id(value)]]
-        kind = type(value)
+    def reference(self, value: Any) -> tuple[Any, ...] | None:
+        """How what stays here is written, or what the judge handed over."""
+        kind, base = type(value), codec.base_of(type(value))
+        if id(value) in self.standing:
+            return self.standing[id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
-            return self.kind(value)
-        holder = _holder(kind)
-        traits = "c" * callable(value) + "a" * isinstance(value, types.CoroutineType)
-        name = holder and values.NAMES[holder]
-        return ["o", self.number(value), traits, name, kind.__name__]
+            if value in codec.NAMES:
+                return None
+            bases = tuple(b for b in value.__bases__ if issubclass(b, BaseException))
+            return "error", self.number(value), value.__name__, bases
+        if id(value) not in self.numbers:
+            if isinstance(value, enum.Enum):
+                base = base if isinstance(value, enum.ReprEnum) else None
+            if base is not None:
+                return self.flattened(kind, base)
+            if codec.passes(value) or self.classes.get(kind.__name__) is kind:
+                return None
+        traits = "c" * callable(value) + "k" * isinstance(value, type)
+        traits += "a" * isinstance(value, types.CoroutineType)
+        traits += "n" * hasattr(kind, "__next__")
+        traits += "q" * (kind.__eq__ is not object.__eq__)
+        traits += "b" * hasattr(kind, "__bool__") + "l" * hasattr(kind, "__len__")
+        named = value.__name__ if isinstance(value, type) else kind.__name__
+        fields = _fields(kind)
+        return "o", self.number(value), named, traits, fields, base and base.__name__
 
-    def decode(self, data: Any) -> Any:
-        """What the judge wrote."""
-        return values.decode(data, self.known)
+    def flattened(self, kind: type, base: type) -> None:
+        """Notes what is lost of a value that goes over as its base."""
+        written = _written(kind)
+        lying = sorted(written & {f"__{name}__" for name in LYING.split()})
+        told = f" with {', '.join(lying)} of its own" if lying else ""
+        note = f"a {kind.__name__}{told} came as a plain {base.__name__}"
+        if written or issubclass(kind, enum.Enum):
+            self.notes.append((note, bool(lying)))
 
-    def known(self, data: list[Any]) -> Any:
-        """The object that a name in a message of the judge stands for."""
-        tag, number, *more = data
+    def shell(self, name: str) -> Any:
+        """An object of a class of the tests, without its methods."""
+        if name not in self.classes:
+            self.classes[name] = type(name, (), {})
+        return self.classes[name]()
+
+    def known(self, tag: str, number: Any, *more: Any) -> Any:
+        """What the judge refers to."""
         if tag == "p":
             return self.objects[number]
         if tag == "m":
             return operator.attrgetter(more[0])(__import__(number, fromlist=["_"]))
-        if number not in self.handed:
-            stand_in = (
-                _Iterator(self, number) if tag == "g" else _function(self, number)
-            )
-            self.handed[number] = stand_in
-            self.handed_numbers[id(stand_in)] = number
-        return self.handed[number]
+        if (tag, number) not in self.handed:
+            what = "next" if tag == "g" else "call"
 
-    def ask(self, number: int, what: str, *args: Any, **named: Any) -> Any:
+            def asked(*args: Any, **named: Any) -> Any:
+                return self.ask(number, what, args, named)
+
+            made = _Iterator(asked) if tag == "g" else asked
+            self.handed[tag, number], self.standing[id(made)] = made, (tag, number)
+        return self.handed[tag, number]
+
+    def ask(self, number: int, what: str, args: Any, named: dict[str, Any]) -> Any:
         """Has a function of the judge's called, and answers what it asks meanwhile."""
-        payload = [self.encode(args), self.encode(named)]
-        values.send(self.replies, ["back", number, what, *payload, self.drain()])
+        if _thread.get_ident() != self.main:
+            raise RuntimeError("refused: a thread calls a function of the tests")
+        self.reply("back", (number, what, args, named), [], {})
         return self.serve()
 
-    def drain(self) -> str:
-        """What was printed since the last time."""
-        text = self.printed.getvalue().decode("utf-8", "replace")
-        self.printed.seek(0)
-        self.printed.truncate()
-        return text
+
+def _fields(kind: type) -> list[str]:
+    if issubclass(kind, enum.Enum):
+        return ["_name_"]
+    return list(getattr(kind, "__dataclass_fields__", ()))
 
 
-def _holder(kind: type) -> type | None:
-    """The built-in type whose comparisons a subclass has kept."""
-    for holder in HOLDERS:
-        if issubclass(kind, holder):
-            inherited = (getattr(kind, n) is getattr(holder, n) for n in COMPARISONS)
-            return holder if all(inherited) else None
-    return None
-
-
-def _function(runner: Runner, number: int) -> Callable[..., Any]:
-    def function(*args: Any, **named: Any) -> Any:
-        return runner.ask(number, "call", *args, **named)
-
-    return function
+def _written(kind: type) -> set[str]:
+    """The names of methods of a class that the code has written."""
+    named = [item for base in kind.__mro__ for item in vars(base).items()]
+    methods = {n: getattr(v, "fget", getattr(v, "__func__", v)) for n, v in named}
+    codes = {name: getattr(one, "__code__", None) for name, one in methods.items()}
+    return {n for n, code in codes.items() if code and code.co_filename == "<code>"}
 
 
 class _Iterator:
-    """An iterator of the judge's."""
+    """An iterator of the judge's, by a function that asks for what is next."""
 
-    def __init__(self, runner: Runner, number: int) -> None:
-        self.runner, self.number = runner, number
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self.ask = ask
 
     def __iter__(self) -> _Iterator:
         return self
 
     def __next__(self) -> Any:
-        return self.runner.ask(self.number, "next")
+        return self.ask()
 
 
 def main() -> None:
     """Takes its limits, says that it is ready, and serves."""
-    arguments = sys.argv[1:]
-    requests, replies, memory, file_size = (int(arguments[n]) for n in (0, 1, 3, 4))
-    sys.argv[1:] = []
-    guard.limits(seconds=float(arguments[2]), memory=memory, file_size=file_size)
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    os.close(null)
-    runner = Runner(requests, replies)
+    settings = json.loads(sys.argv.pop())
+    runner = Runner(*confined.take(settings))
     # Dataclasses and pickle look a class's module up; and this one holds our functions.
     sys.modules["solution"] = sys.modules["__main__"] = runner.module
-    guard.forbid_processes()
-    sys.addaudithook(guard.guard(os.path.realpath(os.getcwd())))
-    values.send(replies, "ready")
+    codec.send(runner.replies, "ready", None)
     try:
         runner.serve()
     finally:

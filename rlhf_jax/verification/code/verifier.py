@@ -2,33 +2,14 @@
 
     response ─extract─> code ─run_tests─> Verdict(passed, total, why)
 
-The code runs in one process and its tests in another, `judge`. The code is handed
-the arguments of a call and returns a value; it sees neither the tests nor what they
-expect. The judge compares values of Python's own types; an object of a class of the
-code's is equal to nothing (`remote`).
+The code is handed copies of the arguments of a call and returns a copy of a value; it
+sees neither the tests nor what they expect. The tests run in `judge`, on plain values,
+which no class of the code's makes equal to what they are not. What tests ask beyond
+that is `refused`, with a reason, and counted. The code's process is set apart from the
+system (`isolation.ways`), or is not started.
 
-What the code may not do: take more time, processor time, memory or disk than it is
-given, start processes or threads, use a network, touch files outside a folder that goes
-with it, or see this process's environment. Printing, exiting, replacing builtins and
-walking frames earn nothing.
-
-On Linux its process has namespaces of its own where the system grants them, else those
-of `bubblewrap` where that is installed: no network, no other processes, and of the
-files what Python reads, read-only. `isolation()` and a line on standard error say
-which. Where neither is there, limits of the system and an audit hook remain. They stop
-accidents and naive cheating and are **no security boundary**. Namespaces share the
-kernel, and no system call is filtered: run what you do not trust at all in a virtual
-machine besides.
-
-Between the two processes pass numbers, texts, containers of them (at most 100 deep, 16
-MiB a message) and a few types of the library, as copies whose types are kept: `==` is
-Python's, to which 1, 1.0 and True are equal. Objects of the code's classes stay with it
-and are used by their methods, attributes and items; functions of the tests may be
-handed to the code, objects of the tests' own classes may not. A call that returns None
-may change the lists, dicts and sets it was handed; another may not.
-
-What a test leaves to the code remains with the code: two results of the code that are
-compared with one another, or with what it made of an argument.
+What a test leaves to the code remains with the code: two results that are compared with
+one another, or with what a call that returns None made of its argument.
 
 Worker processes import this module: it loads no JAX.
 """
@@ -41,11 +22,14 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from rlhf_jax.roles.rewards.verifiers import Judged
 from rlhf_jax.verification.code import trial
 from rlhf_jax.verification.code.trial import Ran, Verdict
+from rlhf_jax.verification.isolation.processes import NotIsolated
 
+LIMITS = ("seconds", "memory", "file_size", "disk")
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)\b[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",
     re.MULTILINE | re.DOTALL | re.IGNORECASE,
@@ -74,6 +58,10 @@ class PythonTests:
     """Of each file it writes, MiB."""
     disk: int = 64
     """Of all files together, MiB; there may be 10,000."""
+    unsafe: bool = False
+    """Runs the code also where nothing sets it apart from the system."""
+
+    counts: ClassVar[Sequence[str]] = ("refused", "code_timed_out", "suspicious")
 
     def __post_init__(self) -> None:
         for name, most in self._limits.items():
@@ -85,12 +73,35 @@ class PythonTests:
                     f"{name}: expected a finite number above 0, got {most}; choose "
                     f"{name} > 0"
                 )
-        _say_isolation()
 
     def __call__(self, prompt: str, response: str, row: Mapping[str, Any]) -> float:
+        return self.judge(prompt, response, row).score
+
+    def judge(self, prompt: str, response: str, row: Mapping[str, Any]) -> Judged:
+        """The score, and 1 or 0 by each of `counts`."""
         tests = self.gold(row)
         code = response if self.extract == "whole" else last_block(response)
-        return 0.0 if code is None else float(self.run(code, tests).right)
+        if code is None:
+            return Judged(0.0, dict.fromkeys(self.counts, 0.0))
+        verdict = self.run(code, tests)
+        counts = (verdict.refused, verdict.timed_out, verdict.suspicious)
+        counted = dict(zip(self.counts, map(float, counts), strict=True))
+        return Judged(float(verdict.right), counted)
+
+    def isolated(self, *, unsafe: bool) -> PythonTests:
+        """It, where generated code is set apart, or where `unsafe` allows otherwise.
+
+        Raises:
+          InputError: nothing sets it apart.
+        """
+        try:
+            found = trial.isolation().required(unsafe=unsafe or self.unsafe)
+        except NotIsolated as error:
+            from rlhf_jax.functional.errors import InputError
+
+            raise InputError(f"{error}") from None
+        say_isolation(str(found))
+        return dataclasses.replace(self, unsafe=unsafe or self.unsafe)
 
     def gold(self, row: Mapping[str, Any]) -> list[str]:
         """The tests of a row; ValueError if there are none, or one is not Python."""
@@ -119,25 +130,21 @@ class PythonTests:
 
     def run(self, code: str, tests: Sequence[str]) -> Verdict:
         """What `trial.run_tests` says of the code, with these limits."""
-        return trial.run_tests(code, tests, **self._limits)
+        return trial.run_tests(code, tests, unsafe=self.unsafe, **self._limits)
 
     def show(self, code: str) -> Ran:
         """What `trial.run_code` says of the code, with these limits."""
-        return trial.run_code(code, **self._limits)
+        return trial.run_code(code, unsafe=self.unsafe, **self._limits)
 
     @property
     def _limits(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "memory": self.memory,
-            "file_size": self.file_size,
-            "disk": self.disk,
-        }
+        return {name: vars(self)[name] for name in LIMITS}
 
 
 @functools.cache
-def _say_isolation() -> None:
-    print(f"code verifier: generated code runs {trial.isolation()}", file=sys.stderr)
+def say_isolation(how: str) -> None:
+    """On standard error, once."""
+    print(f"code verifier: generated code runs {how}", file=sys.stderr)
 
 
 def last_block(response: str) -> str | None:

@@ -97,6 +97,8 @@ def test_the_last_integer(response, gold, right):
         ("#### 1000**3", False),
         ("#### 1000x10", False),
         ("#### 1000_000", False),
+        ("#### 1000 or 1001", False),
+        ("#### 1000, not 7", False),
         ("#### 1000:30", False),
         ("#### 1000%", True),
         ("#### 7\n#### 1000", True),
@@ -282,7 +284,7 @@ def test_processes_that_verify_load_no_jax():
         "from rlhf_jax.verification.code import verifier; "
         "from rlhf_jax.roles.rewards import verifiers; "
         f"assert worker.verify({pickle.dumps(GSM8K)!r}, '', '#### 3', "
-        "{'answer': '#### 3'}) == (1.0, '', False, True); "
+        "{'answer': '#### 3'}) == (1.0, '', False, True, ()); "
         "print(*sys.modules)"
     )
     done = subprocess.run(

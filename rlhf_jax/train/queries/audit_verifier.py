@@ -1,0 +1,94 @@
+"""`rlhf-jax audit-verifier`: whether tests reward solutions, and no cheats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import tyro
+
+from rlhf_jax.data import json_lines
+from rlhf_jax.functional.errors import InputError, StopError
+from rlhf_jax.runs import report
+
+SHOWN = 10  # programs that are named of those that are not as they should be
+
+
+def audit_verifier(
+    data: tyro.conf.Positional[str],
+    *,
+    tests_field: str = "tests",
+    solution_field: str = "solution",
+    seconds: float = 5.0,
+    num_rows: int = 20,
+    num_workers: int | None = None,
+    unsafe_verifier: bool = False,
+) -> None:
+    """Check unit tests as a reward: solutions earn 1, a corpus of cheats nothing.
+
+    Args:
+      data: Rows with tests and a solution, as `PythonTests` reads them.
+      tests_field: Field of a row that holds its tests.
+      solution_field: Field of a row that holds a right program.
+      seconds: Limit of a program with its tests.
+      num_rows: Rows, from the beginning, whose tests cheats are tried on.
+      num_workers: Programs at a time; None is one per processor.
+      unsafe_verifier: Run cheats also where nothing sets them apart from the system.
+
+    Raises:
+      InputError: a row lacks tests or a solution, or nothing sets code apart.
+      StopError: a solution does not earn 1, or a cheat does.
+    """
+    # What the command line alone does not need.
+    from rlhf_jax.verification.audit import audit
+    from rlhf_jax.verification.audit.audit import Program
+    from rlhf_jax.verification.code.verifier import PythonTests
+
+    verifier = PythonTests(tests_field, seconds=seconds).isolated(
+        unsafe=unsafe_verifier
+    )
+    rows = []
+    for where, row in json_lines.read_located(data):
+        solution = row.get(solution_field)
+        if not isinstance(solution, str):
+            raise InputError(
+                f"{where}: expected a text in {solution_field!r}, got "
+                f"{solution!r:.60}; name the field by --solution-field"
+            )
+        try:
+            rows.append(Program(os.path.basename(where), solution, verifier.gold(row)))
+        except ValueError as error:
+            raise InputError(f"{where}: {error}") from None
+    cheats = audit.programs(audit.CHEATS)
+    tried = [one for one in cheats if one.tests]
+    tried += [
+        audit.for_row(one, where=row.name, tests=row.tests)
+        for row in rows[:num_rows]
+        for one in cheats
+        if not one.tests
+    ]
+    found = {
+        name: audit.tally(listed, run=verifier.run, num_workers=num_workers)
+        for name, listed in (("solutions", rows), ("cheats", tried))
+    }
+    report.table(
+        f"{data}, {seconds:g} s a program",
+        ("programs", "number", "earn 1", "refused", "timed out", "suspicious"),
+        [(name, one.programs, len(one.right), *one[3:]) for name, one in found.items()],
+    )
+    wrong, rewarded = found["solutions"].wrong, found["cheats"].right
+    if wrong or rewarded:
+        listed = [f"solution of {one}" for one in wrong]
+        listed += [f"cheat of {one}" for one in rewarded]
+        more = f"\n... and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+        raise StopError(
+            f"expected every solution to earn 1 and no cheat, got {len(wrong)} "
+            f"solutions that do not and {len(rewarded)} cheats that do; mend the "
+            f"tests of these rows:\n" + "\n".join(listed[:SHOWN]) + more
+        )
+    print("every solution earns 1, and no cheat does")
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax audit-verifier`: from a command line to a table and a verdict."""
+    tyro.cli(audit_verifier, prog="rlhf-jax audit-verifier", args=argv)

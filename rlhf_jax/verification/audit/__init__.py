@@ -1,0 +1,1 @@
+"""Whether a code verifier rewards what is right, and nothing else."""

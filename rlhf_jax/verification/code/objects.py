@@ -1,0 +1,243 @@
+"""The code's functions and objects as its tests see them, in the judge's process.
+
+A `Handle` stands for an object that stays in the other process: its methods are called
+and its attributes read there. What a test written for plain values does to them (`==`,
+`<`, `len`, items, truth) is refused, and said. Exceptions are
+
+    dataclasses, members of enumerations    equal by name and fields, compared here
+    what the test made itself of a class    may have `len`, items, iteration, truth
+    whose name is in capitals               and text, until a call returns it
+    arithmetic among objects                where it makes an object
+"""
+
+from __future__ import annotations
+
+import types
+
+from rlhf_jax.verification.values import codec
+
+TYPE_CHECKING = False  # as typing's, which takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+# Arithmetic, by its names in `operator`.
+OPERATORS = (
+    "add sub mul matmul truediv floordiv mod pow and_ or_ xor neg pos abs invert"
+)
+BASES = {kind.__name__: kind for kind in codec.CHANGE}
+
+
+class Handle:
+    """An object of the code's."""
+
+    __slots__ = ("__weakref__", "_base", "_fields", "_link", "_made", "_number")
+    __slots__ += ("_pinned", "_traits")
+
+    def __init__(
+        self, link: Any, number: int, traits: str, fields: list[str], base: str | None
+    ) -> None:
+        self._put("_link", link)
+        self._put("_number", number)
+        self._put("_traits", traits)  # see `runner.reference`
+        self._put("_fields", fields)  # of a dataclass or a member
+        self._put("_base", base)  # the built-in type that it is of
+        self._put("_made", False)  # by the test, and no call has returned it since
+        self._put("_pinned", None)  # fields, as a test gave them; see `__eq__`
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __del__(self) -> None:
+        known = self._link.handles.get(self._number)
+        if known is not None and known() is None:
+            del self._link.handles[self._number]
+            self._link.released.append(self._number)
+
+    def awaitable(self) -> Any:
+        """A coroutine that is awaited in the other process, to its end."""
+
+        async def wait() -> Any:
+            return self._link.ask("await", self)
+
+        return wait()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__"):
+            raise AttributeError(f"'{type(self).__name__}' object has no {name!r}")
+        read = self._link.read
+        if (self._number, name) not in read:
+            read[self._number, name] = self._link.ask("getattr", self, name)
+        value = read[self._number, name]
+        if isinstance(value, Class):
+            value.made_if(name[:1].isupper())
+        elif isinstance(value, Handle) and value._fields == ["_name_"]:
+            if "k" in self._traits and value._held() != [name]:  # equal to that one
+                value._refuse(f"a member under the name {name}, which is not its own,")
+            value._put("_pinned", [name] if "k" in self._traits else None)
+        elif name not in self._fields:
+            self._put("_pinned", None)  # a method may change it
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._do("setattr", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._do("delattr", name)
+
+    def _do(self, what: str, *args: Any, quiet: bool = False) -> Any:
+        self._put("_pinned", None)
+        self._link.read.clear()
+        return self._link.ask(what, self, *args, quiet=quiet)
+
+    def _held(self) -> Any:
+        """Its fields, or what it holds as a built-in type: plain values, read once."""
+        read, what = self._link.read, "held" if self._base else "fields"
+        if self._pinned is not None:
+            return self._pinned
+        if (self._number, f"__{what}__") not in read:
+            read[self._number, f"__{what}__"] = self._link.ask(what, self)
+        return read[self._number, f"__{what}__"]
+
+    def __eq__(self, other: Any) -> bool:
+        """As Python's objects are: equal to themselves alone; else compared by fields.
+
+        One side must be what the test made of fields that it gave.
+        """
+        if other is self or other is None:
+            return other is self
+        if isinstance(other, Handle):
+            if "q" not in self._traits + other._traits and not self._fields:
+                return False
+            pinned = self._pinned is not None or other._pinned is not None
+            if self._fields and other._fields and pinned:
+                named = type(self).__name__ == type(other).__name__
+                return named and self._held() == other._held()
+        elif self._base and self._made and not isinstance(other, Handle):
+            return BASES[self._base](self._held()) == other
+        self._link.suspicious |= "q" in self._traits and not isinstance(other, Handle)
+        return self._refuse("compared")
+
+    def __hash__(self) -> int:
+        return self._number if "q" not in self._traits else self._refuse("hashed")
+
+    def __bool__(self) -> bool:
+        own = "b" in self._traits or "l" in self._traits
+        return self._own("truth") is True if own else True
+
+    def __len__(self) -> int:
+        if "l" not in self._traits:
+            raise TypeError(f"object of type '{type(self).__name__}' has no len()")
+        return self._own("len")
+
+    def __iter__(self) -> Iterator[Any]:
+        return self if "n" in self._traits else iter(self._own("iter"))
+
+    def __next__(self) -> Any:
+        return self._do("next", quiet=True)
+
+    def __contains__(self, value: Any) -> bool:
+        if "n" in self._traits:
+            return any(one is value or one == value for one in self)
+        return self._own("contains", value) is True
+
+    def __enter__(self) -> Any:
+        return self._do("enter")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        told = (None, []) if error is None else self._link.parts_of(error)
+        return self._do("exit", *told) is True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._refuse("copied")
+
+    def _own(self, what: str, *args: Any) -> Any:
+        if not self._made:
+            self._refuse("used as a plain value")
+        return self._do(what, *args)
+
+    def _refuse(self, how: str) -> Any:
+        return self._link.refuse(
+            f"a {type(self).__name__} of the code's is {how}; a test may call its "
+            f"methods, and compare plain values"
+        )
+
+
+class Function(Handle):
+    """One that can be called: a function, a method."""
+
+    __slots__ = ()
+
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
+        return self._called("call", args, named)
+
+    def _called(self, what: str, args: Any, named: Any) -> Any:
+        value = self._link.call(what, self, args, named)
+        if isinstance(value, Handle):
+            value._put("_made", False)
+        return value
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+
+class Class(Function):
+    """A class of the code's."""
+
+    __slots__ = ("_makes",)
+
+    def made_if(self, named_as_class: bool) -> None:
+        """Whether objects that a test makes of it may be used as more than results."""
+        self._put("_makes", named_as_class)
+        self._put("_made", named_as_class)
+
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
+        if not getattr(self, "_makes", False):
+            return super().__call__(*args, **named)
+        value = self._called("make", args, named)
+        if not isinstance(value, Handle):  # of a built-in type that cannot change
+            if (value if isinstance(value, tuple) else (value,))[: len(args)] != args:
+                self._refuse("called, and does not hold what it is made of,")
+        elif value._fields != ["_name_"]:
+            value._put("_made", True)
+            if value._fields:
+                held = dict(zip(value._fields, value._held(), strict=True))
+                told = dict(zip(value._fields, args, strict=False)) | named
+                if len(args) <= len(held) and told.items() <= held.items():
+                    value._put("_pinned", [*held.values()])
+        return value
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        ask = self._link.ask
+        return isinstance(instance, Handle) and ask("isinstance", instance, self)
+
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return isinstance(kind, Handle) and self._link.ask("issubclass", kind, self)
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        return self._refuse("derived from")
+
+
+def _of_object(what: str) -> Callable[..., Any]:
+    return lambda self, *args: self._own(what, *args)
+
+
+def _arithmetic(what: str, *, reflected: bool = False) -> Callable[..., Any]:
+    """Among the code's objects it is the code's, where it makes one of them."""
+
+    def apply(self: Handle, *others: Any) -> Any:
+        operands = (*others, self) if reflected else (self, *others)
+        self._link.read.clear()
+        made = self._link.ask(what, *operands)
+        return made if isinstance(made, Handle) else self._refuse("used in arithmetic")
+
+    return apply
+
+
+for _what in ("str", "repr", "getitem", "setitem", "delitem"):
+    setattr(Handle, f"__{_what}__", _of_object(_what))
+for _what in ("lt", "le", "gt", "ge"):
+    setattr(Handle, f"__{_what}__", lambda self, other: self._refuse("compared"))
+for _what in OPERATORS.split():
+    setattr(Handle, f"__{_what.rstrip('_')}__", _arithmetic(_what))
+    setattr(Handle, f"__r{_what.rstrip('_')}__", _arithmetic(_what, reflected=True))

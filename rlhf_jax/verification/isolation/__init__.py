@@ -1,0 +1,1 @@
+"""A process for code that is not trusted: its limits, files and system calls."""

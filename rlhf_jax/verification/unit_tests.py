@@ -1,0 +1,166 @@
+"""What is known of unit tests before they run: whose a name is, and what they compare.
+
+Tests use names that they do not define: those are the code's. A result that is compared
+with an argument of its own call, as in `f(xs) == sorted(xs)`, is compared with the
+argument as it was: a call that empties both would be right for any test.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import sys
+
+from rlhf_jax.verification.code.objects import Function
+
+TYPE_CHECKING = False  # as typing's, which takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
+
+    from rlhf_jax.verification.code.link import Link
+
+BUILT_IN = frozenset(vars(builtins))
+RESULT, ARGUMENT = "a result", "an argument"
+
+
+class Names(dict[str, object]):
+    """The globals of the tests: what they lack is looked up in the code.
+
+    A name of Python's own means Python's, so that no code replaces the `abs` or
+    `isinstance` of a test; unless all that the tests need are such names, and the code
+    defines one of them: then that one is the function they test.
+    """
+
+    def __init__(self, link: Link | None, tests: Sequence[str]) -> None:
+        super().__init__(__builtins__=builtins, __name__="solution")
+        self.link = link
+        self.trees = [ast.parse(test) for test in tests]
+        nodes = [node for tree in self.trees for node in ast.walk(tree)]
+
+        def of(kind: Any, name: str = "name") -> set[Any]:
+            return {vars(node)[name] for node in nodes if isinstance(node, kind)}
+
+        used = [node for node in nodes if isinstance(node, ast.Name)]
+        loaded = {node.id for node in used if isinstance(node.ctx, ast.Load)}
+        bound = of(ast.arg, "arg")
+        bound |= {node.id for node in used if not isinstance(node.ctx, ast.Load)}
+        bound |= of(ast.FunctionDef) | of(ast.AsyncFunctionDef) | of(ast.ClassDef)
+        bound |= of(ast.ExceptHandler)
+        imported = [node for node in nodes if isinstance(node, ast.alias)]
+        bound |= {one.asname or one.name.partition(".")[0] for one in imported}
+        called = {one.id for one in of(ast.Call, "func") if isinstance(one, ast.Name)}
+        owning = of(ast.Attribute, "value")
+        owners = {one.id for one in owning if isinstance(one, ast.Name)}
+        # What they test is imported.
+        explicit = "solution" in of(ast.ImportFrom, "module") | of(ast.alias)
+        free = loaded - bound
+        # `math.isclose` is of the library, whatever the code calls `math`.
+        self.modules = (free & owners & sys.stdlib_module_names) - called
+        self.free, self.bound = free - self.modules, bound
+        self.explicit = explicit
+        self.replaced: set[str] = set()
+
+    def defined(self, names: list[str]) -> None:
+        """Told what the code defines."""
+        if self.free <= BUILT_IN and not self.explicit:
+            own = self.free & set(names)
+            self.replaced = own if len(own) == 1 else set()
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.modules:
+            return importlib.import_module(name)
+        if name.startswith("__") or name in BUILT_IN - self.replaced:
+            raise KeyError(name)
+        if self.link is None:
+            raise KeyError(name)
+        value = self.link.named(name)
+        if isinstance(value, Function):
+            self[name] = value  # asked for once: it is likely to be called often
+        return value
+
+    def holds_to_arguments(self, tree: ast.AST) -> bool:
+        """Whether a test compares a result with an argument of its call."""
+        return _Flow(self, tree).compared
+
+
+class _Flow:
+    """Which names hold results of the code, and which its arguments, in a test."""
+
+    def __init__(self, names: Names, tree: ast.AST) -> None:
+        plain = BUILT_IN - names.replaced
+        self.of = {name: {RESULT} for name in names.free - plain} | {
+            "solution": {RESULT}
+        }
+        nodes = list(ast.walk(tree))
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                for arg in node.args.args:  # as check(candidate) has them
+                    self.of.setdefault(arg.arg, {RESULT})
+        unused = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for _ in range(2):  # names are used above where they are bound, in loops
+            for node in nodes:
+                if isinstance(node, ast.Call) and self._is_codes(node):
+                    if id(node) not in unused:
+                        for name in self._names(*node.args, *node.keywords):
+                            self.of.setdefault(name, set()).add(ARGUMENT)
+                    continue
+                for target, source in _bindings(node):
+                    for name in self._names(target):
+                        self.of.setdefault(name, set()).update(self.flows(source))
+        self.compared = any(map(self._compares, nodes))
+
+    def flows(self, node: ast.AST | None) -> set[str]:
+        """What is in the value of an expression."""
+        match node:
+            case None:
+                return set()
+            case ast.Name(id=name):
+                return self.of.get(name, set())
+            case ast.Subscript(value=value):
+                return self.flows(value)
+            case ast.Call() if self._is_codes(node):
+                return {RESULT}
+        return set().union(*map(self.flows, ast.iter_child_nodes(node)))
+
+    def _is_codes(self, call: ast.Call) -> bool:
+        owner = call.func
+        while isinstance(owner, ast.Attribute | ast.Subscript):
+            if isinstance(owner, ast.Attribute) and owner.attr.startswith("assert"):
+                return False
+            owner = owner.value
+        return RESULT in self.flows(owner)
+
+    def _compares(self, node: ast.AST) -> bool:
+        match node:
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                same = all(isinstance(op, ast.Is | ast.IsNot) for op in ops)
+                sides = [] if same else [left, *others]
+            case ast.BinOp(left=left, right=right):
+                sides = [left, right]
+            case ast.Call(args=args) if not self._is_codes(node):
+                sides = args
+            case _:
+                return False
+        flows = list(map(self.flows, sides))
+        return any(
+            RESULT in one and ARGUMENT in other
+            for place, one in enumerate(flows)
+            for other in flows[:place] + flows[place + 1 :]
+        )
+
+    @staticmethod
+    def _names(*nodes: ast.AST) -> Iterator[str]:
+        for node in nodes:
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Name):
+                    yield inner.id
+
+
+def _bindings(node: ast.AST) -> list[tuple[ast.AST, ast.AST | None]]:
+    """What an assignment, a loop or a `with` binds, and to what."""
+    has = vars(node).get
+    source = has("value") or has("iter") or has("context_expr")
+    targets = has("targets") or [has("target") or has("optional_vars")]
+    return [(target, source) for target in targets if isinstance(target, ast.AST)]

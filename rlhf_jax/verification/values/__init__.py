@@ -1,0 +1,1 @@
+"""Plain values that cross the border to a hostile process, by copy."""
