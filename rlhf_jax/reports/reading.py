@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder, metrics
+from rlhf_jax.runs import folder, metrics, parsing
 from rlhf_jax.runs.alarms import ADVICE
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.sweeps.planned import BEGUN
@@ -135,15 +134,14 @@ def read(place: Path, *, name: str) -> Run | None:
     Raises:
       InputError: a file is not what a run writes.
     """
-    config = folder.read_config(place / folder.CONFIG)
+    recorded = folder.recorded(place / folder.CONFIG)
     rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:
         return None
     done = (place / "summary.json").exists()
-    recorded = json.loads((place / folder.CONFIG).read_text(encoding="utf-8"))
     return Run(
         folder=place,
-        config=config,
+        config=recorded["config"],
         versions=recorded["versions"],
         metrics=rows,
         samples=[*metrics.read(place / "samples.jsonl")],
@@ -183,9 +181,9 @@ def title(paths: Sequence[Path]) -> str:
         names = list(dict.fromkeys(without_seed(place.parts) for place in places))
         return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     try:
-        results = json.loads((sweep / "results.json").read_text(encoding="utf-8"))
+        results = parsing.read_object(sweep / "results.json", expected="", advice="")
         return str(results["question"]) or sweep.name
-    except (OSError, ValueError, KeyError, TypeError):  # none yet
+    except (InputError, KeyError):  # none yet
         return sweep.name
 
 

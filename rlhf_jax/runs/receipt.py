@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_jax.devices import processes
-from rlhf_jax.runs import folder, report
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder, parsing, report
 
 NAME = "data.json"
 LEARNED, NOT_LEARNED = "bold green", "dim"
@@ -34,13 +35,17 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
         folder.write_json(path, dict(data))
         return
     began: Any = {}
-    with contextlib.suppress(OSError, ValueError):  # not what a run writes
-        began = json.loads(path.read_text(encoding="utf-8"))
+    with contextlib.suppress(InputError):  # not what a run writes
+        began = parsing.read_object(path, expected="a receipt", advice="")
     now = json.loads(json.dumps(data))
     if began == now:
         return
-    sources = began.get("sources", []) if isinstance(began, dict) else []
-    before = {source["name"]: source for source in sources}
+    before: dict[str, Any] = {}
+    match began:
+        case {"sources": list(sources)}:
+            before = {
+                s["name"]: s for s in sources if isinstance(s, dict) and "name" in s
+            }
     names = [
         source["name"]
         for source in now["sources"]

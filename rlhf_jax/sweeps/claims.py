@@ -22,6 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
+from rlhf_jax.runs.parsing import Source
 from rlhf_jax.sweeps import statistics
 from rlhf_jax.sweeps.declaration import Cell, Value, short
 from rlhf_jax.sweeps.statistics import Interval
@@ -159,11 +161,7 @@ def _has(cell: Cell, key: str, value: Value) -> bool:
 
 def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
     """Its two sides, and whether the left one is said to be larger."""
-    try:
-        tree = ast.parse(claim, mode="eval").body
-    except SyntaxError as error:
-        raise _wrong(claim, error.msg) from error
-    match tree:
+    match parsing.expression(claim, _source(claim)):
         case ast.Compare(left, [ast.Gt() | ast.Lt() as operation], [right]):
             return left, isinstance(operation, ast.Gt), right
     raise _wrong(claim, "no comparison of two sides by > or <")
@@ -202,11 +200,13 @@ def _called(
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError):
             raise _wrong(claim, ast.unparse(keyword.value)) from None
+        if keyword.arg in settings:
+            raise _wrong(claim, f"{keyword.arg} twice")
         settings[str(keyword.arg)] = tuple(value) if isinstance(value, list) else value
     try:
         return lookup(ast.unparse(name), settings)
     except InputError as error:
-        raise InputError(f"claim {claim!r}: {error}; correct it") from None
+        raise InputError(f"{_source(claim).where}: {error}; correct it") from None
 
 
 def _combined(
@@ -230,5 +230,9 @@ def _combined(
     return {seed: float(operation(ours[seed], theirs[seed])) for seed in seeds}
 
 
+def _source(claim: str) -> Source:
+    return Source(f"claim {claim!r:.200}", FORM, "write it so")
+
+
 def _wrong(claim: str, got: str) -> InputError:
-    return InputError(f"claim {claim!r}: expected {FORM}, got {got}; write it so")
+    return _source(claim).refusal(f"{got:.80}")

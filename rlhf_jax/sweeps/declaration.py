@@ -18,12 +18,12 @@ import math
 import re
 import runpy
 import sys
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
 
 Value = Any  # of an option: a number, text, bool, or a list of those
 FIELDS = (
@@ -98,16 +98,20 @@ def read(path: Path) -> Sweep:
         raise InputError(
             f"{path}: expected a sweep in a file that ends with .toml or .py; rename it"
         )
+    expected = "a sweep's file that can be read"
+    advice = "see to the file, or name another"
+    if path.suffix == ".toml":
+        fields = parsing.read_object(path, expected=expected, advice=advice)
+        return declared(fields, source=str(path))
+    source = parsing.Source(str(path), expected, advice)
     try:
-        if path.suffix == ".toml":
-            fields = tomllib.loads(path.read_text(encoding="utf-8"))
-        else:
-            fields = _of_python(path)
-    except Exception as error:  # of the user's own code, not TOML, or no file
-        raise InputError(
-            f"{path}: expected a sweep's file that can be read, got "
-            f"{type(error).__name__}: {error}; see to the file, or name another"
-        ) from error
+        fields = _of_python(path)
+    except SystemExit as stop:
+        raise source.refusal(f"one that calls sys.exit({stop.code!r:.80})") from stop
+    except Exception as error:  # of the user's own code, or no file
+        raise source.refusal(f"{type(error).__name__}: {error}") from error
+    if (why := parsing.fault(fields)) is not None:
+        raise source.refusal(f"fields {why}")
     return declared(fields, source=str(path))
 
 

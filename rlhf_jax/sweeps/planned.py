@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder
+from rlhf_jax.runs import folder, parsing
 from rlhf_jax.sweeps.declaration import (
     TRAINER,
     Cell,
@@ -28,6 +28,8 @@ from rlhf_jax.sweeps.declaration import (
 )
 
 BEGUN = "sweep.json"
+EXPECTED = f"the {BEGUN} of a sweep"
+ADVICE = "give the --out of rlhf-jax sweep"
 ASKED = "asked"  # in sweep.json: what the newest start of the sweep was asked
 SEED = "{seed}"  # in an option: the seed of the run stands there
 
@@ -142,9 +144,9 @@ def begin(sweep: Sweep, *, out: Path) -> None:
     begun: dict[str, Any] | None = None
     if path.exists():
         try:
-            begun = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            got = f"a {BEGUN} that cannot be read: {error}"
+            begun = parsing.read_object(path, expected=EXPECTED, advice=ADVICE)
+        except InputError as error:
+            got = f"{error}"
     if begun is not None:
         before = {name: begun.get(name) for name in ("trainer", "program", "options")}
         cells = begun.get("cells", {})
@@ -177,14 +179,14 @@ def begun(out: Path) -> Sweep:
       InputError: the folder is no sweep's, or its sweep.json cannot be read.
     """
     path = out / BEGUN
+    plan = parsing.read_object(path, expected=EXPECTED, advice=ADVICE)
+    if ASKED not in plan:
+        raise InputError(
+            f"{path}: expected the measures and claims of the sweep, got those of an "
+            f"older version, which kept none; give the command of the sweep again, "
+            f"which leaves runs that are done alone"
+        )
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(plan, dict) and ASKED not in plan:
-            raise InputError(
-                f"{path}: expected the measures and claims of the sweep, got those of "
-                f"an older version, which kept none; give the command of the sweep "
-                f"again, which leaves runs that are done alone"
-            )
         asked = plan[ASKED]
         return Sweep(
             question=asked["question"],
@@ -200,14 +202,9 @@ def begun(out: Path) -> Sweep:
             claims=asked["claims"],
             slurm={},
         )
-    except OSError as error:
-        got = str(error.strerror)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"one that no sweep wrote: {type(error).__name__}: {error}"
-    raise InputError(
-        f"{path}: expected the {BEGUN} of a sweep, got: {got}; give the --out of "
-        f"rlhf-jax sweep"
-    )
+        raise parsing.Source(str(path), EXPECTED, ADVICE).refusal(got) from None
 
 
 def _pairs(pairs: list[list[Any]]) -> tuple[tuple[str, Value], ...]:

@@ -65,7 +65,7 @@ class RewardPools:
         """Loads the user's functions; processes start with the first response.
 
         Raises:
-          InputError: there is no such function.
+          InputError: there is no such function, or it takes other arguments.
         """
         self.config, self.mesh = config, mesh
         self.functions: dict[str, Any] = {}
@@ -74,10 +74,12 @@ class RewardPools:
         for source in config.sources:
             if isinstance(source.source, Function):
                 self.functions[source.name] = command_line.load_function(
-                    source.source.function
+                    source.source.function,
+                    called=_option(config, source),
+                    takes=TextReward.TAKES,
                 )
             if isinstance(source.source, VerifierChoice):
-                verifier = make_verifier(source.source)
+                verifier = make_verifier(source.source, called=_option(config, source))
                 self.verifiers[source.name] = verifier
                 # Here, as its processes are modules that no other run needs.
                 from rlhf_jax.verification.pool import VerifierPool
@@ -332,7 +334,7 @@ def model_reward(
     return scored
 
 
-def make_verifier(choice: VerifierChoice) -> Verifier:
+def make_verifier(choice: VerifierChoice, *, called: str = "--verifier") -> Verifier:
     """The verifier that a choice names.
 
     "gsm8k", "integer" and "exact" compare a response with the answer of its row:
@@ -342,7 +344,7 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
     an entry point.
 
     Raises:
-      InputError: there is no such function.
+      InputError: there is no such function, or it takes other arguments.
       StopError: the module calls `sys.exit` when it is imported.
     """
     from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier
@@ -356,6 +358,12 @@ def make_verifier(choice: VerifierChoice) -> Verifier:
         case "exact":
             return verifiers.ExactMatch(field)
         case name if ":" in name:
-            return command_line.load_function(name)
+            return command_line.load_function(
+                name, called=called, takes=verifiers.TAKES
+            )
         case name:
-            return entry_points.load(name, group="verifiers")
+            verifier = entry_points.load(name, group="verifiers")
+            command_line.expect_arguments(
+                verifier, takes=verifiers.TAKES, where=f"{called} {name}"
+            )
+            return verifier

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import grouping
-from rlhf_jax.runs import folder, metrics, receipt
+from rlhf_jax.runs import folder, metrics, parsing, receipt
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.sweeps.planned import Planned
@@ -108,10 +108,8 @@ def read(run: Planned) -> Record:
 
 def _read(path: Path) -> dict[str, Any]:
     """An object of JSON; empty where there is none, as of a program of one's own."""
-    with contextlib.suppress(OSError, ValueError):
-        match json.loads(path.read_text(encoding="utf-8")):
-            case dict() as fields:
-                return fields
+    with contextlib.suppress(InputError):
+        return parsing.read_object(path, expected="an object", advice="")
     return {}
 
 

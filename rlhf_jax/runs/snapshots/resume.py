@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
 
 Fields = Mapping[str, Any]
 
@@ -77,10 +78,10 @@ def _steps(stage: Path) -> list[int]:
 def _newest_meta(stage: Path) -> tuple[int, Fields] | None:
     for step in sorted(_steps(stage), reverse=True):
         meta = stage / str(step) / "meta" / "metadata"
-        with contextlib.suppress(OSError, ValueError):
-            match json.loads(meta.read_bytes()):
-                case {"config": dict()} as meta:
-                    return step, meta
+        with contextlib.suppress(InputError):
+            match parsing.read_object(meta, expected="", advice="", foreign=True):
+                case {"config": dict()} as fields:
+                    return step, fields
     return None
 
 

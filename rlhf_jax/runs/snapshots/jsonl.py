@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
 from rlhf_jax.runs.folder import write_text
 
 
@@ -35,15 +34,16 @@ def lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        match json.loads(line):
-            case {"stage": str(), "step": int()} as row:
-                return row
-    raise InputError(
-        f"{path}, line {number}: expected an object with 'stage' and 'step', got "
-        f"{line[:60]!r}; put the file back as it was, or remove the line and resume "
-        f"with --accept-lost-rows"
+    source = parsing.Source(
+        f"{path}:{number}",
+        "an object with 'stage' and 'step'",
+        "put the file back as it was, or remove the line and resume with "
+        "--accept-lost-rows",
     )
+    match parsing.of_json(line, source):
+        case {"stage": str(), "step": int()} as row:
+            return row
+    raise source.refusal(f"{line[:60]!r}")
 
 
 def ranges(steps: Sequence[int]) -> str:
