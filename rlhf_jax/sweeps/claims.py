@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import bisect
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -34,6 +35,7 @@ Lookup = Callable[[str, Mapping[str, Value]], Numbers]
 Answer = Literal["yes", "no", "not enough seeds"]
 FEW = 3  # seeds
 MOST = 10**6  # seeds, beyond which nobody asks
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 FORM = "MEASURE(OPTION=VALUE) > MEASURE(OPTION=VALUE), with +, -, * and numbers"
 
 
@@ -62,7 +64,7 @@ def answer(claim: str, *, lookup: Lookup) -> Answered:
     sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]
     if not any(isinstance(side, Mapping) for side in sides):
         raise _wrong(claim, "numbers alone")
-    difference = _combined(np.subtract, *(sides if larger else sides[::-1]))
+    difference = _combined(operator.sub, *(sides if larger else sides[::-1]))
     assert isinstance(difference, Mapping)
     values = np.asarray(list(difference.values()), float)
     interval = statistics.of_mean(values)
@@ -176,15 +178,14 @@ def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
             return float(number)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             value = _value(inner, claim=claim, lookup=lookup)
-            return _combined(np.multiply, -1.0, value)
+            return _combined(operator.mul, -1.0, value)
         case ast.BinOp(
             left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right
         ):
-            operations = {ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply}
-            return _combined(
-                operations[type(op)],
-                *(_value(side, claim=claim, lookup=lookup) for side in (left, right)),
-            )
+            sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]
+            value = _combined(OPERATIONS[type(op)], *sides)
+            if isinstance(value, Mapping) or math.isfinite(value):
+                return value
         case ast.Call(func=name, args=[]) if all(one.arg for one in node.keywords):
             return _called(name, node.keywords, claim=claim, lookup=lookup)
     raise _wrong(claim, ast.unparse(node))
@@ -214,7 +215,10 @@ def _combined(
     left: Numbers | float,
     right: Numbers | float,
 ) -> Numbers | float:
-    """Seed by seed, where both sides have the seed; a number is that of every seed."""
+    """Seed by seed, where both sides have the seed; a number is that of every seed.
+
+    A result beyond float64 is left out, as a run without a number is.
+    """
     if isinstance(left, Mapping):
         seeds = [
             seed for seed in left if not isinstance(right, Mapping) or seed in right
@@ -227,7 +231,8 @@ def _combined(
         side if isinstance(side, Mapping) else dict.fromkeys(seeds, side)
         for side in (left, right)
     )
-    return {seed: float(operation(ours[seed], theirs[seed])) for seed in seeds}
+    values = {seed: float(operation(ours[seed], theirs[seed])) for seed in seeds}
+    return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
 
 def _source(claim: str) -> Source:

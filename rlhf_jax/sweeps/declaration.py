@@ -284,7 +284,8 @@ def _measure(name: str, value: Any, *, source: str) -> Measure:
         measure = Measure(**fields)
     except TypeError:
         measure = Measure()
-    one = (measure.metric is None) != (measure.summary is None)
+    named = [part for part in (measure.metric, measure.summary) if part is not None]
+    one = len(named) == 1 and isinstance(named[0], str)
     several = type(measure.last) is int and measure.last >= 1
     if not (one and several and name.isidentifier()):
         raise InputError(
