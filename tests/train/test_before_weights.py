@@ -27,6 +27,7 @@ BEGUN = {  # by command: a run that is in order
 }
 RL = ("ppo", "grpo", "reinforce", "online-dpo", "nash-md", "distill")
 SUPERVISED = ("sft", "reward-model", "dpo")
+PLAYING = ("ppo", "grpo", "reinforce", "online-dpo", "distill", "evaluate")
 OWN = ("ppo", "grpo", "reinforce", "online-dpo", "nash-md", "evaluate")  # a reward
 EVERY = (*RL, "evaluate", *SUPERVISED)
 ARGUMENTS = r"expected a function of \({}\), got \(.*give it these arguments"
@@ -45,8 +46,16 @@ MISTAKES = {
     "no held-out": (RL, "--held-out none.jsonl", "none.jsonl: expected a readable"),
     "held-out cut": (RL, "--held-out cut.jsonl", "cut.jsonl:2: expected one JSON"),
     "held-out share": (SUPERVISED, "--held-out 0.99", "rows to train on|share"),
-    "no PTX": (RL, "--ptx none.txt", "none.txt: expected a readable file"),
-    "PTX cut": (RL, "--ptx cut.jsonl", "cut.jsonl:2: expected one JSON object"),
+    "no PTX": (
+        RL,
+        "--ptx none.txt --ptx-coef 0.1",
+        "none.txt: expected a readable file",
+    ),
+    "PTX cut": (
+        RL,
+        "--ptx cut.jsonl --ptx-coef 0.1",
+        "cut.jsonl:2: expected one JSON object",
+    ),
     "no texts": ((*RL, "sft", "dpo"), "--texts a=none.txt", "none.txt: expected a"),
     "texts cut": (("evaluate",), "--texts cut.jsonl", "cut.jsonl:2: expected one"),
     "no answers": (OWN, "VERIFIER gsm8k", "expected #### and a number|'answer'"),
@@ -63,17 +72,17 @@ MISTAKES = {
         PAIRS,
     ),
     "an environment without rows": (
-        (*RL, "evaluate"),
+        PLAYING,
         "--environment toy_mistakes:Rowless",
         "reset: " + ARGUMENTS.format("row"),
     ),
     "an environment without state": (
-        (*RL, "evaluate"),
+        PLAYING,
         "--environment toy_mistakes:Stateless",
         "step: " + ARGUMENTS.format("state, response"),
     ),
     "no task": (
-        (*RL, "evaluate"),
+        PLAYING,
         "--environment programming --num-workers 1",
         "prompts.jsonl:1: expected",
     ),
