@@ -32,8 +32,7 @@ from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
 from rlhf_jax.runs.snapshots import resume
 
 CONFIG = "config.json"
-RECORDED = "the config.json of a run, with the objects 'config' and 'versions'"
-REMEDY = "restore it, or give the folder of another run"
+SUMMARY: parsing.Shape = {"alarms?": [{"stage": str, "step": int, "name": str}]}
 UNFINISHED = ".tmp"
 PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "grain"),
@@ -160,6 +159,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         folder / "summary.json",
         expected="the summary of a run",
         advice="remove it, and the folder too where a sweep is to run it again",
+        shape=SUMMARY,
     )
 
 
@@ -261,9 +261,9 @@ def recorded(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
       InputError: the file is missing or is not a run's config.json.
     """
-    fields = parsing.read_object(path, expected=RECORDED, advice=REMEDY)
-    match fields:
-        case {"config": dict(), "versions": dict()}:
-            return fields
-    got = f"{json.dumps(fields):.80}"
-    raise parsing.Source(str(path), RECORDED, REMEDY).refusal(got)
+    return parsing.read_object(
+        path,
+        expected="the config.json of a run, with the objects 'config' and 'versions'",
+        advice="restore it, or give the folder of another run",
+        shape={"config": {}, "versions": {}},
+    )

@@ -12,9 +12,9 @@ and each refusal names its place. A text of any form raises InputError or is rea
 
 Refused everywhere are bytes that are not UTF-8 and a key that stands twice in an
 object. Refused as well, unless a file is `foreign`, are numbers that are not finite and
-half a surrogate pair. Foreign are the rows of data and the config of a checkpoint: what
-other programs write there has such values in fields that nobody here reads, and who
-reads a field checks its value. A byte order mark is no part of a text.
+half a surrogate pair. Foreign are rows of data and of metrics, and the config of a
+checkpoint: what other programs write there has such values in fields that nobody here
+reads, and who reads a field checks its value. A byte order mark is no part of a text.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import yaml
 
 from rlhf_jax.functional.checks import InputError
 
+Shape = Any  # see `misfit`
 MAX_SIZE = 2**26
 MAX_DEPTH = 100
 MAX_DIGITS = 300
@@ -55,19 +56,27 @@ class Source(NamedTuple):
 
 
 def read_object(
-    path: Path, *, expected: str, advice: str, foreign: bool = False
+    path: Path,
+    *,
+    expected: str,
+    advice: str,
+    shape: Shape = dict,
+    foreign: bool = False,
 ) -> dict[str, Any]:
     """The fields of a file of TOML or YAML by its name, or else of JSON.
 
+    Args:
+      shape: of the fields, as `misfit` takes it.
+
     Raises:
-      InputError: it cannot be read, is of another form, or holds no object.
+      InputError: it cannot be read, is of another form, or holds no such object.
     """
     source = Source(f"{path!s:.200}".replace("\0", "\\0"), expected, advice)
     text = read_text(path, expected=expected, advice=advice)
     load = _LOADERS.get(path.suffix, _json)
     fields = _value(text, source, load=load, depth=MAX_DEPTH, foreign=foreign)
-    if not isinstance(fields, dict):
-        raise source.refusal(f"{type(fields).__name__} {fields!r:.{_SHOWN}}")
+    if (why := misfit(fields, shape)) is not None:
+        raise source.refusal(why)
     return fields
 
 
@@ -182,6 +191,33 @@ def fault(
             for leaf in (of.values() if isinstance(of, dict) else of)
         ]
     return _DEEPER.format(depth)
+
+
+def misfit(value: Any, shape: Shape, *, at: str = "") -> str | None:
+    """What of a value is not of a shape, as "alarms[0].name = int 3"; else None.
+
+    Args:
+      shape: the type of a value; [shape] of the entries of a list; or {name: shape} of
+        fields of an object, which may have others, and need not have "name?".
+    """
+    kind: Any = {dict: dict, list: list}.get(type(shape), shape)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        named = f"{at} = " if at else ""
+        return f"{named}{type(value).__name__} {value!r:.{_SHOWN}}"
+    if isinstance(shape, list):
+        inner = [(f"{at}[{n}]", of, shape[0]) for n, of in enumerate(value)]
+    elif isinstance(shape, dict):
+        inner = []
+        for name, of in shape.items():
+            key, dot = name.removesuffix("?"), "." if at else ""
+            if key in value:
+                inner.append((f"{at}{dot}{key}", value[key], of))
+            elif key == name:
+                return f"one without {at}{dot}{key}"
+    else:
+        return None
+    whys = (misfit(of, shape, at=at) for at, of, shape in inner)
+    return next((why for why in whys if why is not None), None)
 
 
 def _of_leaf(value: Any) -> str | None:

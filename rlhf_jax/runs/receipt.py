@@ -17,6 +17,9 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, parsing, report
 
 NAME = "data.json"
+SHAPE: parsing.Shape = {
+    "sources?": [{"source": str, "name": str, "used": int, "read": int, "called": str}]
+}
 LEARNED, NOT_LEARNED = "bold green", "dim"
 FIELDS = 12  # names of unread fields to print; data.json has all
 MARKS = {"\t": "⇥", "\n": "⏎\n"}
@@ -34,18 +37,13 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
     if not path.exists():
         folder.write_json(path, dict(data))
         return
-    began: Any = {}
+    began: dict[str, Any] = {}
     with contextlib.suppress(InputError):  # not what a run writes
-        began = parsing.read_object(path, expected="a receipt", advice="")
+        began = parsing.read_object(path, expected="", advice="", shape=SHAPE)
     now = json.loads(json.dumps(data))
     if began == now:
         return
-    before: dict[str, Any] = {}
-    match began:
-        case {"sources": list(sources)}:
-            before = {
-                s["name"]: s for s in sources if isinstance(s, dict) and "name" in s
-            }
+    before = {source["name"]: source for source in began.get("sources", [])}
     names = [
         source["name"]
         for source in now["sources"]

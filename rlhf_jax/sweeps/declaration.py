@@ -181,7 +181,7 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
         options=options,
         cells=cells,
         measures={
-            name: _measure(name, value, source=source)
+            name: measure(name, value, source=source)
             for name, value in _table(fields, "measures", source=source).items()
         },
         claims={
@@ -278,15 +278,20 @@ def _with_trainer(cell: Cell, *, source: str) -> Cell:
     return Cell(cell.values, tuple(options.items()), trainer)
 
 
-def _measure(name: str, value: Any, *, source: str) -> Measure:
+def measure(name: str, value: Any, *, source: str) -> Measure:
+    """A measure as a file declares it: a metric, or where it is.
+
+    Raises:
+      InputError: it is of another kind.
+    """
     fields: dict[str, Any] = {"metric": value} if isinstance(value, str) else value
     try:
-        measure = Measure(**fields)
+        made = Measure(**fields)
     except TypeError:
-        measure = Measure()
-    named = [part for part in (measure.metric, measure.summary) if part is not None]
+        made = Measure()
+    named = [part for part in (made.metric, made.summary) if part is not None]
     one = len(named) == 1 and isinstance(named[0], str)
-    several = type(measure.last) is int and measure.last >= 1
+    several = type(made.last) is int and made.last >= 1
     if not (one and several and name.isidentifier()):
         raise InputError(
             f'{source}: expected a measure NAME = "objective/scores", '
@@ -294,7 +299,7 @@ def _measure(name: str, value: Any, *, source: str) -> Measure:
             f"with a NAME of letters, digits and _, got {name!r} = {value!r:.80}; "
             f"correct it"
         )
-    return measure
+    return made
 
 
 def words(option: str, value: Value) -> list[str]:

@@ -17,10 +17,10 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, parsing
+from rlhf_jax.sweeps import declaration
 from rlhf_jax.sweeps.declaration import (
     TRAINER,
     Cell,
-    Measure,
     Sweep,
     Value,
     hashable,
@@ -30,6 +30,19 @@ from rlhf_jax.sweeps.declaration import (
 BEGUN = "sweep.json"
 EXPECTED = f"the {BEGUN} of a sweep"
 ADVICE = "give the --out of rlhf-jax sweep"
+SHAPE: parsing.Shape = {
+    "trainer": str | None,
+    "program": [str],
+    "options": {},
+    "cells?": {},
+    "asked?": {
+        "question": str,
+        "seeds": [int],
+        "measures": {},
+        "claims": {},
+        "cells": [{"values": [[object]], "options": [[object]], "trainer": str | None}],
+    },
+}
 ASKED = "asked"  # in sweep.json: what the newest start of the sweep was asked
 SEED = "{seed}"  # in an option: the seed of the run stands there
 
@@ -144,7 +157,9 @@ def begin(sweep: Sweep, *, out: Path) -> None:
     begun: dict[str, Any] | None = None
     if path.exists():
         try:
-            begun = parsing.read_object(path, expected=EXPECTED, advice=ADVICE)
+            begun = parsing.read_object(
+                path, expected=EXPECTED, advice=ADVICE, shape=SHAPE
+            )
         except InputError as error:
             got = f"{error}"
     if begun is not None:
@@ -179,7 +194,7 @@ def begun(out: Path) -> Sweep:
       InputError: the folder is no sweep's, or its sweep.json cannot be read.
     """
     path = out / BEGUN
-    plan = parsing.read_object(path, expected=EXPECTED, advice=ADVICE)
+    plan = parsing.read_object(path, expected=EXPECTED, advice=ADVICE, shape=SHAPE)
     if ASKED not in plan:
         raise InputError(
             f"{path}: expected the measures and claims of the sweep, got those of an "
@@ -188,7 +203,7 @@ def begun(out: Path) -> Sweep:
         )
     try:
         asked = plan[ASKED]
-        return Sweep(
+        sweep = Sweep(
             question=asked["question"],
             trainer=plan["trainer"],
             program=tuple(plan["program"]),
@@ -198,10 +213,16 @@ def begun(out: Path) -> Sweep:
                 Cell(_pairs(one["values"]), _pairs(one["options"]), one["trainer"])
                 for one in asked["cells"]
             ),
-            measures={name: Measure(**one) for name, one in asked["measures"].items()},
-            claims=asked["claims"],
+            measures={
+                name: declaration.measure(name, one, source=str(path))
+                for name, one in asked["measures"].items()
+            },
+            claims={name: str(claim) for name, claim in asked["claims"].items()},
             slurm={},
         )
+        hash(sweep.cells)
+        runs_of(sweep, out=out)  # whose options have names
+        return sweep
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"one that no sweep wrote: {type(error).__name__}: {error}"
         raise parsing.Source(str(path), EXPECTED, ADVICE).refusal(got) from None

@@ -11,6 +11,14 @@ from typing import Any
 from rlhf_jax.runs import parsing
 from rlhf_jax.runs.folder import write_text
 
+ROW: parsing.Shape = {  # of any of the files
+    "stage": str,
+    "step": int,
+    "alarms?": [str],
+    "phases?": {},
+    "waits?": {"trainer": object},
+}
+
 
 def strict(value: Any) -> Any:
     """A JSON value whose NaN and infinities are strings: JSON has no such numbers."""
@@ -40,10 +48,10 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
         "put the file back as it was, or remove the line and resume with "
         "--accept-lost-rows",
     )
-    match parsing.of_json(line, source):
-        case {"stage": str(), "step": int()} as row:
-            return row
-    raise source.refusal(f"{line[:60]!r}")
+    row = parsing.of_json(line, source, foreign=True)
+    if (why := parsing.misfit(row, ROW)) is not None:
+        raise source.refusal(why)
+    return row
 
 
 def ranges(steps: Sequence[int]) -> str:
