@@ -16,7 +16,6 @@ and fusions are others, and the plan says so.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -212,10 +211,12 @@ def run(config: Config, options: Options, *, command: str) -> None:
 
 
 def _is_plan(path: Path) -> bool:
-    with contextlib.suppress(InputError):
-        plan = parsing.read_object(path, expected="a plan", advice="")
-        return str(plan.get("command")).startswith("rlhf-jax plan")
-    return False
+    shape = {"command": str, "fits": bool, "alive": [{}], "programs": [{}]}
+    try:
+        parsing.read_object(path, expected="a plan", advice="", shape=shape)
+    except InputError:
+        return False
+    return True
 
 
 def _largest_batch(
