@@ -38,7 +38,7 @@ OPTIONS = {
         "--normalise=samples,num_samples=4,max_new_tokens=4",
     ),
     "ppo": (
-        *("--reward=json:dumps", "--batch-size=4", "--max-new-tokens=4"),
+        *("--reward=operator:setitem", "--batch-size=4", "--max-new-tokens=4"),
         *("--num-minibatches=1", "--num-steps=1"),
     ),
     "grpo": (

@@ -277,3 +277,36 @@ def test_one_module_turns_text_into_tokens_and_back():
         assert name not in ("tokenizer", *BY_TOKENIZERS) or "load" in called, where
         keywords = {keyword.arg for keyword in node.keywords}
         assert not keywords & {"skip_special_tokens", "add_special_tokens"}, where
+
+
+READERS = {
+    *("json.load", "json.loads", "json.JSONDecoder", "tomllib.load", "tomllib.loads"),
+    *("yaml.load", "yaml.safe_load", "ast.parse", "eval"),
+}
+WIRES = {  # what our own processes say to each other, and what Python has parsed
+    "checkpoints.shards": "the header that safetensors has just written",
+    "data.text.template_worker": "a request of `templates`",
+    "data.text.templates": "an answer of `template_worker`",
+    "evaluation.harness.model": "options that were written a line before",
+    "runs.command_line.help_screen": "the source of a config's class",
+    "sweeps.worker": "a request of `launchers`",
+    "verification.code.judge": "a task of `trial`, and tests, which it runs",
+    "verification.code.trial": "what `judge` reports",
+    "verification.code.values": "a wire with a format and limits of its own",
+}
+
+
+def test_one_module_reads_what_users_write():
+    """Whoever parses himself has limits of his own, or none."""
+    for module in MODULES:
+        tree = tree_of(module)
+        parsed = {
+            ast.unparse(node.func)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            # Of `json.loads(json.dumps(value))`, which makes lists of tuples.
+            and not ast.unparse(node).startswith("json.loads(json.dumps(")
+        } & READERS
+        allowed = module == "runs.parsing" or module in WIRES
+        assert not parsed or allowed, f"{module} calls {parsed}"
+        assert parsed or module not in WIRES, f"{module} parses nothing any more"

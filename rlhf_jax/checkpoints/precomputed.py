@@ -38,6 +38,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles import policy
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import parsing
 from rlhf_jax.runs.folder import UNFINISHED, write_json
 
 Array = jax.Array
@@ -244,9 +245,9 @@ def _check(
 
 def _check_whole(values: Path, about: Path) -> None:
     try:
-        recorded = json.loads(about.read_text(encoding="utf-8"))["sha256"]
-        whole = recorded == _sha256(values)
-    except (OSError, ValueError, TypeError, KeyError):
+        recorded = parsing.read_object(about, expected="what it is of", advice="")
+        whole = recorded["sha256"] == _sha256(values)
+    except (OSError, InputError, KeyError):
         whole = False
     if not whole:
         raise InputError(

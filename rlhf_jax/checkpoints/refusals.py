@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import numpy as np
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
 
 ADAPTER = "adapter_config.json"  # as PEFT names the config of one
 CHUNK = 1 << 16  # entries looked at together, so that they stay in the cache
@@ -26,9 +26,11 @@ def refuse_adapter(folder: Path) -> None:
     if not (folder / ADAPTER).exists():
         return
     try:
-        options = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        options = parsing.read_object(
+            folder / ADAPTER, expected="the config of an adapter", advice=""
+        )
         base, task = options.get("base_model_name_or_path"), options.get("task_type")
-    except (OSError, ValueError, AttributeError):
+    except InputError:
         base, task = None, None
     kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
     merged = folder.absolute().parent / "model"  # where a run of ours writes it

@@ -24,7 +24,7 @@ from rlhf_jax.checkpoints import refusals
 from rlhf_jax.checkpoints.refusals import NotFinite
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.families import mapping
-from rlhf_jax.runs import write_errors
+from rlhf_jax.runs import parsing, write_errors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,22 +37,14 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
       InputError: there is no such file, or it holds no JSON object.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         raise InputError(
             f"expected {file.name}, got a folder with {_listing(file.parent)}; give "
             f"one that `save_pretrained` wrote"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"expected JSON in {file.name}, got: {error}; fetch it again"
-        ) from error
-    if not isinstance(content, dict):
-        raise InputError(
-            f"expected an object in {file.name}, got {content!r:.40}; fetch it again"
         )
-    return content
+    return parsing.read_object(
+        file, expected="a JSON object", advice="fetch it again", foreign=True
+    )
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

@@ -11,13 +11,13 @@ from rlhf_jax.data import formats
 from rlhf_jax.data.formats import Format
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import progress
+from rlhf_jax.runs import parsing, progress
+from rlhf_jax.runs.parsing import Source
 
 if TYPE_CHECKING:
     from rlhf_jax.data.tables import Located
 
 Row = dict[str, Any]
-MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's
 
 
 class LocatedRow(Row):
@@ -114,10 +114,12 @@ def _rows(
     if form is None:
         lines = _lines(path, text, receipt=receipt)
         tracked = progress.track(lines, f"{path}: read", total=len(lines))
-        return _objects((where, _json(where, line)) for where, line in tracked)
+        return _objects((where, _value(where, line)) for where, line in tracked)
     if form is formats.ARRAY:
         form.reader(path)
-        values = _json(str(path), text, expected="a JSON array", depth=MAX_DEPTH + 1)
+        source = Source(str(path), "a JSON array", "correct it")
+        depth = parsing.MAX_DEPTH + 1
+        values = parsing.of_json(text, source, depth=depth, size=None, foreign=True)
         return _objects((f"{path}[{n}]", value) for n, value in enumerate(values))
     if form not in formats.WRITTEN:
         raise form.refusal(path)
@@ -137,44 +139,9 @@ def _objects(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Row]]:
         yield where, value
 
 
-def _json(
-    where: str,
-    text: str,
-    *,
-    expected: str = "one JSON object per line",
-    depth: int = MAX_DEPTH,
-) -> Any:
-    """The value of a line of JSON Lines, or of a file."""
-    why = (
-        f", nested deeper than {depth} objects or lists; flatten it, or remove the row"
-    )
-    try:
-        value = json.loads(text)
-        if not _deeper_than(depth, value):
-            return value
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, " if "\n" in text else ""
-        why = f" ({error.msg}, {at}column {error.colno})"
-    except RecursionError:
-        pass
-    except ValueError as error:  # an integer of more digits than Python reads
-        why = f" ({str(error).partition(';')[0]})"
-    raise InputError(f"{where}: expected {expected}, got {text[:40]!r}{why}")
-
-
-def _deeper_than(depth: int, value: Any) -> bool:
-    """Whether lists and objects are nested deeper; without recursion."""
-    level = [value]
-    for _ in range(depth):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return any(isinstance(inner, dict | list) for inner in level)
+def _value(where: str, line: str) -> Any:
+    source = Source(where, "one JSON object per line", "correct or remove it")
+    return parsing.of_json(line, source, foreign=True)
 
 
 def _lines(path: Path, text: str, *, receipt: Receipt | None) -> list[tuple[str, str]]:
@@ -221,12 +188,5 @@ def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
             f"{shown}: expected a readable file, got"
             f" {getattr(error, 'strerror', error)}; check the path"
         ) from None
-    try:
-        # Without the byte order mark that some editors begin a file with.
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: expected UTF-8 text, got byte 0x{error.object[error.start]:02x}"
-            f" at offset {error.start}; convert the file"
-        ) from None
-    return form, text.replace("\r\n", "\n").replace("\r", "\n")
+    source = Source(str(path), "UTF-8 text", "convert the file")
+    return form, parsing.decoded(data, source)

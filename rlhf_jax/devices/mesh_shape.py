@@ -26,6 +26,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from rlhf_jax.functional.checks import InputError
 
 AXES = ("data", "fsdp", "context", "tensor")
+MOST_DIGITS = 9  # of a size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +59,11 @@ class MeshShape:
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, size = part.strip().partition("=")
-            if name not in AXES or name in sizes or not size.isdecimal():
+            whole = size.isdecimal() and len(size) <= MOST_DIGITS
+            if name not in AXES or name in sizes or not whole:
                 raise InputError(
                     f"mesh: expected sizes of {', '.join(AXES)}, as data=2,fsdp=4, got "
-                    f"{text!r}; name each axis once"
+                    f"{text!r:.80}; name each axis once"
                 )
             sizes[name] = int(size)
         return cls(**sizes)

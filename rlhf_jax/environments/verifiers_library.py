@@ -31,6 +31,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rlhf_jax.environments.protocol import Message, Row, Started, Turn
+from rlhf_jax.runs import parsing
 
 Load = Callable[[], Any]  # -> verifiers.Environment
 
@@ -191,7 +192,7 @@ def _assistant(text: str, *, tools: bool) -> Any:
     for place, call in enumerate(_CALL.findall(text) if tools else ()):
         name, arguments = "", call.strip()
         try:
-            read = json.loads(call)
+            read = parsing.of_json(call, parsing.Source("the response", "a call"))
             name, arguments = str(read["name"]), json.dumps(read.get("arguments", {}))
         except (ValueError, KeyError, TypeError, AttributeError):
             pass  # its text, as arguments of no function

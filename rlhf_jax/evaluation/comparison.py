@@ -21,6 +21,7 @@ Row = Mapping[str, Any]  # of the user's data
 # A prompt is a list of messages where the row holds one, and else a text.
 # (prompts, first responses, second responses, rows) -> the probability of each pair
 # that its first response is the better one.
+TAKES = ("prompts", "responses", "others", "rows")
 PairFunction = Callable[[list[Any], list[str], list[str], list[Row]], Sequence[float]]
 
 

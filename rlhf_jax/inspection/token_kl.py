@@ -27,8 +27,9 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_logprobs
 from rlhf_jax.inspection.token_logprobs import Divergence, Token
-from rlhf_jax.runs import folder, receipt, report
+from rlhf_jax.runs import folder, receipt, report, write_errors
 
+MARK = b'content="rlhf-jax kl"'  # of every page that is written here
 LARGEST = 10  # tokens in the table of those with the largest KL
 
 
@@ -62,11 +63,15 @@ class Options:
             raise InputError(f"expected one of --text and --prompt, got {got}")
         checks.positive(temperature=self.temperature, limit=self.limit)
         checks.non_negative(alternatives=self.alternatives)
-        if self.html is not None and not self.html.parent.is_dir():
-            raise InputError(
-                f"--html {self.html}: expected a file in a folder that exists, got no "
-                f"{self.html.parent}; make it first"
+        if self.html is not None:
+            write_errors.check_place(
+                self.html, option="--html", called="page of KL", is_own=_is_page
             )
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return MARK in file.read(200)
 
 
 def summary(tokens: Sequence[Token]) -> str:

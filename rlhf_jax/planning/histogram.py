@@ -10,12 +10,12 @@ at the shares (i + 1/2)/B of the sorted file, so that it is the same every time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
+from rlhf_jax.runs.parsing import Source
 
 FIELD = "length"
 
@@ -27,21 +27,16 @@ def read(path: Path) -> tuple[int, ...]:
       InputError: there is no such file, no length in it, or a line of another form;
         names the line.
     """
-    lines, got = [], "which is empty"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        got = f"which cannot be read: {error}"
+    expected = "a file of lengths"
+    advice = f"write one integer a line, or JSON objects with a field {FIELD!r}"
+    text = parsing.read_text(path, expected=expected, advice=advice)
     lengths = [
         _length(line, where=f"{path}:{number}")
-        for number, line in enumerate(lines, 1)
+        for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]
     if not lengths:
-        raise InputError(
-            f"--lengths: expected a file of lengths, got {path}, {got}; write one "
-            f"integer a line, or JSON objects with a field {FIELD!r}"
-        )
+        raise Source(str(path), expected, advice).refusal("an empty one")
     return tuple(sorted(lengths))
 
 
@@ -52,15 +47,11 @@ def spread(lengths: Sequence[int], *, rows: int) -> tuple[int, ...]:
 
 
 def _length(line: str, *, where: str) -> int:
-    try:
-        value: Any = json.loads(line)
-    except json.JSONDecodeError:
-        value = None
+    expected = f"an integer of 1 or more tokens, or a JSON object with one as {FIELD!r}"
+    source = Source(where, expected, "correct the line")
+    value: Any = parsing.of_json(line, source)
     if isinstance(value, dict):
         value = value.get(FIELD)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(
-            f"{where}: expected an integer of 1 or more tokens, or a JSON object with "
-            f"one as {FIELD!r}, got {line.strip()[:40]!r}; correct the line"
-        )
+        raise source.refusal(f"{line.strip()[:40]!r}")
     return value

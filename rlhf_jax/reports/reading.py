@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder, metrics
+from rlhf_jax.runs import folder, metrics, parsing
 from rlhf_jax.runs.alarms import ADVICE
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.runs.proof import run_files
@@ -155,7 +154,7 @@ def read(place: Path, *, name: str) -> Run | None:
     Raises:
       InputError: a file is not what a run writes.
     """
-    recorded = folder.read_recorded(place / folder.CONFIG)
+    recorded = folder.recorded(place / folder.CONFIG)
     rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:
         return None
@@ -203,9 +202,9 @@ def title(paths: Sequence[Path]) -> str:
         names = list(dict.fromkeys(without_seed(place.parts) for place in places))
         return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     try:
-        results = json.loads((sweep / "results.json").read_text(encoding="utf-8"))
+        results = parsing.read_object(sweep / "results.json", expected="", advice="")
         return str(results["question"]) or sweep.name
-    except (OSError, ValueError, KeyError, TypeError):  # none yet
+    except (InputError, KeyError):  # none yet
         return sweep.name
 
 

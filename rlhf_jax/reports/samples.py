@@ -9,9 +9,11 @@ from typing import Any
 from rlhf_jax.reports import document
 from rlhf_jax.reports.curves import thinned
 from rlhf_jax.reports.reading import Run
+from rlhf_jax.runs import parsing
 from rlhf_jax.runs.metrics import finite
 
 LONGEST = 1000  # tokens of a response that are shown
+READ = {"tokens", "logprobs", "ref_logprobs"}
 COMMON = 8  # tokens told of a run
 
 Row = Mapping[str, Any]
@@ -32,7 +34,7 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
     for row in run.samples:
         prompt = row.get("prompt", row.get("question"))
         response = row.get("response", row.get("answer"))
-        if isinstance(prompt, list):  # the messages of a conversation
+        if parsing.misfit(prompt, [{}]) is None:  # the messages of a conversation
             prompt = "\n".join(
                 f"{message.get('role')}: {message.get('content') or ''}"
                 for message in prompt
@@ -50,20 +52,24 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
         }
         if isinstance(row.get("reference"), str):
             record["reference"] = row["reference"]
+        tokens = row.get("tokens")
+        if parsing.misfit(tokens, [str]) is not None:
+            tokens = None
         numbers = {
             name: [finite(number) for number in row[name]]
             for name in ("logprobs", "ref_logprobs")
             if isinstance(row.get(name), list)
+            and (tokens is None or len(row[name]) == len(tokens))
         }
-        if isinstance(row.get("tokens"), list):
-            record["tokens"] = row["tokens"][:LONGEST]
+        if tokens is not None:
+            record["tokens"] = tokens[:LONGEST]
         record |= {name: values[:LONGEST] for name, values in numbers.items()}
-        if isinstance(row.get("alternatives"), list):
+        if parsing.misfit(row.get("alternatives"), [[[object]]]) is None:
             record["alternatives"] = [  # [text, log π, log π_ref] of each place
-                [[text, *map(finite, logprobs)] for text, *logprobs in place]
+                [[one[0], *map(finite, one[1:])] for one in place if one]
                 for place in row["alternatives"][:LONGEST]
             ]
-        record["length"] = len(row.get("tokens", ()))
+        record["length"] = len(tokens or ())
         if isinstance(row.get("observed"), list):
             record["observed"] = [bool(read) for read in row["observed"][:LONGEST]]
             record["read"] = sum(map(bool, row["observed"]))
@@ -80,11 +86,12 @@ def common_tokens(rows: Sequence[Row]) -> list[dict[str, Json]]:
       {"text", "count", "kl": Σ k1 over the `count` times, nats} of the greatest sums,
       over the places where both log-probs are numbers.
     """
-    steps = sorted({row["step"] for row in rows if "ref_logprobs" in row})
+    rows = [row for row in rows if row.keys() >= READ]
+    steps = sorted({row["step"] for row in rows})
     newest = set(steps[-max(1, len(steps) // 4) :])
     sums: dict[str, list[float]] = {}
     for row in rows:
-        if row["step"] not in newest or "ref_logprobs" not in row:
+        if row["step"] not in newest:
             continue
         for text, own, ref in zip(
             row["tokens"], row["logprobs"], row["ref_logprobs"], strict=True

@@ -27,13 +27,14 @@ import rlhf_jax
 from rlhf_jax.devices import precision, processes
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import lock, write_errors
+from rlhf_jax.runs import lock, parsing, write_errors
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
 from rlhf_jax.runs.snapshots import resume
 
 CONFIG = "config.json"
+SUMMARY: parsing.Shape = {"alarms?": [{"stage": str, "step": int, "name": str}]}
 UNFINISHED = ".tmp"
 PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "grain"),
@@ -123,11 +124,11 @@ def _open(config: RunConfig) -> None:
     check_run(config)
     out, path = config.out, config.out / CONFIG
     if _contents(out):
-        recorded = read_recorded(path)["versions"]
+        began_with = recorded(path)["versions"]
         for name, now in versions().items():
-            if recorded.get(name, now) != now:
+            if began_with.get(name, now) != now:
                 print(
-                    f"warning: this run began with {name} {recorded.get(name)} and "
+                    f"warning: this run began with {name} {began_with.get(name)} and "
                     f"goes on with {now}; its numbers may differ in the last bits",
                     file=sys.stderr,
                 )
@@ -136,7 +137,7 @@ def _open(config: RunConfig) -> None:
             resume.tell_changes(before, fields, names)
         recorded_config = read_config(path)
         if resume.differing(recorded_config, fields, but=frozenset(MAY_DIFFER)):
-            write_json(path, read_recorded(path) | {"config": fields})
+            write_json(path, recorded(path) | {"config": fields})
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -160,17 +161,13 @@ def read_summary(folder: Path) -> dict[str, Any]:
     Raises:
       InputError: it is missing, or is not what a run writes.
     """
-    path = folder / "summary.json"
-    try:
-        match json.loads(path.read_text(encoding="utf-8")):
-            case dict() as summary:
-                return {k: v for k, v in summary.items() if k != sums.PROOF}
-        got = "another JSON value than an object"
-    except (OSError, ValueError) as error:
-        got = str(error)
-    raise InputError(
-        f"{path}: expected the summary of a run, got: {got}; remove it, and the folder "
-        f"too where a sweep is to run it again"
+    summary = parsing.read_object(
+        folder / "summary.json",
+        expected="the summary of a run",
+        advice="remove it, and the folder too where a sweep is to run it again",
+        shape=SUMMARY,
+    )
+    return {name: value for name, value in summary.items() if name != sums.PROOF}
     )
 
 
@@ -211,12 +208,8 @@ def _source() -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config recorded in a config.json, as JSON values.
-
-    Raises:
-      InputError: the file is missing or is not a run's config.json.
-    """
-    return read_recorded(path)["config"]
+    """The config recorded in a config.json, as JSON values; raises as `recorded`."""
+    return recorded(path)["config"]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -271,23 +264,15 @@ def _check_writable(folder: Path) -> None:
             )
 
 
-def read_recorded(path: Path) -> dict[str, dict[str, Any]]:
-    """What a config.json holds: "config" and "versions".
+def recorded(path: Path) -> dict[str, dict[str, Any]]:
+    """What a config.json records: "config", as JSON values, and "versions".
 
     Raises:
       InputError: the file is missing or is not a run's config.json.
     """
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
-        match recorded:
-            case {"config": dict(), "versions": dict()}:
-                return recorded
-        got = f"{json.dumps(recorded):.80}"
-    except OSError as error:
-        got = f"one that cannot be read: {error.strerror}"
-    except (ValueError, RecursionError) as error:
-        got = f"one that is not JSON: {error}"
-    raise InputError(
-        f"{path}: expected the {CONFIG} of a run, with the objects 'config' and "
-        f"'versions', got {got}; restore it, or give the folder of another run"
+    return parsing.read_object(
+        path,
+        expected="the config.json of a run, with the objects 'config' and 'versions'",
+        advice="restore it, or give the folder of another run",
+        shape={"config": {}, "versions": {}},
     )

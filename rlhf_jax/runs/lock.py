@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import write_errors
+from rlhf_jax.runs import parsing, write_errors
 
 NAME = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -163,7 +163,8 @@ def _sign(descriptor: int, folder: Path) -> None:
 
 def _holder(descriptor: int) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-        owner = json.loads(os.pread(descriptor, 1000, 0))
+        source = parsing.Source(NAME, "the process that holds it")
+        owner = parsing.of_json(os.pread(descriptor, 1000, 0), source)
         return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
     return "another process"
 

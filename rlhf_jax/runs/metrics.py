@@ -18,11 +18,12 @@ import jax
 from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runs import alarms, jsonl, write_errors
+from rlhf_jax.runs import alarms, write_errors
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.loggers import Row, Sink
 from rlhf_jax.runs.proof import sums
 from rlhf_jax.runs.proof.sums import Sum
+from rlhf_jax.runs.snapshots import jsonl
 
 FILES = ("metrics", "timings", "samples", "positions")
 EVERY_STEP = ("metrics", "timings")  # have one row per step

@@ -13,9 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_jax.devices import processes
-from rlhf_jax.runs import folder, report
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder, parsing, report
 
 NAME = "data.json"
+SHAPE: parsing.Shape = {
+    "sources?": [{"source": str, "name": str, "used": int, "read": int, "called": str}]
+}
 LEARNED, NOT_LEARNED = "bold green", "dim"
 FIELDS = 12  # names of unread fields to print; data.json has all
 MARKS = {"\t": "⇥", "\n": "⏎\n"}
@@ -33,14 +37,13 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
     if not path.exists():
         folder.write_json(path, dict(data))
         return
-    began: Any = {}
-    with contextlib.suppress(OSError, ValueError):  # not what a run writes
-        began = json.loads(path.read_text(encoding="utf-8"))
+    began: dict[str, Any] = {}
+    with contextlib.suppress(InputError):  # not what a run writes
+        began = parsing.read_object(path, expected="", advice="", shape=SHAPE)
     now = json.loads(json.dumps(data))
     if began == now:
         return
-    sources = began.get("sources", []) if isinstance(began, dict) else []
-    before = {source["name"]: source for source in sources}
+    before = {source["name"]: source for source in began.get("sources", [])}
     names = [
         source["name"]
         for source in now["sources"]

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,45 @@ def reason(error: BaseException) -> str | None:
                 return os.strerror(code)
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def check_place(
+    path: Path, *, option: str, called: str, is_own: Callable[[Path], bool]
+) -> None:
+    """Refuses a file that is not to be written, before the work for it is done.
+
+    Args:
+      called: what is written there, as "report".
+      is_own: whether a file that is there is one of those.
+
+    Raises:
+      InputError: the folder is missing, or what is there would be lost.
+    """
+    got = None
+    try:
+        if not path.parent.is_dir():
+            raise InputError(
+                f"{option} {path}: expected a file in a folder that exists, got no "
+                f"{path.parent}; make it first"
+            )
+        path.lstat()
+        if path.is_dir():
+            got = "a folder; name a file in it"
+        elif not path.is_file():
+            got = "no regular file; choose another"
+        elif not is_own(path):
+            got = "another file, which would be lost; choose another name or remove it"
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        if isinstance(error, InputError):
+            raise
+        got = f"{getattr(error, 'strerror', error)}; choose another"
+    if got is not None:
+        shown = f"{path!s:.200}".replace("\0", "\\0")
+        raise InputError(
+            f"{option} {shown}: expected a new file or an earlier {called}, got {got}"
+        )
 
 
 @contextlib.contextmanager

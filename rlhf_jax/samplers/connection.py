@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import urllib.error
@@ -10,7 +9,8 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from rlhf_jax.functional.checks import StopError
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs import parsing
 from rlhf_jax.samplers.protocol import TransientError
 
 SHOWN = 300  # characters of an answer in a message
@@ -97,12 +97,13 @@ class Connection:
             raise Unreachable(f"{self.url}{path}: {why}") from error
         if not text.strip():
             return {}
-        answered = None
-        with contextlib.suppress(ValueError):
-            answered = json.loads(text)
+        source = parsing.Source(
+            f"{self.url}{path}", "a JSON object", "is it another kind of server?"
+        )
+        try:
+            answered = parsing.of_json(text, source, foreign=True)
+        except InputError as error:
+            raise ServerError(f"{error}") from None
         if not isinstance(answered, dict):
-            raise ServerError(
-                f"{self.url}{path}: expected a JSON object, got {text[:SHOWN]!r}; is "
-                f"it another kind of server?"
-            )
+            raise ServerError(f"{source.refusal(repr(text[:SHOWN]))}")
         return answered

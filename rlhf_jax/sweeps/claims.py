@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import bisect
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -22,6 +23,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
+from rlhf_jax.runs.parsing import Source
 from rlhf_jax.sweeps import statistics
 from rlhf_jax.sweeps.declaration import Cell, Value, short
 from rlhf_jax.sweeps.statistics import Interval
@@ -32,6 +35,7 @@ Lookup = Callable[[str, Mapping[str, Value]], Numbers]
 Answer = Literal["yes", "no", "not enough seeds"]
 FEW = 3  # seeds
 MOST = 10**6  # seeds, beyond which nobody asks
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 FORM = "MEASURE(OPTION=VALUE) > MEASURE(OPTION=VALUE), with +, -, * and numbers"
 
 
@@ -60,7 +64,7 @@ def answer(claim: str, *, lookup: Lookup) -> Answered:
     sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]
     if not any(isinstance(side, Mapping) for side in sides):
         raise _wrong(claim, "numbers alone")
-    difference = _combined(np.subtract, *(sides if larger else sides[::-1]))
+    difference = _combined(operator.sub, *(sides if larger else sides[::-1]))
     assert isinstance(difference, Mapping)
     values = np.asarray(list(difference.values()), float)
     interval = statistics.of_mean(values)
@@ -159,11 +163,7 @@ def _has(cell: Cell, key: str, value: Value) -> bool:
 
 def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
     """Its two sides, and whether the left one is said to be larger."""
-    try:
-        tree = ast.parse(claim, mode="eval").body
-    except SyntaxError as error:
-        raise _wrong(claim, error.msg) from error
-    match tree:
+    match parsing.expression(claim, _source(claim)):
         case ast.Compare(left, [ast.Gt() | ast.Lt() as operation], [right]):
             return left, isinstance(operation, ast.Gt), right
     raise _wrong(claim, "no comparison of two sides by > or <")
@@ -178,15 +178,14 @@ def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
             return float(number)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             value = _value(inner, claim=claim, lookup=lookup)
-            return _combined(np.multiply, -1.0, value)
+            return _combined(operator.mul, -1.0, value)
         case ast.BinOp(
             left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right
         ):
-            operations = {ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply}
-            return _combined(
-                operations[type(op)],
-                *(_value(side, claim=claim, lookup=lookup) for side in (left, right)),
-            )
+            sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]
+            value = _combined(OPERATIONS[type(op)], *sides)
+            if isinstance(value, Mapping) or math.isfinite(value):
+                return value
         case ast.Call(func=name, args=[]) if all(one.arg for one in node.keywords):
             return _called(name, node.keywords, claim=claim, lookup=lookup)
     raise _wrong(claim, ast.unparse(node))
@@ -202,11 +201,13 @@ def _called(
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError):
             raise _wrong(claim, ast.unparse(keyword.value)) from None
+        if keyword.arg in settings:
+            raise _wrong(claim, f"{keyword.arg} twice")
         settings[str(keyword.arg)] = tuple(value) if isinstance(value, list) else value
     try:
         return lookup(ast.unparse(name), settings)
     except InputError as error:
-        raise InputError(f"claim {claim!r}: {error}; correct it") from None
+        raise InputError(f"{_source(claim).where}: {error}; correct it") from None
 
 
 def _combined(
@@ -214,7 +215,10 @@ def _combined(
     left: Numbers | float,
     right: Numbers | float,
 ) -> Numbers | float:
-    """Seed by seed, where both sides have the seed; a number is that of every seed."""
+    """Seed by seed, where both sides have the seed; a number is that of every seed.
+
+    A result beyond float64 is left out, as a run without a number is.
+    """
     if isinstance(left, Mapping):
         seeds = [
             seed for seed in left if not isinstance(right, Mapping) or seed in right
@@ -227,8 +231,13 @@ def _combined(
         side if isinstance(side, Mapping) else dict.fromkeys(seeds, side)
         for side in (left, right)
     )
-    return {seed: float(operation(ours[seed], theirs[seed])) for seed in seeds}
+    values = {seed: float(operation(ours[seed], theirs[seed])) for seed in seeds}
+    return {seed: value for seed, value in values.items() if math.isfinite(value)}
+
+
+def _source(claim: str) -> Source:
+    return Source(f"claim {claim!r:.200}", FORM, "write it so")
 
 
 def _wrong(claim: str, got: str) -> InputError:
-    return InputError(f"claim {claim!r}: expected {FORM}, got {got}; write it so")
+    return _source(claim).refusal(f"{got:.80}")

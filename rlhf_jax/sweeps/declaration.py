@@ -18,12 +18,12 @@ import math
 import re
 import runpy
 import sys
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
 
 Value = Any  # of an option: a number, text, bool, or a list of those
 FIELDS = (
@@ -98,16 +98,20 @@ def read(path: Path) -> Sweep:
         raise InputError(
             f"{path}: expected a sweep in a file that ends with .toml or .py; rename it"
         )
+    expected = "a sweep's file that can be read"
+    advice = "see to the file, or name another"
+    if path.suffix == ".toml":
+        fields = parsing.read_object(path, expected=expected, advice=advice)
+        return declared(fields, source=str(path))
+    source = parsing.Source(str(path), expected, advice)
     try:
-        if path.suffix == ".toml":
-            fields = tomllib.loads(path.read_text(encoding="utf-8"))
-        else:
-            fields = _of_python(path)
-    except Exception as error:  # of the user's own code, not TOML, or no file
-        raise InputError(
-            f"{path}: expected a sweep's file that can be read, got "
-            f"{type(error).__name__}: {error}; see to the file, or name another"
-        ) from error
+        fields = _of_python(path)
+    except SystemExit as stop:
+        raise source.refusal(f"one that calls sys.exit({stop.code!r:.80})") from stop
+    except Exception as error:  # of the user's own code, or no file
+        raise source.refusal(f"{type(error).__name__}: {error}") from error
+    if (why := parsing.fault(fields)) is not None:
+        raise source.refusal(f"fields {why}")
     return declared(fields, source=str(path))
 
 
@@ -177,7 +181,7 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
         options=options,
         cells=cells,
         measures={
-            name: _measure(name, value, source=source)
+            name: measure(name, value, source=source)
             for name, value in _table(fields, "measures", source=source).items()
         },
         claims={
@@ -274,14 +278,20 @@ def _with_trainer(cell: Cell, *, source: str) -> Cell:
     return Cell(cell.values, tuple(options.items()), trainer)
 
 
-def _measure(name: str, value: Any, *, source: str) -> Measure:
+def measure(name: str, value: Any, *, source: str) -> Measure:
+    """A measure as a file declares it: a metric, or where it is.
+
+    Raises:
+      InputError: it is of another kind.
+    """
     fields: dict[str, Any] = {"metric": value} if isinstance(value, str) else value
     try:
-        measure = Measure(**fields)
+        made = Measure(**fields)
     except TypeError:
-        measure = Measure()
-    one = (measure.metric is None) != (measure.summary is None)
-    several = type(measure.last) is int and measure.last >= 1
+        made = Measure()
+    named = [part for part in (made.metric, made.summary) if part is not None]
+    one = len(named) == 1 and isinstance(named[0], str)
+    several = type(made.last) is int and made.last >= 1
     if not (one and several and name.isidentifier()):
         raise InputError(
             f'{source}: expected a measure NAME = "objective/scores", '
@@ -289,7 +299,7 @@ def _measure(name: str, value: Any, *, source: str) -> Measure:
             f"with a NAME of letters, digits and _, got {name!r} = {value!r:.80}; "
             f"correct it"
         )
-    return measure
+    return made
 
 
 def words(option: str, value: Value) -> list[str]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder
+from rlhf_jax.runs import folder, parsing
 from rlhf_jax.runs.proof import sums
+from rlhf_jax.sweeps import declaration
 from rlhf_jax.sweeps.declaration import (
     TRAINER,
     Cell,
-    Measure,
     Sweep,
     Value,
     hashable,
@@ -29,6 +29,21 @@ from rlhf_jax.sweeps.declaration import (
 )
 
 BEGUN = "sweep.json"
+EXPECTED = f"the {BEGUN} of a sweep"
+ADVICE = "give the --out of rlhf-jax sweep"
+SHAPE: parsing.Shape = {
+    "trainer": str | None,
+    "program": [str],
+    "options": {},
+    "cells?": {},
+    "asked?": {
+        "question": str,
+        "seeds": [int],
+        "measures": {},
+        "claims": {},
+        "cells": [{"values": [[object]], "options": [[object]], "trainer": str | None}],
+    },
+}
 ASKED = "asked"  # in sweep.json: what the newest start of the sweep was asked
 SEED = "{seed}"  # in an option: the seed of the run stands there
 
@@ -143,9 +158,13 @@ def begin(sweep: Sweep, *, out: Path) -> None:
     begun: dict[str, Any] | None = None
     if path.exists():
         try:
+            begun = parsing.read_object(
+                path, expected=EXPECTED, advice=ADVICE, shape=SHAPE
+            )
             sums.opened(path)
-            begun = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except InputError as error:
+            got = f"{error}"
+        except ValueError as error:
             got = f"a {BEGUN} that cannot be read: {error}"
     if begun is not None:
         before = {name: begun.get(name) for name in ("trainer", "program", "options")}
@@ -180,17 +199,17 @@ def begun(out: Path) -> Sweep:
       InputError: the folder is no sweep's, or its sweep.json cannot be read.
     """
     path = out / BEGUN
+    plan = parsing.read_object(path, expected=EXPECTED, advice=ADVICE, shape=SHAPE)
+    if ASKED not in plan:
+        raise InputError(
+            f"{path}: expected the measures and claims of the sweep, got those of an "
+            f"older version, which kept none; give the command of the sweep again, "
+            f"which leaves runs that are done alone"
+        )
     try:
         sums.opened(path)
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(plan, dict) and ASKED not in plan:
-            raise InputError(
-                f"{path}: expected the measures and claims of the sweep, got those of "
-                f"an older version, which kept none; give the command of the sweep "
-                f"again, which leaves runs that are done alone"
-            )
         asked = plan[ASKED]
-        return Sweep(
+        sweep = Sweep(
             question=asked["question"],
             trainer=plan["trainer"],
             program=tuple(plan["program"]),
@@ -200,18 +219,19 @@ def begun(out: Path) -> Sweep:
                 Cell(_pairs(one["values"]), _pairs(one["options"]), one["trainer"])
                 for one in asked["cells"]
             ),
-            measures={name: Measure(**one) for name, one in asked["measures"].items()},
-            claims=asked["claims"],
+            measures={
+                name: declaration.measure(name, one, source=str(path))
+                for name, one in asked["measures"].items()
+            },
+            claims={name: str(claim) for name, claim in asked["claims"].items()},
             slurm={},
         )
-    except OSError as error:
-        got = str(error.strerror)
+        hash(sweep.cells)
+        runs_of(sweep, out=out)  # whose options have names
+        return sweep
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"one that no sweep wrote: {type(error).__name__}: {error}"
-    raise InputError(
-        f"{path}: expected the {BEGUN} of a sweep, got: {got}; give the --out of "
-        f"rlhf-jax sweep"
-    )
+        raise parsing.Source(str(path), EXPECTED, ADVICE).refusal(got) from None
 
 
 def _pairs(pairs: list[list[Any]]) -> tuple[tuple[str, Value], ...]:

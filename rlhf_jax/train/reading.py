@@ -114,6 +114,10 @@ def read_data(
 ) -> ReadData:
     """Prompts, held-out prompts and texts, each with its receipt.
 
+    Args:
+      models: of `build`, or as shapes of `shapes.of_run`.
+      start: --model, with or without parameters.
+
     Raises:
       InputError: a file is unreadable or empty, or a row does not fit; names its place.
     """

@@ -26,7 +26,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, reading, watching
 from rlhf_jax.reports.contents import contents
-from rlhf_jax.runs import folder
+from rlhf_jax.runs import folder, write_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,37 +63,14 @@ class Config:
                 "expected --html FILE, to write the page, or --watch, to serve it; got "
                 "neither"
             )
-        if self.html is not None and (problem := _problem_of(self.html)) is not None:
-            raise InputError(f"--html {self.html}: expected {problem}")
+        if self.html is not None:
+            own = document.is_page
+            write_errors.check_place(
+                self.html, option="--html", called="report", is_own=own
+            )
         checks.within(
             least=0, most=2**16 - 1, advice="choose another", **{"--port": self.port}
         )
-
-
-def _problem_of(html: Path) -> str | None:
-    """Why a page cannot be written to a file, as an error's "expected ..., got ..."."""
-    try:
-        if not html.parent.is_dir():
-            return (
-                f"a file in a folder that exists, got no {html.parent}; make it first"
-            )
-        html.lstat()
-        if html.is_dir():
-            return "a file, got a folder; name a file in it"
-        if not html.is_file():
-            return (
-                "a new file or an earlier report, got no regular file; choose another"
-            )
-        if not document.is_page(html):
-            return (
-                "a new file or an earlier report, got another file, which would be "
-                "lost; choose another name or remove it"
-            )
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        return f"a file to write, got: {error.strerror}; choose another"
-    return None
 
 
 def main(options: Config) -> None:

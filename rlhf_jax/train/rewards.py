@@ -65,7 +65,7 @@ class RewardPools:
         """Loads the user's functions; processes start with the first response.
 
         Raises:
-          InputError: there is no such function.
+          InputError: there is no such function, or it takes other arguments.
         """
         self.config, self.mesh = config, mesh
         self.functions: dict[str, Any] = {}
@@ -74,11 +74,16 @@ class RewardPools:
         for source in config.sources:
             if isinstance(source.source, Function):
                 self.functions[source.name] = command_line.load_function(
-                    source.source.function
+                    source.source.function,
+                    called=_option(config, source),
+                    takes=TextReward.TAKES,
                 )
             if isinstance(source.source, VerifierChoice):
-                unsafe = config.rewards.unsafe_verifier
-                verifier = make_verifier(source.source, unsafe=unsafe)
+                verifier = make_verifier(
+                    source.source,
+                    called=_option(config, source),
+                    unsafe=config.rewards.unsafe_verifier,
+                )
                 self.verifiers[source.name] = verifier
                 # Here, as its processes are modules that no other run needs.
                 from rlhf_jax.verification.pool import VerifierPool
@@ -333,7 +338,9 @@ def model_reward(
     return scored
 
 
-def make_verifier(choice: VerifierChoice, *, unsafe: bool = False) -> Verifier:
+def make_verifier(
+    choice: VerifierChoice, *, called: str = "--verifier", unsafe: bool = False
+) -> Verifier:
     """The verifier that a choice names.
 
     "gsm8k", "integer" and "exact" compare a response with the answer of its row:
@@ -346,8 +353,8 @@ def make_verifier(choice: VerifierChoice, *, unsafe: bool = False) -> Verifier:
       unsafe: --unsafe-verifier, of a verifier that runs what a model has written.
 
     Raises:
-      InputError: there is no such function, or nothing sets the code that it runs
-        apart from the system.
+      InputError: there is no such function, it takes other arguments, or nothing sets
+        the code that it runs apart from the system.
       StopError: the module calls `sys.exit` when it is imported.
     """
     from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier
@@ -361,8 +368,13 @@ def make_verifier(choice: VerifierChoice, *, unsafe: bool = False) -> Verifier:
         case "exact":
             return verifiers.ExactMatch(field)
         case name if ":" in name:
-            verifier = command_line.load_function(name)
+            verifier = command_line.load_function(
+                name, called=called, takes=verifiers.TAKES
+            )
         case name:
             verifier = entry_points.load(name, group="verifiers")
+            command_line.expect_arguments(
+                verifier, takes=verifiers.TAKES, where=f"{called} {name}"
+            )
     isolating = isinstance(verifier, verifiers.Isolating)
     return verifier.isolated(unsafe=unsafe) if isolating else verifier

@@ -71,14 +71,17 @@ def of_run(
     """What `build` will make, as shapes: by the small files of its checkpoints.
 
     Args:
-      start: --model without parameters, its activations in the dtype of the run.
+      start: --model without parameters; its activations are taken in the dtype of the
+        run.
 
     Raises:
       InputError: a model beside it is missing, or does not fit the policy's tokens.
     """
 
+    model = dataclasses.replace(start.model, dtype=config.start.dtype)
+
     def made() -> Models:
-        begin = start._replace(params=params(start.model))
+        begin = start._replace(model=model, params=params(model))
         return build(config, begin, meshes=meshes, load=Load(load, load_reward))
 
     return jax.eval_shape(made)
@@ -127,20 +130,17 @@ def parts(
     return whole
 
 
-def check(config: PolicyGradientConfig, *, meshes: Meshes, start: Pretrained) -> None:
+def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> None:
     """Refuses a run that cannot fit.
 
     Prompts count neither in the cache nor as activations.
 
     Args:
-      start: --model as `pretrained.described`.
+      models: of `of_run`.
 
     Raises:
-      InputError: the run needs more memory than there is, or a model beside --model
-        is missing.
+      InputError: the run needs more memory than there is.
     """
-    model = dataclasses.replace(start.model, dtype=config.start.dtype)
-    models = of_run(config, meshes=meshes, start=start._replace(model=model))
     recipe, mesh, placement = models.recipe, meshes.policy, config.placement
     resident = parts(config, models, meshes=meshes)
     policy, valued = models.train.policy, models.train.critic

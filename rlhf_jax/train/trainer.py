@@ -1,6 +1,6 @@
 """A run of any policy gradient, from its config to the summary.
 
-read      prompts, texts, rewards
+read      prompts, texts, rewards: all of it before a weight is
 build     every model, on its devices
 rehearse  the first iteration up to its update, before there is a run folder
 improve   the loop
@@ -58,8 +58,10 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     mesh = meshes.policy
     pools = RewardPools(config, mesh=mesh, stack=stack)
     judging = None
-    if config.watch.judge is not None:  # before anything is loaded
-        judging = command_line.load_function(config.watch.judge)
+    if config.watch.judge is not None:
+        judging = command_line.load_function(
+            config.watch.judge, called="--judge", takes=TextReward.TAKES
+        )
     if config.reads_hidden_states and config.reference.checkpoint is not None:
         frozen_models.check_teacher(
             config.reference.checkpoint,
@@ -68,8 +70,19 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         )
     # Shapes and tokenizer, no weights: the memory check needs no more.
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
+    planned = shapes.of_run(config, meshes=meshes, start=start)
     if config.check_memory:
-        shapes.check(config, meshes=meshes, start=start)
+        shapes.check(config, planned, meshes=meshes)
+    # What a user may have got wrong is refused before a weight is read.
+    read = read_data(
+        config,
+        planned,
+        start=start,
+        meshes=meshes,
+        pools=pools,
+        receipts=receipts,
+        stack=stack,
+    )
     start = load_start(
         config.start.model,
         start=start,
@@ -79,15 +92,6 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     models = build(config, start, meshes=meshes)
     start = start._replace(params=None)  # the first update takes them
-    read = read_data(
-        config,
-        models,
-        start=start,
-        meshes=meshes,
-        pools=pools,
-        receipts=receipts,
-        stack=stack,
-    )
     programs = Programs(models, meshes=meshes, config=config)
     rewards = functools.partial(
         RewardList,

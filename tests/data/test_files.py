@@ -291,11 +291,11 @@ def test_a_share_that_leaves_nothing_is_refused(share):
         ),
         (
             f'{{"prompt": "a", "more": {"[" * 10_000}{"]" * 10_000}}}',
-            "nested deeper than 100 objects or lists; flatten it",
+            "nested deeper than 100 objects or lists; correct or remove it",
         ),
         (
             f'{{"prompt": "a", "more": {"[" * 100}{"]" * 100}}}',
-            "nested deeper than 100 objects or lists; flatten it",
+            "nested deeper than 100 objects or lists; correct or remove it",
         ),
         (
             f'{{"prompt": "a", "id": {"7" * 5_000}}}',

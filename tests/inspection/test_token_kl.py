@@ -287,6 +287,7 @@ def test_a_run_prints_and_writes(checkpoints, tmp_path, capsys):
     token_kl.run(options_of_prompt)
     again = capsys.readouterr().out
     assert again == printed.replace(f"written to {tmp_path / 'out.html'}\n", "")
+    dataclasses.replace(options, html=tmp_path / "out.html")  # a page of its own
     warm = dataclasses.replace(options_of_prompt, temperature=1.0)
     token_kl.run(warm)
     assert capsys.readouterr().out != again
@@ -302,6 +303,7 @@ def test_a_run_prints_and_writes(checkpoints, tmp_path, capsys):
         ({"limit": -1.0}, "limit: expected"),
         ({"alternatives": -1}, "alternatives: expected"),
         ({"html": "nowhere/out.html"}, "expected a file in a folder that exists"),
+        ({"html": "mine.html"}, "an earlier page of KL, got another file, which would"),
         ({"prompt": "cat"}, "at least 2 tokens, got 1"),
         ({"reference": "other"}, "expected the policy's tokenizer, got one that"),
         ({"reference": "smaller"}, "got 24 ids of the policy and 23"),
@@ -324,5 +326,7 @@ def test_mistakes(checkpoints, wrong, message, tmp_path):
     for name in ("text", "html"):
         if name in options:
             options[name] = tmp_path / options[name]
+    (tmp_path / "mine.html").write_text("<p>mine</p>")
     with pytest.raises(InputError, match=message):
         token_kl.run(token_kl.Options(**options))
+    assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"

@@ -29,11 +29,13 @@ def test_a_line_of_another_form_is_named(tmp_path, line):
 
 
 def test_no_file_and_an_empty_one(tmp_path):
-    with pytest.raises(InputError, match=r"expected a file of lengths, got .*none"):
+    with pytest.raises(
+        InputError, match=r"none: expected a file of lengths, got .*No such"
+    ):
         histogram.read(tmp_path / "none")
     empty = tmp_path / "empty"
     empty.write_text("\n")
-    with pytest.raises(InputError, match=r"of lengths, got .*empty; write one int"):
+    with pytest.raises(InputError, match=r"of lengths, got an empty one; write one"):
         histogram.read(empty)
 
 

@@ -46,7 +46,7 @@ def trained(count):
 BOTH = trained(NUMBERS) + trained(NUMBERS + HEAD)
 LORA = trained(ADAPTERS) + trained(ADAPTERS + HEAD)
 GRADIENTS = floats(NUMBERS + HEAD)
-PYTHON = "--reward=json:dumps"
+PYTHON = "--reward=operator:setitem"
 INT8 = MATRICES + 4 * (48 + 16 + 64 + 16)  # a scale for every output
 INT8 += 128 * 16 + 16 * 16 + 4 * (128 + 16)  # and for every row of a table
 INT8 += 4 * (BIASES + 2 * 32 + 32)
@@ -75,8 +75,9 @@ def check_run(files, out, *options):
     config = command_line.parse(
         ppo.Config, description="", argv=command(files, out, *options)
     )
-    start = pretrained.described(config.start.model)
-    shapes.check(config, meshes=Meshes.of(config), start=start)
+    start, meshes = pretrained.described(config.start.model), Meshes.of(config)
+    models = shapes.of_run(config, meshes=meshes, start=start)
+    shapes.check(config, models, meshes=meshes)
 
 
 def has(monkeypatch, size):

@@ -529,6 +529,15 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
     text = capsys.readouterr().out
     assert "Compiled for 8 x v5e by this machine's" in text
     assert f"Fits: {result['peak']['total'] / GIB:.2f} GiB a chip" in text
+    asked = []
+    monkeypatch.setattr(plan, "plan", lambda *a, **k: asked.append(a) or result)
+    plan.run(*planned.parsed("ppo", *words), command="again")  # a plan of its own
+    for mine in ("", "{}", '{"command": 3}', "[1]"):
+        file.write_text(mine)
+        with pytest.raises(InputError, match="an earlier plan, got another file, whi"):
+            plan.run(*planned.parsed("ppo", *words), command="this one")
+        assert file.read_text() == mine
+    assert len(asked) == 1
 
 
 def check(result):

@@ -109,7 +109,7 @@ def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, 
     [
         (["RUN"], "expected --html FILE, to write the page, or --watch"),
         (["RUN", "--html", "no/such/folder/x.html"], "a folder that exists"),
-        (["RUN", "--html", "."], "expected a file, got a folder"),
+        (["RUN", "--html", "."], "report, got a folder"),
         (["RUN", "--html", f"{'x' * 300}.html"], "File name too long"),
         (["x" * 300, "--html", "x.html"], "File name too long"),
         (["RUN", "--html", "pipe"], "got no regular file"),

@@ -154,7 +154,7 @@ def test_an_integer_beyond_float64_is_no_number_of_an_option():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", "is not JSON"),
+        ("{", "Expecting property name"),
         ("[1]", "expected the config.json of a run"),
         ('{"config": 3, "versions": {}}', "expected the config.json of a run"),
     ],

@@ -237,7 +237,7 @@ def test_a_line_that_is_not_a_row_is_named(tmp_path, line):
     before = path.read_bytes()
     with (
         metrics.Recorder(tmp_path) as record,
-        pytest.raises(InputError, match=r"metrics\.jsonl, line 2: expected an object"),
+        pytest.raises(InputError, match=r"metrics\.jsonl:2: expected an object"),
     ):
         record.begin("ppo", step=1)
     assert path.read_bytes() == before

@@ -257,3 +257,33 @@ def test_a_resume_that_could_not_write_is_told_before_the_run(
 
 if __name__ == "__main__":
     command_line.main(train, Config, description="A tiny run.", argv=sys.argv[1:])
+
+
+def test_a_place_for_a_file(tmp_path):
+    def check(name):
+        write_errors.check_place(
+            tmp_path / name,
+            option="--html",
+            called="page",
+            is_own=lambda path: path.read_text() == "own",
+        )
+
+    (tmp_path / "own").write_text("own")
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    check("new")
+    check("own")
+    for name, got in {
+        "mine": "got another file, which would be lost; choose another name or remove",
+        "": "got a folder; name a file in it",
+        "loop": "got no regular file; choose another",
+        "pipe": "got no regular file; choose another",
+        "none/new": "expected a file in a folder that exists, got no .*/none; make it",
+        "mine/new": "expected a file in a folder that exists, got no .*/mine; make it",
+        "x" * 300: "got File name too long; choose another",
+        "a\0b": "got embedded null byte; choose another",
+    }.items():
+        with pytest.raises(InputError, match=rf"^--html .*{got}") as refusal:
+            check(name)
+        assert "\0" not in str(refusal.value)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import grouping
-from rlhf_jax.runs import folder, metrics, receipt
+from rlhf_jax.runs import folder, metrics, parsing, receipt
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.runs.snapshots import resume
 from rlhf_jax.sweeps.planned import Planned
@@ -85,16 +85,19 @@ def read(run: Planned) -> Record:
     Raises:
       InputError: summary.json, metrics.jsonl or timings.jsonl is not what runs write.
     """
-    config, data = (_read(run.folder / name) for name in (folder.CONFIG, receipt.NAME))
+    config = _read(run.folder / folder.CONFIG, {"config?": {}, "versions?": {}})
+    data = _read(run.folder / receipt.NAME, receipt.SHAPE)
     timed = metrics.read(run.folder / "timings.jsonl")
     fingerprint = folder.read_summary(run.folder).get("reference_fingerprint")
     return Record(
         run=run,
         options=resume.flat(config.get("config") or {}),
-        versions=config.get("versions") or {},
+        versions={
+            name: str(value) for name, value in config.get("versions", {}).items()
+        },
         sources=data.get("sources") or [],
         digests={
-            f"{stage} {name.removesuffix('_digest')}": value
+            f"{stage} {name.removesuffix('_digest')}": str(value)
             for stage, (_, meta) in resume.newest_metas(run.folder).items()
             for name, value in meta.items()
             if name.endswith("_digest")
@@ -106,12 +109,10 @@ def read(run: Planned) -> Record:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, shape: parsing.Shape) -> dict[str, Any]:
     """An object of JSON; empty where there is none, as of a program of one's own."""
-    with contextlib.suppress(OSError, ValueError):
-        match json.loads(path.read_text(encoding="utf-8")):
-            case dict() as fields:
-                return fields
+    with contextlib.suppress(InputError):
+        return parsing.read_object(path, expected="", advice="", shape=shape)
     return {}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -90,6 +90,8 @@ def read(
 @dataclasses.dataclass(frozen=True)
 class TextReward:
     """A Python function of decoded texts and data rows, run on the host."""
+
+    TAKES: ClassVar = ("prompts", "responses", "rows")  # arguments of the function
 
     # (prompts, responses, rows) -> one number per response; the three lists have one
     # entry per response, rows hold every field of the user's data, and all are copies.

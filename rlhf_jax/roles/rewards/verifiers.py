@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Decimal = decimal.Decimal
 Row = Mapping[str, Any]  # one row of the user's data
+TAKES = ("prompt", "response", "row")  # arguments of a verifier
 Verifier = Callable[[str, str, Row], float]
 
 MARKER = "####"  # what GSM8K puts before its answers

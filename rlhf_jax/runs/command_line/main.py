@@ -91,6 +91,7 @@ def main(
     try:
         with (
             write_errors.quiet_threads(),
+            _ended_by_sigterm(),
             _silent_unless_first(),
             progress.hidden(not (config.progress and processes.is_first())),
             contextlib.ExitStack() as folder,
@@ -109,8 +110,9 @@ def main(
         _leave(1, f"stopped: {error}")
     except Interrupted as stop:
         _exit(128 + stop.signum, f"stopped and saved; {go_on(config)}")
-    except KeyboardInterrupt:
-        _leave(128 + signal.SIGINT, f"stopped without saving; {go_on(config)}")
+    except KeyboardInterrupt as stop:
+        ended = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+        _leave(128 + ended, f"stopped without saving; {go_on(config)}")
     except SystemExit as stop:
         # The status is never 0, of which the system keeps the last byte.
         status = stop.code if isinstance(stop.code, int) and stop.code % 256 else 1
@@ -167,6 +169,22 @@ def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
             "them, got none; give it, or leave them out"
         )
     return cache, options
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM where no stage of a run would save: it ends as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

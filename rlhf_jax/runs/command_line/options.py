@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import inspect
 import os
 import sys
 import typing
@@ -185,14 +186,23 @@ def _with_defaults(
     )
 
 
-def load_function(spec: str, *, kind: str = "function") -> Callable[..., Any]:
+def load_function(
+    spec: str,
+    *,
+    kind: str = "function",
+    called: str = "",
+    takes: Sequence[str] | None = None,
+) -> Callable[..., Any]:
     """The function of "module:function", installed or in the working directory.
 
-    Messages call it by its `kind`, as "class".
+    Args:
+      kind: what messages call it, as "class".
+      called: its option, as "--reward".
+      takes: names of the arguments that it is called with; None are not checked.
 
     Raises:
-      InputError: `spec` is of another form, the module cannot be imported, or has no
-        such function.
+      InputError: `spec` is of another form, the module cannot be imported, has no such
+        function, or one that takes other arguments.
       StopError: the module calls `sys.exit` when it is imported.
     """
     module_name, _, name = spec.partition(":")
@@ -220,4 +230,25 @@ def load_function(spec: str, *, kind: str = "function") -> Callable[..., Any]:
             f"{spec}: expected a {kind} {name} in {module.__file__}, got {got}; "
             f"define it there, or name another"
         )
+    if takes is not None:
+        expect_arguments(function, takes=takes, where=f"{called} {spec}")
     return function
+
+
+def expect_arguments(function: Any, *, takes: Sequence[str], where: str) -> None:
+    """Refuses a function that a call with these arguments would fail to reach.
+
+    Raises:
+      InputError: it takes fewer or more; names both.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C code, which has none
+        return
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        raise InputError(
+            f"{where}: expected a function of ({', '.join(takes)}), got "
+            f"{signature!s:.80} ({error}); give it these arguments"
+        ) from None

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from rlhf_jax.devices import processes, program_cache
-from rlhf_jax.runs import write_errors
+from rlhf_jax.runs import parsing, write_errors
 from rlhf_jax.runs.folder import write_text
 from rlhf_jax.runs.profile.window import Window
 
@@ -186,7 +186,8 @@ def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
     path = run_folder / FOLDER / WINDOW
     if window is None or not path.exists():
         return None
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    expected, advice = "the steps of a profile", "remove the folder of the profile"
+    fields = parsing.read_object(path, expected=expected, advice=advice)
     fields["texts"] = [[Text(*numbers) for numbers in step] for step in fields["texts"]]
     profiled = Profiled(**fields)
     within = window.first <= profiled.first and profiled.end <= window.end

@@ -27,6 +27,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.reference import fingerprint
+from rlhf_jax.runs import parsing
 
 Array = jax.Array
 DIGESTS = "digests"  # their key in a snapshot's meta
@@ -98,7 +99,7 @@ def faults_of_files(folder: Path, *, alone: bool = False) -> list[str]:
     except OSError as error:
         return [str(error)]
     try:
-        expected = json.loads(text)
+        expected = parsing.of_json(text, parsing.Source(LIST, "a list of files"))
         # No byte of it is free: of a file that is 1 byte longer, too.
         if json.dumps(expected).encode() != text:
             return [f"{LIST}: it is not as it was written"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
 
 Fields = Mapping[str, Any]
 
@@ -78,10 +79,10 @@ def metas(stage: Path) -> Iterator[tuple[int, Fields]]:
     """(step, meta) of each snapshot of a stage that can be read, the newest first."""
     for step in sorted(_steps(stage), reverse=True):
         meta = stage / str(step) / "meta" / "metadata"
-        with contextlib.suppress(OSError, ValueError):
-            match json.loads(meta.read_bytes()):
-                case {"config": dict()} as meta:
-                    yield step, meta
+        with contextlib.suppress(InputError):
+            match parsing.read_object(meta, expected="", advice="", foreign=True):
+                case {"config": dict()} as fields:
+                    yield step, fields
 
 
 def differing(recorded: Fields, current: Fields, *, but: frozenset[str]) -> list[str]:

@@ -272,14 +272,15 @@ def make_environment(name: str, *, unsafe: bool = False) -> Environment:
     cause = None
     try:
         environment = make()
-        if isinstance(environment, Environment):
-            isolating = isinstance(environment, Isolating)
-            return environment.isolated(unsafe=unsafe) if isolating else environment
         result = f"{environment!r:.80}"
-    except InputError:
-        raise  # of what is not isolated
     except Exception as error:  # whatever the user's own code raises
-        cause, result = error, f"{type(error).__name__}: {error}"
+        cause, environment, result = error, None, f"{type(error).__name__}: {error}"
+    if isinstance(environment, Environment):
+        where, expect = f"--environment {name}", command_line.expect_arguments
+        expect(environment.reset, takes=["row"], where=f"{where}, reset")
+        expect(environment.step, takes=["state", "response"], where=f"{where}, step")
+        isolating = isinstance(environment, Isolating)
+        return environment.isolated(unsafe=unsafe) if isolating else environment
     raise InputError(
         f"--environment {name}: expected a class or a function without arguments that "
         f"makes an object with the methods reset and step, got {result}; see "

@@ -17,12 +17,14 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, json_lines
 from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.devices import program_cache, sharding
+from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
+from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.runs.proof import run_files
@@ -251,16 +253,20 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
     """The verifier and the judge, before a model is loaded; the reward is tried too.
 
     Raises:
-      InputError: there is no such function.
+      InputError: there is no such function, or it takes other arguments.
     """
     if options.reward is not None:
-        command_line.load_function(options.reward)
+        command_line.load_function(
+            options.reward, called="--reward", takes=TextReward.TAKES
+        )
     verifier, unsafe = None, options.workers.unsafe_verifier
     if options.verifier is not None:
         verifier = make_verifier(options.verifier, unsafe=unsafe)
     judge = None
     if options.judge is not None:
-        judge = command_line.load_function(options.judge)
+        judge = command_line.load_function(
+            options.judge, called="--judge", takes=comparison.TAKES
+        )
     return verifier, judge
 
 

@@ -22,9 +22,11 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from rlhf_jax.devices import precision
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, layout
 from rlhf_jax.planning import (
     gpu_targets,
@@ -36,7 +38,7 @@ from rlhf_jax.planning import (
 )
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.measured import Target, Waiting
-from rlhf_jax.runs import report
+from rlhf_jax.runs import parsing, report, write_errors
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.plan import job, sampler_meshes
 from rlhf_jax.train.plan.advice import advice, largest
@@ -193,12 +195,28 @@ def speed(
 
 
 def run(config: Config, options: Options, *, command: str) -> None:
-    """Prints `plan` as tables, and writes it where `--json` says."""
+    """Prints `plan` as tables, and writes it where `--json` says.
+
+    Raises:
+      InputError: as `plan`, or another file is there.
+    """
+    if options.json is not None:
+        write_errors.check_place(
+            options.json, option="--json", called="plan", is_own=_is_plan
+        )
     result = plan(config, options, command=command, waiting=report.waiting)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     tables.show(result)
+
+
+def _is_plan(path: Path) -> bool:
+    shape = {"command": str, "fits": bool, "alive": [{}], "programs": [{}]}
+    try:
+        parsing.read_object(path, expected="a plan", advice="", shape=shape)
+    except InputError:
+        return False
+    return True
 
 
 def _largest_batch(

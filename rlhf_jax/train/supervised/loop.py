@@ -1,6 +1,6 @@
 """The loop of SFT, reward model and DPO, from its config to the summary.
 
-read      the data, before a model is loaded
+read      the data, before a weight is read
 build     what is trained, the base under adapters, the reference
 rehearse  one update as shapes, before there is a run folder
 learn     one program: gradients, the optimizer
@@ -54,8 +54,11 @@ def main(task: Task[Any]) -> None:
     rows = task.read(receipts)
     if config.check_memory:
         check_memory(task, mesh=mesh)
-    start = task.load(mesh)
+    # What a user may have got wrong is refused before a weight is read.
+    start, texts = task.described, {}
     data = task.encode(rows, start=start, mesh=mesh, receipts=receipts)
+    if isinstance(config.watch, WatchTexts):
+        texts = read_texts(config.watch, start, receipts=receipts)
     processes.agree(
         f"the {task.called}", digests.of_tokens([*data.trained_on, *data.held_out])
     )
@@ -63,6 +66,7 @@ def main(task: Task[Any]) -> None:
     if num_steps is None:
         num_steps = data.batches.steps_per_epoch
     optimizer = config.optimizer.make(num_steps)
+    start = task.load(mesh)
     initial, models = build(task, start, mesh=mesh, optimizer=optimizer)
     if not task.samples:
         start = start._replace(params=None)  # the first update takes them
@@ -72,9 +76,6 @@ def main(task: Task[Any]) -> None:
     # What does not fit is refused here, before there is a run folder.
     ahead = task.rehearse(session)
     jax.eval_shape(update, initial, batch=first, base=models.base, **ahead)
-    texts = {}
-    if isinstance(config.watch, WatchTexts):
-        texts = read_texts(config.watch, start, receipts=receipts)
     watcher = Watcher(task, session, texts=texts)
     limits = config.watch.alarms
     with run.Run(

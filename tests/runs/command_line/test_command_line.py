@@ -330,6 +330,42 @@ def test_a_function_by_name(tmp_path, monkeypatch):
             command_line.load_function(spec)
 
 
+class Callable:
+    def __call__(self, row): ...
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda row: row,
+        lambda row, more=3, *, by=4: row,
+        lambda *rows: rows,
+        Callable(),
+        Callable().__call__,
+        len,
+        dict,  # of C code, which says nothing of its arguments
+    ],
+)
+def test_a_function_of_these_arguments(function):
+    command_line.expect_arguments(function, takes=["row"], where="--reward m:f")
+
+
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (lambda: 0, r"\(\) \(too many positional arguments\)"),
+        (lambda row, more: 0, r"\(row, more\) \(missing a required argument: 'more'\)"),
+        (lambda row, *, by: 0, r"\(row, \*, by\) \(missing a required.* 'by'\)"),
+        (lambda *, row: 0, r"\(\*, row\) \(too many positional arguments\)"),
+        (Callable.__call__, r"\(self, row\) \(missing a required argument: 'row'\)"),
+    ],
+)
+def test_a_function_of_other_arguments(function, got):
+    message = rf"--reward m:f: expected a function of \(row\), got {got}; give it"
+    with pytest.raises(InputError, match=message):
+        command_line.expect_arguments(function, takes=["row"], where="--reward m:f")
+
+
 @pytest.mark.parametrize("out", ["a" * 300, "a\0b"])
 def test_an_out_that_no_system_takes_is_one_short_line(
     tmp_path, capsys, monkeypatch, out

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
 from rlhf_jax.runs.folder import write_text
+
+ROW: parsing.Shape = {  # of any of the files
+    "stage": str,
+    "step": int,
+    "alarms?": [str],
+    "phases?": {},
+    "waits?": {"trainer": object},
+}
 
 
 def strict(value: Any) -> Any:
@@ -35,15 +42,16 @@ def lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        match json.loads(line):
-            case {"stage": str(), "step": int()} as row:
-                return row
-    raise InputError(
-        f"{path}, line {number}: expected an object with 'stage' and 'step', got "
-        f"{line[:60]!r}; put the file back as it was, or remove the line and resume "
-        f"with --accept-lost-rows"
+    source = parsing.Source(
+        f"{path}:{number}",
+        "an object with 'stage' and 'step'",
+        "put the file back as it was, or remove the line and resume with "
+        "--accept-lost-rows",
     )
+    row = parsing.of_json(line, source, foreign=True)
+    if (why := parsing.misfit(row, ROW)) is not None:
+        raise source.refusal(why)
+    return row
 
 
 def ranges(steps: Sequence[int]) -> str:

@@ -1,0 +1,328 @@
+"""What users and other programs wrote, as values: JSON, TOML, YAML and expressions.
+
+Every reader of the package comes here, so that one set of limits holds for all of them
+and each refusal names its place. A text of any form raises InputError or is read.
+
+| limit | of |
+|---|---|
+| MAX_SIZE | bytes of a document, characters of a line of JSON Lines |
+| MAX_DEPTH | objects and lists within each other; operations of an expression |
+| MAX_DIGITS | of an integer, so that float64 holds every one |
+| MAX_EXPRESSION | characters of an expression |
+
+Refused everywhere are bytes that are not UTF-8 and a key that stands twice in an
+object. Refused as well, unless a file is `foreign`, are numbers that are not finite and
+half a surrogate pair. Foreign are rows of data and of metrics, and the config of a
+checkpoint: what other programs write there has such values in fields that nobody here
+reads, and who reads a field checks its value. A byte order mark is no part of a text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import tomllib
+import warnings
+from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from rlhf_jax.functional.checks import InputError
+
+Shape = Any  # see `misfit`
+MAX_SIZE = 2**26
+MAX_DEPTH = 100
+MAX_DIGITS = 300
+MAX_EXPRESSION = 2000
+_MOST_VALUES = 10**6  # that aliases of YAML, or Python code, may expand to
+_SHOWN = 40  # characters of what was got
+_DEEPER = "nested deeper than {} objects or lists"
+
+
+class Source(NamedTuple):
+    """Where a text stands, and what a refusal of it says."""
+
+    where: str  # a file, a file and its line, or an option
+    expected: str
+    advice: str = ""
+
+    def refusal(self, got: str) -> InputError:
+        """The error for what is there instead."""
+        advice = f"; {self.advice}" if self.advice else ""
+        return InputError(f"{self.where}: expected {self.expected}, got {got}{advice}")
+
+
+def read_object(
+    path: Path,
+    *,
+    expected: str,
+    advice: str,
+    shape: Shape = dict,
+    foreign: bool = False,
+) -> dict[str, Any]:
+    """The fields of a file of TOML or YAML by its name, or else of JSON.
+
+    Args:
+      shape: of the fields, as `misfit` takes it.
+
+    Raises:
+      InputError: it cannot be read, is of another form, or holds no such object.
+    """
+    source = Source(f"{path!s:.200}".replace("\0", "\\0"), expected, advice)
+    text = read_text(path, expected=expected, advice=advice)
+    load = _LOADERS.get(path.suffix, _json)
+    fields = _value(text, source, load=load, depth=MAX_DEPTH, foreign=foreign)
+    if (why := misfit(fields, shape)) is not None:
+        raise source.refusal(why)
+    return fields
+
+
+def read_text(path: Path, *, expected: str, advice: str) -> str:
+    """The text of a file.
+
+    Raises:
+      InputError: it cannot be read, is too large, or is not UTF-8.
+    """
+    source = Source(f"{path!s:.200}".replace("\0", "\\0"), expected, advice)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_SIZE + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        why = error.strerror if isinstance(error, OSError) else error
+        raise source.refusal(f"one that cannot be read: {why}") from None
+    if len(data) > MAX_SIZE:
+        raise source.refusal(f"more than {MAX_SIZE} bytes")
+    return decoded(data, source)
+
+
+def decoded(data: bytes, source: Source) -> str:
+    """UTF-8 as text, in which a line feed ends each line; else InputError."""
+    try:
+        # Without the byte order mark that some editors begin a file with.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise source.refusal(f"{byte}, which is not UTF-8") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def of_json(
+    text: str | bytes,
+    source: Source,
+    *,
+    depth: int = MAX_DEPTH,
+    size: int | None = MAX_SIZE,
+    foreign: bool = False,
+) -> Any:
+    """The value of a text of JSON, as of a line of JSON Lines; else InputError.
+
+    Args:
+      size: most characters; None is any number.
+    """
+    if isinstance(text, bytes):
+        text = decoded(text, source)
+    if size is not None and len(text) > size:
+        raise source.refusal(f"more than {size} characters")
+    return _value(text, source, load=_json, depth=depth, foreign=foreign)
+
+
+def expression(text: str, source: Source) -> ast.expr:
+    """A Python expression, of which nothing is evaluated; else InputError."""
+    if len(text) > MAX_EXPRESSION:
+        raise source.refusal(f"{len(text)} characters, more than {MAX_EXPRESSION}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler, as of "1is 2"
+            tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise source.refusal(str(error.msg).partition(";")[0]) from None
+    # The compiler has a limit of its own; ValueError is a NUL.
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise source.refusal(
+            str(error) or "more operations than Python reads"
+        ) from None
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_DEPTH):
+        for node in level:
+            if isinstance(node, ast.Constant) and (why := _of_leaf(node.value)):
+                raise source.refusal(f"one {why}")
+        level = [inner for node in level for inner in ast.iter_child_nodes(node)]
+        if not level:
+            return tree
+    raise source.refusal(f"operations nested deeper than {MAX_DEPTH}")
+
+
+def fault(
+    value: Any,
+    *,
+    depth: int = MAX_DEPTH,
+    most: int = _MOST_VALUES,
+    foreign: bool = False,
+) -> str | None:
+    """What no value may have that is read from a text, or from a user's Python file.
+
+    Args:
+      most: values that it may consist of.
+
+    Returns:
+      What is wrong, as "with ..."; None of a value in order. Walked without recursion.
+    """
+    level, count = [value], 1
+    for _ in range(depth + 1):
+        if not foreign:
+            for leaf in level:
+                if (why := _of_leaf(leaf)) is not None:
+                    return why
+        inner = [of for of in level if isinstance(of, dict | list | tuple)]
+        if not inner:
+            return None
+        count += sum(map(len, inner))
+        if count > most:
+            return f"with aliases that expand to more than {most} values"
+        keys = (key for of in inner if isinstance(of, dict) for key in of)
+        if (why := _of_keys(keys, foreign=foreign)) is not None:
+            return why
+        level = [
+            leaf
+            for of in inner
+            for leaf in (of.values() if isinstance(of, dict) else of)
+        ]
+    return _DEEPER.format(depth)
+
+
+def misfit(value: Any, shape: Shape, *, at: str = "") -> str | None:
+    """What of a value is not of a shape, as "alarms[0].name = int 3"; else None.
+
+    Args:
+      shape: the type of a value; [shape] of the entries of a list; or {name: shape} of
+        fields of an object, which may have others, and need not have "name?".
+    """
+    kind: Any = {dict: dict, list: list}.get(type(shape), shape)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        named = f"{at} = " if at else ""
+        return f"{named}{type(value).__name__} {value!r:.{_SHOWN}}"
+    if isinstance(shape, list):
+        inner = [(f"{at}[{n}]", of, shape[0]) for n, of in enumerate(value)]
+    elif isinstance(shape, dict):
+        inner = []
+        for name, of in shape.items():
+            key, dot = name.removesuffix("?"), "." if at else ""
+            if key in value:
+                inner.append((f"{at}{dot}{key}", value[key], of))
+            elif key == name:
+                return f"one without {at}{dot}{key}"
+    else:
+        return None
+    whys = (misfit(of, shape, at=at) for at, of, shape in inner)
+    return next((why for why in whys if why is not None), None)
+
+
+def _of_leaf(value: Any) -> str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"with {value}, which is no finite number"
+    if isinstance(value, int) and not -(10**MAX_DIGITS) < value < 10**MAX_DIGITS:
+        return f"with a number of more than {MAX_DIGITS} digits"
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return f"with {value[error.start]!r}, half a surrogate pair"
+    return None
+
+
+def _of_keys(keys: Iterable[Any], *, foreign: bool) -> str | None:
+    for key in keys:
+        if not isinstance(key, str):
+            return f"with the key {key!r:.{_SHOWN}}, which is no text"
+        if not foreign and (why := _of_leaf(key)) is not None:
+            return f"with a key {why}"
+    return None
+
+
+class _TwiceError(ValueError):
+    """A key stands twice in an object."""
+
+
+def _value(
+    text: str,
+    source: Source,
+    *,
+    load: Callable[[str], Any],
+    depth: int,
+    foreign: bool,
+) -> Any:
+    shown = f"{text[:_SHOWN]!r}"
+    try:
+        value = load(text)
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, " if "\n" in text else ""
+        raise source.refusal(
+            f"{shown} ({error.msg}, {at}column {error.colno})"
+        ) from None
+    except RecursionError:
+        why: str | None = _DEEPER.format(depth)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise source.refusal(f"{shown} ({error.problem}{at})") from None
+    # PyYAML fails in many ways at a wrong value of a tag, as of `!!int x`.
+    except Exception as error:
+        # As of an integer of more digits than Python reads, whose advice is for code.
+        why = " ".join(str(error).partition(";")[0].split()) or type(error).__name__
+        raise source.refusal(f"{shown} ({why})") from None
+    else:
+        # Of JSON and TOML a value has a character at least.
+        most = max(len(text), _MOST_VALUES)
+        why = fault(value, depth=depth, most=most, foreign=foreign)
+        if why is None:
+            return value
+    raise source.refusal(f"{shown}, {why}")
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise _TwiceError(
+            f"the key {_twice(key for key, _ in pairs)!r:.{_SHOWN}} twice"
+        )
+    return fields
+
+
+def _twice(keys: Iterable[Hashable]) -> Hashable:
+    seen = set[Hashable]()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
+    return None
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, which would take the last of two equal keys."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """A mapping, before `<<` merges others into it."""
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(keys)) < len(keys):
+            problem = f"the key {_twice(keys)!r:.{_SHOWN}} twice"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+_LOADERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".yaml": _yaml,
+    ".yml": _yaml,
+}
