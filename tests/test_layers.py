@@ -290,6 +290,7 @@ WIRES = {  # what our own processes say to each other, and what Python has parse
     "evaluation.harness.model": "options that were written a line before",
     "runs.command_line.help_screen": "the source of a config's class",
     "sweeps.worker": "a request of `launchers`",
+    "verification.audit.audit": "the programs that this package brings",
     "verification.code.judge": "a task of `trial`, and tests, which it runs",
     "verification.code.trial": "what `judge` reports",
     "verification.code.values": "a wire with a format and limits of its own",

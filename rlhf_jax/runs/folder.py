@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import platform
 import subprocess
@@ -168,7 +167,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
         shape=SUMMARY,
     )
     return {name: value for name, value in summary.items() if name != sums.PROOF}
-    )
 
 
 def versions() -> dict[str, str]:

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rlhf_jax.runs import parsing
+
 Sum = list[Any]
 PROOF = "proof"  # the key of a sealed document
 LARGE = 2**24  # bytes of files that are worth threads
@@ -115,8 +117,8 @@ def opened(path: Path) -> dict[str, Any] | None:
     content = path.read_bytes()
     try:
         text = content.decode()
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parsing.of_json(text, parsing.Source(path.name, "JSON"))
+    except ValueError as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(value, dict) or PROOF not in value:
         return None
