@@ -50,7 +50,6 @@ def resident() -> int:
 def pytest_collection_modifyitems(config, items):
     into_tiers(items)
     result = yield  # `-m` leaves out the other tiers
-    gc.freeze()  # modules and tests are no garbage, and need not be looked through
     if config.option.share is not None:
         only_a_share(config, items)
     return result
