@@ -188,6 +188,40 @@ def test_an_expression_warns_of_nothing(recwarn):
     assert not recwarn
 
 
+SHAPE = {
+    "name": str,
+    "count?": int,
+    "share?": float | int | None,
+    "alarms?": [{"step": int, "at?": [[str]]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        ([], "list []"),
+        (None, "NoneType None"),
+        ({}, "one without name"),
+        ({"name": 3}, "name = int 3"),
+        ({"name": "a", "count": True}, "count = bool True"),
+        ({"name": "a", "share": "b"}, "share = str 'b'"),
+        ({"name": "a", "alarms": {}}, "alarms = dict {}"),
+        ({"name": "a", "alarms": [{"step": 1}, 3]}, "alarms[1] = int 3"),
+        ({"name": "a", "alarms": [{}]}, "one without alarms[0].step"),
+        (
+            {"name": "a", "alarms": [{"step": 1, "at": [["b"], [3]]}]},
+            "alarms[0].at[1][0] = int 3",
+        ),
+        ({"name": "a"}, None),
+        ({"name": "a", "more": [], "share": None, "count": 3}, None),
+        ({"name": "a", "alarms": [{"step": 1, "at": [[], ["b"]]}]}, None),
+    ],
+    ids=str,
+)
+def test_what_of_a_value_is_not_of_a_shape(value, got):
+    assert parsing.misfit(value, SHAPE) == got
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
