@@ -293,7 +293,7 @@ WIRES = {  # what our own processes say to each other, and what Python has parse
     "verification.audit.audit": "the programs that this package brings",
     "verification.code.judge": "a task of `trial`, and tests, which it runs",
     "verification.code.trial": "what `judge` reports",
-    "verification.code.values": "a wire with a format and limits of its own",
+    "verification.values.codec": "a wire with a format and limits of its own",
 }
 
 

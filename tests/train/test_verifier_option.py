@@ -10,7 +10,9 @@ import rlhf_jax.train.methods.grpo
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train.config.rewards import Verifier
+from rlhf_jax.train.environment.sampler import make_environment
 from rlhf_jax.train.rewards import make_verifier
+from rlhf_jax.verification.code import trial
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEEDED = ("--out=x", "--model=m", "--prompts=d", "--held-out=h")
@@ -59,6 +61,31 @@ def test_a_verifier_of_the_users(own_module):
     verifier = make_verifier(Verifier("own_verifiers:has_dog"))
     assert verifier("what?", "a dog", {"worth": 3}) == 3
     assert verifier("what?", "a cat", {"worth": 3}) == 0
+
+
+def test_generated_code_runs_where_something_sets_it_apart(own_module, monkeypatch):
+    """Or where --unsafe-verifier says so; of verifiers and of environments."""
+    (own_module / "own_code.py").write_text(
+        "from rlhf_jax.verification.code.verifier import PythonTests\n"
+        "verify = PythonTests(seconds=3)\n"
+    )
+    choice = Verifier("own_code:verify")
+    none = trial.Isolation("none", "no program bwrap")
+    monkeypatch.setattr(trial, "isolation", lambda: none)
+    options = parse("--verifier=own_code:verify").rewards
+    assert options.unsafe_verifier is False
+    with pytest.raises(InputError, match="none .no program bwrap.*--unsafe-verifier"):
+        make_verifier(choice, unsafe=options.unsafe_verifier)
+    with pytest.raises(InputError, match="none .no program bwrap.*--unsafe-verifier"):
+        make_environment("programming")
+    options = parse("--verifier=own_code:verify", "--unsafe-verifier").rewards
+    assert "unsafe_verifier" not in options.of_pool
+    made = make_verifier(choice, unsafe=options.unsafe_verifier)
+    assert (made.seconds, made.unsafe) == (3, True)
+    assert make_environment("programming", unsafe=True).tests.unsafe
+    monkeypatch.setattr(trial, "isolation", lambda: trial.Isolation("landlock", ""))
+    assert make_verifier(choice).unsafe is False
+    assert make_environment("programming").tests.unsafe is False
 
 
 @pytest.mark.parametrize(
@@ -110,6 +137,26 @@ def test_a_run_scores_with_it(files, tmp_path):
         assert row["score"] == expected
     [step] = metrics.read(out / "metrics.jsonl")
     assert step["reward/failed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_run_logs_what_the_verifier_of_code_counts(files, own_module, listed):
+    """Its responses are no blocks of code; whole, they are no Python."""
+    (own_module / "own_code.py").write_text(
+        "from rlhf_jax.verification.code.verifier import PythonTests\n"
+        "verify = PythonTests(seconds=3, extract='whole')\n"
+    )
+    rows = [{"question": "the cat", "tests": "assert f(1) == 1"}] * 2
+    toy_files.jsonl(own_module / "rows.jsonl", *rows)
+    chosen = ("--rewards", "code=verifier:own_code:verify", "short=length")
+    argv = chosen if listed else ("--verifier=own_code:verify",)
+    out = own_module / "run"
+    play(rlhf_jax.train.methods.grpo, out, *files, "--unsafe-verifier", *argv)
+    [step] = metrics.read(out / "metrics.jsonl")
+    stem = "reward/code/" if listed else "reward/"
+    for name in ("failed", "timed_out", "refused", "code_timed_out", "suspicious"):
+        assert step[f"{stem}{name}"] == 0
 
 
 @pytest.mark.slow
