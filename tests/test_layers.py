@@ -292,6 +292,7 @@ WIRES = {  # what our own processes say to each other, and what Python has parse
     "sweeps.worker": "a request of `launchers`",
     "verification.audit.audit": "the programs that this package brings",
     "verification.code.judge": "a task of `trial`, and tests, which it runs",
+    "verification.code.runner": "the limits that `verifier` starts it with",
     "verification.code.trial": "what `judge` reports",
     "verification.values.codec": "a wire with a format and limits of its own",
 }
