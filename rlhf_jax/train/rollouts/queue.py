@@ -224,7 +224,7 @@ class RolloutQueue:
         """The rollout of the next step, once it is drawn.
 
         Raises:
-          Whatever its draw raised.
+          Exception: whatever its draw raised.
         """
         self._last = self._pending.popleft()
         return self._last.result()

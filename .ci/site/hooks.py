@@ -1,0 +1,52 @@
+"""What is done to the pages that MkDocs writes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import minify_html
+from mkdocs.structure.pages import Page
+
+# Of a link nothing, and of other elements not what is between < and >.
+ARXIV = re.compile(r"<a .*?</a>|<[^>]*>|arXiv:([\d.]+\d|[a-z-]+/\d+)", re.DOTALL)
+# In signatures: names that lead nowhere, and marks of what has no colour of its own.
+TITLED = re.compile(r'<span title="[^"]*">([^<]*)</span>')
+PLAIN = re.compile(r'<span class="[np]">([^<]*|<a [^>]*>[^<]*</a>)</span>')
+# The description of a field that has none.
+NOTHING = re.compile(r'–\s*<div class="doc-md-description">\s*</div>')
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """Links the papers that a text names."""
+    return ARXIV.sub(
+        lambda match: (
+            f'<a href="https://arxiv.org/abs/{match[1]}">{match[0]}</a>'
+            if match[1]
+            else match[0]
+        ),
+        html,
+    )
+
+
+def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
+    """Gives a page that is alone in its section the width of the menu."""
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]
+    return markdown
+
+
+def on_post_page(output: str, **kwargs: Any) -> str:
+    """Takes out of a page what no browser needs: two thirds of the site."""
+    output = NOTHING.sub("", PLAIN.sub(r"\1", TITLED.sub(r"\1", output)))
+    return minify_html.minify(output, keep_html_and_head_opening_tags=True)
+
+
+def on_post_build(config: dict[str, Any], **kwargs: Any) -> None:
+    """Takes out what no page loads, and what is wrong without the site's address."""
+    site = Path(config["site_dir"])
+    shutil.rmtree(site / "assets" / "javascripts" / "lunr")  # of other languages
+    for file in (*site.rglob("*.map"), *site.glob("sitemap.*"), site / "404.html"):
+        file.unlink()

@@ -1,0 +1,133 @@
+"""Pages of the API: one for each public module, below its package."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlhf_jax"
+# A type without a docstring has no entry to lead to.
+REFERENCE = '<autoref identifier="{0}.{1}" optional><code>{1}</code></autoref>'
+Nav = list[dict[str, "str | Nav"]]
+
+
+def is_public(file: Path) -> bool:
+    """Whether a file is a module that a program may import."""
+    folders = [file.parent, *file.parent.parents]
+    inside = folders[: folders.index(PACKAGE) + 1] if PACKAGE in folders else []
+    return (
+        file.suffix == ".py"
+        and file.is_file()
+        and file.name != "__main__.py"
+        and bool(inside)
+        and all((folder / "__init__.py").is_file() for folder in inside)
+    )
+
+
+def modules() -> list[Path]:
+    """The files of all public modules; a package is its __init__.py."""
+    return [file for file in sorted(PACKAGE.rglob("*.py")) if is_public(file)]
+
+
+def name_of(file: Path) -> str:
+    """rlhf_jax.functional.losses, of its file."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def page_of(file: Path) -> Path:
+    """Where the page of a module is, in the site."""
+    within = file.relative_to(PACKAGE)
+    name = "index" if file.name == "__init__.py" else file.stem
+    return Path("reference") / within.with_name(f"{name}.md")
+
+
+def summary_of(file: Path) -> str:
+    """The first line of a program's docstring."""
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    return (docstring or "").partition("\n")[0]
+
+
+def docstrings(file: Path) -> Iterator[tuple[str, str]]:
+    """Full names and docstrings of a module and of what it defines."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    yield from _docstrings(tree, name_of(file))
+
+
+def _docstrings(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef, name: str
+) -> Iterator[tuple[str, str]]:
+    text = ast.get_docstring(node)
+    if text:
+        yield name, text
+    for one, following in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
+        match one, following:
+            case ast.ClassDef() | ast.FunctionDef(), _:
+                # What is private has no entry: the module or class stands for it.
+                below = "" if one.name.startswith("_") else f".{one.name}"
+                yield from _docstrings(one, name + below)
+            case (
+                ast.Assign(targets=[ast.Name(id=attribute)])
+                | ast.AnnAssign(target=ast.Name(id=attribute)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                yield f"{name}.{attribute}", text
+
+
+def exports(file: Path) -> list[str]:
+    """What a module has of others: of its __all__ what it imports."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return [name for name in ast.literal_eval(value) if name in names]
+    return []
+
+
+def parts_of(file: Path) -> list[Path]:
+    """The packages, then the modules, directly below a package."""
+    folder = file.parent
+    packages = [one for one in sorted(folder.glob("*/__init__.py")) if is_public(one)]
+    return packages + [
+        one
+        for one in sorted(folder.glob("*.py"))
+        if is_public(one) and one.name != "__init__.py"
+    ]
+
+
+def text_of(file: Path) -> str:
+    """The page of a module; a package lists what is below it."""
+    name = name_of(file)
+    known = [one.removeprefix(f"{name}.").split(".")[0] for one, _ in docstrings(file)]
+    members = json.dumps([*dict.fromkeys(known[1:])])  # "on" is true in YAML
+    lines = ["---", f"title: {name}", "---", "", f"::: {name}", "    options:"]
+    lines += [f"      members: {members}"]
+    if exported := exports(file):
+        links = ", ".join(REFERENCE.format(name, one) for one in exported)
+        lines += ["", "## From other modules", "", links]
+    if file.name == "__init__.py":
+        page = page_of(file)
+        lines += ["", "## Modules", ""]
+        for part in parts_of(file):
+            link = page_of(part).relative_to(page.parent)
+            lines.append(f"- [{name_of(part)}]({link}): {summary_of(part)}")
+    return "\n".join(lines) + "\n"
+
+
+def navigation(file: Path = PACKAGE / "__init__.py") -> Nav:
+    """The tree of pages below a package, which comes first itself."""
+    entries: Nav = [{file.parent.name: str(page_of(file))}]
+    for part in parts_of(file):
+        below = part.name == "__init__.py"
+        name = part.parent.name if below else part.stem
+        entries.append({name: navigation(part) if below else str(page_of(part))})
+    return entries
