@@ -183,7 +183,7 @@ def fault(
         if count > most:
             return f"with aliases that expand to more than {most} values"
         keys = (key for of in inner if isinstance(of, dict) for key in of)
-        if (why := _of_keys(keys, foreign=foreign)) is not None:
+        if not foreign and (why := _of_keys(keys)) is not None:  # foreign is JSON
             return why
         level = [
             leaf
@@ -233,11 +233,11 @@ def _of_leaf(value: Any) -> str | None:
     return None
 
 
-def _of_keys(keys: Iterable[Any], *, foreign: bool) -> str | None:
+def _of_keys(keys: Iterable[Any]) -> str | None:
     for key in keys:
         if not isinstance(key, str):
             return f"with the key {key!r:.{_SHOWN}}, which is no text"
-        if not foreign and (why := _of_leaf(key)) is not None:
+        if (why := _of_leaf(key)) is not None:
             return f"with a key {why}"
     return None
 
@@ -254,32 +254,29 @@ def _value(
     depth: int,
     foreign: bool,
 ) -> Any:
-    shown = f"{text[:_SHOWN]!r}"
     try:
         value = load(text)
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, " if "\n" in text else ""
-        raise source.refusal(
-            f"{shown} ({error.msg}, {at}column {error.colno})"
-        ) from None
-    except RecursionError:
-        why: str | None = _DEEPER.format(depth)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        at = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise source.refusal(f"{shown} ({error.problem}{at})") from None
-    # PyYAML fails in many ways at a wrong value of a tag, as of `!!int x`.
-    except Exception as error:
-        # As of an integer of more digits than Python reads, whose advice is for code.
-        why = " ".join(str(error).partition(";")[0].split()) or type(error).__name__
-        raise source.refusal(f"{shown} ({why})") from None
-    else:
         # Of JSON and TOML a value has a character at least.
         most = max(len(text), _MOST_VALUES)
         why = fault(value, depth=depth, most=most, foreign=foreign)
         if why is None:
             return value
-    raise source.refusal(f"{shown}, {why}")
+    except RecursionError:
+        why = _DEEPER.format(depth)
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, " if "\n" in text else ""
+        why = f"({error.msg}, {at}column {error.colno})"
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        why = f"({error.problem}{at})"
+    # PyYAML fails in many ways at a wrong value of a tag, as of `!!int x`. What Python
+    # says of too many digits ends with advice for code.
+    except Exception as error:
+        said = " ".join(str(error).partition(";")[0].split())
+        why = f"({said or type(error).__name__})"
+    comma = "" if why.startswith("(") else ","
+    raise source.refusal(f"{text[:_SHOWN]!r}{comma} {why}")
 
 
 def _json(text: str) -> Any:

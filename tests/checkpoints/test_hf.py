@@ -427,12 +427,12 @@ def test_damaged_folders(tmp_path):
         hf.load(folder)
     (folder / "config.json").write_text("[1, 2]")
     with pytest.raises(
-        InputError, match=r"expected an object in config.json, got .1, 2"
+        InputError, match=r"config.json: expected a JSON object, got list .1, 2"
     ):
         hf.load(folder)
     (folder / "config.json").write_text('{"model_type": ')
     with pytest.raises(
-        InputError, match=r"expected JSON in config\.json, got: Expecting"
+        InputError, match=r"config\.json: expected a JSON object, got .*Expecting"
     ):
         hf.load(folder)
     (folder / "config.json").unlink()

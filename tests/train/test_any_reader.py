@@ -54,9 +54,7 @@ NAMES = (
     *("trainer", "grid", "options", "measures", "claims", "seeds", "asked", "cells"),
 )
 any_text = st.text(st.characters(codec=None), max_size=12)
-pieces = st.lists(
-    st.sampled_from([*'{}[]":,=.-+*<>()#&!\n 19eax', *NAMES]), max_size=30
-)
+signs = st.sampled_from([*'{}[]":,=.-+*<>()#&!\n 19eax', *NAMES])
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | any_text
 values = st.recursive(
     leaves,
@@ -67,15 +65,11 @@ values = st.recursive(
     max_leaves=10,
 )
 objects = st.dictionaries(st.sampled_from(NAMES), values, max_size=5)
-texts = (
-    st.lists(signs, max_size=30).map("".join)
-    | any_text
-    | (values | objects).map(json.dumps)
-)
-contents = st.binary(max_size=40) | texts.map(
-    lambda text: text.encode(errors="replace")
-)
-TIERS = [8, pytest.param(400, marks=pytest.mark.slow)]
+json_texts = (values | objects).map(json.dumps)
+texts = st.lists(signs, max_size=30).map("".join) | any_text | json_texts
+encoded = texts.map(lambda text: text.encode(errors="replace"))
+contents = st.binary(max_size=40) | encoded
+TIERS = [8, pytest.param(200, marks=pytest.mark.slow)]
 
 
 def on_any(examples, what, use):

@@ -107,7 +107,11 @@ INSIDE = f"expected {INDEX} to name files of the checkpoint's folder, got"
 # Of every trainer: what is read first, and what is read last.
 EVERYWHERE = [
     ("config.json gone", gone("config.json"), "expected config.json, got a folder"),
-    ("config.json cut", cut("config.json", 0.5), "expected JSON in config.json|config"),
+    (
+        "config.json cut",
+        cut("config.json", 0.5),
+        "config.json: expected a JSON object|config",
+    ),
     ("weights gone", gone(WEIGHTS), "safetensors"),
     ("weights cut", cut(WEIGHTS, 0.5), "in model.safetensors, .*it is truncated"),
     ("NaN", filled(WTE, np.nan), FINITE.format(f"{WTE} .*:")),
@@ -197,7 +201,7 @@ OWN = [
     (
         "index cut",
         lambda folder: [index({})(folder), cut(INDEX, 0.5)(folder)],
-        f"expected JSON in {INDEX}",
+        f"{INDEX}: expected a JSON object",
     ),
     ("end text", edited("generation_config.json", eos_token_id="x"), "eos_token_id"),
     ("end 1.5", edited("generation_config.json", eos_token_id=1.5), "eos_token_id"),
