@@ -123,13 +123,12 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             before `step` are not those that the snapshot was saved with.
         """
         self.flush()
+        places = {name: jsonl.places(path) for name, path in self._paths.items()}
         steps_of_file = {
             name: [
-                row["step"]
-                for row in read(path)
-                if row["stage"] == stage and row["step"] < step
+                line.step for line in there if line.stage == stage and line.step < step
             ]
-            for name, path in self._paths.items()
+            for name, there in places.items()
         }
         if rows is not None:
             self._check_rows(stage, step, steps_of_file, rows, sums_of_rows or {})
@@ -137,7 +136,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         if stage not in self._begun:
             self._begun.append(stage)
         for name, path in self._paths.items():
-            jsonl.cut(path, step=step, begun=self._begun)
+            jsonl.cut(path, places[name], step=step, begun=self._begun)
             self._files[name].close()
             self._open(name)
             self._sums[name] = sums.of_rows(path, stage=stage)
@@ -145,7 +144,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         if self._check is not None:
             self._watch = alarms.Watch(self._check)
             self.alarms[stage] = self._watch.raised
-            for row in read(self._paths["metrics"]):
+            for _, row in jsonl.lines(self._paths["metrics"]):
                 if row["stage"] == stage:
                     self._watch.see(row["step"], row)
         for sink in self._sinks:

@@ -206,7 +206,9 @@ def test_damaged_and_unproven_runs_are_told(tmp_path):
     damaged, unproven = data["notes"]
     assert damaged.startswith("b IS DAMAGED")
     assert "metrics.jsonl: SHA-256" in damaged
-    assert unproven.startswith("Not proven are files of 1 of 3 runs, as of c: a version")
+    assert unproven.startswith(
+        "Not proven are files of 1 of 3 runs, as of c: a version"
+    )
     assert [record["damaged"] for record in data["runs"]] == [False, True, False]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_jax.runs import parsing
 from rlhf_jax.runs.folder import write_text
@@ -29,16 +29,35 @@ def strict(value: Any) -> Any:
     return value
 
 
-def lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Every complete line of a file, as bytes and as a row.
+class Line(NamedTuple):
+    """Where a line of a file belongs, and how long it is with its end."""
+
+    stage: str
+    step: int
+    size: int  # bytes
+
+
+def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every complete line of a file, as bytes and as a row, one at a time.
 
     A last line without its end was cut off, and is left out.
 
     Raises:
       InputError: a line is not a row with a stage and a step; names file and line.
     """
-    *complete, _ = path.read_bytes().split(b"\n")
-    return [(line, _parse(line, path, n)) for n, line in enumerate(complete, start=1)]
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield line, _parse(line[:-1], path, number)
+
+
+def places(path: Path) -> list[Line]:
+    """All lines of a file, without what they hold.
+
+    Raises:
+      InputError: as `lines`.
+    """
+    return [Line(row["stage"], row["step"], len(line)) for line, row in lines(path)]
 
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -67,22 +86,29 @@ def ranges(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown + more)}"
 
 
-def cut(path: Path, *, step: int, begun: Sequence[str]) -> None:
+def cut(path: Path, there: Sequence[Line], *, step: int, begun: Sequence[str]) -> None:
     """Drops the rows of the last stage in `begun` from `step` on; the others' stay.
 
     Its rows move behind those of the stages begun before it, of which one that went
     back has written its last rows again.
+
+    Args:
+      there: `places` of the file.
     """
     *earlier, stage = begun
-    rows = [
-        (line + b"\n", row["stage"])
-        for line, row in lines(path)
-        if row["stage"] != stage or row["step"] < step
+    keeps = [line.stage != stage or line.step < step for line in there]
+    kept = [line for line, keep in zip(there, keeps, strict=True) if keep]
+    order = [
+        line.stage for line in kept if line.stage == stage or line.stage in earlier
     ]
-    order = [of for _, of in rows if of == stage or of in earlier]
     moves = order != sorted(order, key=begun.index)
-    if moves:
-        rows.sort(key=lambda row: row[1] == stage)
-    text = b"".join(line for line, _ in rows)
-    if moves or len(text) < path.stat().st_size:
-        write_text(path, text.decode())
+    if moves or sum(line.size for line in kept) < path.stat().st_size:
+        with path.open("rb") as file:
+            # Without a last line that was cut off, which is in no place.
+            texts = [text for text, keep in zip(file, keeps, strict=False) if keep]
+        if moves:
+            rows = sorted(
+                zip(kept, texts, strict=True), key=lambda x: x[0].stage == stage
+            )
+            texts = [text for _, text in rows]
+        write_text(path, b"".join(texts).decode())
