@@ -27,7 +27,7 @@ REFUSED = {
     "own class compared by its own method": "a V of the code's is compared",
     "a class of the tests with methods": "a Shape of the test's went over without",
     "a package that is not there": "No module named 'pandas'",
-    "processes": "ermi",  # Permission denied, or Operation not permitted
+    "processes": "Error: [Errno ",  # the number is another for each way
     "an asynchronous context manager": "does not support the asynchronous context",
 }
 QUICK = (

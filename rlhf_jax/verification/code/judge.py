@@ -61,7 +61,7 @@ def reason(error: BaseException, link: Link, names: Names) -> str:
         return link.refused or f"refused: {link.lost[0]}"
     if error is link.raised:
         named = any(f"{name!r}" in f"{error}" for name in names.bound)
-        if isinstance(error, ModuleNotFoundError | PermissionError) or (
+        if isinstance(error, ModuleNotFoundError | OSError) or (
             isinstance(error, NameError) and named
         ):
             return f"refused: {describe(error)}"

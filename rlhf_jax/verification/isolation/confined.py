@@ -90,7 +90,7 @@ def _confine(settings: dict[str, Any]) -> None:
     os.chdir(settings["folder"])
     sys.meta_path.append(NumpyFinder(settings["numpy"]))
     limits(settings)
-    if settings["ruleset"] is None:
+    if not settings["filter"]:
         return
     import ctypes
 
@@ -108,8 +108,9 @@ def _confine(settings: dict[str, Any]) -> None:
         version = (ctypes.c_uint32 * 2)(CAPABILITIES, 0)
         call(libc.capset, version, (ctypes.c_uint32 * 6)())
     call(libc.prctl, PR_SET_NO_NEW_PRIVS, word(1), word(0), word(0), word(0))
-    call(libc.syscall, word(LANDLOCK_RESTRICT_SELF), settings["ruleset"], word(0))
-    os.close(settings["ruleset"])
+    if (ruleset := settings["ruleset"]) is not None:
+        call(libc.syscall, word(LANDLOCK_RESTRICT_SELF), ruleset, word(0))
+        os.close(ruleset)
     program = bytes.fromhex(settings["filter"])
     read = ctypes.byref(Filter(len(program) // 8, program))
     call(libc.prctl, PR_SET_SECCOMP, word(FILTER), read)

@@ -2,13 +2,13 @@
 
     bubblewrap   namespaces of its own by the program `bwrap`: it sees what Python
                  needs, read-only, and its folder; no network, no other processes
-    landlock     the same files by Landlock (`py-landlock`); by a seccomp filter
-                 (`pyseccomp`) no network, no new process, no signal to another
+    landlock     the same files by Landlock (`py-landlock`)
     none         limits of the system alone, which are no security boundary
 
-The first that works is taken, and `none` only where it is asked for. `sandlock` does
-what the second does in one package, but needs Linux 6.12 (Landlock's sixth version);
-these two need 5.13, and no thread beside the process.
+Either has a seccomp filter (`pyseccomp`): no network, no new process, no signal to
+another. The first that works is taken, and `none` only where it is asked for.
+`sandlock` does what the second does in one package, but needs Linux 6.12 (Landlock's
+sixth version); these two need 5.13, and no thread beside the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile
 WAYS = ("bubblewrap", "landlock", "none")
 PACKAGE = "/code/rlhf_jax"  # where our own files are, as bubblewrap shows them
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-INSIDE = "/work"  # the folder of the code, as bubblewrap shows it
+INSIDE = "/box"  # the folder of the code, as bubblewrap shows it
 # Files and folders that an interpreter reads.
 SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 SYSTEM += ("/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -63,7 +63,8 @@ REFUSED = f"{PROCESSES} {NETWORK} {SHARED} {FILES} {SYSTEMS}".split()
 def numpy_folder() -> str:
     """Of the package."""
     spec = importlib.util.find_spec("numpy")
-    return os.path.dirname(spec.origin) if spec and spec.origin else ""
+    origin = spec and spec.origin
+    return os.path.dirname(os.path.realpath(origin)) if origin else ""
 
 
 def python() -> str:
