@@ -226,7 +226,7 @@ def test_a_broken_line_in_the_middle_is_told_with_what_to_do(begun):
     path = begun.out / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], b"\0\0\0\n", *lines[2:]]))
-    with pytest.raises(InputError, match=r"line 2: .*--accept-lost-rows"):
+    with pytest.raises(InputError, match=r"metrics.jsonl:2: .*--accept-lost-rows"):
         play(begun)
 
 
