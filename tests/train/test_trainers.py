@@ -360,38 +360,41 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             (("--reward=json:no_such",), "expected a function no_such in"),
             (("--reward=json:__doc__",), "json/__init__.py, got str; define it there"),
             (
-                ("--reward=json:dumps", "--batch-size=6", "--num-minibatches=4"),
+                ("--reward=operator:setitem", "--batch-size=6", "--num-minibatches=4"),
                 "expected num_minibatches to divide the 6 rows of a batch, got 4",
             ),
             (
-                ("--reward=json:dumps", "--micro-batch-size=3"),
+                ("--reward=operator:setitem", "--micro-batch-size=3"),
                 "expected micro_batch_size to divide the 4 rows of a minibatch",
             ),
             (
-                ("--reward=json:dumps", "--max-new-tokens=14"),
+                ("--reward=operator:setitem", "--max-new-tokens=14"),
                 ".jsonl:2: expected at most 2 tokens, got 3 of 'a dog was'; shorten",
             ),
             (
-                ("--reward=json:dumps", "--buckets", "2", "13"),
+                ("--reward=operator:setitem", "--buckets", "2", "13"),
                 "--buckets: expected a number of at most 12, got",
             ),
             (
-                ("--reward=json:dumps", "--buckets=2"),
+                ("--reward=operator:setitem", "--buckets=2"),
                 "2 tokens, the largest bucket or the w",
             ),
             (
-                ("--reward=json:dumps", "--max-new-tokens=1000000000"),
+                ("--reward=operator:setitem", "--max-new-tokens=1000000000"),
                 "--max-new-tokens: expected a number below 16",
             ),
             (
-                ("--reward=json:dumps", "--temperature=0"),
+                ("--reward=operator:setitem", "--temperature=0"),
                 "temperature: expected a finite",
             ),
             (
                 ("--reward=m:f", "--kl-control=adaptive,target=-1,unit=response"),
                 "target: expected a finite number",
             ),
-            (("--reward=json:dumps", "--num-steps=0"), "num_steps: expected a finite"),
+            (
+                ("--reward=operator:setitem", "--num-steps=0"),
+                "num_steps: expected a finite",
+            ),
             (
                 ("--reward=m:f", "--reference=none", "--kl-coef=0.1"),
                 "--reference none: expected none with --kl-coef 0.1, as there is none",
@@ -416,7 +419,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
                 "--placement.reward: expected none with no reward model, as there is",
             ),
             (
-                ("--reward=json:dumps", "--lora=2,modules=mlp/gate"),
+                ("--reward=operator:setitem", "--lora=2,modules=mlp/gate"),
                 "got 'mlp/gate', which matches none",
             ),
             (
@@ -515,7 +518,7 @@ def test_prompts_that_ppo_refuses(files, tmp_path, capsys, content, message):
     prompts = tmp_path / "prompts.jsonl"
     if content is not None:
         prompts.write_text(content)
-    argv = ("--reward=json:dumps", "--prompts", prompts)
+    argv = ("--reward=operator:setitem", "--prompts", prompts)
     run = lambda out: ppo(out, files, *argv)  # noqa: E731
     assert message in refused(capsys, tmp_path, run)
 
@@ -573,7 +576,7 @@ def test_checkpoints_that_every_stage_refuses(tmp_path, files, capsys, spoil, me
         (reward_model, ("--data", files / "pairs.jsonl")),
         (
             rlhf_jax.train.methods.ppo,
-            ("--prompts", files / "prompts.jsonl", "--reward=json:dumps"),
+            ("--prompts", files / "prompts.jsonl", "--reward=operator:setitem"),
         ),
     ):
         run = lambda out, e=experiment, a=argv: play(e, out, "--model", model, *a)  # noqa: E731
@@ -581,7 +584,7 @@ def test_checkpoints_that_every_stage_refuses(tmp_path, files, capsys, spoil, me
 
 
 def test_a_checkpoint_that_is_not_there(files, tmp_path, capsys):
-    argv = ("--reward=json:dumps", "--model", tmp_path / "no" / "such")
+    argv = ("--reward=operator:setitem", "--model", tmp_path / "no" / "such")
     run = lambda out: ppo(out, files, *argv)  # noqa: E731
     assert "no/such" in refused(capsys, tmp_path, run)
 
