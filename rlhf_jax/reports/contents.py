@@ -236,7 +236,8 @@ def _record(
         if (series := verdicts.series(run.rows, name))
         and (value := finite(float(f"{series[-1][1]:.5g}"))) is not None
     }
-    timed = [row for row in run.timings if row["stage"] == run.stage]
+    timings = run.timings
+    timed = [row for row in timings if row["stage"] == run.stage]
     return {
         "name": run.name,
         "group": group,
@@ -255,7 +256,7 @@ def _record(
             for name in ("fingerprint", "verified")
         },
         "phases": _phases(timed),
-        "seconds": round(sum(map(_seconds, run.timings)), 1),
+        "seconds": round(sum(map(_seconds, timings)), 1),
     }
 
 
