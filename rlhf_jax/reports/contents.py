@@ -19,9 +19,9 @@ CURVES = 6_000_000  # bytes that curves may take of it
 POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # of a curve, the most that fit
 FEWEST = 3000  # bytes of a run's samples, as long as all of them are below LEAST
 FLAGGED = ("hacked", "collapsed", "degraded")  # verdicts that a reader comes for
-LEAST = 2_000_000  # bytes that samples may always take
+LEAST = 2_000_000  # bytes that curves may always take, and samples
 NUMBER = 4  # bytes of a number of a curve, at least; most take 7
-MORE = 10  # times an even share: the most that a run's samples may take
+MORE = 10  # times an even share: the most of samples that a run keeps
 FIRST = (
     *(verdicts.SCORE, verdicts.JUDGE, KL, "objective/ref_nll"),
     *("response/length", "response/distinct_fraction", "objective/entropy"),
@@ -75,10 +75,11 @@ def contents(
         # Of many runs none keeps more than is likely to be shown.
         rows.append(samples.within(of_run, size=max(FEWEST, MORE * size // len(runs))))
     flagged = [n for n, one in enumerate(records) if one["verdict"]["kind"] in FLAGGED]
+    left = max(size - document.written(records), LEAST)
     drawn, points, left_out = _curves(
         runs,
         groups,
-        limit=min(CURVES, size * 2 // 3),
+        limit=min(CURVES, size * 2 // 3, left),
         metrics=metrics,
         first=[group_of[number] for number in flagged],
     )
@@ -235,7 +236,8 @@ def _record(
         if (series := verdicts.series(run.rows, name))
         and (value := finite(float(f"{series[-1][1]:.5g}"))) is not None
     }
-    timed = [row for row in run.timings if row["stage"] == run.stage]
+    timings = run.timings
+    timed = [row for row in timings if row["stage"] == run.stage]
     return {
         "name": run.name,
         "group": group,
@@ -254,7 +256,7 @@ def _record(
             for name in ("fingerprint", "verified")
         },
         "phases": _phases(timed),
-        "seconds": round(sum(map(_seconds, run.timings)), 1),
+        "seconds": round(sum(map(_seconds, timings)), 1),
     }
 
 

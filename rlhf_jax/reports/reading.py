@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rlhf_jax.runs import folder, metrics, parsing
 from rlhf_jax.runs.alarms import ADVICE
 from rlhf_jax.runs.metrics import finite
 from rlhf_jax.runs.proof import run_files
+from rlhf_jax.runs.snapshots import jsonl
 from rlhf_jax.sweeps.planned import BEGUN
 
 Row = Mapping[str, Any]
@@ -36,17 +37,18 @@ class Run:
     unproven: list[str] = dataclasses.field(default_factory=list)  # of them
 
     @property
-    def samples(self) -> list[Row]:
-        """Rows of samples.jsonl, which are read each time: those of all runs are many.
+    def samples(self) -> Iterator[Row]:
+        """Rows of samples.jsonl, read anew one by one: those of all runs are many.
 
         Raises:
           InputError: a line is no row, as of `timings`.
         """
-        return [*metrics.read(self.folder / "samples.jsonl")]
+        path = self.folder / "samples.jsonl"
+        yield from (row for _, row in jsonl.lines(path)) if path.exists() else ()
 
     @property
     def timings(self) -> list[Row]:
-        """Rows of timings.jsonl, which are read each time."""
+        """Rows of timings.jsonl, which are read anew each time."""
         return [*metrics.read(self.folder / "timings.jsonl")]
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from scipy import stats
 README = (places.EXPERIMENTS / "README.md").read_text(encoding="utf-8")
 CHOICES = places.RECORDED.joinpath("kl_in_practice", "choices.md").read_text("utf-8")
 DATA = places.ROOT / "rlhf_jax" / "data" / "README.md"
+REPORTS = places.ROOT / "rlhf_jax" / "reports" / "README.md"
 GENERATION = places.ROOT / "rlhf_jax" / "models" / "generation" / "README.md"
 
 
@@ -108,6 +109,19 @@ def test_reading():
         for cell, value in zip(seconds, stages[stage]["seconds"], strict=True):
             check(cell, value)
         check(ratio, stages[stage]["ratio_per_row"])
+
+
+def test_load():
+    cases = {
+        row["case"]: row for row in recorded("benchmark_load", "record.json")["rows"]
+    }
+    text = REPORTS.read_text(encoding="utf-8")
+    rows = table("| input | CPU seconds | MB |", text=text)
+    assert len(rows) == 2
+    for name, *cells in rows:
+        case = cases[f"{name}, report"]
+        for cell, figure in zip(cells, ("seconds", "mb", "page_mb"), strict=True):
+            check(cell, case[figure])
 
 
 def test_asynchrony():
