@@ -94,7 +94,7 @@ class Isolating(Protocol):
     """A verifier, or an environment, that runs what a model has written."""
 
     def isolated(self, *, unsafe: bool) -> Any:
-        """It, checked: InputError where nothing sets the code apart, unless `unsafe`."""
+        """It, checked. InputError: nothing sets the code apart, nor is it `unsafe`."""
 
 
 def each(verifier: Verifier) -> TextFunction:
