@@ -204,3 +204,18 @@ def test_what_was_there_before_cannot_be_filled(instructions, kept):
     if instructions[-1:] in {list: b"ae", dict: b"su", set: b"\x90"}[type(kept)]:
         text = b"\x80\x05" + own + instructions + b"."
         assert len(strict.Strict(io.BytesIO(text), Side(), []).load()) == 1
+
+
+def test_what_a_message_refers_to_is_not_called():
+    """A function of the tests, say, which the code may call by `runner` alone."""
+    called = []
+    side = Side()
+    side.known = lambda *parts: called.append
+    name = codec.__name__.encode()
+    make = b"\x8c" + bytes([len(name)]) + name + b"\x8c\x04make\x93"
+    refer = make + b"\x8c\x05refer\x8c\x01fK\x00\x87R"
+    read = strict.Strict(io.BytesIO(b"\x80\x05" + refer + b"."), side, []).load()
+    assert read == called.append
+    with pytest.raises(codec.Unreadable, match="not to be called"):
+        strict.Strict(io.BytesIO(b"\x80\x05" + refer + b"K\x05\x85R."), side, []).load()
+    assert called == []
