@@ -1,7 +1,6 @@
 """The judge's side of the conversation with generated code (`runner`).
 
-What arrives is data of a hostile process: read as plain values and numbers of objects,
-and no more. `Refused` fails a test, even where the test catches it.
+What arrives is read as plain values and numbers of objects, and no more.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ QUIET = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class Refused(BaseException):
-    """A test needs what is left to no code to decide, or cannot be sent."""
+    """A test needs what is left to no code to decide; it fails, even if it catches it."""
 
 
 class Gone(BaseException):
