@@ -27,7 +27,7 @@ QUIET = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class Refused(BaseException):
-    """A test needs what is left to no code to decide; it fails, even if it catches it."""
+    """A test needs what is left to no code to decide; it fails even if it catches."""
 
 
 class Gone(BaseException):
@@ -252,11 +252,11 @@ class Link:
     def _receive(self) -> tuple[io.BytesIO, list[Any]]:
         try:
             file = codec.receive(self.replies)
+            head = codec.head(file)
         except (EOFError, OSError):
             self._end(ENDED)
         except Unreadable:
             self._end(FORGED)
-        head = self._body(file, [])
         if type(head) is not list or len(head) != 6:
             self._end(FORGED)
         return file, head
@@ -264,7 +264,7 @@ class Link:
     def _body(self, file: io.BytesIO, kept: list[Any]) -> Any:
         self.reading = True
         try:
-            return Strict(file, self, kept).load()
+            return codec.plain_body(file) or Strict(file, self, kept).load()
         except Unreadable:
             self._end(FORGED)
         finally:

@@ -96,7 +96,7 @@ class Runner:
         """
         while True:
             file = codec.receive(self.requests)
-            what, released = pickle.load(file)
+            what, released = codec.head(file)
             for number in released:
                 self.numbers.pop(id(self.objects.pop(number, None)), None)
             reader = Reader(file)
@@ -130,14 +130,13 @@ class Runner:
             now = codec.content(kept[place])
             if len(now) != len(held) or not all(map(operator.is_, now, held)):
                 changed[place] = now
-        writer = codec.Writer(self, kept)
-        writer.dump((value, changed))
+        body = codec.body(self, kept, value, changed)
         notes, self.notes = self.notes, []
         text = self.printed.getvalue().decode("utf-8", "replace")
         self.printed.seek(0)
         self.printed.truncate()
         head = [word, value is None, bool(changed), text, notes, self.taken]
-        codec.send(self.replies, head, writer.buffer)
+        codec.send(self.replies, head, body)
 
     def do(self, what: str, *args: Any) -> Any:
         """One request."""

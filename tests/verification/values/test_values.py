@@ -219,3 +219,16 @@ def test_what_a_message_refers_to_is_not_called():
     with pytest.raises(codec.Unreadable, match="not to be called"):
         strict.Strict(io.BytesIO(b"\x80\x05" + refer + b"K\x05\x85R."), side, []).load()
     assert called == []
+
+
+def test_the_commonest_results_are_json():
+    for value in (None, True, -3, 0.1, float("inf"), "\ud800\n"):
+        assert codec.plain_body(codec.body(Side(), [], value, {})) == [value, {}]
+    for value, changed in ((2**70, {}), ([1], {}), (1, {0: [2]})):
+        assert codec.plain_body(codec.body(Side(), [], value, changed)) is None
+
+
+@pytest.mark.parametrize("text", [b"[", b"[[1], {}]", b"[1]", b'[1, {"0": []}]'])
+def test_json_that_is_no_result_is_refused(text):
+    with pytest.raises(codec.Unreadable):
+        codec.plain_body(io.BytesIO(text))
