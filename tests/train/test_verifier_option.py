@@ -74,9 +74,9 @@ def test_generated_code_runs_where_something_sets_it_apart(own_module, monkeypat
     monkeypatch.setattr(trial, "isolation", lambda: none)
     options = parse("--verifier=own_code:verify").rewards
     assert options.unsafe_verifier is False
-    with pytest.raises(InputError, match="none .no program bwrap.*--unsafe-verifier"):
+    with pytest.raises(InputError, match=r"none .no program bwrap.*--unsafe-verifier"):
         make_verifier(choice, unsafe=options.unsafe_verifier)
-    with pytest.raises(InputError, match="none .no program bwrap.*--unsafe-verifier"):
+    with pytest.raises(InputError, match=r"none .no program bwrap.*--unsafe-verifier"):
         make_environment("programming")
     options = parse("--verifier=own_code:verify", "--unsafe-verifier").rewards
     assert "unsafe_verifier" not in options.of_pool

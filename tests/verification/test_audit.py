@@ -72,8 +72,14 @@ def test_what_is_not_as_it_should_be_is_named(run):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"tests": "assert 1"}, "rows.jsonl:1: expected a text in 'solution', got None"),
-        ({"solution": "x = 1"}, "rows.jsonl:1: expected a field 'tests', got 'solution'"),
+        (
+            {"tests": "assert 1"},
+            "rows.jsonl:1: expected a text in 'solution', got None",
+        ),
+        (
+            {"solution": "x = 1"},
+            "rows.jsonl:1: expected a field 'tests', got 'solution'",
+        ),
     ],
 )
 def test_rows_without_tests_or_solutions_are_refused(run, row, words):

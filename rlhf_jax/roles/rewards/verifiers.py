@@ -95,7 +95,7 @@ class Isolating(Protocol):
     """A verifier, or an environment, that runs what a model has written."""
 
     def isolated(self, *, unsafe: bool) -> Any:
-        """It, or InputError where nothing sets the code apart and not `unsafe`."""
+        """It, checked. InputError: nothing sets the code apart, nor is it `unsafe`."""
 
 
 def each(verifier: Verifier) -> TextFunction:

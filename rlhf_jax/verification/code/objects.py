@@ -5,8 +5,8 @@ and its attributes read there. What a test written for plain values does to them
 `<`, `len`, items, truth) is refused, and said. Exceptions are
 
     dataclasses, members of enumerations    equal by name and fields, compared here
-    what the test made itself of a class    may have `len`, items, iteration, truth
-    whose name is in capitals               and text, until a call returns it
+    what a test made of a class in capitals `len`, items, iteration, truth and text,
+                                            until a call returns it
     arithmetic among objects                where it makes an object
 """
 
@@ -26,13 +26,16 @@ OPERATORS = (
     "add sub mul matmul truediv floordiv mod pow and_ or_ xor neg pos abs invert"
 )
 BASES = {kind.__name__: kind for kind in codec.CHANGE}
+# Modules whose functions tests may use by the names that the code imported them under.
+LIBRARIES = "math cmath copy itertools functools collections statistics string re json"
+LIBRARIES += " heapq bisect fractions decimal datetime random typing builtins"
 
 
 class Handle:
     """An object of the code's."""
 
     __slots__ = ("__weakref__", "_base", "_fields", "_link", "_made", "_number")
-    __slots__ += ("_pinned", "_traits")
+    __slots__ += ("_ended", "_pinned", "_traits")
 
     def __init__(
         self, link: Any, number: int, traits: str, fields: list[str], base: str | None
@@ -44,6 +47,7 @@ class Handle:
         self._put("_base", base)  # the built-in type that it is of
         self._put("_made", False)  # by the test, and no call has returned it since
         self._put("_pinned", None)  # fields, as a test gave them; see `__eq__`
+        self._put("_ended", False)  # an iterator that has said so
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -81,9 +85,6 @@ class Handle:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._do("setattr", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._do("delattr", name)
 
     def _do(self, what: str, *args: Any, quiet: bool = False) -> Any:
         self._put("_pinned", None)
@@ -134,7 +135,13 @@ class Handle:
         return self if "n" in self._traits else iter(self._own("iter"))
 
     def __next__(self) -> Any:
-        return self._do("next", quiet=True)
+        if self._ended:  # a generator for a list would be empty for the next check
+            self._refuse("read again after its end")
+        try:
+            return self._do("next", quiet=True)
+        except StopIteration:
+            self._put("_ended", True)
+            raise
 
     def __contains__(self, value: Any) -> bool:
         if "n" in self._traits:
@@ -218,10 +225,6 @@ class Class(Function):
         return self._refuse("derived from")
 
 
-def _of_object(what: str) -> Callable[..., Any]:
-    return lambda self, *args: self._own(what, *args)
-
-
 def _arithmetic(what: str, *, reflected: bool = False) -> Callable[..., Any]:
     """Among the code's objects it is the code's, where it makes one of them."""
 
@@ -235,7 +238,7 @@ def _arithmetic(what: str, *, reflected: bool = False) -> Callable[..., Any]:
 
 
 for _what in ("str", "repr", "getitem", "setitem", "delitem"):
-    setattr(Handle, f"__{_what}__", _of_object(_what))
+    setattr(Handle, f"__{_what}__", lambda self, *a, do=_what: self._own(do, *a))
 for _what in ("lt", "le", "gt", "ge"):
     setattr(Handle, f"__{_what}__", lambda self, other: self._refuse("compared"))
 for _what in OPERATORS.split():

@@ -1,8 +1,7 @@
 """Runs generated code, in a process of its own, and answers what it is asked.
 
-It holds no test and no expected value: it is asked for a name the code defines, to call
-a function with these arguments, and so on. All it can gain by forging an answer is to
-have answered it: `judge` compares plain values. Objects of its classes stay here.
+It holds no test and no expected value: it is asked to call a function with these
+arguments, and so on. All it can gain by forging an answer is to have answered it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import pickle
 import sys
 import types
 
+from rlhf_jax.verification.code.objects import LIBRARIES
 from rlhf_jax.verification.isolation import confined
 from rlhf_jax.verification.values import codec
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# Modules whose functions tests may use by the names that the code imported them under.
-LIBRARIES = "math cmath copy itertools functools collections statistics string re json"
-LIBRARIES += " heapq bisect fractions decimal datetime random typing builtins"
 # What a subclass of a built-in type lies by, if it does.
 LYING = "eq ne lt le gt ge len iter getitem contains bool hash int float index add radd"
 LYING += " sub rsub mul rmul mod abs round reversed"
@@ -99,7 +96,7 @@ class Runner:
         """
         while True:
             file = codec.receive(self.requests)
-            what, released = pickle.load(file)
+            what, released = codec.head(file)
             for number in released:
                 self.numbers.pop(id(self.objects.pop(number, None)), None)
             reader = Reader(file)
@@ -133,14 +130,13 @@ class Runner:
             now = codec.content(kept[place])
             if len(now) != len(held) or not all(map(operator.is_, now, held)):
                 changed[place] = now
-        writer = codec.Writer(self, kept)
-        writer.dump((value, changed))
+        body = codec.body(self, kept, value, changed)
         notes, self.notes = self.notes, []
         text = self.printed.getvalue().decode("utf-8", "replace")
         self.printed.seek(0)
         self.printed.truncate()
         head = [word, value is None, bool(changed), text, notes, self.taken]
-        codec.send(self.replies, head, writer.buffer)
+        codec.send(self.replies, head, body)
 
     def do(self, what: str, *args: Any) -> Any:
         """One request."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import io
+import json
 import os
 import pickle
 import sys
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 LARGEST = 2**24  # bytes of a message
+# Made before there is any code that may replace the functions of `json`.
+WRITER, READER = json.JSONEncoder(), json.JSONDecoder()
 # How values of a type are read, whatever a subclass has put in place of its methods.
 # What is first, a subclass of both is read as.
 READ: dict[type, Callable[[Any], Any]] = {
@@ -36,6 +39,7 @@ READ: dict[type, Callable[[Any], Any]] = {
 }
 CHANGE = tuple(READ)[:8]  # types whose values a call may change
 PAIRS = CHANGE[:4]
+PLAIN = (type(None), bool, int, float, str)
 VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
 # Types that pass by name, and whose constructors a message may call.
 NAMED: dict[str, type] = {
@@ -228,13 +232,39 @@ def change(
             refill(values[place], items)
 
 
+def body(side: Any, kept: list[Any], value: Any, changed: dict[int, Any]) -> io.BytesIO:
+    """A result and what changed, to send: the commonest results as JSON."""
+    small = type(value) is not int or -(2**53) < value < 2**53
+    if type(value) in PLAIN and small and not changed:
+        return io.BytesIO(WRITER.encode([value, {}]).encode())
+    writer = Writer(side, kept)
+    writer.dump((value, changed))
+    return writer.buffer
+
+
+def plain_body(file: io.BytesIO) -> list[Any] | None:
+    """Such a result; None where it is none.
+
+    Raises:
+      Unreadable: it is JSON, and no such result.
+    """
+    if file.getbuffer()[file.tell() : file.tell() + 1] != b"[":
+        return None
+    read = head(file)
+    pair = type(read) is list and len(read) == 2
+    if pair and type(read[0]) in PLAIN and read[1] == {}:
+        return read
+    raise Unreadable("no result")
+
+
 def send(pipe: int, head: Any, body: io.BytesIO | None) -> None:
-    """Writes a message, as far as there is one who reads.
+    """Writes a message, a line of JSON and values, as far as there is one who reads.
 
     Raises:
       ValueError: it is longer than `LARGEST`.
     """
-    text = pickle.dumps(head, 5) + (body.getvalue() if body is not None else b"")
+    text = WRITER.encode(head).encode() + b"\n"
+    text += b"" if body is None else body.getvalue()
     if len(text) > LARGEST:
         raise ValueError(f"values are larger than {LARGEST // 2**20} MiB")
     rest = memoryview(len(text).to_bytes(4, "big") + text)
@@ -258,6 +288,18 @@ def receive(pipe: int) -> io.BytesIO:
         parts.append(_some(pipe, size))
         size -= len(parts[-1])
     return io.BytesIO(b"".join(parts))
+
+
+def head(file: io.BytesIO) -> Any:
+    """The line of a message, before its values.
+
+    Raises:
+      Unreadable: it is no JSON.
+    """
+    try:
+        return READER.decode(file.readline().decode())
+    except (ValueError, RecursionError):
+        raise Unreadable("no JSON") from None
 
 
 def _some(pipe: int, most: int) -> bytes:

@@ -103,7 +103,11 @@ def test_a_subclass_is_read_by_the_methods_of_its_base():
 
 def test_named_tuples_have_a_name_and_fields():
     read = passed(collections.namedtuple("P", "x y")(1, [2]))
-    assert (type(read).__name__, read._fields, tuple(read)) == ("P", ("x", "y"), (1, [2]))
+    assert (type(read).__name__, read._fields, tuple(read)) == (
+        "P",
+        ("x", "y"),
+        (1, [2]),
+    )
     side = Side()
     pair = collections.namedtuple("P", "x y")
     assert type(passed(pair(1, 2), side)) is type(passed(pair(3, 4), side))
@@ -118,7 +122,7 @@ def test_arrays_are_values():
     number = passed(np.float32(1.5))
     assert number == 1.5
     assert type(number) is np.float32
-    with pytest.raises(ValueError, match="an array of |V8 is no plain value"):
+    with pytest.raises(ValueError, match=r"an array of \|V8 is no plain value"):
         passed(np.zeros(1, [("a", "i4"), ("b", "i4")]))
 
 
@@ -186,7 +190,8 @@ def test_a_forged_message_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    "instructions", [b"K\x05a", b"(K\x05e", b"K\x05K\x06s", b"(K\x05K\x06u", b"(K\x05\x90"]
+    "instructions",
+    [b"K\x05a", b"(K\x05e", b"K\x05K\x06s", b"(K\x05K\x06u", b"(K\x05\x90"],
 )
 @pytest.mark.parametrize("kept", [[1], {1: 2}, {1}])
 def test_what_was_there_before_cannot_be_filled(instructions, kept):
@@ -197,5 +202,33 @@ def test_what_was_there_before_cannot_be_filled(instructions, kept):
     assert repr(kept) == before
     own = {list: b"]", dict: b"}", set: b"\x8f"}[type(kept)]
     if instructions[-1:] in {list: b"ae", dict: b"su", set: b"\x90"}[type(kept)]:
-        fresh = strict.Strict(io.BytesIO(b"\x80\x05" + own + instructions + b"."), Side(), [])
-        assert len(fresh.load()) == 1
+        text = b"\x80\x05" + own + instructions + b"."
+        assert len(strict.Strict(io.BytesIO(text), Side(), []).load()) == 1
+
+
+def test_what_a_message_refers_to_is_not_called():
+    """A function of the tests, say, which the code may call by `runner` alone."""
+    called = []
+    side = Side()
+    side.known = lambda *parts: called.append
+    name = codec.__name__.encode()
+    make = b"\x8c" + bytes([len(name)]) + name + b"\x8c\x04make\x93"
+    refer = make + b"\x8c\x05refer\x8c\x01fK\x00\x87R"
+    read = strict.Strict(io.BytesIO(b"\x80\x05" + refer + b"."), side, []).load()
+    assert read == called.append
+    with pytest.raises(codec.Unreadable, match="not to be called"):
+        strict.Strict(io.BytesIO(b"\x80\x05" + refer + b"K\x05\x85R."), side, []).load()
+    assert called == []
+
+
+def test_the_commonest_results_are_json():
+    for value in (None, True, -3, 0.1, float("inf"), "\ud800\n"):
+        assert codec.plain_body(codec.body(Side(), [], value, {})) == [value, {}]
+    for value, changed in ((2**70, {}), ([1], {}), (1, {0: [2]})):
+        assert codec.plain_body(codec.body(Side(), [], value, changed)) is None
+
+
+@pytest.mark.parametrize("text", [b"[", b"[[1], {}]", b"[1]", b'[1, {"0": []}]'])
+def test_json_that_is_no_result_is_refused(text):
+    with pytest.raises(codec.Unreadable):
+        codec.plain_body(io.BytesIO(text))
