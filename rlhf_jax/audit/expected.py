@@ -66,6 +66,9 @@ def expected_gradient(loss: Loss, world: World, *, with_rewards: bool = False) -
       loss: of one group, f32[].
       with_rewards: rewards are the world's; else they are 0, so that of a policy
         gradient the penalty is left.
+
+    Raises:
+      TypeError: the loss is not one float.
     """
     groups = np.array([*itertools.product(range(len(world.tokens)), repeat=GROUP)])
 
@@ -75,7 +78,16 @@ def expected_gradient(loss: Loss, world: World, *, with_rewards: bool = False) -
 
         def of_group(rows: Array) -> Array:
             batch = _batch(world, policy, rows, with_rewards=with_rewards)
-            return jnp.prod(probability[rows]) * loss(batch)
+            value = loss(batch)
+            if jnp.shape(value) or not jnp.issubdtype(
+                jnp.result_type(value), jnp.floating
+            ):
+                raise TypeError(
+                    f"expected one float, the loss of a group, got "
+                    f"{jnp.result_type(value)}{list(jnp.shape(value))}; add up the "
+                    f"tokens"
+                )
+            return jnp.prod(probability[rows]) * value
 
         return jnp.sum(jax.vmap(of_group)(groups))
 
