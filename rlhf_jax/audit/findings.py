@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
     world: str
     norm: float  # ‖g‖ / ‖∇ full reverse‖
-    fits: Mapping[str, Fit]  # of every target
+    fits: Mapping[str, Fit]  # of every target; the reward where rewards are drawn
     verdict: str  # a target, one with "minus ", `ZERO` or `NONE`
     nearest: str  # the target with the smallest distance
     by_depth: tuple[float, ...]  # scale of the nearest at each column, column 0 is 1
@@ -92,6 +92,7 @@ def of_gradient(
     fits = {
         name: _fit(measured, target, beside=None if name == REWARD else reward)
         for name, target in targets.items()
+        if with_rewards or name != REWARD  # which a loss does not read, and may meet
     }
     nearest = min(fits, key=lambda name: fits[name].distance)
     if with_rewards and fits[REWARD].distance <= TOLERANCE:
