@@ -27,10 +27,11 @@ def from_torch(loss: Callable[[Batch], Any]) -> Loss:
       ImportError: PyTorch is not installed. When it is called, whatever JAX makes of
         the TypeError of a loss that is not a tensor of one float.
     """
-    import torch  # the extra "parity"; no other module of the library has it
+    # The extra "parity"; no other module of the library has it.
+    import torch  # pyright: ignore[reportMissingImports]
 
     def of_rows(rows: list[np.ndarray]) -> tuple[np.ndarray, ...]:
-        read = Batch(*(torch.tensor(field) for field in rows))
+        read: Any = Batch(*(torch.tensor(field) for field in rows))
         leaves = (read.logprobs.requires_grad_(), read.logits.requires_grad_())
         parts = [field.unbind() for field in read]
         values = [loss(Batch(*row)) for row in zip(*parts, strict=True)]
@@ -86,13 +87,13 @@ def from_torch(loss: Callable[[Batch], Any]) -> Loss:
         return computed(batch)[0]
 
     def forward(batch: Batch) -> tuple[Array, tuple[Array, Array]]:
-        value, *grads = computed(batch)
-        return value, tuple(grads)
+        value, by_logprobs, by_logits = computed(batch)
+        return value, (by_logprobs, by_logits)
 
     def backward(grads: tuple[Array, Array], slope: Array) -> tuple[Batch]:
-        nothing = Batch(*[None] * len(Batch._fields))
+        none: Any = (None,) * len(Batch._fields)
         by_logprobs, by_logits = (slope * grad for grad in grads)
-        return (nothing._replace(logprobs=by_logprobs, logits=by_logits),)
+        return (Batch(*none)._replace(logprobs=by_logprobs, logits=by_logits),)
 
     of_batch.defvjp(forward, backward)
     return functools.wraps(loss)(of_batch)

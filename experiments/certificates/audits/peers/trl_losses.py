@@ -35,6 +35,7 @@ def in_loss(**options: Any) -> audit.Loss:
 
     def loss(batch: audit.Batch) -> torch.Tensor:
         logprobs: Any = batch.logprobs
+        mask: Any = batch.mask
         tokens = torch.zeros_like(logprobs, dtype=torch.long)
         trainer = SimpleNamespace(
             args=settings,
@@ -60,7 +61,7 @@ def in_loss(**options: Any) -> audit.Loss:
             "prompt_ids": tokens[:, :0],
             "prompt_mask": tokens[:, :0],
             "completion_ids": tokens,
-            "completion_mask": batch.mask.int(),
+            "completion_mask": mask.int(),
             "advantages": torch.zeros(len(tokens)),
             "old_per_token_logps": batch.old_logprobs,
             "ref_per_token_logps": batch.ref_logprobs,
