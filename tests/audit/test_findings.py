@@ -69,6 +69,7 @@ def test_a_reward_alone_is_the_reward():
         return -jnp.sum(logprobs * batch.rewards)
 
     assert found(reinforce, with_rewards=True).verdict == REWARD
+    assert REWARD not in found(audited_losses.k2).fits  # none were drawn
 
 
 def test_a_small_coefficient_does_not_make_it_zero():
