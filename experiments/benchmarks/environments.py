@@ -38,8 +38,23 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "jax==0.10.2; python_version < '3.12'",
         "flax==0.12.8; python_version < '3.12'",
     ),
+    "audits": (
+        "trl==1.16.0",
+        "torch==2.13.0",
+        "transformers==5.24.0",
+        "jax==0.10.2",
+        "jaxtyping==0.3.11",
+        "ray==2.60.0",  # what the module of verl's losses imports
+        "tensordict==0.10.0",
+        "omegaconf==2.4.0",
+        "hydra-core==1.3.8",
+        "codetiming==1.4.0",
+    ),
 }
 """{environment: what pip installs into it}, all pinned."""
+ALONE: dict[str, tuple[str, ...]] = {"audits": ("verl==0.9.1", "openrlhf==0.11.2")}
+"""{environment: what is installed without its dependencies}: they exclude each other's,
+or need a GPU to be built, and the functions that are called have no use for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +119,20 @@ def python_of(environment: str | None, *, folder: Path) -> Path:
         return Path(sys.executable)
     home = folder / environment
     python = home / "bin" / "python"
-    packages = ENVIRONMENTS[environment]
-    if python.exists() and _complete(python, packages):
+    packages, alone = ENVIRONMENTS[environment], ALONE.get(environment, ())
+    if python.exists() and _complete(python, (*packages, *alone)):
         return python
-    print(f"installing {' '.join(packages)} into {home}: takes minutes", flush=True)
+    print(
+        f"installing {' '.join((*packages, *alone))} into {home}: takes minutes",
+        flush=True,
+    )
     try:
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", home], check=True)
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
         subprocess.run([*pip, *packages], check=True)
+        if alone:
+            subprocess.run([*pip, "--no-deps", *alone], check=True)
     except (subprocess.CalledProcessError, OSError) as error:
         raise PeerError(
             f"expected an environment with {packages[0]} at {home}, got: {error}; make "

@@ -26,6 +26,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from rlhf_jax.audit.worlds import GROUP, World
 from rlhf_jax.functional.kl.gradients import (
@@ -36,6 +37,7 @@ from rlhf_jax.functional.kl.gradients import (
 )
 
 Array = jax.Array
+Float32 = npt.NDArray[np.float32]
 
 REWARD = "reward"
 
@@ -132,12 +134,12 @@ def targets(world: World) -> dict[str, Array]:
     return {name: jax.grad(of)(policy) for name, of in functions.items()}
 
 
-def _of_responses(world: World, table: Array) -> Array:
+def _of_responses(world: World, table: Array | Float32) -> Array:
     """f32[N, T]: log-probs of the policy's tokens of every response, nats; else 0."""
     return jnp.where(world.mask, _of_tokens(world, table), 0.0)
 
 
-def _of_tokens(world: World, table: Array) -> Array:
+def _of_tokens(world: World, table: Array | Float32) -> Array:
     return jax.nn.log_softmax(jnp.asarray(table))[world.states, world.tokens]
 
 
@@ -150,5 +152,5 @@ def _batch(world: World, policy: Array, rows: Array, *, with_rewards: bool) -> B
         mask=world.mask[rows],
         rewards=rewards if with_rewards else jnp.zeros_like(rewards),
         logits=policy[states],
-        ref_logits=world.reference[states],
+        ref_logits=jnp.asarray(world.reference)[states],
     )

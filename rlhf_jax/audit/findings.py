@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class Finding(NamedTuple):
 
     world: str
     norm: float  # ‖g‖ / ‖∇ full reverse‖
-    fits: Mapping[str, Fit]  # of every target
+    fits: Mapping[str, Fit]  # of every target; the reward where rewards are drawn
     verdict: str  # a target, one with "minus ", `ZERO` or `NONE`
     nearest: str  # the target with the smallest distance
     by_depth: tuple[float, ...]  # scale of the nearest at each column, column 0 is 1
@@ -71,7 +72,16 @@ def of_loss(
 def of_gradient(
     gradient: Array, *, world: World, with_rewards: bool = False
 ) -> Finding:
-    """An expected gradient, f32[states, V], beside the targets of its world."""
+    """An expected gradient, f32[states, V], beside the targets of its world.
+
+    Raises:
+      ValueError: it is of another world.
+    """
+    if jnp.shape(gradient) != world.policy.shape:
+        raise ValueError(
+            f"expected the gradient of {world.name!r}, f32{list(world.policy.shape)}, "
+            f"got {list(jnp.shape(gradient))}; pass the world that it is of"
+        )
     targets = {
         name: np.asarray(target, np.float64)
         for name, target in expected.targets(world).items()
@@ -82,13 +92,16 @@ def of_gradient(
     fits = {
         name: _fit(measured, target, beside=None if name == REWARD else reward)
         for name, target in targets.items()
+        if with_rewards or name != REWARD  # which a loss does not read, and may meet
     }
     nearest = min(fits, key=lambda name: fits[name].distance)
+    if with_rewards and fits[REWARD].distance <= TOLERANCE:
+        nearest = REWARD  # any KL fits it too, with β = 0
     verdict = NONE
-    if norm <= TOLERANCE:
-        verdict = ZERO
-    elif fits[nearest].distance <= TOLERANCE:
+    if fits[nearest].distance <= TOLERANCE:  # however small: β may be part of the loss
         verdict = nearest if fits[nearest].scale > 0 else f"minus {nearest}"
+    elif norm <= TOLERANCE:
+        verdict = ZERO
     scales = []
     for depth in range(world.depths.max() + 1):
         at = world.depths == depth
@@ -105,13 +118,16 @@ def by_length(loss: Loss) -> dict[int, float]:
 
     In a group of three the first response has this length, the others the longest, and
     every token the same log-probs. 1 at every length: a sum of tokens. 3, 1.5, 1: each
-    response is divided by its own length.
+    response is divided by its own length. NaN: the longest has no gradient.
     """
     weights = {
         length: _size(loss, example(length))[0, 0] for length in range(1, LENGTH + 1)
     }
     longest = weights[LENGTH]
-    return {length: float(weight / longest) for length, weight in weights.items()}
+    return {
+        length: float(weight / longest) if longest else math.nan
+        for length, weight in weights.items()
+    }
 
 
 def by_log_ratio(loss: Loss) -> dict[str, dict[float, float]]:

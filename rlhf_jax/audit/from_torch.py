@@ -13,37 +13,50 @@ import numpy as np
 from rlhf_jax.audit.expected import Batch, Loss
 
 Array = jax.Array
+CHUNK = 1024  # groups with one backward pass: its graph is kept in memory
 
 
 def from_torch(loss: Callable[[Batch], Any]) -> Loss:
     """The loss with the gradients that PyTorch has for it.
 
     Args:
-      loss: of a `Batch` whose fields are torch tensors, a tensor of one number; its
+      loss: of a `Batch` whose fields are torch tensors, a tensor of one float; its
         backward pass may reach `logprobs` and `logits`.
 
     Raises:
-      ImportError: PyTorch is not installed.
+      ImportError: PyTorch is not installed. When it is called, whatever JAX makes of
+        the TypeError of a loss that is not a tensor of one float.
     """
-    import torch  # the extra "parity"; no other module of the library has it
+    # The extra "parity"; no other module of the library has it.
+    import torch  # pyright: ignore[reportMissingImports]
 
-    def of_one(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        tensors = [torch.tensor(np.asarray(field)) for field in batch]
-        read = Batch(*tensors)
-        trained = (read.logprobs.requires_grad_(), read.logits.requires_grad_())
-        value = loss(read)
-        grads = [
-            np.zeros(leaf.shape, np.float32) if grad is None else grad.numpy()
-            for leaf, grad in zip(
-                trained,
-                # A loss of constants alone has no graph, and no gradient.
-                torch.autograd.grad(value, trained, allow_unused=True)
-                if value.requires_grad
-                else (None, None),
-                strict=True,
-            )
-        ]
-        return value.detach().numpy().astype(np.float32), *grads
+    def of_rows(rows: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+        read: Any = Batch(*(torch.tensor(field) for field in rows))
+        leaves = (read.logprobs.requires_grad_(), read.logits.requires_grad_())
+        parts = [field.unbind() for field in read]
+        values = [loss(Batch(*row)) for row in zip(*parts, strict=True)]
+        for value in values:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(
+                    f"expected a tensor, got {type(value).__name__}; return the loss "
+                    f"itself, which has a gradient, and not its `item()`"
+                )
+            if value.numel() != 1 or not value.is_floating_point():
+                raise TypeError(
+                    f"expected a tensor of one float, the loss of a group, got "
+                    f"{value.dtype}{list(value.shape)}; add up the tokens"
+                )
+        total = torch.stack([value.reshape(()) for value in values])
+        grads = (None, None)
+        if total.requires_grad:  # a loss of constants alone has no graph
+            grads = torch.autograd.grad(total.sum(), leaves, allow_unused=True)
+        return (
+            total.detach().numpy().astype(np.float32),
+            *(
+                np.zeros(leaf.shape, np.float32) if grad is None else grad.numpy()
+                for leaf, grad in zip(leaves, grads, strict=True)
+            ),
+        )
 
     def on_host(batch: Batch) -> tuple[np.ndarray, ...]:
         # One call for all groups: `vmap` puts its axis first.
@@ -52,10 +65,13 @@ def from_torch(loss: Callable[[Batch], Any]) -> Loss:
             np.asarray(field).reshape(-1, *np.shape(field)[len(lead) :])
             for field in batch
         ]
-        results = [of_one(Batch(*fields)) for fields in zip(*rows, strict=True)]
+        parts = [
+            of_rows([field[first : first + CHUNK] for field in rows])
+            for first in range(0, len(rows[0]), CHUNK)
+        ]
         return tuple(
-            np.stack(parts).reshape(*lead, *np.shape(parts[0]))
-            for parts in zip(*results, strict=True)
+            np.concatenate(part).reshape((*lead, *part[0].shape[1:]))
+            for part in zip(*parts, strict=True)
         )
 
     def computed(batch: Batch) -> tuple[Array, Array, Array]:
@@ -71,13 +87,13 @@ def from_torch(loss: Callable[[Batch], Any]) -> Loss:
         return computed(batch)[0]
 
     def forward(batch: Batch) -> tuple[Array, tuple[Array, Array]]:
-        value, *grads = computed(batch)
-        return value, tuple(grads)
+        value, by_logprobs, by_logits = computed(batch)
+        return value, (by_logprobs, by_logits)
 
     def backward(grads: tuple[Array, Array], slope: Array) -> tuple[Batch]:
-        nothing = Batch(*[None] * len(Batch._fields))
+        none: Any = (None,) * len(Batch._fields)
         by_logprobs, by_logits = (slope * grad for grad in grads)
-        return (nothing._replace(logprobs=by_logprobs, logits=by_logits),)
+        return (Batch(*none)._replace(logprobs=by_logprobs, logits=by_logits),)
 
     of_batch.defvjp(forward, backward)
     return functools.wraps(loss)(of_batch)

@@ -8,6 +8,7 @@ import pytest
 from audited_losses import FAULTS
 
 from rlhf_jax import audit, kl_penalty
+from rlhf_jax.audit.expected import REWARD
 from rlhf_jax.functional.kl import gradients
 
 WORLDS = {world.name: world for world in audit.every()}
@@ -58,6 +59,36 @@ def test_beta_stands_beside_the_reward():
     one = found(audited_losses.objective, with_rewards=True)
     assert one.verdict == gradients.FULL_REVERSE
     assert one.fits[one.nearest].beta == pytest.approx(0.3, abs=1e-4)
+
+
+def test_a_reward_alone_is_the_reward():
+    """Any KL beside it, with β = 0, fits no worse."""
+
+    def reinforce(batch):
+        logprobs = audited_losses.own(batch, batch.logprobs).sum(axis=1)
+        return -jnp.sum(logprobs * batch.rewards)
+
+    assert found(reinforce, with_rewards=True).verdict == REWARD
+    assert REWARD not in found(audited_losses.k2).fits  # none were drawn
+
+
+def test_a_small_coefficient_does_not_make_it_zero():
+    assert found(lambda batch: 1e-5 * audited_losses.k2(batch)).verdict == (
+        gradients.FIXED_REVERSE
+    )
+
+
+def test_a_gradient_of_another_world_is_refused():
+    with pytest.raises(ValueError, match=r"expected the gradient of 'fixed length'"):
+        audit.of_gradient(jnp.zeros((2, 3)), world=WORLDS["fixed length"])
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda batch: batch.logprobs, lambda batch: jnp.sum(batch.mask)]
+)
+def test_a_loss_is_one_float(loss):
+    with pytest.raises(TypeError, match="expected one float"):
+        audit.expected_gradient(loss, STOP)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -148,6 +179,21 @@ def test_a_loss_of_torch_has_the_same_gradient():
         x = batch.ref_logprobs - batch.logprobs
         return ((torch.exp(x) - x - 1) * batch.mask).sum()
 
-    measured = audit.expected_gradient(audit.from_torch(k3), STOP)
+    loss = audit.from_torch(k3)
+    measured = audit.expected_gradient(loss, STOP)
     expected = audit.expected_gradient(audited_losses.k3, STOP)
     np.testing.assert_allclose(measured, expected, atol=1e-6)
+    # Of one group too, which no `vmap` hands over.
+    value = audited_losses.k3(audit.example())
+    assert loss(audit.example()) == pytest.approx(float(value))
+    assert audit.by_length(loss) == pytest.approx({1: 1, 2: 1, 3: 1})
+
+
+def test_a_loss_of_torch_in_float64_or_of_constants():
+    pytest.importorskip("torch")
+    double = audit.from_torch(lambda batch: (batch.logprobs.double() ** 2).sum())
+    batch = audit.example(1)
+    measured = jax.grad(lambda x: double(batch._replace(logprobs=x)))(batch.logprobs)
+    np.testing.assert_allclose(measured, 2 * batch.logprobs)
+    constant = audit.from_torch(lambda batch: batch.ref_logprobs.sum())
+    assert all(np.isnan(weight) for weight in audit.by_length(constant).values())

@@ -96,19 +96,26 @@ def main(options: Config) -> None:
             "loss": options.loss,
             "seed": options.seed,
             "worlds": [
-                one._asdict() | {"fits": of_world, "by_depth": [*one.by_depth]}
+                one._asdict()
+                | {
+                    "norm": _figure(one.norm),
+                    "fits": of_world,
+                    "by_depth": [*one.by_depth],
+                }
                 for one, of_world in zip(found, fits, strict=True)
             ],
-            "by_length": lengths,
+            "by_length": {n: _figure(weight) for n, weight in lengths.items()},
             "by_log_ratio": {
-                which: {
-                    f"{nats:g}": slope if math.isfinite(slope) else str(slope)
-                    for nats, slope in by_nats.items()
-                }
+                which: {f"{nats:g}": _figure(slope) for nats, slope in by_nats.items()}
                 for which, by_nats in slopes.items()
             },
         }
         folder.write_json(options.json, figures)
+
+
+def _figure(number: float) -> float | str:
+    """A number of strict JSON; else "inf" or "nan"."""
+    return number if math.isfinite(number) else str(number)
 
 
 def _loaded(options: Config) -> audit.Loss:
@@ -122,12 +129,14 @@ def _loaded(options: Config) -> audit.Loss:
                 f"'rlhf-jax[parity]'"
             ) from error
     try:
-        value = loss(audit.example())
+        value = jax.jit(loss)(audit.example())  # as the audit traces it
     except Exception as error:  # whatever the user's own code raises
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, jax.errors.JaxRuntimeError):  # a traceback of PyTorch's
+            problem = str(error).strip().splitlines()[-1]
         raise InputError(
             f"{options.loss}: expected a function of one audit.Batch, got "
-            f"{type(error).__name__}: {' '.join(str(error).split()):.300}; see "
-            f"rlhf_jax/audit/README.md"
+            f"{problem:.300}; see rlhf_jax/audit/README.md"
         ) from error
     if jnp.shape(value) != () or not jnp.issubdtype(
         jnp.result_type(value), jnp.floating

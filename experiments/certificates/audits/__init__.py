@@ -1,0 +1,1 @@
+"""What the losses of other libraries penalise."""
