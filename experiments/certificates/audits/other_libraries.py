@@ -105,11 +105,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [HEADINGS, ("---",) * len(HEADINGS)]
     for row in rows:
-        by_formula = " *" * (row["by"] != "their code")
         weights = [f"{weight:.2g}" for weight in row["by_length"].values()]
         lines.append(
             (
-                f"{row['library']} {row['version']}{by_formula}",
+                _library(row),
                 row["option"],
                 ", ".join(place.split("/")[-1] for place in row["where"].split(", ")),
                 row["coefficient"],
@@ -121,6 +120,25 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def defaults(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What each library does if nothing is said, as Markdown."""
+    lines = [
+        ("library", "default", "β", "fixed length", "ends by itself"),
+        ("---",) * 5,
+    ]
+    for row in rows:
+        if "default" in row["option"]:
+            library = _library(row)
+            of_worlds = [told(finding) for finding in row["worlds"].values()]
+            lines.append((library, row["option"], row["coefficient"], *of_worlds[:2]))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _library(row: Mapping[str, Any]) -> str:
+    by_formula = " *" * (row["by"] != "their code")
+    return f"{row['library']} {row['version']}{by_formula}"
 
 
 def told(finding: Mapping[str, Any]) -> str:
