@@ -44,6 +44,7 @@ def remove(folder: str) -> None:
     """Removes it with all that is in it, however deep and whatever its permissions."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(folder):  # by programs that know no longest path
-        for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+    remove = ["rm", "-rf"]  # programs know no longest path
+    for words in (remove, ["chmod", "-R", "u+rwX"], remove):
+        if os.path.lexists(folder):
             subprocess.run([*words, folder], stderr=subprocess.DEVNULL, check=False)
