@@ -87,7 +87,7 @@ def test_a_gradient_of_another_world_is_refused():
     "loss", [lambda batch: batch.logprobs, lambda batch: jnp.sum(batch.mask)]
 )
 def test_a_loss_is_one_float(loss):
-    with pytest.raises(AssertionError, match="shape|type"):
+    with pytest.raises(AssertionError, match=r"shape|type"):
         audit.expected_gradient(loss, STOP)
 
 
