@@ -60,8 +60,8 @@ EVERYWHERE = [
     ("--tokenizer={}/sft.jsonl", "sft.jsonl', which is a file; give the folder"),
     ("--model={}/empty", "empty: expected config.json, got a folder with"),
     ("--tokenizer={}/empty", "empty: expected a folder with tokenizer.json"),
-    ("--config=/nowhere.json", "/nowhere.json cannot be read: No such file"),
-    ("--config={}", "cannot be read: Is a directory"),
+    ("--config=/nowhere.json", "/nowhere.json: .* cannot be read: No such file"),
+    ("--config={}", "expected a name that ends in .toml, .yaml, .yml or .json, got"),
     (
         "--config={}/text.txt",
         "text.txt: expected a name that ends in .toml, .yaml, .yml or .json, got ",

@@ -576,7 +576,10 @@ def test_checkpoints_that_every_stage_refuses(tmp_path, files, capsys, spoil, me
         (reward_model, ("--data", files / "pairs.jsonl")),
         (
             rlhf_jax.train.methods.ppo,
-            ("--prompts", files / "prompts.jsonl", "--reward=operator:setitem"),
+            (
+                *("--prompts", files / "prompts.jsonl", "--reward=operator:setitem"),
+                "--max-new-tokens=4",
+            ),
         ),
     ):
         run = lambda out, e=experiment, a=argv: play(e, out, "--model", model, *a)  # noqa: E731
