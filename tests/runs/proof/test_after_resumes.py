@@ -7,6 +7,7 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, run, run_config
 from rlhf_jax.runs.proof import run_files
 
@@ -18,9 +19,11 @@ class Config(run_config.RunConfig):
     progress: bool = False
 
 
-def play(config, *, stop=None):
+def play(config, *, stop=None, version=1):
+    steps = {"only": config.num_steps}
+    data = {"sources": [], "prompts_shared_with_training": {}, "version": version}
     with (
-        run.Run(config, num_steps={"only": config.num_steps}) as job,
+        run.Run(config, num_steps=steps, data=data) as job,
         job.stage("only", {"sum": jnp.float32(0)}, meta={}) as stage,
     ):
         for step in stage.steps():
@@ -78,4 +81,15 @@ def test_what_a_killed_write_left_is_not_missed(begun):
     (begun.out / "summary.json.tmp").write_text("{")
     folder.write_summary(begun.out, {})
     assert not (begun.out / "summary.json.tmp").exists()
+    assert run_files.check(begun.out).faults == []
+
+
+def test_a_damaged_data_json_is_refused_and_one_that_is_removed_is_written(begun):
+    file = begun.out / "data.json"
+    file.write_text("{}")
+    with pytest.raises(InputError, match="put it back, or remove it, and it is writte"):
+        play(begun)
+    file.unlink()
+    play(begun, version=2)  # of a library that says more of the data
+    folder.write_summary(begun.out, {})
     assert run_files.check(begun.out).faults == []
