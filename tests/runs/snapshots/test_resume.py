@@ -64,7 +64,7 @@ def begun(tmp_path):
 
 def test_a_config_that_nothing_could_read_again_is_refused(tmp_path):
     out = tmp_path / "\udcff"  # a byte that is not UTF-8
-    with pytest.raises(InputError, match=r"config.json can hold, got one with .*half a"):
+    with pytest.raises(InputError, match=r"can hold, got one with .*half a surrogate"):
         folder.open_run(Config(out=out))
     assert not out.exists()
 
