@@ -183,7 +183,7 @@ def _present(folder: Path) -> Iterator[str]:
         else:
             listed = len(parts) > 1 and (folder / f"{parts[0]}{MANIFEST}").exists()
         # Users are told to delete a snapshot that is set aside.
-        aside = parts[0] == "snapshots" and len(parts) > 2 and ASIDE in parts[2]
+        aside = any(ASIDE in part for part in parts[2:3])
         if path.name == LOCK or path.name.endswith(UNFINISHED):
             continue
         if parts == (SUMMARY,) or listed or aside:
