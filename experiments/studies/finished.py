@@ -13,6 +13,7 @@ import tyro
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics
+from rlhf_jax.sweeps import results
 
 Row = Mapping[str, Any]
 
@@ -28,7 +29,9 @@ class Options:
 def command(main: Callable[[Options], None], *, description: str | None) -> None:
     """A program that makes figures of a sweep."""
     try:
-        main(tyro.cli(Options, description=description))
+        options = tyro.cli(Options, description=description)
+        main(options)
+        results.seal_again(options.sweep)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -34,7 +34,7 @@ class Fit(NamedTuple):
     scale: float
     cosine: float  # of g, or of what the reward leaves of it, and the target
     distance: float  # ‖what is left‖ / ‖g‖
-    beta: float | None = None  # reward units per nat; None without rewards
+    beta: float | None = None  # reward units per nat; None where no reward counts
 
 
 class Finding(NamedTuple):
@@ -196,9 +196,10 @@ def _fit(measured: Float64, target: Float64, *, beside: Float64 | None) -> Fit:
     )
     rest = flat - others
     size = np.linalg.norm(rest) * np.linalg.norm(target)
+    rewarded = np.linalg.norm(others) > TOLERANCE * norm
     return Fit(
         scale=float(factors[0]),
         cosine=float(rest @ columns[0] / size) if size else 0.0,
         distance=float(np.linalg.norm(rest - factors[0] * columns[0]) / norm),
-        beta=None if beside is None else float(factors[0] / factors[1]),
+        beta=float(factors[0] / factors[1]) if rewarded else None,
     )

@@ -45,12 +45,19 @@ def check_run(config: RunConfig) -> None:
     """Checks that `open_run` can use the folder, touching nothing.
 
     Raises:
-      InputError: the run does not have the steps of `profile`; `out` is no folder that
+      InputError: an option is a path that is not UTF-8; the run does not have the
+        steps of `profile`; `out` is no folder that
         can be read; it holds something and `resume` is off; or `resume` is on and the
         folder is not a run's, has a file that cannot be written, or its recorded
         config differs from this one.
     """
-    num_steps = to_json(config).get("num_steps")
+    fields = to_json(config)
+    if (why := parsing.fault(fields)) is not None:  # nothing could read it again
+        raise InputError(
+            f"expected options that config.json can hold, got one {why}; give it in "
+            f"UTF-8, and paths with such names"
+        )
+    num_steps = fields.get("num_steps")
     if config.profile is not None and num_steps is not None:
         window.parse(config.profile).check(num_steps)
     out, names, why = config.out, [], ""

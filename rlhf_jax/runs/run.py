@@ -97,6 +97,8 @@ class Run:
         with contextlib.ExitStack() as undone:
             undone.push(self._lock)
             self.folder = open_run(config)
+            # A resume may find none, where the user removed a damaged one.
+            self.began_data = not (self.folder / receipt.NAME).exists()
             if data is not None:
                 receipt.write(self.folder, data)
                 receipt.tell(data)

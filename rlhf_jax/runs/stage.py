@@ -126,9 +126,10 @@ class Stage:
         self._options: dict[str, Sum] = {}
         if processes.is_first():
             self._options = run_files.of_options(run.folder)
-        files = begun.files
-        check_data(run.folder, self._options, files, snapshot=self.start)
-        run.record.begin(name, step=self.start, rows=begun.rows, sums_of_rows=files)
+        of_files = begun.files
+        if not run.began_data:
+            check_data(run.folder, self._options, of_files, snapshot=self.start)
+        run.record.begin(name, step=self.start, rows=begun.rows, sums_of_rows=of_files)
 
     def __enter__(self) -> Self:
         self._run.profiler.begin_stage(self._name, self.start)

@@ -158,10 +158,11 @@ def begin(sweep: Sweep, *, out: Path) -> None:
     begun: dict[str, Any] | None = None
     if path.exists():
         try:
-            begun = parsing.read_object(
+            read = parsing.read_object(
                 path, expected=EXPECTED, advice=ADVICE, shape=SHAPE
             )
             sums.opened(path)
+            begun = read
         except InputError as error:
             got = f"{error}"
         except ValueError as error:

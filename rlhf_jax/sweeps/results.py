@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_jax.runs import lock, report
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder, lock, parsing, report
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.proof.run_files import Checked
 from rlhf_jax.sweeps import claims, measures, statistics
@@ -101,6 +104,47 @@ def seal(out: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     return sums.sealed(document, files=sums.of_files(out, _names(out)))
 
 
+def seal_again(out: Path) -> None:
+    """Takes what came after results.json, as figures of the sweep, into its sums.
+
+    Raises:
+      InputError: results.json, a summary or a log is not what it was.
+    """
+    if not (out / NAME).exists():
+        return
+    try:
+        proof = sums.opened(out / NAME)
+        files: dict[str, sums.Sum] = {} if proof is None else proof["files"]
+        # Figures may have been made anew.
+        files = {n: of for n, of in files.items() if n.startswith(("runs/", "logs/"))}
+        faults = [*sums.differences(files, sums.of_files(out, [*files]))]
+    except ValueError as error:
+        faults = [f"{NAME}: {error}"]
+    if faults:
+        raise InputError(
+            f"{out}: expected the files that the sweep wrote, got\n"
+            f"{checks.listed(faults)}\ngive the command of the sweep again"
+        )
+    document = _read(out)
+    folder.write_json(out / NAME, seal(out, document))
+
+
+def unseal(out: Path) -> None:
+    """Leaves results.json without sums, as more runs are to come; none stays none."""
+    if (out / NAME).exists():
+        with contextlib.suppress(InputError):  # damaged, and written anew at the end
+            folder.write_json(out / NAME, _read(out))
+
+
+def _read(out: Path) -> dict[str, Any]:
+    document = parsing.read_object(
+        out / NAME,
+        expected="the results of a sweep",
+        advice="give the command of the sweep again",
+    )
+    return {name: value for name, value in document.items() if name != sums.PROOF}
+
+
 def check(out: Path) -> Checked:
     """Compares the files of a sweep, but for those of its runs, with results.json."""
     faults: list[str] = []
@@ -113,7 +157,8 @@ def check(out: Path) -> Checked:
             faults.append(f"{name}: {error}")
     proof = proofs.get(NAME)
     if proof is None:
-        why = f"{NAME}: none yet, or one of a version without sums of files"
+        why = f"{NAME}: none yet, one of before a start that was stopped, or of "
+        why += "a version without sums of files"
         return Checked(len(proofs), faults, [] if faults else [why], [])
     files = proof["files"]
     other = [*sums.differences(files, sums.of_files(out, [*files]))]
@@ -132,6 +177,7 @@ def _names(out: Path) -> list[str]:
         for name in names
         if (name.parts[0] != "runs" or name.parts[3:] == (run_files.SUMMARY,))
         and name.parts not in ((BEGUN,), (NAME,), (lock.NAME,))
+        and not name.name.endswith(run_files.UNFINISHED)
     ]
 
 

@@ -25,7 +25,7 @@ from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.extensions import entry_points
-from rlhf_jax.functional.checks import StopError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.scores import Scores
@@ -353,8 +353,8 @@ def make_verifier(
       unsafe: --unsafe-verifier, of a verifier that runs what a model has written.
 
     Raises:
-      InputError: there is no such function, it takes other arguments, or nothing sets
-        the code that it runs apart from the system.
+      InputError: there is no such function, it takes other arguments or is a class, or
+        nothing sets the code that it runs apart from the system.
       StopError: the module calls `sys.exit` when it is imported.
     """
     from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier
@@ -376,5 +376,10 @@ def make_verifier(
             command_line.expect_arguments(
                 verifier, takes=verifiers.TAKES, where=f"{called} {name}"
             )
+    if isinstance(verifier, type):
+        raise InputError(
+            f"{called} {choice.name}: expected a function, or an object that is called "
+            f"like one, got the class {verifier.__name__}; name an object of it"
+        )
     isolating = isinstance(verifier, verifiers.Isolating)
     return verifier.isolated(unsafe=unsafe) if isolating else verifier

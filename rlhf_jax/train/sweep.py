@@ -95,6 +95,8 @@ def main(options: Config) -> None:
         done = sum(run.done for run in runs)
         print(f"{len(runs)} runs of {len(sweep.cells)} cells, {done} done already")
         began, left = time.monotonic(), len(runs) - done
+        if left:  # a stop would leave the results of an earlier start
+            results.unseal(options.out)
         num_ended, warned = 0, False
 
         def tell(ended: Ended) -> None:

@@ -59,6 +59,9 @@ def test_beta_stands_beside_the_reward():
     one = found(audited_losses.objective, with_rewards=True)
     assert one.verdict == gradients.FULL_REVERSE
     assert one.fits[one.nearest].beta == pytest.approx(0.3, abs=1e-4)
+    # A loss that reads no reward has none, and not rounding's millions.
+    one = found(audited_losses.k2, with_rewards=True)
+    assert one.fits[one.nearest].beta is None
 
 
 def test_a_reward_alone_is_the_reward():

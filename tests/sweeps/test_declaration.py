@@ -245,6 +245,10 @@ def test_a_folder_keeps_to_the_sweep_that_it_began_with(tmp_path):
     planned.begin(sweep, out=out)
     with pytest.raises(InputError, match=r"expected a folder of a sweep, or none, got"):
         planned.begin(sweep, out=out.parent)
+    file = out / "sweep.json"
+    file.write_text(file.read_text().replace("0.2", "0.3"))  # of an earlier start
+    with pytest.raises(InputError, match=r"sweep.json that cannot be read: SHA-256"):
+        planned.begin(sweep, out=out)
 
 
 @pytest.mark.parametrize(

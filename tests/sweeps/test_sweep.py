@@ -126,7 +126,7 @@ def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(
         text=True,
     )
     rows = tmp_path / "out" / "runs" / "slope=1" / "seed_0" / "metrics.jsonl"
-    while not rows.exists():
+    while not (rows.exists() and rows.stat().st_size):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(kind)

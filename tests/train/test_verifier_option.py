@@ -63,6 +63,12 @@ def test_a_verifier_of_the_users(own_module):
     assert verifier("what?", "a cat", {"worth": 3}) == 0
 
 
+def test_a_class_is_no_verifier():
+    name = "rlhf_jax.verification.code.verifier:PythonTests"
+    with pytest.raises(InputError, match="got the class PythonTests; name an object"):
+        make_verifier(Verifier(name))
+
+
 def test_generated_code_runs_where_something_sets_it_apart(own_module, monkeypatch):
     """Or where --unsafe-verifier says so; of verifiers and of environments."""
     (own_module / "own_code.py").write_text(

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import report
 from rlhf_jax.runs.folder import write_json
-from rlhf_jax.sweeps import planned
+from rlhf_jax.sweeps import planned, results
 
 Row = dict[str, Any]
 
@@ -134,6 +134,7 @@ def main(options: Config) -> None:
     tell(rows, loss=summaries[0]["held_out_loss"])
     draw(rows).savefig(options.sweep / "storage.png", dpi=110)
     write_json(options.sweep / "storage.json", {"rows": rows})
+    results.seal_again(options.sweep)
     print(f"the tables are in {options.sweep / 'storage.json'}")
 
 

@@ -6,6 +6,7 @@ is loaded; a copy elsewhere without it is a checkpoint like any other.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +21,12 @@ from rlhf_jax.runs.proof.run_files import MANIFEST
 def path_of(model: Path) -> Path:
     """Where the manifest of a folder is."""
     model = model.absolute()
-    return model.with_name(model.name + MANIFEST)
+    return model.parent / (model.name + MANIFEST)  # "/" has no name
+
+
+def has_manifest(model: Path) -> bool:
+    """Whether it is there; False where the system takes no such name."""
+    return os.path.exists(path_of(model))  # Path.exists raises of one too long
 
 
 def write(model: Path, *, anew: bool) -> None:
@@ -29,13 +35,13 @@ def write(model: Path, *, anew: bool) -> None:
     Args:
       anew: the folder is new; else it is written where a killed run left none.
     """
-    if processes.is_first() and (anew or not path_of(model).exists()):
+    if processes.is_first() and (anew or not has_manifest(model)):
         folder.write_text(path_of(model), _written(_digests(model)))
 
 
 def faults(model: Path) -> list[str]:
     """How a folder contradicts its manifest; none of one without."""
-    if not path_of(model).exists():
+    if not has_manifest(model):
         return []
     text = path_of(model).read_bytes().decode(errors="replace")
     listed = {line[66:]: line[:64] for line in text.split("\n")[:-1]}

@@ -24,6 +24,8 @@ SUMMARY = "summary.json"
 OPTIONS = ("config.json", "data.json")  # what a run writes as it begins
 MANIFEST = ".sha256"  # beside an exported model: model.sha256
 LOCK = "run.lock"
+UNFINISHED = ".tmp"  # as `folder.write_text` names what a kill may leave
+ASIDE = ".set-aside"  # as `snapshots.SET_ASIDE`
 ROWS = ".jsonl"
 Meta = Mapping[str, Any]  # of a snapshot
 
@@ -70,11 +72,11 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
             faults.append(f"{SUMMARY}: {error}")
     metas: list[tuple[str, int, Meta]] = []
     if proof is None or only is None:
+        # The newest alone: a run that went on with --accept-lost-rows keeps older ones.
         metas = [
-            (stage.name, step, meta)
+            (stage.name, *newest)
             for stage in sorted((folder / "snapshots").glob("*"))
-            for step, meta in resume.metas(stage)
-            if FILES in meta
+            for newest in [(s, m) for s, m in resume.metas(stage) if FILES in m][:1]
         ]
     expected: dict[str, Sum] = {}
     if proof is not None:
@@ -92,7 +94,8 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
         faults.append(f"{SUMMARY}: expected its proof, got none")
     faults += sums.differences(expected, sums.of_files(folder, [*expected]))
     for stage, step, meta in metas:
-        faults += _of_rows(folder, stage=stage, step=step, meta=meta, only=only)
+        of_rows = _of_rows(folder, stage=stage, step=step, meta=meta, only=only)
+        faults += [fault for fault in of_rows if fault not in unproven]
     if proof is None:
         _so_far(folder, metas, only=only, unproven=unproven, later=later)
     faults = sorted(set(faults))
@@ -154,8 +157,12 @@ def _so_far(
     unproven: list[str],
     later: list[str],
 ) -> None:
-    """Adds what no snapshot vouches for, of a run that has not come to its end."""
-    newest = {stage: meta[FILES] for stage, _, meta in reversed(metas)}
+    """Adds what no snapshot vouches for, of a run that has not come to its end.
+
+    Args:
+      metas: of the newest snapshot of each stage.
+    """
+    newest = {stage: meta[FILES] for stage, _, meta in metas}
     names = dict.fromkeys(name for files in newest.values() for name in files)
     for name in (name for name in names if only is None or name in only):
         of = [files[name] for files in newest.values() if name in files]
@@ -175,7 +182,11 @@ def _present(folder: Path) -> Iterator[str]:
             listed = folder.joinpath(*parts[:3], LIST).exists()
         else:
             listed = len(parts) > 1 and (folder / f"{parts[0]}{MANIFEST}").exists()
-        if parts == (SUMMARY,) or path.name == LOCK or listed:
+        # Users are told to delete a snapshot that is set aside.
+        aside = any(ASIDE in part for part in parts[2:3])
+        if path.name == LOCK or path.name.endswith(UNFINISHED):
+            continue
+        if parts == (SUMMARY,) or listed or aside:
             continue
         if path.is_file():
             yield "/".join(parts)

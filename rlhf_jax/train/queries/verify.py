@@ -43,7 +43,13 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
         leaves.
     """
     processes.check_platform()
-    outcomes = dict(_all(run))
+    try:
+        outcomes = dict(_all(run))
+    except OSError as error:
+        raise StopError(
+            f"{run!s:.200}: expected files that can be read, got {error.strerror}: "
+            f"{error.filename!s:.200}; see to their permissions"
+        ) from error
     for name, (of_files, *_) in outcomes.items():
         for why in of_files.later:
             print(f"since the newest proof, {name}: {why}")
@@ -67,7 +73,7 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
 
 def _all(place: Path) -> Iterator[tuple[Path, Outcome]]:
     """All that a path means, checked in turn."""
-    if exported.path_of(place).exists():
+    if exported.has_manifest(place):
         yield place, Outcome(_of_models(place.parent, [place]), 0, [], [])
     elif (place / planned.BEGUN).is_file():
         yield place, Outcome(results.check(place), 0, [], [])

@@ -62,6 +62,13 @@ def begun(tmp_path):
     return dataclasses.replace(config, resume=True)
 
 
+def test_a_config_that_nothing_could_read_again_is_refused(tmp_path):
+    out = tmp_path / "\udcff"  # a byte that is not UTF-8
+    with pytest.raises(InputError, match=r"can hold, got one with .*half a surrogate"):
+        folder.open_run(Config(out=out))
+    assert not out.exists()
+
+
 def test_an_edited_config_json_is_refused(begun):
     edit(begun.out / "config.json", kl_coef=0.2)
     before = (begun.out / "metrics.jsonl").read_bytes()
