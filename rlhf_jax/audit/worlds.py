@@ -72,7 +72,7 @@ def _world(
     """A world; `environment` is a column that is not the policy's."""
     rows: dict[tuple[int, ...], list[bool]] = {}
     for words in itertools.product(
-        range(VOCABULARY), repeat=LENGTH + bool(environment)
+        range(VOCABULARY), repeat=LENGTH + (environment is not None)
     ):
         tokens = list(words)
         own = [True] * len(tokens)

@@ -185,7 +185,7 @@ def _elsewhere(
     `embed` of lora_a on tensor alone. Adapters and their moments add up to gigabytes
     where every device has them all.
     """
-    for rule in ("embed", "heads"):
+    for rule in (rule for rule in ("embed", "heads") if rule in rules):
         spread = [
             axis for axis in _axes(rule, rules=rules, sizes=sizes) if sizes[axis] > 1
         ]

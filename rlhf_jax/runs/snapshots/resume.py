@@ -30,7 +30,8 @@ MAY_CHANGE = frozenset(
 )
 # Another kind of sampler may draw on, with options of its own.
 SAMPLER = "sampler.sampler."
-FINISHED = ("model", "adapter", "summary.json")  # what a run writes at its end
+# What a run writes at its end.
+FINISHED = ("model", "model.sha256", "adapter", "adapter.sha256", "summary.json")
 
 
 @dataclasses.dataclass(frozen=True)
