@@ -77,14 +77,14 @@ ASK = {
     ),
     "verify": Command(
         "queries.verify",
-        "Whether a run, sweep or model is as it was written, its reference unmoved.",
+        "Whether a run, sweep or model is as written, its reference unmoved.",
     ),
     "audit": Command(
         "queries.audit", "Which KL a loss of yours really penalises, by enumeration."
     ),
     "audit-verifier": Command(
         "queries.audit_verifier",
-        "Whether unit tests as a reward reward solutions, and no cheats.",
+        "Whether a reward of unit tests pays solutions, and no cheats.",
     ),
     "kl": Command(
         "queries.token_kl", "The KL of a text between two models, token by token."
@@ -180,7 +180,7 @@ def usage() -> str:
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
     for title, commands in titled.items():
         if commands:
-            rows = [f"  {name:13} {summary}" for name, summary in commands.items()]
+            rows = [f"  {name:14} {summary}" for name, summary in commands.items()]
             lines += ["", f"{title}:", *rows]
     return "\n".join(lines)
 

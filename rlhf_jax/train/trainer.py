@@ -166,7 +166,6 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             models.train.policy, programs=programs, reference=models.reference
         )
         summary |= of_held_out(before, "before")
-        print(f"held-out score {summary['held_out_score_before']:.3f} before")
     limits = config.watch.alarms.allowing(staleness=config.staleness)
     check = functools.partial(
         alarms.check, limits=limits, kl_target=config.kl.kl_control.target_per_response
@@ -181,6 +180,8 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     ) as job:
         columns = read.prompts[0].tokens.shape[1] + config.batch.max_new_tokens
         tell(config, models, programs, start=start, columns=columns, meshes=meshes)
+        if held_out is not None:
+            print(f"held-out score {summary['held_out_score_before']:.3f} before")
         trained, reference = run_stage(loop, models, job=job, meta=read.meta)
     # Before anything is saved: a reference that moved makes the result worthless.
     verify(models, reference)

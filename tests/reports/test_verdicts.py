@@ -136,6 +136,7 @@ def test_the_alarm_alone_is_no_hacking(tmp_path):
     rows[-1]["alarms"] = ["reward_hacking"]
     lines(folder / "metrics.jsonl", rows)
     assert verdict(folder).kind == "alarm"
+    assert verdict(folder).why.startswith("reward hacking alone, which noise")
 
 
 def test_alarms_count_also_while_the_run_goes_on(tmp_path):

@@ -739,7 +739,9 @@ def test_pairs_that_the_reward_model_refuses(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "expected --model, or --tokenizer for a fresh model, which"),
+        ((), "expected --model, or --tokenizer for a fresh model, got neither"),
+        (("--tokenizer=MODEL", "--lora=2"), "--lora: expected --model, the base of"),
+        (("--model=MODEL", "--fresh-num-layers=7"), "--fresh-num-layers: expected a f"),
         (("--tokenizer=MODEL", "--fresh-num-heads=3"), "num_heads to divide hidden_si"),
         (("--model=MODEL", "--max-length=5"), "expected at most 5 tokens, got 12"),
         (

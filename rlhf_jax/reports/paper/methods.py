@@ -201,7 +201,8 @@ def _answers(of: Results) -> str:
         return ""
     yes, no, open_ = (answers.count(one) for one in ("yes", "no", tables.OPEN))
     return (
-        f"Of {len(answers)} claims {yes} {'is' if yes == 1 else 'are'} answered yes, "
+        f"Of {len(answers)} {'claim' if len(answers) == 1 else 'claims'} "
+        f"{yes} {'is' if yes == 1 else 'are'} answered yes, "
         f"{no} no, and {open_} {'stays' if open_ == 1 else 'stay'} open."
     )
 

@@ -94,6 +94,8 @@ def verdict(rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]) -> Verd
         return _verdict("degraded", why, min(first[name] for name in lost))
     if first:
         names = ", ".join(reversed(first)).replace("_", " ")
+        if first.keys() == {"reward_hacking"}:
+            names += " alone, which noise raises now and then"
         return _verdict("alarm", names, min(first.values()))
     if not judge:
         return _verdict("unjudged", f"{why}; no held-out judge looked", None)

@@ -68,7 +68,10 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
         raise ReferenceMovedError("\n".join(moved))
     whole = sum(one.files.whole for one in outcomes.values())
     count = sum(one.snapshots for one in outcomes.values())
-    print(f"{whole} files and {count} snapshots checked, none damaged")
+    print(
+        f"{whole} {'file' if whole == 1 else 'files'} and {count} "
+        f"{'snapshot' if count == 1 else 'snapshots'} checked, none damaged"
+    )
 
 
 def _all(place: Path) -> Iterator[tuple[Path, Outcome]]:

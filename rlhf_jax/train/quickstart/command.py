@@ -58,8 +58,9 @@ def run(out: Path) -> None:
         COMMANDS[name].load().command(options)
     print(
         f"\n{time.perf_counter() - started:.0f} s. The lines with $ are all that ran:"
-        f" give them your own files, and --model in place of --tokenizer. What the"
-        f" policy came to write is in {out / 'ppo' / 'samples.jsonl'}."
+        f" give them your own files, another --out, and --model in place of --tokenizer"
+        f" and --fresh-.... What the policy came to write is in"
+        f" {out / 'ppo' / 'samples.jsonl'}."
     )
 
 

@@ -77,10 +77,23 @@ class Start(Trained):
     """Context of a fresh model, tokens."""
 
     def __post_init__(self) -> None:
-        if self.model is None and (self.tokenizer is None or self.lora is not None):
+        if self.model is None and self.tokenizer is None:
             raise InputError(
-                "expected --model, or --tokenizer for a fresh model, which has no base "
-                "for --lora, got neither; name one"
+                "expected --model, or --tokenizer for a fresh model, got neither; name "
+                "one"
+            )
+        if self.model is None and self.lora is not None:
+            raise InputError(
+                "--lora: expected --model, the base of adapters, got a fresh model; "
+                "leave --lora out, or name a checkpoint"
+            )
+        shape = [f for f in dataclasses.fields(self) if f.name.startswith("fresh_")]
+        given = [f.name for f in shape if getattr(self, f.name) != f.default]
+        if self.model is not None and given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InputError(
+                f"{names}: expected a fresh model, got --model {self.model}, which has "
+                f"a shape of its own; leave out one or the other"
             )
 
 
