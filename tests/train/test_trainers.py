@@ -573,7 +573,7 @@ def test_checkpoints_that_every_stage_refuses(tmp_path, files, capsys, spoil, me
     spoil(model)
     for experiment, argv in (
         (sft, ("--data", files / "answers.jsonl")),
-        (reward_model, ("--data", files / "pairs.jsonl")),
+        (reward_model, ("--data", files / "pairs.jsonl", "--normalise=None")),
         (
             rlhf_jax.train.methods.ppo,
             (
