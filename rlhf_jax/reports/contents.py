@@ -276,7 +276,7 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     waits = [row["waits"] for row in rows if "waits" in row]
     if waits:  # the sampler's own is beside the step, not in it
         sums["waiting for rollouts"] = sum(
-            finite(wait["trainer"]) or 0.0 for wait in waits
+            finite(wait.get("trainer")) or 0.0 for wait in waits
         )
     sums["other"] = sum(map(_seconds, rows)) - sum(sums.values())
     return {name: round(value / len(rows), 4) for name, value in sums.items()}

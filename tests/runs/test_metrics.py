@@ -366,3 +366,14 @@ def test_an_alarm_stops_the_run_once_its_row_is_written(tmp_path):
         record.begin("ppo", step=1)
         record.write(1, stats(3))
     assert len(lines(tmp_path, "metrics")) == 2
+
+
+def test_waits_of_any_sampler_are_read_again(tmp_path):
+    """A queue has trainer and sampler; a sampler outside names its own waits."""
+    path = tmp_path / "timings.jsonl"
+    rows = [
+        {"stage": "grpo", "step": 0, "seconds": 1.0, "waits": {"hand_over": 0.1}},
+        {"stage": "grpo", "step": 1, "seconds": 1.0, "waits": {"trainer": 0.5}},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert metrics.read(path) == rows

@@ -16,7 +16,7 @@ ROW: parsing.Shape = {  # of any of the files
     "step": int,
     "alarms?": [str],
     "phases?": {},
-    "waits?": {"trainer": object},
+    "waits?": {},  # of a queue "trainer" and "sampler", of an outside sampler its own
 }
 
 
