@@ -1,5 +1,6 @@
 """Rows reach the disk one step late, strict, and equal after any crash and resume."""
 
+import json
 import sys
 import types
 from pathlib import Path
