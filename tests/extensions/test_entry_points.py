@@ -74,11 +74,11 @@ def test_a_part_of_another_type_is_refused():
 def test_help_lists_them_all_and_says_which_are_broken(capsys):
     main.main(["--help"])
     lines = capsys.readouterr().out.splitlines()
-    assert "  sound         sound_part" in lines
-    assert "  raises        raising_part" in lines  # nothing was imported
+    assert "  sound          sound_part" in lines
+    assert "  raises         raising_part" in lines  # nothing was imported
     absent = "absent_part.inner (cannot be imported: no module 'absent_part')"
-    assert f"  absent        {absent}" in lines
-    assert "  ppo           sound_part (unread: ours has the name)" in lines
+    assert f"  absent         {absent}" in lines
+    assert "  ppo            sound_part (unread: ours has the name)" in lines
 
 
 def test_a_command_has_its_options(capsys):
