@@ -18,7 +18,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.reports import reading
 from rlhf_jax.runs import metrics
 from rlhf_jax.sweeps import declaration, planned, results
-from rlhf_jax.train import main, report
+from rlhf_jax.train import main, report, sweep
 from rlhf_jax.train.queries import paper
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
@@ -37,7 +37,7 @@ EVALUATED = (
 SWEEP = """
 trainer = "ppo"
 seeds = [0, 1]
-options = { model = "m", prompts = "p.jsonl" }
+options = { model = "m", prompts = "p.jsonl", verifier = "exact" }
 grid = { kl_coef = [0.0, 0.2] }
 measures = { score = "objective/scores", told = { summary = "told" } }
 """
@@ -259,3 +259,12 @@ def test_a_run_under_way_says_what_no_snapshot_vouches_for(whole, tmp_path, caps
     assert status("verify", out) == 1
     error = capsys.readouterr().err
     assert "metrics.jsonl, rows up to snapshot 2 of grpo: SHA-256" in error
+
+
+def test_a_sweep_does_not_count_a_damaged_run(whole, tmp_path):
+    toml = tmp_path / "sweep.toml"
+    toml.write_text(SWEEP)
+    shutil.copytree(whole / "sweep", tmp_path / "sweep")
+    cut(tmp_path / "sweep/runs/kl_coef=0/seed_0/metrics.jsonl", random.Random(0), None)
+    with pytest.raises(InputError, match="expected the files that the run wrote"):
+        sweep.main(sweep.Config(file=toml, out=tmp_path / "sweep"))
