@@ -278,6 +278,8 @@ def begin(
         resume.check_meta(saved, meta, where=where)
         frozen.check_resumed(saved[proof.META], arrays, where=where)
         files = saved.get(run_files.FILES, {})
+        if files and not went_back:  # of a version that has lists
+            snapshots.complete(step)
         return Beginning(step, arrays, saved.get(ROWS), went_back, files)
 
     def gone_back(step: int) -> Beginning:

@@ -37,7 +37,9 @@ class Checked(NamedTuple):
     faults: list[str]
     unproven: list[str]  # what should be vouched for, and is not
     later: list[str]  # what has come after the newest snapshot of a run under way
-    added: list[str]  # files that have come since it ended: no fault, and not vouched for
+    added: list[
+        str
+    ]  # files that have come since it ended: no fault, and not vouched for
 
 
 def sealed(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ LIST           in the snapshot's folder: {file: [bytes, CRC-32]} of all its othe
                which finds files that are missing or cut, and flipped bits that no array
                depends on; above MAX_READ, in files of arrays alone, the size alone
 
-The list is written as soon as the snapshot is complete: a run that is killed in between
-leaves a snapshot without one. A snapshot of an older version has neither digests nor a
+The list is written as soon as the snapshot is complete, or by the resume of a run that
+was killed in between, once the digests have proven the arrays. A snapshot of an older version has neither digests nor a
 list, and is read without a proof.
 """
 
