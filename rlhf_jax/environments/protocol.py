@@ -9,7 +9,7 @@ Worker processes import this module: it loads no JAX.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 Row = Mapping[str, Any]  # one row of the user's data, every field of it
@@ -36,6 +36,8 @@ class Turn(NamedTuple):
     """Whether the episode ends here."""
     state: Any
     """What the next `step` is to know; not read if `done`."""
+    counts: Mapping[str, float] = {}
+    """By each name of a `Counting` environment, added up over the episode."""
 
 
 @runtime_checkable
@@ -55,3 +57,16 @@ class Environment(Protocol):
     def step(self, state: Any, response: str) -> Turn | Awaitable[Turn]:
         """The answer to a response; the same for an equal state and response."""
         ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """An environment that counts more than its rewards say."""
+
+    counts: Sequence[str]
+    """Names, of which the means over episodes are logged: reward/NAME."""
+
+
+def counted(environment: Environment) -> tuple[str, ...]:
+    """The names of what an environment counts."""
+    return tuple(environment.counts) if isinstance(environment, Counting) else ()

@@ -197,7 +197,6 @@ group_size = 2
 max_new_tokens = 4
 num_steps = 20
 snapshot_every = 2
-compilation_cache = "compiled"
 """
 
 

@@ -8,8 +8,8 @@ LIST           in the snapshot's folder: {file: [bytes, CRC-32]} of all its othe
                depends on; above MAX_READ, in files of arrays alone, the size alone
 
 The list is written as soon as the snapshot is complete, or by the resume of a run that
-was killed in between, once the digests have proven the arrays. A snapshot of an older version has neither digests nor a
-list, and is read without a proof.
+was killed in between, once the digests have proven the arrays. A snapshot of an older
+version has neither digests nor a list, and is read without a proof.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
 
 
 def _by_folder(place: Path, added: Sequence[str]) -> list[str]:
-    """Added files, those of a folder that has no other as one, as "wandb/ (9 files)"."""
+    """Added files, those of a folder without others as one, as "wandb/ (9 files)"."""
     tops = Counter(name.partition("/")[0] for name in added if "/" in name)
     for top in [*tops]:
         if tops[top] != sum(path.is_file() for path in (place / top).rglob("*")):

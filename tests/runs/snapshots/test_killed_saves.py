@@ -31,7 +31,7 @@ MOMENTS = {
     f"open 6/{LIST}": {"deleted", "4", "6"},
     f"os.rename 6/{LIST}": {"deleted", "4", "6"},
     "shutil.rmtree deleted": {"deleted", "4", "6"},
-    "os.remove deleted/2/": {"deleted", "4", "6"},
+    "os.remove commit_success.txt": {"deleted", "4", "6"},  # of 2
 }
 
 
