@@ -96,7 +96,7 @@ def _all(place: Path) -> Iterator[tuple[Path, Outcome]]:
         yield place, Outcome(exported.check(place), 0, [], [])
     elif (place / planned.BEGUN).is_file():
         yield place, Outcome(results.check(place), 0, [], [])
-        for run in sorted(place.glob("runs/*/*")):
+        for run in sorted(filter(Path.is_dir, place.glob("runs/*/*"))):
             yield run, _of_run(run)
     else:
         if not (place / run_files.SUMMARY).exists():
