@@ -15,7 +15,14 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from rlhf_jax.environments import protocol
-from rlhf_jax.environments.protocol import Message, Row, Started, Turn, Written
+from rlhf_jax.environments.protocol import (
+    CountedTurn,
+    Message,
+    Row,
+    Started,
+    Turn,
+    Written,
+)
 from rlhf_jax.verification import worker
 from rlhf_jax.verification.worker import Failed, Rejected
 
@@ -161,10 +168,10 @@ def answer(returned: Any, *, most: int, counts: Sequence[str] = ()) -> Answer:
                 " the assistant says is sampled"
             )
     state = b"" if done else _state(returned.state)
-    if others := sorted(returned.counts.keys() - {*counts}):
+    said = dict(returned.counts) if isinstance(returned, CountedTurn) else {}
+    if others := sorted(said.keys() - {*counts}):
         raise Rejected(f"returned counts of {others}, expected some of {[*counts]}")
-    said = dict.fromkeys(counts, 0.0) | returned.counts
-    counted = worker.counted(said, counts)
+    counted = worker.counted(dict.fromkeys(counts, 0.0) | said, counts)
     return Answer(observation, reward, done, state, counts=counted)
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
-from rlhf_jax.environments.protocol import Row, Started, Turn, Written
+from rlhf_jax.environments.protocol import CountedTurn, Row, Started, Turn, Written
 from rlhf_jax.verification.code import verifier
 from rlhf_jax.verification.code.verifier import PythonTests
 
@@ -73,7 +73,7 @@ class Programming:
         runs = state.runs + 1
         if _FINAL.search(response) or runs > self.max_runs:
             judged = self.tests.judge_code(code if code.strip() else None, state.tests)
-            return Turn("", judged.score, True, None, judged.counts)
+            return CountedTurn("", judged.score, True, None, counts=judged.counts)
         state = state._replace(code=code, runs=runs)
         if block is None:
             return Turn("error: expected a ```python block\n", 0.0, False, state)

@@ -10,7 +10,7 @@ Worker processes import this module: it loads no JAX.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 Row = Mapping[str, Any]  # one row of the user's data, every field of it
 Message = dict[str, Any]  # role and content, as a chat template reads them
@@ -36,8 +36,18 @@ class Turn(NamedTuple):
     """Whether the episode ends here."""
     state: Any
     """What the next `step` is to know; not read if `done`."""
-    counts: Mapping[str, float] = {}
-    """By each name of a `Counting` environment, added up over the episode."""
+
+
+class CountedTurn(Turn):
+    """A turn of a `Counting` environment with what it counts, 0 by other names."""
+
+    counts: Mapping[str, float]
+
+    def __new__(cls, *turn: Any, counts: Mapping[str, float]) -> Self:
+        """From the four of a turn in their order."""
+        made = super().__new__(cls, *turn)
+        made.counts = counts
+        return made
 
 
 @runtime_checkable
@@ -64,7 +74,8 @@ class Counting(Protocol):
     """An environment that counts more than its rewards say."""
 
     counts: Sequence[str]
-    """Names, of which the means over episodes are logged: reward/NAME."""
+    """Names. Numbers of turns (`CountedTurn`) are added up over an episode, and the
+    mean over episodes is logged: reward/NAME."""
 
 
 def counted(environment: Environment) -> tuple[str, ...]:

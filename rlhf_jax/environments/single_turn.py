@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhf_jax.environments.protocol import Row, Started, Turn
+from rlhf_jax.environments.protocol import CountedTurn, Row, Started, Turn
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 
@@ -37,4 +37,4 @@ class SingleTurn:
         if not isinstance(prompt, str):
             prompt = "\n".join(message["content"] for message in prompt)
         score, counts = verifiers.judged(self.verifier, prompt, response, state)
-        return Turn("", score, True, None, counts)
+        return CountedTurn("", score, True, None, counts=counts)
