@@ -122,6 +122,9 @@ def test_load():
         case = cases[f"{name}, report"]
         for cell, figure in zip(cells, ("seconds", "mb", "page_mb"), strict=True):
             check(cell, case[figure])
+    prompts = cases["200,000 prompts"]
+    shown = f"take {prompts['seconds']} CPU seconds and {prompts['mb']} MB"
+    assert shown in DATA.read_text(encoding="utf-8")
 
 
 def test_asynchrony():
