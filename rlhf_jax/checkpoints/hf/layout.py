@@ -14,7 +14,8 @@ from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import fields, keys
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.families.options import fields
 
 Params = Any  # nested dict of arrays
 Leaves = dict[str, Any]  # Params flattened to {"layers/mlp/up/kernel": leaf}
@@ -25,6 +26,7 @@ _MODULES = {
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    **{name: name for name in ("olmo2", "olmo3", "smollm3", "granite")},
 }
 
 

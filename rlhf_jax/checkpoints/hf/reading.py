@@ -26,7 +26,8 @@ from rlhf_jax.data import hub
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import fields, keys, mapping
+from rlhf_jax.models.families import keys, mapping
+from rlhf_jax.models.families.options import fields
 from rlhf_jax.runs.proof import exported
 
 _GENERATION = "generation_config.json"
