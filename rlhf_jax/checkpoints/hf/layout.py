@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 from collections.abc import Iterator, Mapping
@@ -80,15 +81,22 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
             raise InputError(
                 f"{CONFIG}: expected a dense language model in floating point, got a "
                 f"{name} with {feature} ({option}), which is not supported; use a "
-                f"checkpoint without, of {', '.join(FAMILIES)}"
+                f"checkpoint without, of {', '.join(FAMILIES)}{_nearest(name)}"
             )
     if name is None or name not in FAMILIES:
         code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
         raise InputError(
             f"{CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "
-            f"{name!r} ({config.get('architectures')}), which is not supported{code}"
+            f"{name!r} ({config.get('architectures')}), which is not supported"
+            f"{_nearest(name)}{code}"
         )
     return FAMILIES[name]
+
+
+def _nearest(name: str | None) -> str:
+    """The family whose name is the most like this one, for a message; "" is none."""
+    close = difflib.get_close_matches(name or "", FAMILIES, n=1)
+    return f" (the nearest is {close[0]})" if close else ""
 
 
 def expect_architecture(

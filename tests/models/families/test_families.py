@@ -428,6 +428,13 @@ def test_windows_follow_each_family_s_options():
     assert local("gemma2") == (5, "lgl")
     assert local("gemma3") == (5, "llll")
     assert local("gemma3", sliding_window_pattern=2) == (5, "lglg")
+    assert local("olmo3") == (5, "lllg")
+    assert local("olmo3", sliding_window=None, layer_types=["full_attention"] * 4) == (
+        *(None, ""),
+    )
+    # Without positions, and local for it.
+    assert local("smollm3") == (5, "glgl")
+    assert local("smollm3", use_sliding_window=False) == (None, "")
     with pytest.raises(InputError, match="and full_attention, got chunked_attention"):
         local("gemma3", layer_types=["chunked_attention"] * 4)
 
@@ -447,6 +454,45 @@ def test_both_forms_of_gemma_3_s_rope_options_are_read():
     bare = model_of(older)
     assert (bare.rope_theta, bare.rope_local_theta) == (1e6, 1e4)
     assert bare.rope_scaling is None
+
+
+def test_both_forms_of_olmo_3_s_rope_options_are_read():
+    """A base of its own for local layers is what flat options cannot say."""
+    nested = options_of("olmo3")
+    scaling = dict(nested["rope_parameters"]["full_attention"])
+    near = {"rope_type": "default", "rope_theta": 500_000.0}
+    nested["rope_parameters"] = {
+        "full_attention": scaling | {"rope_theta": 500_000.0},
+        "sliding_attention": near,
+    }
+    flat = {**nested, "rope_theta": 500_000.0, "rope_parameters": None}
+    del scaling["rope_theta"]
+    model = model_of(nested)
+    assert model == model_of(flat | {"rope_scaling": scaling})
+    assert (model.rope_theta, model.rope_local_theta) == (5e5, 5e5)
+    assert model.rope_scaling is not None
+    assert model_of(flat).rope_scaling is None
+    del flat["rope_theta"]
+    assert model_of(flat).rope_theta == model_of(flat).rope_local_theta == 5e5
+    own = model_of(options_of("olmo3"))
+    assert (own.rope_theta, own.rope_local_theta) == (40.0, 50.0)
+
+
+def test_layers_without_positions_follow_smollm3_s_options():
+    def unrotated(**changes):
+        model = model_of(options_of("smollm3") | changes)
+        return "".join("rn"[x] for x in model.unrotated_layers)
+
+    assert unrotated() == "rnrn"
+    assert unrotated(no_rope_layers=None) == "rrrn"
+    assert unrotated(no_rope_layers=None, no_rope_layer_interval=2) == "rnrn"
+    assert unrotated(no_rope_layers=[0, 1, 1, 1, 0]) == "nrrr"  # four layers
+    assert unrotated(no_rope_layers=[1, 1, 1, 1]) == ""
+    bare = {k: v for k, v in options_of("smollm3").items() if k != "rope_parameters"}
+    assert model_of(bare).rope_theta == 2e6
+    del bare["num_key_value_heads"]
+    assert model_of(bare).num_kv_heads == 4
+    assert model_of(bare | {"num_key_value_heads": None}).num_kv_heads == 4
 
 
 @pytest.mark.parametrize("model", registry.KNOWN.values(), ids=registry.KNOWN)
@@ -513,6 +559,28 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
             "expected sliding_window in tokens",
         ),
         ("gpt_neox", {"num_attention_heads": 3}, "num_heads to divide hidden_size, g"),
+        ("olmo2", {"model_type": "olmo"}, r"supported \(the nearest is olmo\d\)"),
+        (
+            "granite",
+            {"model_type": "granitemoe", "num_local_experts": 8},
+            r"a granitemoe with a mixture of experts .* \(the nearest is granite\)",
+        ),
+        ("olmo2", {"clip_qkv": 8.0}, "expected clip_qkv = None, got 8.0"),
+        ("olmo2", {"mlp_bias": True}, "expected mlp_bias = False, got True"),
+        (
+            "olmo3",
+            {ROPE: {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "expected rope_type = 'default', got 'linear'",
+        ),
+        (
+            "olmo3",
+            {ROPE: None, "rope_theta": 1e6},
+            r"got rope_theta = 1e\+06 alone, which transformers 4 takes .*; add it",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "each of 4 layers .* got 2 entries"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "to be a list of 0 and 1"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "a whole number from 1 to 2147"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling to be a finite number ab"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, name, options, message):
@@ -530,6 +598,9 @@ def test_null_is_as_absent():
         ("qwen3", ("head_dim", "use_sliding_window", "layer_types")),
         ("phi3", ("rms_norm_eps",)),
         ("gpt_neox", ("use_parallel_residual", "attention_bias", "layer_norm_eps")),
+        ("olmo3", ("rms_norm_eps", "rope_parameters", "layer_types")),
+        ("smollm3", ("tie_word_embeddings", "rope_parameters", "no_rope_layers")),
+        ("granite", ("logits_scaling", "residual_multiplier")),
     ):
         config = {k: v for k, v in options_of(name).items() if k not in options}
         nulls = config | dict.fromkeys(options)
