@@ -107,9 +107,18 @@ CONFIGS = {
         "attention_multiplier": 0.2,
         "logits_scaling": 4.0,
     },
+    "granitemoehybrid": LLAMA
+    | {
+        "num_local_experts": 0,
+        "layer_types": ["attention", "attention"],
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "rope",
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+    },
 }
 # transformers has no score for Granite.
-REWARDS = [name for name in CONFIGS if "," not in name and name != "granite"]
+REWARDS = [name for name in CONFIGS if "," not in name and "granite" not in name]
 FOLDERS = [*CONFIGS, *(f"{name} reward" for name in REWARDS)]
 # What a reader cannot, by environment and folder, with the reason.
 UNKNOWN: dict[str, dict[str, str]] = {

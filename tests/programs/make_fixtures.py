@@ -157,6 +157,20 @@ GRANITE = transformers.GraniteConfig(
     mlp_bias=True,
     tie_word_embeddings=True,
 )
+# Of layers without positions, none of which is a Mamba layer.
+GRANITE4 = transformers.GraniteMoeHybridConfig(
+    **FAMILY | {"intermediate_size": 40},
+    embedding_multiplier=3.0,
+    residual_multiplier=0.4,
+    attention_multiplier=0.5,
+    logits_scaling=0.6,
+    shared_intermediate_size=40,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    layer_types=[GLOBAL] * 3,
+    mamba_n_heads=1,
+    position_embedding_type=None,
+)
 
 
 def record_causal(
@@ -278,6 +292,7 @@ FIXTURE = {
     "olmo3": causal(t.Olmo3ForCausalLM, OLMO3, **LONG),
     "smollm3": causal(t.SmolLM3ForCausalLM, SMOLLM3, **LONG),
     "granite": causal(t.GraniteForCausalLM, GRANITE, **LONG),
+    "granite4": causal(t.GraniteMoeHybridForCausalLM, GRANITE4, **LONG),
     "qwen2_reward": scores(t.Qwen2ForSequenceClassification, QWEN2, **EAGER),
     "qwen3_reward": scores(t.Qwen3ForSequenceClassification, QWEN3, **EAGER),
     "mistral_reward": scores(t.MistralForSequenceClassification, MISTRAL, **EAGER),

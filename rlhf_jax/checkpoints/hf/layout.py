@@ -28,6 +28,7 @@ _MODULES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     **{name: name for name in ("olmo2", "olmo3", "smollm3", "granite")},
+    "granitemoehybrid": "granite4",
 }
 
 

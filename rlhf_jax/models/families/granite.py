@@ -24,21 +24,28 @@ MULTIPLIERS = {
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Granite `config.json`."""
+    return decoder_from_hf(config, family="granite")
+
+
+def decoder_from_hf(config: Mapping[str, Any], *, family: str) -> ModelConfig:
+    """The decoder of the options that Granite 3 and 4 name alike.
+
+    Raises:
+      InputError: an option that the decoder does not implement, by name.
+    """
     scales = {
         ours: float(fields.option(config, theirs, 1.0))
         for theirs, ours in MULTIPLIERS.items()
     }
-    model = llama.decoder_from_hf(config, family="granite")
+    model = llama.decoder_from_hf(config, family=family)
     return dataclasses.replace(model, **scales)
 
 
 def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     """The `config.json` that `config_from_hf` reads back."""
+    scales = dataclasses.asdict(model)
     return llama.config_to_hf(model) | {
-        "embedding_multiplier": model.embed_scale,
-        "residual_multiplier": model.residual_scale,
-        "attention_multiplier": model.query_scale,
-        "logits_scaling": model.logit_divisor,
+        theirs: scales[ours] for theirs, ours in MULTIPLIERS.items()
     }
 
 

@@ -191,6 +191,18 @@ def _granite_3_3(*sizes: int, head_dim: int, logit_divisor: float) -> ModelConfi
     )
 
 
+def _granite_4(
+    *sizes: int, head_dim: int, logit_divisor: float, residual_scale: float = 0.22
+) -> ModelConfig:
+    plain = _granite_3_3(*sizes, head_dim=head_dim, logit_divisor=logit_divisor)
+    return dataclasses.replace(
+        plain,
+        family="granitemoehybrid",
+        vocab_size=100_352,
+        residual_scale=residual_scale,
+    )
+
+
 def _windowed(family: str, plain: ModelConfig, *, window: int) -> ModelConfig:
     """A Llama of another family, with a sliding window in every layer."""
     return dataclasses.replace(in_every_layer(plain, window=window), family=family)
@@ -278,5 +290,14 @@ KNOWN: dict[str, ModelConfig] = {
     ),
     "granite-3.3-8b": _granite_3_3(
         *(4096, 40, 32, 8, 12_800), head_dim=128, logit_divisor=16.0
+    ),
+    "granite-4.0-350m": _granite_4(
+        *(1024, 28, 16, 4, 2048), head_dim=64, logit_divisor=4.0, residual_scale=0.263
+    ),
+    "granite-4.0-1b": _granite_4(
+        *(2048, 40, 16, 4, 4096), head_dim=128, logit_divisor=8.0
+    ),
+    "granite-4.0-micro": _granite_4(
+        *(2560, 40, 40, 8, 8192), head_dim=64, logit_divisor=10.0
     ),
 }

@@ -332,7 +332,7 @@ def test_exact_kl_of_a_policy_reads_what_is_done_to_its_logits(model):
     else:  # products with the head, which are divided here by hand
         head = decoder.vocabulary_head(params, model=model)[: tiny.VOCAB]
         product = of(params) @ head.T
-        np.testing.assert_allclose(logits, product / model.logit_divisor, rtol=1e-5)
+        np.testing.assert_allclose(logits, product / model.logit_divisor, atol=1e-5)
     expected = jnp.pad(kl.exact(logits, ref_logits)[:, :-1], ((0, 0), (1, 0)))
     np.testing.assert_allclose(output, np.where(mask, expected, 0.0), atol=1e-5)
 

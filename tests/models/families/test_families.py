@@ -17,18 +17,18 @@ from safetensors.numpy import load_file, save_file
 from tiers import one_in
 
 from rlhf_jax import decode, decoder, frozen, hf, lora
-from rlhf_jax.checkpoints import peft
+from rlhf_jax.checkpoints import mapping, peft
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import RopeScaling
-from rlhf_jax.models.families import keys, mapping, registry
+from rlhf_jax.models.families import keys, registry
 from rlhf_jax.models.generation.sampling import Shaping
 
 NAMES = (
     *("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3"),
-    *("olmo2", "olmo3", "smollm3", "granite"),
+    *("olmo2", "olmo3", "smollm3", "granite", "granite4"),
 )
 # transformers has no score for Granite.
-REWARDS = tuple(name for name in NAMES if name != "granite")
+REWARDS = tuple(name for name in NAMES if not name.startswith("granite"))
 # Attention beside the MLP; windows, scales and two wavelengths. What each family's
 # logits are is told for all, and decoding reads the same options.
 STATIC = ("model", "max_new_tokens", "stop_ids", "shaping")
@@ -159,6 +159,40 @@ def test_what_is_saved_is_what_was_read_and_transformers_reads_its_config(
     rope = ours.pop("rope_parameters")
     assert rope == rope | theirs.pop("rope_parameters")
     assert ours == theirs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_live_transformers_reads_what_we_save_to_the_bit(tmp_path, name):
+    """The extra `parity`: weights, and logits of texts padded on either side."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    model, params = hf.load(FIXTURES / name)
+    hf.save(tmp_path / "out", model, params, max_shard_bytes=30_000)
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        for folder in (tmp_path / "out", FIXTURES / name)
+    )
+    tensors, expected = ours.state_dict(), theirs.state_dict()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
+    hidden, mask, recorded = hidden_and_recorded(
+        loaded(name)[1], model=model, folder=FIXTURES / name
+    )
+    mine = np.asarray(decoder.logits(loaded(name)[1], hidden, model=model))
+    tokens = [recorded[f"{side}_tokens"] for side in ("left", "right")]
+    inputs = {
+        "input_ids": torch.tensor(np.concatenate(tokens), dtype=torch.long),
+        "attention_mask": torch.tensor(mask, dtype=torch.long),
+        "position_ids": torch.tensor(np.cumsum(mask, axis=1) - mask),
+    }
+    with torch.no_grad():
+        live, same = (m(**inputs).logits.numpy()[mask] for m in (theirs, ours))
+    np.testing.assert_array_equal(same, live)
+    np.testing.assert_allclose(mine[mask], live, atol=1e-4)
+    print(f"{name}: {np.abs(mine[mask] - live).max():.1e}")
 
 
 class Counting:
@@ -495,6 +529,17 @@ def test_layers_without_positions_follow_smollm3_s_options():
     assert model_of(bare | {"num_key_value_heads": None}).num_kv_heads == 4
 
 
+def test_granite_4_s_layers_are_known_by_either_name():
+    options = options_of("granite4")
+    model = model_of(options)
+    assert (model.intermediate_size, model.unrotated_layers) == (40, (True,) * 3)
+    assert model_of(options | {"intermediate_size": 7}) == model  # of experts
+    older = {k: v for k, v in options.items() if k != "layer_types"}
+    assert model_of(older | {"layers_block_type": ["attention"] * 3}) == model
+    rotated = model_of(options | {"position_embedding_type": "rope"})
+    assert rotated.unrotated_layers == ()
+
+
 @pytest.mark.parametrize("model", registry.KNOWN.values(), ids=registry.KNOWN)
 def test_known_shapes_are_ones_that_a_config_of_their_family_says(model):
     family = hf.FAMILIES[model.family]
@@ -563,7 +608,7 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
         (
             "granite",
             {"model_type": "granitemoe", "num_local_experts": 8},
-            r"a granitemoe with a mixture of experts .* \(the nearest is granite\)",
+            r"a granitemoe with a mixture of experts .* \(the nearest is granite",
         ),
         ("olmo2", {"clip_qkv": 8.0}, "expected clip_qkv = None, got 8.0"),
         ("olmo2", {"mlp_bias": True}, "expected mlp_bias = False, got True"),
@@ -581,6 +626,19 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
         ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "to be a list of 0 and 1"),
         ("smollm3", {"no_rope_layer_interval": 0}, "a whole number from 1 to 2147"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling to be a finite number ab"),
+        ("granite4", {"num_local_experts": 8}, r"of experts \(num_local_experts\)"),
+        ("granite4", {"num_local_experts": None}, "a value for 'num_local_experts', g"),
+        (
+            "granite4",
+            {"layer_types": ["attention", "mamba", "attention"]},
+            "expected layer_types of attention alone, got mamba; use a dense",
+        ),
+        ("granite4", {"layer_types": None}, "expected a value for 'layer_types', got"),
+        (
+            "granite4",
+            {"position_embedding_type": "alibi"},
+            "_type = 'rope', got 'alibi",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, name, options, message):

@@ -68,12 +68,12 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
             *("intermediate_size", "max_position_embeddings"),
             *("sliding_window_pattern", "original_max_position_embeddings"),
-            "no_rope_layer_interval",
+            *("no_rope_layer_interval", "shared_intermediate_size"),
         ),
     ),
     f"a whole number from 0 to {MAX_SIZE}": (
         _whole(0, MAX_SIZE),
-        ("sliding_window", "max_window_layers"),
+        ("sliding_window", "max_window_layers", "num_local_experts"),
     ),
     "a finite number above 0": (
         _positive,
@@ -105,7 +105,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         _text,
         (
             *("model_type", "activation_function", "hidden_act", "hidden_activation"),
-            *("rope_type", "type"),
+            *("rope_type", "type", "position_embedding_type"),
         ),
     ),
     "a list of 0 and 1": (_bits, ("no_rope_layers",)),
