@@ -282,8 +282,10 @@ class Block(nn.Module):
         def after(name: str, y: Array) -> Array:
             if model.post_norms:
                 y = Norm(model, name=name)(y)
-            scale = model.residual_scale
-            return y if scale == 1.0 else y * jnp.asarray(scale, y.dtype)
+            if model.residual_scale == 1.0:
+                return y
+            # In float32: in bfloat16 0.22 would be 0.2197 in every layer.
+            return (y.astype(jnp.float32) * model.residual_scale).astype(y.dtype)
 
         y, keys_values = Attention(model, name="attention")(
             before("attention_norm", x),
