@@ -26,6 +26,7 @@ from rlhf_jax.runs import lock, progress, write_errors
 from rlhf_jax.runs.command_line import help_screen
 from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.run_config import RunConfig, to_json
 
 
@@ -74,7 +75,7 @@ def main(
             )
         processes.agree("the config", json.dumps(to_json(config)))
         processes.agree(precision.VARIABLE, precision.name())
-        processes.on_first(lambda: check_run(config))
+        processes.on_first(lambda: _check(config))
         if cache is None:
             program_cache.use_default()
         else:
@@ -99,7 +100,8 @@ def main(
             precision.of(config.compute_dtype),
         ):
             processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
-            run(config)
+            with mirror.kept(config.out):
+                run(config)
     except InputError as error:
         _leave(2, f"error: {error}")
     except write_errors.WriteError as error:
@@ -130,6 +132,11 @@ def main(
         lost = "a process may be lost; the snapshots before stay"
         why = lost if isinstance(error, jax.errors.JaxRuntimeError) else "a defect"
         _leave(1, f"stopped: {why}; {go_on(config)}")
+
+
+def _check(config: RunConfig) -> None:
+    mirror.begin(config.out, resume=config.resume or config.resume_from is not None)
+    check_run(config)
 
 
 def _out_of_memory(error: BaseException) -> str | None:
@@ -272,9 +279,9 @@ class Interrupt:
 
 def go_on(config: RunConfig) -> str:
     """How to resume a run that stops, for a message."""
-    recorded = config.out / CONFIG
-    if not recorded.exists():
+    if not (config.out / CONFIG).exists():
         return "start again, as nothing was written yet"
+    recorded = f"{mirror.written(config.out)}/{CONFIG}"
     script = Path(sys.argv[0])
     command = f"python {script}"
     modules = (("train", "main.py"), ("rlhf_jax", "__main__.py"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,19 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
     until the last snapshot is complete.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        """Opens or makes `folder`, which keeps the `keep` newest snapshots."""
+    def __init__(
+        self, folder: Path, *, keep: int = 2, then: Callable[[], None] | None = None
+    ) -> None:
+        """Opens or makes `folder`, which keeps the `keep` newest snapshots.
+
+        `then` is called whenever one is complete, behind the next steps.
+        """
         # Orbax tells each save in many lines, and what it raises in hundreds.
         logging.set_verbosity(logging.FATAL)
         self._folder = folder
         self._newest: int | None = None  # that `save` was asked for
         self._unwritten = False
+        self._then = then
         self._behind = futures.ThreadPoolExecutor(1)
         self._saving: futures.Future[None] | None = None
         handlers = ocp.DefaultCheckpointHandlerRegistry()
@@ -196,6 +202,8 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         self._manager.wait_until_finished()
         if processes.is_first():
             integrity.write_list(self._folder / str(step))
+        if self._then is not None:
+            self._then()
 
     def _wait(self) -> None:
         """For the snapshot that is being written."""
