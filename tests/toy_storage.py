@@ -1,6 +1,9 @@
 """A run of arithmetic whose folder is in object storage, and a bucket on loopback.
 
     python tests/toy_storage.py --out gs://bucket/run --num-steps 12 --snapshot-every 2
+
+In the environment SECONDS_A_STEP slows it down, and STOP_AT is the step of the second
+stage at which it ends as by a second Ctrl-C.
 """
 
 import contextlib
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +22,10 @@ import numpy as np
 import places
 
 from rlhf_jax.runs import command_line
-from rlhf_jax.runs.folder import write_summary
+from rlhf_jax.runs.folder import read_summary, write_summary
 from rlhf_jax.runs.run import Run
 from rlhf_jax.runs.run_config import RunConfig
+from rlhf_jax.runs.snapshots import files
 
 STAGES = ("sft", "ppo")
 BUCKET = "bucket"
@@ -46,6 +51,8 @@ def play(config: Config) -> None:
             with job.stage(name, {"x": x}, meta={}) as stage:
                 for step in stage.steps():
                     key = jax.random.fold_in(root, 1000 * number + step)
+                    if number and str(step) == os.environ.get("STOP_AT"):
+                        raise KeyboardInterrupt
                     x, stats = update(stage.state["x"], key=key)
                     stage.state["x"] = x
                     stage.end_step(step, stats)
@@ -72,6 +79,18 @@ def main(*argv: object) -> None:
     command_line.main(play, Config, description="A tiny run.", argv=words)
 
 
+def results(folder: Path) -> dict[str, object]:
+    """What must be equal, however often the run was stopped."""
+    names = ("metrics.jsonl", "model/x.npy", "model.sha256")
+    contents = {name: (folder / name).read_bytes() for name in names}
+    snapshots = {
+        f"{stage.name}/{step}"
+        for stage in (folder / "snapshots").iterdir()
+        for step in files.numbers(stage)
+    }
+    return contents | {"summary": read_summary(folder), "snapshots": snapshots}
+
+
 @contextlib.contextmanager
 def emulator() -> Iterator[str]:
     """The address of a storage of Google's kind on loopback, with a bucket."""
@@ -83,8 +102,9 @@ def emulator() -> Iterator[str]:
     server = subprocess.Popen((*module, *options), stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
-            with contextlib.suppress(OSError), socket.create_connection(
-                ("127.0.0.1", port), timeout=1
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=1),
             ):
                 break
             time.sleep(0.1)

@@ -45,9 +45,9 @@ def read_jsonl(source: str | Path) -> list[Row]:
     """JSON objects, one a line, or the rows of another format or a data set.
 
     Args:
-      source: a file or its address (`urls.of`), or `hf:NAME` or `hf:NAME:SPLIT` (SPLIT is train unless given). A
-        data set, a compressed file, a JSON array, Parquet, Arrow or CSV needs the
-        extra `datasets`.
+      source: a file or its address (`urls.of`), or `hf:NAME` or `hf:NAME:SPLIT` (SPLIT
+        is train unless given). A data set, a compressed file, a JSON array, Parquet,
+        Arrow or CSV needs the extra `datasets`.
 
     Raises:
       InputError: names the file and line that cannot be read, or its format.

@@ -127,9 +127,7 @@ def to_json(config: RunConfig) -> dict[str, Any]:
     """
     fields = _plain(config)
     try:
-        return json.loads(
-            json.dumps(fields, default=mirror.written, allow_nan=False)
-        )
+        return json.loads(json.dumps(fields, default=mirror.written, allow_nan=False))
     except ValueError as error:
         wrong = ", ".join(
             f"{name} = {value}"

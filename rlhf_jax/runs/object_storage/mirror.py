@@ -143,10 +143,11 @@ class Mirror:
             )
         state = urls.read(self._spool.parent / STATE)
         with lock.hold(self._spool):
-            if owner.get("token", "") != state.get("token"):
-                self._refill(urls.whole(there))
-            else:
+            same = owner.get("token", "") == state.get("token")
+            if same and (self._spool / FIRST).exists():
                 self._keep(state["there"], there)
+            else:
+                self._refill(urls.whole(there))
         self._strays = sorted(there - {*self._files()})
 
     def _refill(self, names: list[str]) -> None:
@@ -160,7 +161,7 @@ class Mirror:
         self._get(names)
 
     def _keep(self, then: dict[str, Stamp], there: set[str]) -> None:
-        """Of the spool what it has beyond the bucket stays, and so does what is equal."""
+        """What the spool has stays, but for what was removed from the bucket."""
         for name in then.keys() - there:  # removed from the bucket since
             urls.remove(self._spool / name, root=self._spool)
         for snapshot in self._spool.glob("snapshots/*/*"):
@@ -169,7 +170,6 @@ class Mirror:
                 shutil.rmtree(snapshot)
         now = {name: _stamp(self._spool / name) for name in self._files()}
         self._there = {n: then[n] for n in then if now.get(n) == then[n]}
-        self._get([name for name in urls.whole(there) if name not in now])
 
     def _get(self, names: list[str]) -> None:
         def get(name: str) -> None:
@@ -188,7 +188,9 @@ class Mirror:
           InputError: it cannot.
         """
         self._token = uuid.uuid4().hex
-        now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        now = (
+            datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        )
         owner = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
         text = json.dumps(owner | {"token": self._token})
         files, at = urls.system(self.url), f"{self.url}/{lock.NAME}"
@@ -213,9 +215,7 @@ class Mirror:
             except StopError:
                 raise
             except Exception as error:  # whatever backends raise
-                raise LostError(
-                    self.url, urls.why(error), spool=self._spool
-                ) from error
+                raise LostError(self.url, urls.why(error), spool=self._spool) from error
 
     def _put(self) -> None:
         files = urls.system(self.url)
@@ -278,7 +278,11 @@ class Mirror:
     def _require_own(self) -> None:
         owner = self._owner()
         if owner.get("token") != self._token:
-            by = "none" if not owner else f"process {owner['process']} on {owner['host']}"
+            by = (
+                "none"
+                if not owner
+                else f"process {owner['process']} on {owner['host']}"
+            )
             raise StopError(
                 f"{self.url}: expected to be the one process that writes this run, got "
                 f"{by} in its {lock.NAME}; this one stops and leaves what it has in "

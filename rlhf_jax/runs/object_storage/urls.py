@@ -120,9 +120,9 @@ def system(url: str) -> Any:
 
 def why(error: BaseException) -> str:
     """What a backend raised, in a line."""
-    first = next(iter(str(error).splitlines()), "")
     if isinstance(error, FileNotFoundError):
-        return f"no such bucket or file ({first:.150})"
+        return "no such bucket or file"
+    first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first:.200}"
 
 
