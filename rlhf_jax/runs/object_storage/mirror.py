@@ -270,9 +270,9 @@ class Mirror:
     def _owner(self) -> dict[str, Any]:
         files = urls.system(self.url)
         try:
-            text = urls.tried(lambda: files.cat_file(f"{self.url}/{lock.NAME}"))
-            return json.loads(text)
-        except (FileNotFoundError, ValueError):
+            at = f"{self.url}/{lock.NAME}"
+            return urls.record(urls.tried(lambda: files.cat_file(at)))
+        except FileNotFoundError:
             return {}
 
     def _require_own(self) -> None:

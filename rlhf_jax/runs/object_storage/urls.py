@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from rlhf_jax.devices import program_cache
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import parsing
 from rlhf_jax.runs.proof.run_files import MANIFEST
 from rlhf_jax.runs.snapshots.integrity import LIST
 
@@ -266,8 +267,17 @@ def remove(path: Path, *, root: Path) -> None:
 def read(path: Path) -> dict[str, Any]:
     """What `write` wrote; nothing where it is missing or cut off."""
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        return record(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def record(text: bytes) -> dict[str, Any]:
+    """A JSON object; an empty one of a text that is none."""
+    source = parsing.Source("a record of copies", "an object")
+    try:
+        content = parsing.of_json(text, source, size=None)
+    except InputError:
         return {}
     return content if isinstance(content, dict) else {}
 

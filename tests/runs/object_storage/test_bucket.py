@@ -46,8 +46,9 @@ def test_a_run_killed_at_random_goes_on_from_the_bucket_alone(
         wait = rng.uniform(0, 8) if early else rng.uniform(0, 1)
         more, before = rng.randrange(1, 7), None
         while killed < kills and process.poll() is None:
-            rows = [p.read_bytes().count(b"\n") for p in spool.rglob("metrics.jsonl")]
-            if before is None and rows and list(spool.rglob("timings.jsonl")):
+            there = spool.glob("runs/*/*/metrics.jsonl")
+            rows = [path.read_bytes().count(b"\n") for path in there]
+            if before is None and rows:
                 before = rows[0]
             if early and time.monotonic() - began > wait:
                 break
@@ -62,7 +63,7 @@ def test_a_run_killed_at_random_goes_on_from_the_bucket_alone(
             break
         assert process.returncode == -signal.SIGKILL, errors
         killed += 1
-        if "killed" not in errors and urls.names(url).keys() - {"run.lock"}:
+        if urls.names(url).keys() - {"run.lock"}:
             assert_whole(url)
     assert killed == kills
     whole = tmp_path / "whole"
