@@ -15,7 +15,7 @@ from rlhf_jax.runs.snapshots import files
 
 MISSING = [n for n in ("gcsfs", "gcp_storage_emulator") if find_spec(n) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}")
-STEPS = ("--num-steps", "20", "--snapshot-every", "2")
+STEPS = {3: "20", 20: "90"}  # of each stage, by the number of kills
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,10 @@ def test_a_run_killed_at_random_goes_on_from_the_bucket_alone(
     monkeypatch.setenv(urls.SPOOL, str(tmp_path / "reader"))
     monkeypatch.setenv("SECONDS_A_STEP", "0.05")
     url, rng, killed, started = f"gs://bucket/killed_{kills}", random.Random(0), 0, 0
+    steps = ("--num-steps", STEPS[kills], "--snapshot-every", "2")
     while True:
         spool, started = tmp_path / str(started), started + 1
-        options = (*STEPS, "--resume")
+        options = (*steps, "--resume")
         process = toy_storage.start(url, *options, spool=spool, endpoint=endpoint)
         began, early = time.monotonic(), rng.random() < 0.2
         wait = rng.uniform(0, 8) if early else rng.uniform(0, 1)
@@ -67,7 +68,7 @@ def test_a_run_killed_at_random_goes_on_from_the_bucket_alone(
             assert_whole(url)
     assert killed == kills
     whole = tmp_path / "whole"
-    toy_storage.main("--out", whole, *STEPS)
+    toy_storage.main("--out", whole, *steps)
     assert_whole(url)
     assert toy_storage.results(urls.fetched(url)) == toy_storage.results(whole)
 
