@@ -32,6 +32,7 @@ import tyro
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import command_line, folder, lock
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.sweeps import declaration, execution, measures, planned, results
 from rlhf_jax.sweeps.declaration import Sweep
 from rlhf_jax.sweeps.execution import Ended
@@ -78,6 +79,7 @@ def main(options: Config) -> None:
       StopError: a run failed; names each, with its last line.
       Interrupted: a signal came; the runs under way have saved.
     """
+    urls.refuse(options.out, option="--out")
     sweep = declaration.read(options.file)
     runs = planned.runs_of(sweep, out=options.out)
     check_options(sweep, runs)

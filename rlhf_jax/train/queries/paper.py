@@ -26,6 +26,7 @@ import tyro
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports.paper import writing
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.sweeps import planned, results
 
 
@@ -46,6 +47,8 @@ class Config:
         Raises:
           InputError: the width is none of a page.
         """
+        urls.refuse(self.sweep, option="rlhf-jax paper")
+        urls.refuse(self.out, option="--out")
         checks.within(
             least=1,
             most=20,

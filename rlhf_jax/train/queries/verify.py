@@ -14,6 +14,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import StopError
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 from rlhf_jax.runs import report
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.proof import exported, run_files
 from rlhf_jax.runs.proof.run_files import MANIFEST, Checked
 from rlhf_jax.runs.snapshots import files, integrity, proof
@@ -35,7 +36,8 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
     """Check that a run, a sweep or an exported model is what was written.
 
     Args:
-      run: The run folder, an experiment's --out; a sweep's; or a model's, as RUN/model.
+      run: The run folder, an experiment's --out; a sweep's; or a model's, as RUN/model;
+        gs://BUCKET/NAME and s3://BUCKET/NAME too.
 
     Raises:
       InputError: there is no run, and nothing else to check.
@@ -44,6 +46,7 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
         leaves.
     """
     processes.check_platform()
+    run = urls.fetched(run)
     try:
         outcomes = dict(_all(run))
     except OSError as error:

@@ -70,6 +70,9 @@ def prepare(out: Path) -> list[Path]:
     Raises:
       InputError: the folder holds something, or cannot be written.
     """
+    from rlhf_jax.runs.object_storage import urls  # loads JAX, which help does not
+
+    urls.refuse(out, option="--out")
     try:
         out.mkdir(parents=True, exist_ok=True)
         if names := sorted(path.name for path in out.iterdir()):
