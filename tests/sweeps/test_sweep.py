@@ -362,12 +362,12 @@ def test_a_job_of_submitit_is_a_run(tmp_path):
         (
             'trainer = "sft"\n[options]\nmodel = "m"\ndata = "d"\n'
             "[grid]\nlearning_rat = [1e-3]",
-            "learning_rat=0.001: expected options of rlhf-jax sft, got Unrecognized "
-            "options: --learning-rat=0.001; --help-all lists them",
+            "learning_rat=0.001: expected options of rlhf-jax sft, got "
+            "'--learning-rat=0.001'; did you mean --learning-rate? ",
         ),
         (
             'trainer = "sft"\n[options]\nmodel = "m"\ndata = "d"\nlearning_rate = "x"',
-            "run: expected options of rlhf-jax sft, got",
+            "run: --learning-rate: expected a number, got 'x'; rlhf-jax sft --help-all",
         ),
         ('trainer = "sftt"', "trainer: expected one of sft, reward-model, ppo"),
         (

@@ -6,7 +6,6 @@ command for his own files, too.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_jax.functional.errors import InputError
+from rlhf_jax.runs import command_line
 from rlhf_jax.train.quickstart import language
 
 LINES = (
@@ -87,7 +87,7 @@ def prepare(out: Path) -> list[Path]:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax quickstart`: from a command line to a policy."""
-    parser = argparse.ArgumentParser(
+    parser = command_line.Arguments(
         prog="rlhf-jax quickstart",
         description="Writes a tiny data set and trains on it: SFT, a reward model and "
         "PPO, by the commands that it prints. A minute or two on two CPU cores, "
