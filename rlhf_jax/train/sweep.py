@@ -132,7 +132,10 @@ def main(options: Config) -> None:
         )
     if of_runs.absent:
         raise InputError("\n".join(of_runs.absent))
-    print(f"results are in {options.out / results.NAME}")
+    print(
+        f"results are in {options.out / results.NAME}; tables and figures for a paper: "
+        f"rlhf-jax paper {options.out} --out paper"
+    )
 
 
 def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:

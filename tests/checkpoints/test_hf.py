@@ -669,7 +669,7 @@ def test_a_name_that_is_a_path_is_told_so(monkeypatch, name, message):
 
 
 def test_a_name_without_an_owner_is_refused_first(monkeypatch, tmp_path):
-    """Except the old models that the hub has so, and what another program has loaded."""
+    """Except old models that the hub has so, and what another program has loaded."""
     asked, cached = [], {}
 
     def offline(repo_id, **_):

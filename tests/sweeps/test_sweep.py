@@ -74,6 +74,11 @@ def test_a_sweep_from_file_to_answer(tmp_path, capsys):
     assert "6 runs of 2 cells, 0 done already" in printed
     assert "[6/6]" in printed
     assert "Is a slope of 2 more than one of 1?" in printed
+    out = tmp_path / "out"
+    assert printed.endswith(
+        f"results are in {out / 'results.json'}; tables and figures for a paper: "
+        f"rlhf-jax paper {out} --out paper\n"
+    )
     # Nothing is run again, and a new claim is answered from what is there.
     log = tmp_path / "out" / "logs" / "slope=1" / "seed_0.log"
     before = log.stat().st_mtime_ns
