@@ -26,7 +26,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, reading, watching
 from rlhf_jax.reports.contents import contents
-from rlhf_jax.runs import folder, write_errors
+from rlhf_jax.runs import command_line, folder, write_errors
 from rlhf_jax.runs.object_storage import urls
 
 
@@ -118,7 +118,7 @@ def load(options: Config) -> dict[str, Any]:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax report`: from a command line to a page."""
-    options: Any = tyro.cli(
+    options = command_line.cli(
         Config, prog="rlhf-jax report", description=__doc__, args=argv
     )
     jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them

@@ -13,7 +13,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import StopError
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
-from rlhf_jax.runs import report
+from rlhf_jax.runs import command_line, report
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.proof import exported, run_files
 from rlhf_jax.runs.proof.run_files import MANIFEST, Checked
@@ -159,4 +159,4 @@ def _of_run(run: Path) -> Outcome:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax verify`: from a command line to a table and a verdict."""
-    tyro.cli(verify, prog="rlhf-jax verify", args=argv)
+    command_line.call(verify, prog="rlhf-jax verify", args=argv)
