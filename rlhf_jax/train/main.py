@@ -1,4 +1,8 @@
-"""The console script `rlhf-jax`: trainers, and what can be asked without one."""
+"""The console script `rlhf-jax`: trainers, and what can be asked without one.
+
+What a user got wrong is an `InputError`, wherever it is found: `main` prints it and
+ends with status 2. Docstrings of `train`, `sweeps` and `reports` do not list it.
+"""
 
 from __future__ import annotations
 
@@ -138,11 +142,7 @@ def trainers() -> tuple[str, ...]:
 
 
 def trainer(name: str) -> Any:
-    """The module of a trainer: `Config`, `command` and perhaps `PRESETS`.
-
-    Raises:
-      InputError: another package's cannot be imported, or lacks one of these.
-    """
+    """The module of a trainer: `Config`, `command` and perhaps `PRESETS`."""
     if name in TRAINERS:
         return TRAINERS[name].load()
     module = entry_points.load(name, group="methods", kind=ModuleType)

@@ -85,10 +85,6 @@ class RolloutPacker(_Lengths):
 
         Args:
           key: of this step, the one that `learn` takes.
-
-        Raises:
-          InputError: a text is longer than a packed row, or a packed row than the
-            tokens that a device may hold.
         """
         if self._options is None:
             return None
@@ -153,11 +149,7 @@ class EndPacker(_Lengths):
     """Packs what a reward model sees: it reads the state after the last token alone."""
 
     def __call__(self, rollout: Rollout) -> SizedPacking | None:
-        """How the model reads a rollout packed; waits for it. None is padded.
-
-        Raises:
-          InputError: a text is longer than a packed row.
-        """
+        """How the model reads a rollout packed; waits for it. None is padded."""
         if self._options is None:
             return None
         lengths = processes.whole(self._spans(rollout))

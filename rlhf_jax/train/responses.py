@@ -44,9 +44,6 @@ class Responder:
 
         Args:
           context: tokens that every model reads at once.
-
-        Raises:
-          InputError: there is no such environment, or no room for a prompt.
         """
         self._config, self._start = config, start._replace(params=None)
         self._mesh = meshes.policy
@@ -80,10 +77,6 @@ class Responder:
         Args:
           receipt: is told of every row, of the fields that are read, and of rows that
             are left out.
-
-        Raises:
-          InputError: a verifier cannot read the right answer of a row, a row has no
-            prompt, or no prompt fits; names file and line.
         """
         config, options = self._config, self._config.data
         pools.check_answers(lambda: json_lines.read_located(source))

@@ -62,11 +62,7 @@ class RewardPools:
         mesh: Mesh,
         stack: contextlib.ExitStack,
     ) -> None:
-        """Loads the user's functions; processes start with the first response.
-
-        Raises:
-          InputError: there is no such function, or it takes other arguments.
-        """
+        """Loads the user's functions; processes start with the first response."""
         self.config, self.mesh = config, mesh
         self.functions: dict[str, Any] = {}
         self.verifiers: dict[str, Verifier] = {}
@@ -353,8 +349,6 @@ def make_verifier(
       unsafe: --unsafe-verifier, of a verifier that runs what a model has written.
 
     Raises:
-      InputError: there is no such function, it takes other arguments or is a class, or
-        nothing sets the code that it runs apart from the system.
       StopError: the module calls `sys.exit` when it is imported.
     """
     from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier

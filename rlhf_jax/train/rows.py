@@ -64,10 +64,6 @@ def read_prompts(
       more: how a prompt may be longer, for the errors.
       widest: tokens of the largest bucket; None is no bucket.
       receipt: is told of every row, and of those that are left out.
-
-    Raises:
-      InputError: the file cannot be read, a row has no prompt, or no prompt fits; names
-        file and line.
     """
     field = options.prompt_field
     rows = files.read_prompts(source, field=field, receipt=receipt)
@@ -111,10 +107,6 @@ def read_begun(
     Args:
       source: JSONL, or hf:NAME:SPLIT; the environment reads the fields that it needs.
       room, more, receipt: as `read_prompts` takes them.
-
-    Raises:
-      InputError: the file is empty or malformed, the environment cannot begin with a
-        row, or no prompt fits; names file and line.
     """
     rows = [row for _, row in json_lines.read_located(source, receipt=receipt)]
     places = [place(row, number) for number, row in enumerate(rows)]

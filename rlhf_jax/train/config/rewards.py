@@ -117,11 +117,7 @@ class Reward:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The reward of a text such as "right=verifier:gsm8k,weight=2".
-
-        Raises:
-          InputError: the text has another form, or a value cannot be had.
-        """
+        """The reward of a text such as "right=verifier:gsm8k,weight=2"."""
         name, equals, rest = text.partition("=")
         kind, colon, after = rest.partition(":")
         kind = kind.partition(",")[0] if not colon else kind

@@ -83,10 +83,6 @@ class EpisodePrograms:
           mesh: whose devices draw: those along `tensor` together, in places of their
             own; None is one.
           shaping: for evaluation only.
-
-        Raises:
-          InputError: an episode is longer than the model's context, or `tensor` does
-            not divide the devices of a process.
         """
         if columns > recipe.model.max_positions:
             raise InputError(

@@ -147,9 +147,6 @@ class OpenedEnvironment:
           mesh: of the sampler, whose devices along `tensor` draw episodes together;
             None is one device. Processes have each their own rows of a batch, and ask
             an environment of their own.
-
-        Raises:
-          InputError: there is no such environment, or a turn has no room.
         """
         turn_tokens = options.max_turn_tokens
         checks.within(
@@ -252,8 +249,6 @@ def make_environment(name: str, *, unsafe: bool = False) -> Environment:
       unsafe: --unsafe-verifier, of one that runs what a model has written.
 
     Raises:
-      InputError: there is no such environment, what it makes is none, or nothing sets
-        the code that it runs apart from the system.
       StopError: the module calls `sys.exit` when it is imported.
     """
     match name:

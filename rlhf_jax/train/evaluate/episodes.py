@@ -89,12 +89,7 @@ def begin_episodes(
     stack: contextlib.ExitStack,
     receipt: Receipt,
 ) -> Played:
-    """What plays episodes of the held-out rows.
-
-    Raises:
-      InputError: there is no such environment, it cannot begin with a row, or a prompt
-        is too long.
-    """
+    """What plays episodes of the held-out rows."""
     assert options.environment is not None
     opened = OpenedEnvironment(
         options.environment,

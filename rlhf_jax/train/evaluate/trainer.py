@@ -41,11 +41,7 @@ STAGE = "evaluate"
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax evaluate` with its options.
-
-    Raises:
-      InputError: an option, a file or a checkpoint is not what it should be.
-    """
+    """Runs `rlhf-jax evaluate` with its options."""
     with contextlib.ExitStack() as stack:
         run_evaluation(options, stack=stack)
 
@@ -250,11 +246,7 @@ def answering(verifier: object) -> verifiers.Answering | None:
 
 
 def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | None]:
-    """The verifier and the judge, before a model is loaded; the reward is tried too.
-
-    Raises:
-      InputError: there is no such function, or it takes other arguments.
-    """
+    """The verifier and the judge, before a model is loaded; the reward is tried too."""
     if options.reward is not None:
         command_line.load_function(
             options.reward, called="--reward", takes=TextReward.TAKES
@@ -273,12 +265,7 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
 def read_asked(
     options: Config, *, reader: Pretrained, verifier: Verifier | None, receipt: Receipt
 ) -> ReadRows:
-    """The rows, and the prompts of those that leave room.
-
-    Raises:
-      InputError: the file cannot be read, a prompt is too long, or the verifier cannot
-        read the right answer of a row.
-    """
+    """The rows, and the prompts of those that leave room."""
     if isinstance(verifier, verifiers.Readable):
         located = json_lines.read_located(options.data.prompts)
         verifiers.check_answers(located, verifier=verifier)

@@ -37,7 +37,6 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
       run: The run folder, an experiment's --out; a sweep's; or a model's, as RUN/model.
 
     Raises:
-      InputError: there is no run, and nothing else to check.
       StopError: a file or snapshot is damaged, or cannot be read.
       ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
         leaves.

@@ -44,7 +44,6 @@ def run(out: Path) -> None:
     """Writes the data, then prints and runs one command after the other.
 
     Raises:
-      InputError: the folder holds something, or cannot be written.
       SystemExit: a command has failed, and said so.
     """
     from rlhf_jax.train.main import COMMANDS
@@ -65,11 +64,7 @@ def run(out: Path) -> None:
 
 
 def prepare(out: Path) -> list[Path]:
-    """Writes the data into a new folder, and returns the paths.
-
-    Raises:
-      InputError: the folder holds something, or cannot be written.
-    """
+    """Writes the data into a new folder, and returns the paths."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if names := sorted(path.name for path in out.iterdir()):

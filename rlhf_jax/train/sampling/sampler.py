@@ -100,9 +100,6 @@ class Sampler:
             mixtures the reference.
           options: dtype of the parameters while they are sampled with, and how keys and
             values are kept.
-
-        Raises:
-          InputError: pages cannot be on the mesh.
         """
         check_pages(options, recipe=recipe, mesh=mesh)
         # How the cache is kept belongs to sampling: the trainer's own model is
@@ -145,9 +142,6 @@ class Sampler:
         Args:
           policy: on the policy's mesh.
           version: i32[], of the policy, `TrainState.step`; None stamps no token.
-
-        Raises:
-          InputError: the row axes of the sampler's mesh do not divide the rows.
         """
         if self._store is not None:
             policy = sharding.place(self._store(policy), mesh=self._mesh)
@@ -180,9 +174,6 @@ class Sampler:
 
         Args:
           policy: of `hand_over`.
-
-        Raises:
-          InputError: the row axes of the sampler's mesh do not divide the rows.
         """
         if self._mesh is self._home:
             return self._sample(
@@ -197,11 +188,7 @@ class Sampler:
 
 
 def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
-    """Checks that pages of keys and values can be on a mesh.
-
-    Raises:
-      InputError: they cannot; says why.
-    """
+    """Checks that pages of keys and values can be on a mesh."""
     pages, size = options.cache_pages, options.page_size
     if pages is None:
         return
@@ -240,11 +227,7 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
 def make_sampler(
     config: PolicyGradientConfig, models: Models, *, meshes: Meshes
 ) -> Sampler | OutsideSampler:
-    """The sampler of a run.
-
-    Raises:
-      InputError: a sampler outside cannot be used.
-    """
+    """The sampler of a run."""
     options, recipe = config.sampler.sampler, models.recipe
     if isinstance(options, Here):
         # Episodes are drawn by programs that have a copy of their own.

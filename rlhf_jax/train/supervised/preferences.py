@@ -53,9 +53,6 @@ def read(
 
     Args:
       labelled: whether they are responses with a label, as KTO reads them.
-
-    Raises:
-      InputError: the file is empty or malformed, or for KTO all labels are the same.
     """
     read_file = unpaired.read_labelled if labelled else files.read_preferences
     return read_file(options.data, blank=options.blank, receipt=receipt)
@@ -75,10 +72,6 @@ def encode(
 
     Args:
       held_out: share that is held out, by prompt.
-
-    Raises:
-      InputError: a text is too long or has no room in a row, or nothing is left to
-        train on or to hold out.
     """
     limits: Any = {
         "max_length": start.limit(options.max_length),
