@@ -55,6 +55,17 @@ class Read(NamedTuple):
     packing: RolloutPacking | None = None  # how models read the rollout
 
 
+class LearnInputs(NamedTuple):
+    """What `learn` takes of a step, beside the states that it updates."""
+
+    rollout: Rollout
+    scores: Array | Scores | None
+    reference: Frozen | None  # None in a step that takes no KL
+    read: Read
+    key: Array  # of the step
+    ptx: Sequences | None
+
+
 class Programs:
     """The compiled programs of a run; all but `learn` by their first call."""
 
@@ -287,16 +298,11 @@ class Programs:
         self,
         train: TrainState,
         critic: SupervisedState | None,
-        *,
-        rollout: Rollout,
-        scores: Array | Scores | None,
-        reference: Frozen | None,
-        read: Read,
-        key: Array,
-        ptx: Sequences | None,
+        inputs: LearnInputs,
     ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
         """`policy_gradient.iteration.learn`; a critic apart is updated beside it."""
-        arguments = self._arguments(rollout, scores, reference=reference, read=read)
+        arguments = self._arguments(inputs)
+        key, ptx, packing = inputs.key, inputs.ptx, inputs.read.packing
         if self._critic is None:
             # One program from scores to the next state: XLA sees all of it, and the
             # host waits for nothing in between.
@@ -309,7 +315,7 @@ class Programs:
         # First, as it returns when dispatched: the policy's update is queued while it
         # runs.
         critic, critic_stats = self._critic.update(
-            critic, experience=experience, key=key, packing=read.packing
+            critic, experience=experience, key=key, packing=packing
         )
         train, update_stats = self._update(
             train,
@@ -317,7 +323,7 @@ class Programs:
             key=key,
             frozen=arguments["frozen"],
             ptx=ptx,
-            packing=read.packing,
+            packing=packing,
         )
         return train, critic, update_stats | stats | critic_stats, scored
 
@@ -325,13 +331,8 @@ class Programs:
         self,
         train: TrainState,
         critic: SupervisedState | None,
+        inputs: LearnInputs,
         *,
-        rollout: Rollout,
-        scores: Array | Scores | None,
-        reference: Frozen | None,
-        read: Read,
-        key: Array,
-        ptx: Sequences | None,
         runs_next: bool,
     ) -> None:
         """Compiles `learn`, so that its first step runs without the compiler's memory.
@@ -342,30 +343,17 @@ class Programs:
             traced alone: what does not fit is told.
         """
         if self._critic is not None or not runs_next:
-            jax.eval_shape(
-                functools.partial(self.learn, train, critic),
-                rollout=rollout,
-                scores=scores,
-                reference=reference,
-                read=read,
-                key=key,
-                ptx=ptx,
-            )
+            jax.eval_shape(functools.partial(self.learn, train, critic), inputs)
             return
-        arguments = self._arguments(rollout, scores, reference=reference, read=read)
         # Before there is a run folder: what does not compile or fit fails here.
-        self._learn.lower(train, **arguments, key=key, ptx=ptx).compile()
+        self._learn.lower(
+            train, **self._arguments(inputs), key=inputs.key, ptx=inputs.ptx
+        ).compile()
         program_cache.give_back_memory()
 
-    def _arguments(
-        self,
-        rollout: Rollout,
-        scores: Array | Scores | None,
-        *,
-        reference: Frozen | None,
-        read: Read,
-    ) -> dict[str, Any]:
+    def _arguments(self, inputs: LearnInputs) -> dict[str, Any]:
         """Of the programs that make experience of a rollout."""
+        read = inputs.read
         # The teacher's head, where its states are at hand; the reference itself for
         # exact KL; else None, so that its parameters are no argument of `learn`.
         inside = self._models.head
@@ -374,10 +362,10 @@ class Programs:
             and self.recipe.penalty.needs_logits
             and read.reference is not None
         ):
-            inside = reference
+            inside = inputs.reference
         return {
-            "rollout": rollout,
-            "scores": scores,
+            "rollout": inputs.rollout,
+            "scores": inputs.scores,
             "frozen": FrozenModels(inside, self._models.base, read.further),
             "ref_output": read.reference,
             "values": read.values,

@@ -32,7 +32,7 @@ from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Begun, Loop, improve
-from rlhf_jax.train.programs import Programs
+from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
 from rlhf_jax.train.sampling.sampler import Sampler, make_sampler
@@ -281,15 +281,11 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         expect_equal=own is not None and config.reference.checkpoint is None,
     )
     # Last, with the shapes of a real rollout.
+    ptx = None if loop.ptx is None else loop.ptx[0]
     programs.compile_learn(
         train,
         models.critic,
-        rollout=rollout,
-        scores=scores,
-        reference=models.reference,
-        read=read,
-        key=key,
-        ptx=None if loop.ptx is None else loop.ptx[0],
+        LearnInputs(rollout, scores, models.reference, read, key, ptx),
         runs_next=0 in loop.begun and not config.sampler.max_redraws,
     )
 
