@@ -213,7 +213,7 @@ UNUSED = (  # by a run of PPO that chooses none of what they are for
     *("devices.critic_devices", "checkpoints.peft", "verification.pool"),
     *("planning.measured", "planning.profiled", "roles.rewards.verifiers"),
     *("environments", "samplers.connection", "samplers.server", "sweeps", "reports"),
-    *("train.sampling.outside", "train.rollouts", "train.watch.held_out"),
+    *("train.rollouts", "train.watch.held_out"),
 )
 
 

@@ -33,13 +33,13 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import LearnInputs, Programs, Read
 from rlhf_jax.train.responses import Drawn
 from rlhf_jax.train.rewards import Early, RewardList
-from rlhf_jax.train.sampling.sampler import Sampler
+from rlhf_jax.train.sampler import Sampler
 from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler
     from rlhf_jax.train.rollouts.queue import RolloutQueue
-    from rlhf_jax.train.sampling.outside import OutsideSampler
+    from rlhf_jax.train.rollouts.outside import OutsideSampler
 
 Array = jax.Array
 Params = Any

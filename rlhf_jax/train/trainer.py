@@ -35,7 +35,7 @@ from rlhf_jax.train.loop import Begun, Loop, improve
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.sampling.sampler import Sampler, make_sampler
+from rlhf_jax.train.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ Params = Any
 class OutsideSampler(contextlib.AbstractContextManager[Any]):
     """Hands parameters over once per version, and draws; ends the sampler on leaving.
 
-    It is called as `sampling.sampler.Sampler` is, by the trainer or by the thread
+    It is called as `train.sampler.Sampler` is, by the trainer or by the thread
     of a queue; draws come in the order of versions.
     """
 

@@ -36,7 +36,7 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here, Process, Server
 
 if TYPE_CHECKING:
-    from rlhf_jax.train.sampling.outside import OutsideSampler
+    from rlhf_jax.train.rollouts.outside import OutsideSampler
 
 Array = jax.Array
 Params = Any
@@ -243,7 +243,7 @@ def make_sampler(
             options=options,
         )
     # Here and below, as they are modules that no other run needs.
-    from rlhf_jax.train.sampling.outside import OutsideSampler
+    from rlhf_jax.train.rollouts.outside import OutsideSampler
 
     merge = None
     if models.base is not None and recipe.lora is not None:
