@@ -31,18 +31,19 @@ from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.runs import run
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.programs import LearnInputs, Programs, Read
-from rlhf_jax.train.responses import Drawn
 from rlhf_jax.train.rewards import Early, RewardList
 from rlhf_jax.train.sampler import Sampler
 from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler
-    from rlhf_jax.train.rollouts.queue import RolloutQueue
     from rlhf_jax.train.rollouts.outside import OutsideSampler
+    from rlhf_jax.train.rollouts.queue import RolloutQueue
 
 Array = jax.Array
 Params = Any
+# A rollout, and what processes or an environment computed of its scores, or will.
+Drawn = tuple[Rollout, Early | Callable[[], Early]]
 TOTAL = ""  # of early scores: the whole list's, where a draw needed it
 
 

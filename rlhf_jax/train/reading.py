@@ -24,9 +24,8 @@ from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.models import Compute
 from rlhf_jax.train.config.watch import WatchTexts
-from rlhf_jax.train.responses import Responder
 from rlhf_jax.train.rewards import RewardPools
-from rlhf_jax.train.rows import ReadRows
+from rlhf_jax.train.rows import ReadRows, Responder
 
 
 def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
