@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.supervised import SupervisedConfig
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.config.supervised import SupervisedConfig
 
 RENAMED = {
     "--data": "--prompts",

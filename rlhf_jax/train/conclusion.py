@@ -105,7 +105,8 @@ def conclude(
 
         summary["waits"] = waited(job.folder)
     plots.draw(job.folder)
-    summary |= programs.pack.summary()
+    if programs.pack is not None:
+        summary |= programs.pack.summary()
     if config.profile is None:
         return summary
     from rlhf_jax.planning import profiled

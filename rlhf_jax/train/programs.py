@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -40,7 +40,9 @@ from rlhf_jax.roles.reference.frozen import (
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
 
 Array = jax.Array
 Params = Any
@@ -82,16 +84,22 @@ class Programs:
         # Recipes and shapes are bound before `jit`, so they are part of the function
         # and not static arguments to be hashed at each call.
         on, bind, jit = functools.partial(sharding.on, mesh), functools.partial, jax.jit
-        packed: dict[str, Any] = {
-            "recipe": recipe,
-            "rows": config.batch.batch_size,
-            "mesh": mesh,
-            "columns": None
-            if config.data.buckets is None
-            else max(config.data.buckets) + recipe.max_new_tokens,
-        }
-        self.pack = RolloutPacker(config.batch.packing, **packed)
-        self.pack_ends = EndPacker(config.batch.packing, **packed)
+        self.pack: RolloutPacker | None = None
+        self.pack_ends: EndPacker | None = None
+        if config.batch.packing is not None:
+            # Here and below: programs of few runs.
+            from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+
+            packed: dict[str, Any] = {
+                "recipe": recipe,
+                "rows": config.batch.batch_size,
+                "mesh": mesh,
+                "columns": None
+                if config.data.buckets is None
+                else max(config.data.buckets) + recipe.max_new_tokens,
+            }
+            self.pack = RolloutPacker(config.batch.packing, **packed)
+            self.pack_ends = EndPacker(config.batch.packing, **packed)
         # The new state is written over the old one: without donation parameters and
         # moments would be there twice. Frozen models are never among the donated.
         donated = bind(jit, donate_argnames=("state",))
@@ -107,7 +115,6 @@ class Programs:
         self._critic = None
         if models.critic is not None:
             assert isinstance(recipe, ppo.PPO)  # which alone has a critic
-            # Here and below: programs of few runs.
             from rlhf_jax.devices.critic_devices import CriticDevices
 
             self._critic = CriticDevices(
@@ -220,7 +227,7 @@ class Programs:
         """
         # On the host, from lengths: the same minibatches as `update` will draw from
         # this key.
-        packing = self.pack(rollout, key=key)
+        packing = None if self.pack is None else self.pack(rollout, key=key)
         output, further = None, {}
         if reference is not None:
             output = self.reference_output(reference, rollout, packing)

@@ -111,8 +111,13 @@ class Responder:
         config, options = self._config, self._config.data
         pools.check_answers(lambda: json_lines.read_located(source))
         if self._opened is not None:
-            read = self._opened.read(
+            environment = config.sampler.environment
+            assert environment is not None  # that is opened
+            receipt.gives(f"--environment {environment.name}")
+            read = read_begun(
                 source,
+                pool=self._opened.pool,
+                encoder=self._opened.encoder,
                 room=self.room,
                 more=self._more,
                 overlong=options.overlong,

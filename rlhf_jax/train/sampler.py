@@ -29,13 +29,13 @@ from rlhf_jax.models.lora import merge as merged
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import NO_MODELS, Frozen, FrozenModels
 from rlhf_jax.roles.reference.storage import store
-from rlhf_jax.samplers import protocol
-from rlhf_jax.samplers.protocol import Retries
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here, Process, Server
 
 if TYPE_CHECKING:
+    from rlhf_jax.samplers.protocol import Retries
+    from rlhf_jax.samplers.protocol import Sampler as OutsideProtocol
     from rlhf_jax.train.rollouts.outside import OutsideSampler
 
 Array = jax.Array
@@ -243,6 +243,7 @@ def make_sampler(
             options=options,
         )
     # Here and below, as they are modules that no other run needs.
+    from rlhf_jax.samplers.protocol import Retries
     from rlhf_jax.train.rollouts.outside import OutsideSampler
 
     merge = None
@@ -250,7 +251,7 @@ def make_sampler(
         merge = _merging(models.base, recipe.lora, mesh=meshes.policy)
         recipe = dataclasses.replace(recipe, lora=None)
     retries = Retries(options.tries)
-    made: list[protocol.Sampler] = []
+    made: list[OutsideProtocol] = []
     processes.on_first(
         lambda: made.append(
             _outside(config, recipe, options=options, retries=retries, meshes=meshes)
@@ -275,7 +276,7 @@ def _outside(
     options: Process | Server,
     retries: Retries,
     meshes: Meshes,
-) -> protocol.Sampler:
+) -> OutsideProtocol:
     """A process, or a server that answers."""
     if isinstance(options, Process):
         from rlhf_jax.samplers.process import ProcessSampler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.lengths import Overlong
-from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.environments.calculator import Calculator
@@ -36,7 +34,9 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.rewards import Workers
 from rlhf_jax.train.config.sampler import Episodes
 from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
-from rlhf_jax.train.rows import ReadRows, read_begun
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.rows import ReadRows
 
 Array = jax.Array
 Params = Any
@@ -155,14 +155,13 @@ class OpenedEnvironment:
             "lower it",
             **{"max_turn_tokens of --environment": turn_tokens},
         )
-        self._pool = stack.enter_context(
+        self.pool = stack.enter_context(
             EnvironmentPool(
                 make_environment(options.name, unsafe=pool.unsafe_verifier),
                 **pool.of_pool,
             )
         )
-        self._name = options.name
-        self._encoder = TurnEncoder(start.tokenizer, stop_ids=start.stop_ids, chat=chat)
+        self.encoder = TurnEncoder(start.tokenizer, stop_ids=start.stop_ids, chat=chat)
         self._decode = start._replace(params=None).decode
         self._limits = Limits(
             tokens=max_new_tokens,
@@ -171,30 +170,6 @@ class OpenedEnvironment:
             seconds=options.seconds,
         )
         self._chunk, self._mesh = options.observation_chunk, mesh
-
-    def read(
-        self,
-        source: str,
-        *,
-        room: int,
-        more: str,
-        overlong: Overlong,
-        receipt: Receipt,
-    ) -> ReadRows:
-        """The rows of a file, as the environment begins with them.
-
-        Args and errors are those of `read_begun`.
-        """
-        receipt.gives(f"--environment {self._name}")
-        return read_begun(
-            source,
-            pool=self._pool,
-            encoder=self._encoder,
-            room=room,
-            more=more,
-            overlong=overlong,
-            receipt=receipt,
-        )
 
     def sampler(
         self,
@@ -209,13 +184,13 @@ class OpenedEnvironment:
         """What draws episodes that begin with these rows.
 
         Args:
-          begun: of `read`, its states by `Prompts.index`.
+          begun: of `rows.read_begun`, its states by `Prompts.index`.
           home: where rollouts are wanted.
           greedy: the likeliest tokens, for evaluation only; False draws for one. It
             waits for all episodes, as its figures would depend on the clock. None
             trains.
         """
-        assert begun.states is not None  # of `read`
+        assert begun.states is not None  # of `read_begun`
         limits = self._limits
         if greedy is not None:
             limits = limits._replace(seconds=None)
@@ -230,8 +205,8 @@ class OpenedEnvironment:
         )
         return EpisodeSampler(
             programs,
-            pool=self._pool,
-            encoder=self._encoder,
+            pool=self.pool,
+            encoder=self.encoder,
             decode=self._decode,
             limits=limits,
             states=begun.states,
