@@ -101,9 +101,6 @@ def run(
     """`rlhf-jax NAME`: from a command line to a run of a policy gradient.
 
     Args:
-      config_class: whose `name` is the command's.
-      argv: the command line after the name.
-      description: what the command does, for --help.
       first: options of the method that --help shows.
       presets: {name: {group: its value}}, for --preset.
     """

@@ -55,11 +55,7 @@ def conclude(
     reference: Any,
     text_stats: Stats,
 ) -> dict[str, Any]:
-    """Tables, plots, and the summary of what was measured.
-
-    Args:
-      text_stats: of the trained policy on --texts.
-    """
+    """Tables, plots, and the summary of what was measured."""
     measured = metrics.read(job.folder / "metrics.jsonl")
     first = measured[0]
     last = functools.reduce(dict.__or__, measured)  # not every step takes the KL

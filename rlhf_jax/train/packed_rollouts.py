@@ -80,11 +80,7 @@ class RolloutPacker(_Lengths):
     """Packs each rollout of a run for `learn`; the first one chooses the sizes."""
 
     def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
-        """How the models read a rollout packed; waits for it. None is padded.
-
-        Args:
-          key: of this step, the one that `learn` takes.
-        """
+        """How the models read a rollout packed; waits for it. None is padded."""
         lengths, order = processes.whole((self._spans(rollout), self._order(key)))
         columns = rollout.tokens.shape[1]
         if self._packer is None:

@@ -222,7 +222,6 @@ class Programs:
 
         Args:
           reference: as its lifecycle left it; None in a step that takes no KL.
-          key: of this step, the one that `learn` takes.
           values_first: the critic runs now and not in the program of the update.
         """
         # On the host, from lengths: the same minibatches as `update` will draw from

@@ -29,11 +29,7 @@ from rlhf_jax.train.rows import ReadRows, Responder
 
 
 def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
-    """What a run prints of its data and keeps as data.json.
-
-    Args:
-      start: whose tokenizer shows an example, its special tokens among them.
-    """
+    """What a run prints of its data and keeps as data.json."""
     decode = functools.partial(tokenization.decode, start.tokenizer)
     (unprompted,) = start.contract.prompts([Question("")])
     return receipts.to_json(decode=decode, unprompted=unprompted)
@@ -57,7 +53,6 @@ def load_start(
 
     Args:
       save_dtype: Of what is written; None is that of most weights.
-      start: As `pretrained.load`.
     """
     if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
         layout.refuse_context(options.attention)

@@ -102,12 +102,7 @@ class Responder:
         )
 
     def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
-        """The rows of a file that leave room for a response.
-
-        Args:
-          receipt: is told of every row, of the fields that are read, and of rows that
-            are left out.
-        """
+        """The rows of a file that leave room for a response."""
         config, options = self._config, self._config.data
         pools.check_answers(lambda: json_lines.read_located(source))
         if self._opened is not None:

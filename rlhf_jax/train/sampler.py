@@ -98,8 +98,6 @@ class Sampler:
           home: the policy's mesh, where responses are wanted.
           frozen: of which the base is read, brought to the mesh now, and by a recipe of
             mixtures the reference.
-          options: dtype of the parameters while they are sampled with, and how keys and
-            values are kept.
         """
         check_pages(options, recipe=recipe, mesh=mesh)
         # How the cache is kept belongs to sampling: the trainer's own model is
@@ -140,7 +138,6 @@ class Sampler:
         asynchronous: what is dispatched next on other devices runs beside it.
 
         Args:
-          policy: on the policy's mesh.
           version: i32[], of the policy, `TrainState.step`; None stamps no token.
         """
         if self._store is not None:

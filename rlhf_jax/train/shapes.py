@@ -127,9 +127,6 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
     """Refuses a run that cannot fit.
 
     Prompts count neither in the cache nor as activations.
-
-    Args:
-      models: of `of_run`.
     """
     recipe, mesh, placement = models.recipe, meshes.policy, config.placement
     resident = parts(config, models, meshes=meshes)

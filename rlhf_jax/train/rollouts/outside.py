@@ -50,8 +50,6 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
 
         Args:
           sampler: None in every process but the first.
-          home: the policy's mesh, where rollouts are wanted.
-          max_new_tokens: R, response columns.
           merge: adapters -> the parameters that they make of their base; None of a
             policy that is all of its parameters.
           threaded: whether a thread may call it, beside the updates.

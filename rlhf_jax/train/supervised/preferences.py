@@ -68,11 +68,7 @@ def encode(
     start: Pretrained,
     receipt: Receipt | None = None,
 ) -> tuple[Packed, Packed]:
-    """(what is trained on, what is held out), packed into rows.
-
-    Args:
-      held_out: share that is held out, by prompt.
-    """
+    """(what is trained on, what is held out), packed into rows."""
     limits: Any = {
         "max_length": start.limit(options.max_length),
         "stop_ids": start.stop_ids,

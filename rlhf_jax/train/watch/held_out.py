@@ -54,8 +54,6 @@ class HeldOut:
         """Compiles nothing yet.
 
         Args:
-          data: the rows, every one of which is evaluated.
-          rewards: makes the rewards of some rows.
           episodes: makes what draws episodes of some rows; None draws responses.
         """
         share = row_sharding.row_share(mesh)  # of rows, which divides every batch
