@@ -159,13 +159,9 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     rehearse(loop, models, judge=judge)
     summary: dict[str, Any] = {}
     if held_out is not None:
-        from rlhf_jax.train.watch.held_out import of_held_out
-
         # Of the policy as it starts: what the figures at the end are compared with.
-        before = held_out(
-            models.train.policy, programs=programs, reference=models.reference
-        )
-        summary |= of_held_out(before, "before")
+        policy, reference = models.train.policy, models.reference
+        summary |= held_out.summary("before", policy, programs, reference)
     limits = config.watch.alarms.allowing(staleness=config.staleness)
     check = functools.partial(
         alarms.check, limits=limits, kl_target=config.kl.kl_control.target_per_response
@@ -194,10 +190,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         name=config.start.model,
     )
     if held_out is not None:
-        from rlhf_jax.train.watch.held_out import of_held_out
-
-        after = held_out(trained, programs=programs, reference=reference)
-        summary |= of_held_out(after, "after")
+        summary |= held_out.summary("after", trained, programs, reference)
     summary |= conclude(
         config,
         models,

@@ -49,31 +49,18 @@ class Drawn(NamedTuple):
     scores: Scores
 
 
+@dataclasses.dataclass(frozen=True)
 class EpisodeSampler:
     """Draws an episode from every row of prompts, as `rollouts.queue.Draw` has it."""
 
-    def __init__(
-        self,
-        programs: EpisodePrograms,
-        *,
-        pool: EnvironmentPool,
-        encoder: TurnEncoder,
-        decode: Callable[[list[int]], str],
-        limits: Limits,
-        states: Sequence[bytes],
-        home: Mesh | None = None,
-    ) -> None:
-        """Draws nothing yet.
-
-        Args:
-          programs: whose columns hold a prompt and `limits.tokens`.
-          decode: token ids -> text of a turn, for the environment.
-          states: of the environment as episodes begin, by `Prompts.index`.
-          home: where rollouts are wanted; None is the host, this process's rows.
-        """
-        self.programs, self._states, self._home = programs, states, home
-        self._pool, self._encoder, self._decode = pool, encoder, decode
-        self._limits = limits
+    programs: EpisodePrograms  # whose columns hold a prompt and `limits.tokens`
+    _: dataclasses.KW_ONLY
+    pool: EnvironmentPool
+    encoder: TurnEncoder
+    decode: Callable[[list[int]], str]  # of a turn, for the environment
+    limits: Limits
+    states: Sequence[bytes]  # as episodes begin, by `Prompts.index`
+    home: Mesh | None = None  # of rollouts; None is the host, this process's rows
 
     def __call__(
         self,
@@ -102,23 +89,23 @@ class EpisodeSampler:
             ended = Play(
                 device=self.programs,
                 prompts=mine,
-                states=self._states,
+                states=self.states,
                 keys=keys,
-                pool=self._pool,
-                encoder=self._encoder,
-                decode=self._decode,
+                pool=self.pool,
+                encoder=self.encoder,
+                decode=self.decode,
                 stop_ids=self.programs.stop_ids,
-                limits=self._limits,
+                limits=self.limits,
             ).run()
         rollout = ended.rollout
         if version is not None:
             stamped = np.where(rollout.response_mask, int(version), 0)
             rollout = dataclasses.replace(rollout, version=stamped.astype(np.int32))
-        leave_out = self._pool.on_failure == "leave_out"
+        leave_out = self.pool.on_failure == "leave_out"
         drawn = Drawn(rollout, ended.scores(leave_out=leave_out))
-        if self._home is None:
+        if self.home is None:
             return drawn
-        return row_sharding.put_computed(drawn, mesh=self._home)
+        return row_sharding.put_computed(drawn, mesh=self.home)
 
     def free(self) -> None:
         """Lets the cache go, until the next call."""

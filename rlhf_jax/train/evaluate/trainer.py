@@ -115,12 +115,12 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         options,
         programs=programs,
         start=start,
-        rows=read.rows,
-        prompts=read.written_prompts,
+        read=read,
         verifier=verifier,
         reward_model=reward_model,
     ) as score:
         evaluation = Evaluation(
+            options=options,
             programs=programs,
             start=start,
             models=models,
@@ -129,14 +129,10 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 for number, name in enumerate(models)
             },
             read=read,
-            num_samples=options.num_samples,
-            batch_size=options.batch_size,
             score=score,
             played=played,
             answers=answers,
             judge=judge,
-            judge_called=f"--judge {options.judge}",
-            score_called=options.score_called,
         )
         meta = {
             "data_digest": digests.of_tokens(read.prompts),

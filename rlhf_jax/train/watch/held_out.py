@@ -123,6 +123,12 @@ class HeldOut:
                 stats[name] = _mean(np.stack(of_samples))
         return stats
 
+    def summary(
+        self, when: str, policy: Params, programs: Programs, reference: Frozen | None
+    ) -> dict[str, float]:
+        """An evaluation for the summary."""
+        return of_held_out(self(policy, programs=programs, reference=reference), when)
+
     def _drawn(
         self, policy: Params, programs: Programs, *, greedy: bool, sample: int = 0
     ) -> Iterator[tuple[Rollout, Scored]]:
