@@ -127,12 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"expected one of the commands {', '.join(known)}, got {name!r}; "
                 + (f"did you mean {close[0]}?" if close else "write one of them first")
             )
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except StopError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    except (InputError, StopError) as error:
+        word, status = ("error", 2) if isinstance(error, InputError) else ("stopped", 1)
+        print(f"{word}: {error}", file=sys.stderr)
+        raise SystemExit(status) from None
 
 
 def trainers() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import build, responses, rewards, sampler
+from rlhf_jax.train import build, rewards, rows, sampler
 from rlhf_jax.train.methods.ppo import Config, command
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -66,7 +66,7 @@ def by_hand(files):
     start, meshes = pretrained.load(options.start.model), build.Meshes.of(options)
     models = build.build(options, start, meshes=meshes)
     with contextlib.ExitStack() as stack:
-        responder = responses.Responder(
+        responder = rows.Responder(
             options,
             start=start,
             meshes=meshes,
