@@ -50,11 +50,7 @@ class Config:
     """Title of the page; None is the question of the runs' sweep, or their names."""
 
     def check(self) -> None:
-        """What does not fit together, in one line and not in the parser's box.
-
-        Raises:
-          InputError: nothing is asked for, or the file cannot be one.
-        """
+        """What does not fit together, in one line and not in the parser's box."""
         if not self.runs:
             raise InputError(
                 "expected the folder of a run, got none; rlhf-jax report RUN --html "
@@ -76,13 +72,7 @@ class Config:
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax report` with its options.
-
-    Raises:
-      InputError: a folder is no run's, runs share no metric, none has one of
-        --metrics, the port is taken, or Plotly is not installed.
-      WriteError: the file cannot be written.
-    """
+    """Runs `rlhf-jax report` with its options."""
     options.check()
     document.plotly()  # before anything is read or served
     if options.watch:

@@ -71,8 +71,6 @@ def main(options: Config) -> None:
     """Runs `rlhf-jax sweep` with its options.
 
     Raises:
-      InputError: the file is no sweep, an option of a cell is not the trainer's, or
-        the folder is another sweep's.
       StopError: a run failed; names each, with its last line.
       Interrupted: a signal came; the runs under way have saved.
     """
@@ -144,9 +142,6 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
     """Checks that the trainer has every option, with such values, before anything runs.
 
     A program of one's own has to be there, and is not asked.
-
-    Raises:
-      InputError: there is no such trainer or program, or it refuses a run's options.
     """
     if sweep.program:
         if not Path(sweep.program[0]).exists():

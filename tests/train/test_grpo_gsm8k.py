@@ -23,7 +23,7 @@ from rlhf_jax.train import build, loop
 from rlhf_jax.train import rows as asked
 from rlhf_jax.train.config.prompts import AskedPrompts
 from rlhf_jax.train.methods import nash_md, online_dpo, reinforce
-from rlhf_jax.train.sampling.sampler import make_sampler
+from rlhf_jax.train.sampler import make_sampler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]

@@ -42,11 +42,7 @@ class Config:
     """Width of figures, that of a column, inches."""
 
     def check(self) -> None:
-        """What is out of range, in one line and not in the parser's box.
-
-        Raises:
-          InputError: the width is none of a page.
-        """
+        """What is out of range, in one line and not in the parser's box."""
         urls.refuse(self.sweep, option="rlhf-jax paper")
         urls.refuse(self.out, option="--out")
         checks.within(
@@ -58,13 +54,7 @@ class Config:
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax paper` with its options.
-
-    Raises:
-      InputError: the folder is no sweep's, no run of it is done, or --out holds
-        something else.
-      WriteError: a file cannot be written.
-    """
+    """Runs `rlhf-jax paper` with its options."""
     options.check()
     sweep = planned.begun(options.sweep)
     writing.check(options.out)

@@ -40,7 +40,6 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
         gs://BUCKET/NAME and s3://BUCKET/NAME too.
 
     Raises:
-      InputError: there is no run, and nothing else to check.
       StopError: a file or snapshot is damaged, or cannot be read.
       ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
         leaves.
