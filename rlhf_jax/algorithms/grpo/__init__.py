@@ -4,13 +4,18 @@ from rlhf_jax.algorithms.grpo.experience import group_experience
 from rlhf_jax.algorithms.grpo.published import (
     CISPO,
     DAPO,
+    DPPO,
     DR_GRPO,
+    GMPO,
     GSPO,
+    LUSPO,
     PUBLISHED,
     REINFORCE_BASELINE,
     RLOO,
     RLOO_MASKED,
     SAPO,
+    TOPR,
+    VESPO,
 )
 from rlhf_jax.algorithms.grpo.recipe import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.iteration import (
@@ -26,14 +31,19 @@ from rlhf_jax.roles.rewards import Reward
 __all__ = [
     "CISPO",
     "DAPO",
+    "DPPO",
     "DR_GRPO",
+    "GMPO",
     "GRPO",
     "GSPO",
+    "LUSPO",
     "PUBLISHED",
     "REINFORCE_BASELINE",
     "RLOO",
     "RLOO_MASKED",
     "SAPO",
+    "TOPR",
+    "VESPO",
     "GroupRecipe",
     "Reward",
     "group_experience",
