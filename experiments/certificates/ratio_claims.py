@@ -145,6 +145,11 @@ def by_tokens(lengths: Array, _: Array) -> Array:
     return 8 / (lengths[:, None] + lengths[None, :])
 
 
+def by_the_other(lengths: Array, _: Array) -> Array:
+    """len_j/(len_i + len_j): of r_i - r_j, what r_i is over the mean by length."""
+    return lengths[None, :] / (lengths[:, None] + lengths[None, :])
+
+
 def of_ended(_: Array, ended: Array) -> Array:
     """1 where both have ended, 2 where i alone has: it is divided by what is left."""
     alone = jnp.where(ended[None, :], 1.0, 2.0)
@@ -312,6 +317,15 @@ CLAIMS = (
         functools.partial(without_mistakes, most=0.01),
         REWARD,
         1.0,
+    ),
+    Claim(
+        "OPO: the group's mean by the lengths of its responses",
+        _recipe(baseline="length_weighted"),
+        TOKENS,
+        NO,
+        None,
+        "a baseline that holds the response itself, by its length",
+        weight=by_the_other,
     ),
     Claim(
         "RLOO, unfinished responses left out of loss and baseline",

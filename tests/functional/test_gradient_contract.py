@@ -111,6 +111,10 @@ CASES = {
     "advantages.gae": ("rewards values gamma lam", {}),
     "advantages.group_relative": ("scores eps", {"group_size": 4}),
     "advantages.leave_one_out": ("scores", {"group_size": 4}),
+    "advantages.length_weighted": (
+        "scores",
+        {"group_size": 4, "lengths": jnp.arange(1.0, 1.0 + ROWS)},
+    ),
     "aggregation.aggregate": ("x", {"name": "loss", "aggregation": "token_mean"}),
     "aggregation.aggregate constant": ("x", {"name": "loss", **CONSTANT}),
     "aggregation.check_scale": ("", CONSTANT),

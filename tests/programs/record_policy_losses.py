@@ -8,10 +8,12 @@ holds verl's wheel unpacked: functions of one module are read, without what verl
 on. No test imports this, and reading the file needs neither.
 
 Inputs are those of `record_trl.py`. For each of TRL and VERL `CASE/loss` f32[] and
-`CASE/gradient` f32[8, 6], by the log-probs.
+`CASE/gradient` f32[8, 6], by the log-probs. `opo` f32[8, 6] are verl's advantages of
+two groups of four with `rewards`.
 """
 
 import ast
+import collections
 import sys
 import types
 from pathlib import Path
@@ -67,7 +69,9 @@ def verl(folder: Path) -> types.SimpleNamespace:
     losses = {f"compute_policy_loss_{name}" for name, *_ in VERL.values()}
     given: dict[str, Any] = {"torch": torch, "verl_F": sums, "Any": Any}
     given |= {"Optional": Optional, "ActorConfig": Config, "AlgoConfig": type(None)}
-    return read(folder / "verl/trainer/ppo/core_algos.py", losses | {"agg_loss"}, given)
+    given |= {"np": np, "defaultdict": collections.defaultdict}
+    names = losses | {"agg_loss", "compute_opo_outcome_advantage"}
+    return read(folder / "verl/trainer/ppo/core_algos.py", names, given)
 
 
 def of_verl(library, arrays, name, low, high, cap, aggregation):
@@ -106,6 +110,12 @@ def main(folder: Path) -> None:
     for name, options in VERL.items():
         loss, gradient = of_verl(library, arrays, *options)
         recorded |= {f"{name}/loss": loss, f"{name}/gradient": gradient}
+    mask = torch.tensor(arrays["mask"])
+    rewards = torch.zeros(mask.shape)
+    rewards[:, 0] = torch.tensor(arrays["rewards"])
+    recorded["opo"], _ = library.compute_opo_outcome_advantage(
+        rewards, mask, np.arange(8) // record_trl.GROUP
+    )
     np.savez(FIXTURES / "policy_losses.npz", **recorded)
 
 

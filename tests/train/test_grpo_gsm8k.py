@@ -294,7 +294,8 @@ def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message)
     "preset",
     [
         *("rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo"),
-        *("luspo", "gmpo", "dppo", "vespo", "topr", "reinforce++-baseline"),
+        *("luspo", "gmpo", "dppo", "vespo", "topr", "opo"),
+        "reinforce++-baseline",
     ],
 )
 def test_each_preset_runs(files, tmp_path, preset, packing):
@@ -684,6 +685,7 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
         ("dppo", grpo.DPPO),
         ("vespo", grpo.VESPO),
         ("topr", grpo.TOPR),
+        ("opo", grpo.OPO),
         ("reinforce++-baseline", grpo.REINFORCE_BASELINE),
     ],
 )
@@ -699,7 +701,7 @@ def test_presets_are_those_of_the_library(preset, recipe):
     parsed = parse(argv=[*needed, "--preset", preset])
     assert parsed.method == recipe
     without = {"gspo", "cispo", "sapo", "dapo", "dr-grpo"}
-    without |= {"luspo", "gmpo", "dppo", "vespo", "topr"}
+    without |= {"luspo", "gmpo", "dppo", "vespo", "topr", "opo"}
     assert (parsed.reference.reference == "none") == (preset in without)
     default = 0.0 if preset in without else 0.05
     assert parsed.kl_coef == (0.04 if preset == "deepseekmath" else default)

@@ -171,3 +171,13 @@ TOPR = GroupRecipe(
 )
 """Le Roux et al. 2025, arXiv:2503.14286: worse responses are weighted by their ratio up
 to 1, and no KL. Its rewards are 1 and -1; a group's mean is the baseline here."""
+
+OPO = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    baseline="length_weighted",
+    normalise=None,
+    aggregation="constant",
+)
+"""Hao et al. 2025, arXiv:2505.23585: one update on a batch, a baseline weighted by the
+lengths of responses, and no KL."""

@@ -19,8 +19,8 @@ my_verifiers:check calls
 of my_verifiers.py in the working directory, in processes of its own and with a time
 limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
 responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
-rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dr-grpo, dppo, vespo, topr or
-reinforce++-baseline.
+rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dr-grpo, dppo, vespo, topr,
+opo or reinforce++-baseline.
 
 A model that solves none of the prompts learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
@@ -83,6 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dppo": {"method": grpo.DPPO, **WITHOUT_KL},
     "vespo": {"method": grpo.VESPO, **WITHOUT_KL},
     "topr": {"method": grpo.TOPR, **WITHOUT_KL},
+    "opo": {"method": grpo.OPO, **WITHOUT_KL},
     "dapo": {
         "method": grpo.DAPO,
         "batch": Batch(batch_size=8192, max_new_tokens=20_480),

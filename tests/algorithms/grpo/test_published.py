@@ -37,6 +37,7 @@ RECIPES = {
     "dppo": grpo.DPPO,
     "vespo": grpo.VESPO,
     "topr": grpo.TOPR,
+    "opo": grpo.OPO,
     "reinforce++-baseline": grpo.REINFORCE_BASELINE,
 }
 STOP = 1
