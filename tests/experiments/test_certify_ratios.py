@@ -108,3 +108,11 @@ def test_what_is_beside_a_gradient():
 def test_no_world_is_refused(tmp_path):
     with pytest.raises(InputError, match="num_worlds"):
         certify_ratios.Config(out=tmp_path, num_worlds=0)
+
+
+def test_some_certificates_alone(tmp_path):
+    some = cases.chosen(ratio_claims.CLAIMS, only=("DPPO*", "VESPO"))
+    assert [claim.name.partition(",")[0] for claim in some] == ["DPPO", "DPPO", "VESPO"]
+    assert cases.chosen(ratio_claims.CLAIMS, only=()) == [*ratio_claims.CLAIMS]
+    with pytest.raises(InputError, match="--only: expected some of token ratio"):
+        certify_ratios.Config(out=tmp_path, only=("DPO",))
