@@ -320,6 +320,7 @@ def model_reward(
             rewards.combine,
             how=source.combine,
             std_coef=1.0 if source.std_coef is None else source.std_coef,
+            risk=1.0 if source.risk is None else source.risk,
         )
     )
 

@@ -273,6 +273,10 @@ OWN = {
             "std_coef= of a reward model: expected combine=mean_minus_std",
         ),
         (
+            "--reward=None --reward-model=a+b,combine=mean,risk=1",
+            "risk= of a reward model: expected combine=entropic",
+        ),
+        (
             "--reward=None --reward-model=a+b,combine=mean_minus_std,std_coef=-1",
             "std_coef: expected a finite number, 0 or more, got -1",
         ),
