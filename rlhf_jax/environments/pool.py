@@ -26,8 +26,9 @@ from rlhf_jax.environments.answers import Answer, Begun
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.roles.rewards.scores import OnFailure
 from rlhf_jax.verification import user_objects
-from rlhf_jax.verification.user_objects import Failure, OnFailure
+from rlhf_jax.verification.user_objects import Failure
 from rlhf_jax.verification.worker import Failed
 from rlhf_jax.verification.workers import Ended, Workers
 

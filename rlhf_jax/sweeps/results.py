@@ -34,11 +34,7 @@ class Results(NamedTuple):
 
 
 def check_claims(sweep: Sweep) -> None:
-    """Checks, before anything runs, that every claim can be read.
-
-    Raises:
-      InputError: a claim has another form, or a measure or cell that there is not.
-    """
+    """Checks, before anything runs, that every claim can be read."""
     nothing = {name: {cell: {} for cell in sweep.cells} for name in sweep.measures}
     lookup = claims.lookup_in(sweep.cells, nothing)
     for claim in sweep.claims.values():
@@ -46,11 +42,7 @@ def check_claims(sweep: Sweep) -> None:
 
 
 def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
-    """The numbers of the runs that are done, of `planned.runs_of`.
-
-    Raises:
-      InputError: a file of a run cannot be read, or is not what the run wrote.
-    """
+    """The numbers of the runs that are done, of `planned.runs_of`."""
     done = [run for run in planned if run.done]
     unproven = checked(done)
     absent = []
@@ -77,9 +69,6 @@ def checked(done: Sequence[Planned]) -> list[str]:
 
     Returns:
       What to tell of those whose files nothing vouches for, as of an older version.
-
-    Raises:
-      InputError: a file is not what its run wrote; names it.
     """
     unproven = [
         run.name
@@ -105,11 +94,7 @@ def seal(out: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seal_again(out: Path) -> None:
-    """Takes what came after results.json, as figures of the sweep, into its sums.
-
-    Raises:
-      InputError: results.json, a summary or a log is not what it was.
-    """
+    """Takes what came after results.json, as figures of the sweep, into its sums."""
     if not (out / NAME).exists():
         return
     try:

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.roles.rewards import text, verifiers
-from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.roles.rewards.scores import OnFailure, Scores
 from rlhf_jax.roles.rewards.text import Row, Texts
 from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.verification import user_objects, worker
-from rlhf_jax.verification.user_objects import Failure, OnFailure
+from rlhf_jax.verification.user_objects import Failure
 from rlhf_jax.verification.worker import Answer
 from rlhf_jax.verification.workers import Ended, Workers
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,20 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
     until the last snapshot is complete.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        """Opens or makes `folder`, which keeps the `keep` newest snapshots."""
+    def __init__(
+        self, folder: Path, *, keep: int = 2, then: Callable[[], None] | None = None
+    ) -> None:
+        """Opens or makes `folder`, which keeps the `keep` newest snapshots.
+
+        `then` is called whenever one is complete, behind the next steps.
+        """
         # Orbax tells each save in many lines, and what it raises in hundreds.
         logging.set_verbosity(logging.FATAL)
         self._folder = folder
         self._keep = keep
         self._newest: int | None = None  # that `save` was asked for
         self._unwritten = False
+        self._then = then
         self._behind = futures.ThreadPoolExecutor(1)
         self._saving: futures.Future[None] | None = None
         handlers = ocp.DefaultCheckpointHandlerRegistry()
@@ -215,6 +221,8 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
             if not integrity.has_list(self._folder / str(step)):
                 integrity.write_list(self._folder / str(step))
             self._remove_deleted()
+        if self._then is not None:
+            self._then()
 
     def _remove_deleted(self) -> None:
         if processes.is_first():

@@ -13,7 +13,8 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import StopError
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
-from rlhf_jax.runs import report
+from rlhf_jax.runs import command_line, report
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.proof import exported, run_files
 from rlhf_jax.runs.proof.run_files import MANIFEST, Checked
 from rlhf_jax.runs.snapshots import files, integrity, proof
@@ -35,15 +36,16 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
     """Check that a run, a sweep or an exported model is what was written.
 
     Args:
-      run: The run folder, an experiment's --out; a sweep's; or a model's, as RUN/model.
+      run: The run folder, an experiment's --out; a sweep's; or a model's, as RUN/model;
+        gs://BUCKET/NAME and s3://BUCKET/NAME too.
 
     Raises:
-      InputError: there is no run, and nothing else to check.
       StopError: a file or snapshot is damaged, or cannot be read.
       ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
         leaves.
     """
     processes.check_platform()
+    run = urls.fetched(run)
     try:
         outcomes = dict(_all(run))
     except OSError as error:
@@ -156,4 +158,4 @@ def _of_run(run: Path) -> Outcome:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax verify`: from a command line to a table and a verdict."""
-    tyro.cli(verify, prog="rlhf-jax verify", args=argv)
+    command_line.call(verify, prog="rlhf-jax verify", args=argv)

@@ -99,12 +99,12 @@ class PythonTests:
           InputError: nothing sets it apart.
         """
         try:
-            found = trial.isolation().required(unsafe=unsafe or self.unsafe)
+            isolation = trial.isolation().required(unsafe=unsafe or self.unsafe)
         except NotIsolated as error:
             from rlhf_jax.functional.errors import InputError
 
             raise InputError(f"{error}") from None
-        say_isolation(str(found))
+        say_isolation(str(isolation))
         return dataclasses.replace(self, unsafe=unsafe or self.unsafe)
 
     def gold(self, row: Mapping[str, Any]) -> list[str]:
