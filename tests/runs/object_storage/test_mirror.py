@@ -118,7 +118,8 @@ def test_what_the_bucket_holds_is_whole_after_every_single_write(
         assert run_files.check(folder).faults == []
         snapshots = [p.parent for p in folder.glob("snapshots/*/*/files.json")]
         for snapshot in snapshots:
-            assert integrity.faults_of_files(snapshot, alone=True) == []
+            assert integrity.faults_of_files(snapshot) == []
+            assert integrity.added(snapshot) == []
         of_stage = [int(p.name) for p in snapshots if p.parent.name == "ppo"]
         newest.append(max(of_stage, default=0))
         assert (folder / "config.json").exists() or not folder.exists()
