@@ -21,7 +21,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from rlhf_jax.data import json_lines
-from rlhf_jax.environments import answers
+from rlhf_jax.environments import answers, finished, protocol
 from rlhf_jax.environments.answers import Answer, Begun
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.functional import checks
@@ -73,6 +73,12 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
             raise InputError(
                 f"expected an instance with the methods reset and step, got"
                 f" {environment!r:.80}; see environments/README.md for an example"
+            )
+        self.counts = protocol.counted(environment)
+        if taken := {*self.counts} & {*finished.EARLY, finished.TURNS}:
+            raise InputError(
+                f"expected names of counts other than {', '.join(sorted(taken))}, "
+                f"which every environment has; choose others"
             )
         self.timeout, self.on_failure = timeout, on_failure
         self.max_observation = max_observation

@@ -262,6 +262,8 @@ def _value(
 ) -> Any:
     try:
         value = load(text)
+        if foreign and load is _json and text.count("{") + text.count("[") <= depth:
+            return value  # it is JSON, whose values none of the others is wrong with
         # Of JSON and TOML a value has a character at least.
         most = max(len(text), _MOST_VALUES)
         why = fault(value, depth=depth, most=most, foreign=foreign)
@@ -285,10 +287,6 @@ def _value(
     raise source.refusal(f"{text[:_SHOWN]!r}{comma} {why}")
 
 
-def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_once)
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -296,6 +294,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             f"the key {_twice(key for key, _ in pairs)!r:.{_SHOWN}} twice"
         )
     return fields
+
+
+_json = json.JSONDecoder(object_pairs_hook=_once).decode  # `loads` would make it anew
 
 
 def _twice(keys: Iterable[Hashable]) -> Hashable:

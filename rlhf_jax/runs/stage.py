@@ -21,6 +21,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import command_line, receipt
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.profile.window import HOST_SCOPE, Masks
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.proof.sums import Sum
@@ -108,7 +109,9 @@ class Stage:
         self._meta = {**meta, "config": config, "versions": run.versions}
         self._name = name
         folder = run.folder / "snapshots" / name
-        self._snapshots = Snapshots(folder, keep=run.config.keep_snapshots)
+        sync = mirror.syncing(run.folder)
+        keep = run.config.keep_snapshots
+        self._snapshots = Snapshots(folder, keep=keep, then=sync)
         begun = begin(
             name,
             state,
@@ -130,6 +133,7 @@ class Stage:
         if not run.began_data:
             check_data(run.folder, self._options, of_files, snapshot=self.start)
         run.record.begin(name, step=self.start, rows=begun.rows, sums_of_rows=of_files)
+        sync()
 
     def __enter__(self) -> Self:
         if self._run.profiler is not None:
@@ -281,6 +285,8 @@ def begin(
         resume.check_meta(saved, meta, where=where)
         frozen.check_resumed(saved[proof.META], arrays, where=where)
         files = saved.get(run_files.FILES, {})
+        if files and not went_back:  # of a version that has lists
+            snapshots.complete(step)
         return Beginning(step, arrays, saved.get(ROWS), went_back, files)
 
     def gone_back(step: int) -> Beginning:

@@ -144,14 +144,14 @@ def check(out: Path) -> Checked:
     if proof is None:
         why = f"{NAME}: none yet, one of before a start that was stopped, or of "
         why += "a version without sums of files"
-        return Checked(len(proofs), faults, [] if faults else [why], [])
+        return Checked(len(proofs), faults, [] if faults else [why], [], [])
     files = proof["files"]
     other = [*sums.differences(files, sums.of_files(out, [*files]))]
-    added = {*_names(out)} - files.keys()
-    other += [f"{name}: not there when the sweep ended" for name in sorted(added)]
+    added = [name for name in _names(out) if name not in files]
     under_way = (out / lock.NAME).exists()
     whole = max(0, len(proofs) + len(files) - len(other))
-    return Checked(whole, faults + other * (not under_way), [], other * under_way)
+    later = other * under_way
+    return Checked(whole, faults + other * (not under_way), [], later, added)
 
 
 def _names(out: Path) -> list[str]:
@@ -160,7 +160,7 @@ def _names(out: Path) -> list[str]:
     return [
         name.as_posix()
         for name in names
-        if (name.parts[0] != "runs" or name.parts[3:] == (run_files.SUMMARY,))
+        if (name.parts[0] != "runs" or name.parts[3:] in ((), (run_files.SUMMARY,)))
         and name.parts not in ((BEGUN,), (NAME,), (lock.NAME,))
         and not name.name.endswith(run_files.UNFINISHED)
     ]

@@ -310,9 +310,13 @@ def model_reward(
     ]
     combine: Callable[[list[Array]], Array | Scores] = operator.itemgetter(0)
     if len(members) > 1:
-        std_coef = 1.0 if source.std_coef is None else source.std_coef
         combine = jax.jit(
-            functools.partial(rewards.combine, how=source.combine, std_coef=std_coef)
+            functools.partial(
+                rewards.combine,
+                how=source.combine,
+                std_coef=1.0 if source.std_coef is None else source.std_coef,
+                risk=1.0 if source.risk is None else source.risk,
+            )
         )
     mesh = frozen.mesh_of(scorers[0].frozen)
     apply = jax.jit(

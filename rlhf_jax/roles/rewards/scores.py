@@ -33,7 +33,9 @@ from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
 Params = Any
-Combine = Literal["mean", "minimum", "mean_minus_std"]  # of `ensembles.combine`
+Combine = Literal[
+    "mean", "minimum", "mean_minus_std", "entropic"
+]  # of `ensembles.combine`
 # What a response without a score does: see `Scores.left_out`, scores 0, ends the run.
 OnFailure = Literal["leave_out", "zero", "stop"]
 

@@ -241,7 +241,8 @@ TABLE: Mapping[tuple[str, str], str] = {
     ),
     ("one width", "buckets"): "all of its batches have one width",
     ("redraws", "no known groups"): (
-        "a batch is drawn again for groups whose rewards are known to be equal"
+        "groups of equal rewards are drawn again; here are none, or they are known "
+        "too late"
     ),
     ("other sampler", "uncorrected"): (
         "nothing corrects for the distance of the sampler then; truncate does"

@@ -32,6 +32,7 @@ class Model:
     paths: tuple[str, ...]
     combine: Combine = "mean"
     std_coef: float | None = None
+    risk: float | None = None
 
     def __post_init__(self) -> None:
         if "" in self.paths or len(set(self.paths)) < len(self.paths) or not self.paths:
@@ -40,6 +41,12 @@ class Model:
                 f"got {'+'.join(self.paths)!r}; name each once"
             )
         checks.non_negative(std_coef=self.std_coef)
+        checks.positive(risk=self.risk)
+        capabilities.need(
+            {"risk= of a reward model": self.risk is not None},
+            "combine=entropic",
+            has=self.combine == "entropic",
+        )
         capabilities.need(
             {"std_coef= of a reward model": self.std_coef is not None},
             "combine=mean_minus_std",
@@ -204,7 +211,8 @@ class Rewards(Workers):
     environment."""
     reward_model: Model | None = None
     """Checkpoint of `rlhf-jax reward-model`, or several as A+B+C. Their scores are
-    combined by combine=mean, minimum or mean_minus_std (with std_coef=1)."""
+    combined by combine=mean, minimum, mean_minus_std (with std_coef=1) or entropic
+    (with risk=1, in reward units: the less, the nearer to the minimum)."""
     reward: str | None = None
     """Python function of texts as the reward, module:function."""
     verifier: Verifier | None = None

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.environments.finished import EARLY
+from rlhf_jax.environments.finished import EARLY, TURNS
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -70,7 +70,12 @@ class Played:
 def scored(scores: Scores, count: int) -> Scored:
     """Scores of the first episodes; those failed whose environment did, or was late."""
     failed = np.asarray(scores.parts["failed"] + scores.parts["timed_out"], bool)
-    return Scored(np.asarray(scores.total)[:count], failed[:count])
+    counts = {
+        name: np.asarray(part)[:count]
+        for name, part in scores.parts.items()
+        if name not in (*EARLY, TURNS)
+    }
+    return Scored(np.asarray(scores.total)[:count], failed[:count], counts)
 
 
 def ends(scores: Scores) -> Sequence[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import processes
+from rlhf_jax.environments.finished import TURNS
 from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
@@ -97,6 +98,7 @@ class Evaluation:
         rollout, scores = self._drawn(
             model, prompts, key=self.keys[name], greedy=greedy, guard=guard
         )
+        counts: Mapping[str, Any] = {}
         distance, reference = None, self.models.get("reference")
         if name == "policy" and reference is not None and not greedy:
             distance = self.programs.divergence(model, reference, rollout)
@@ -122,6 +124,7 @@ class Evaluation:
         if scored is not None:
             called = self.options.score_called
             self._check_finite(called, [scored.scores], what="scores", rows=texts.index)
+            counts = scored.counts
         responses = []
         for i in range(count):
             written, response = tokens[i][mask[i]], texts.responses[i]
@@ -148,6 +151,7 @@ class Evaluation:
                     kl=None if distance is None else float(distance.exact[i]),
                     k1=None if distance is None else float(distance.k1[i]),
                     verdict=None,
+                    counts={name: float(of[i]) for name, of in counts.items()},
                 )
             )
         if scores is not None:
@@ -166,7 +170,7 @@ class Evaluation:
     def _with_turns(
         self, responses: Sequence[Response], scores: Scores, *, observed: Array
     ) -> list[Response]:
-        turns, ends = np.asarray(scores.parts["turns"]), episodes.ends(scores)
+        turns, ends = np.asarray(scores.parts[TURNS]), episodes.ends(scores)
         read = np.asarray(observed).sum(axis=1)
         return [
             dataclasses.replace(
@@ -244,6 +248,8 @@ def stats(responses: Sequence[Response]) -> Stats:
     }
     if any(response.failed for response in ours):
         numbers["reward/failed"] = [response.failed for response in ours]
+    for name in ours[0].counts:
+        numbers[f"reward/{name}"] = [response.counts[name] for response in ours]
     means: dict[str, Any] = {
         name: (np.float32(np.sum(values)), np.float32(len(values)))
         for name, values in numbers.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ class Scored(NamedTuple):
 
     scores: HostArray  # f32[count], reward units
     failed: HostArray  # bool[count], the verifier had none for it
+    counts: Mapping[str, HostArray] = {}  # f32[count], by what the verifier counts
 
 
 # Responses, and how many of them from the first count.
@@ -59,7 +60,8 @@ def opened(
             def verify(rollout: Rollout, count: int) -> Scored:
                 scores = verified(first(rollout, count))
                 failed = np.asarray(scores.parts["failed"], bool)
-                return Scored(np.asarray(scores.total), failed)
+                counts = {name: np.asarray(scores.parts[name]) for name in pool.counts}
+                return Scored(np.asarray(scores.total), failed, counts)
 
             yield verify
     elif options.reward is not None:
