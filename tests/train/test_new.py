@@ -79,7 +79,10 @@ def test_a_method_is_a_command(written, capsys):
     written("method")
     capsys.readouterr()
     main.main([])
-    assert "  signs          signs\n" in capsys.readouterr().out
+    assert (
+        "  signs          REINFORCE++ on the signs of its advantages.\n"
+        in capsys.readouterr().out
+    )
     with pytest.raises(SystemExit) as exit_:
         main.main(["signs", "--help"])
     assert exit_.value.code == 0
