@@ -167,7 +167,7 @@ def test_a_lost_connection_stops_the_run_which_loses_nothing(
 
 def test_a_snapshot_killed_before_its_list_is_made_again(whole, spool, monkeypatch):
     stopped_at(3, monkeypatch)
-    (next(spool.glob("runs/*/run")) / "snapshots/ppo/2/files.json").unlink()
+    (next(spool.glob("runs/*/run")) / "snapshots/sft/6/files.json").unlink()
     run("--resume")
     assert run_files.check(urls.fetched(URL)).faults == []
     assert toy_storage.results(urls.fetched(URL)) == toy_storage.results(whole)
