@@ -27,6 +27,7 @@ from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
@@ -211,7 +212,8 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             f"held-out score {summary['held_out_score_before']:.3f} before, "
             f"{summary['held_out_score_after']:.3f} after"
         )
-    print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
+    saved = mirror.written(job.folder / "model")
+    print(f"{summary['seconds']:.0f} s; the policy is in {saved}")
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:

@@ -37,6 +37,7 @@ from rlhf_jax.planning.memory_check import Part
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import alarms, folder, metrics, plots, report, run
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.train import shapes
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.reading import read_texts, receipt_of
@@ -132,7 +133,7 @@ def main(task: Task[Any]) -> None:
         summary |= profiled.summary(job.folder, profile=config.profile, flops=flops)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
-    saved = job.folder / "model"
+    saved = mirror.written(job.folder / "model")
     print(f"{summary['seconds']:.0f} s; go on with {task.option} {saved}")
 
 
