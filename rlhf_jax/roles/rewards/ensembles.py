@@ -17,16 +17,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
-from rlhf_jax.roles.rewards.scores import Reward, Scores, scores_of
+from rlhf_jax.roles.rewards.scores import Combine, Reward, Scores, scores_of
 
 Array = jax.Array
-Combine = Literal["mean", "minimum", "mean_minus_std", "entropic"]
 
 
 def combine(

@@ -17,11 +17,10 @@ from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.rewards.ensembles import Combine
+from rlhf_jax.roles.rewards.scores import Combine, OnFailure
 from rlhf_jax.runs import choices
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.watch import refuse_twice
-from rlhf_jax.verification.user_objects import OnFailure
 
 VERIFIERS = ("gsm8k", "integer", "exact")  # those of the library itself
 
@@ -124,11 +123,7 @@ class Reward:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The reward of a text such as "right=verifier:gsm8k,weight=2".
-
-        Raises:
-          InputError: the text has another form, or a value cannot be had.
-        """
+        """The reward of a text such as "right=verifier:gsm8k,weight=2"."""
         name, equals, rest = text.partition("=")
         kind, colon, after = rest.partition(":")
         kind = kind.partition(",")[0] if not colon else kind
