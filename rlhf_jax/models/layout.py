@@ -231,15 +231,18 @@ def transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y).T  # else XLA undoes both transpositions
 
 
-def apart(x: jax.Array) -> jax.Array:
-    """x itself, for a product that is not merged with others of x.
+def apart(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x and w themselves, for a product that is not merged with others of x.
 
     XLA:GPU merges products that share an operand, and writes their weights side by side
     first: in a loop over tokens all weights of a layer, for an adapter's few columns.
     """
-    barrier = jax.lax.optimization_barrier
+
+    def barrier(*factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.optimization_barrier(factors)
+
     return jax.lax.platform_dependent(
-        x, cuda=barrier, rocm=barrier, default=lambda x: x
+        x, w, cuda=barrier, rocm=barrier, default=lambda *factors: factors
     )
 
 

@@ -24,6 +24,7 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
+from rlhf_jax.planning import chips
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
@@ -35,6 +36,7 @@ from rlhf_jax.train.loop import Begun, Loop, improve
 from rlhf_jax.train.programs import Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
+from rlhf_jax.train.sampling import fastest
 from rlhf_jax.train.sampling.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
@@ -71,6 +73,17 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     # Shapes and tokenizer, no weights: the memory check needs no more.
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
+    config, layout = fastest.placed(
+        config,
+        planned,
+        mesh=mesh,
+        chip=chips.of_device(mesh.devices.flat[0]),
+        prompt=0,  # none is read yet; `fastest.ROOM` has theirs
+        per_node=jax.local_device_count() if jax.process_count() > 1 else None,
+    )
+    if layout is not None:
+        print(layout)
+    meshes = Meshes.of(config)
     if config.check_memory:
         shapes.check(config, planned, meshes=meshes)
     # What a user may have got wrong is refused before a weight is read.
