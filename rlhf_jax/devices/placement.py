@@ -57,8 +57,8 @@ class Place:
         alone = self.devices in ("cpu", "auto")
         if alone and (self.mesh is not None or self.memory == PINNED):
             raise InputError(
-                f"place: expected {self.devices} alone, which has neither a mesh nor another "
-                f"memory, got {self}; leave one or the other out"
+                f"place: expected {self.devices} alone, which has neither a mesh nor "
+                f"another memory, got {self}; leave one or the other out"
             )
         if self.devices == "last" and self.mesh == ONE_DEVICE:
             # One place has one record: a resume compares records.

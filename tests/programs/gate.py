@@ -30,7 +30,7 @@ from rlhf_jax.train.plan import job, plan
 
 MODELS = {"8B": "llama-3.1-8b", "1.5B": "qwen2.5-1.5b"}
 LAYERS, ROWS, PROMPT, NEW = 2, 64, 896, 640
-SMALL = 2**17  # bytes of a loop's constants that may be moved about
+SMALL = 2**17  # bytes of what a loop carries unchanged that it may move about
 
 
 class Reader:
@@ -67,10 +67,9 @@ class Reader:
         return names
 
     def constants(self, body):
-        """Names of what a loop carries unchanged, with its bytes: weights, above all."""
+        """What a loop carries unchanged by name, with bytes: weights, above all."""
         lines = self.computations[body]
         root = instructions.root(lines)
-        # XLA carries a part of the state in a tuple of its own, or copies it at the end.
         return {
             line.name: instructions.whole(line)
             for line in lines.values()
@@ -106,7 +105,14 @@ def moved_weights(reader, body):
     for line in lines.values():  # views of a weight are that weight
         if line.opcode in ("bitcast", "opt-barrier") and line.operands[0] in constants:
             constants[line.name] = constants[line.operands[0]]
-    free = ("bitcast", "tuple", "get-tuple-element", "while", "copy-start", "opt-barrier")
+    free = (
+        "bitcast",
+        "tuple",
+        "get-tuple-element",
+        "while",
+        "copy-start",
+        "opt-barrier",
+    )
     for line in lines.values():
         read = [constants[name] for name in line.operands if name in constants]
         if not read or line.opcode in free or line.opcode.endswith("-done"):
@@ -211,9 +217,7 @@ def figures(config, options, names):
         if program.name not in names:
             continue
         texts.clear()
-        [one] = measured.measure(
-            [program], target, rows=ROWS, waiting=plan.silent
-        )
+        [one] = measured.measure([program], target, rows=ROWS, waiting=plan.silent)
         assert one.refused is None, one.refused
         reader = Reader(texts[0])
         result = {
@@ -234,11 +238,11 @@ def figures(config, options, names):
                 "summed logits": [
                     x
                     for b in bodies
-                    for x in summed_logits(reader, b, vocab=model.vocab_size)
-                ]
-                + [x for b in bodies for x in summed_logits(reader, b, vocab=vocab)],
+                    for size in {vocab, model.vocab_size}
+                    for x in summed_logits(reader, b, vocab=size)
+                ],
                 # Of the last loop, whose cache is as wide as rows become.
-                "bytes": widest(texts[0], len(program.trips)),
+                "bytes": widest(texts[0], len(program.trips), near=target.near),
                 "seconds": measured.described(one, target.chip)["seconds_of_turn"],
             }
         if program.stage == "update":
@@ -248,14 +252,14 @@ def figures(config, options, names):
                 for leaf in jax.tree.leaves(state.policy["layers"])
                 if leaf.ndim > 2
             ]
+            # Adapters are small, and not all of them are shared.
+            shared = mesh.fsdp > 1 and config.start.lora is None
             result |= {
                 "summed gradients": list(
-                    summed_gradients(
-                        reader,
-                        smallest=min(kernels),
-                        devices=mesh.fsdp if mesh.fsdp > 1 else mesh.size + 1,
-                    )
-                ),
+                    summed_gradients(reader, smallest=min(kernels), devices=mesh.fsdp)
+                )
+                if shared
+                else [],
                 "donated": one.sizes["alias"],
                 "state": memory_check.bytes_per_device(
                     state.policy_opt, mesh=target.mesh
@@ -266,11 +270,13 @@ def figures(config, options, names):
     return results
 
 
-def widest(text, loops):
+def widest(text, loops, *, near):
     """Bytes of a turn of the last loop over tokens."""
-    trips = (0,) * (loops - 1)
-    once, twice = (cost.cost(text, trips=(*trips, n)).bytes for n in (0, 1))
-    return twice - once
+    before = (0,) * (loops - 1)
+    none, one = (
+        cost.cost(text, trips=(*before, turns), near=near).bytes for turns in (0, 1)
+    )
+    return one - none
 
 
 if __name__ == "__main__":
