@@ -73,13 +73,14 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     # Shapes and tokenizer, no weights: the memory check needs no more.
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
+    chip = chips.of_device(mesh.devices.flat[0])
     config, layout = fastest.placed(
         config,
         planned,
         mesh=mesh,
-        chip=chips.of_device(mesh.devices.flat[0]),
+        chip=chip,
         prompt=0,  # none is read yet; `fastest.ROOM` has theirs
-        per_node=jax.local_device_count() if jax.process_count() > 1 else None,
+        per_node=None if chip is None or chip.network is None else _per_node(),
     )
     if layout is not None:
         print(layout)
@@ -232,6 +233,11 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             f"{summary['held_out_score_after']:.3f} after"
         )
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
+
+
+def _per_node() -> int | None:
+    """GPUs of a node, as far as a process sees it; None is all."""
+    return jax.local_device_count() if jax.process_count() > 1 else None
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:

@@ -122,7 +122,7 @@ def test_where_no_chip_is_known_or_none_has_room_it_stays_with_the_policy():
 
 def test_the_mesh_of_the_policy_itself_brings_nothing():
     # So small that any exchange takes longer than its weights.
-    config, line = placed("--placement.policy=data=8", vocab=128, width=64)
+    config, line = placed("--placement.policy=data=8", vocab=256, width=64)
     assert line is not None
     assert line.startswith("Sampling on data=8: ")
     assert config.placement.sampler == WITH_POLICY

@@ -101,12 +101,13 @@ def candidates(
 ) -> Iterator[MeshShape]:
     """(data, tensor) of all devices: rows by data, heads by a power of two."""
     devices, rows = config.placement.policy.size, config.batch.batch_size
+    places = config.method.continuous_batching or rows
     most = math.gcd(devices, model.num_heads, model.num_kv_heads, model.hidden_size)
     tensor = 1
     while tensor <= most:
         shares = devices // tensor if most % tensor == 0 else 0
         near = per_node is None or per_node % tensor == 0
-        if shares and near and rows % shares == 0:
+        if shares and near and math.gcd(rows, places) % shares == 0:
             yield MeshShape(data=shares, tensor=tensor)
         tensor *= 2
 
