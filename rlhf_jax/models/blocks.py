@@ -74,7 +74,8 @@ class Linear(nn.Module):
             down: Array = self.get_variable("params", "lora_a")
             up: Array = self.get_variable("params", "lora_b")
             # Two narrow products, [N, r] between them: W + A B is never made.
-            y = y + (x @ down.astype(x.dtype)) @ up.astype(x.dtype)
+            apart, down = layout.apart(x, down.astype(x.dtype))
+            y = y + (apart @ down) @ up.astype(x.dtype)
         if self.use_bias:
             bias = self.param(
                 "bias", nn.initializers.zeros, (self.features,), jnp.float32

@@ -146,7 +146,7 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
     options, whole = config.sampler.sampler, storage_of_sampler(config, models)
     sampler_mesh, copies = meshes.sampler, []
     handed_over = placement.sampler.apart or config.staleness > 0
-    rounds = isinstance(options, Here) and options.dtype != "float32"
+    rounds = isinstance(options, Here) and config.sampler_dtype != "float32"
     if handed_over or rounds:
         copies = [Part("policy", whole, sampler_mesh)]
         resident += [
@@ -202,11 +202,11 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
 def storage_of_sampler(config: PolicyGradientConfig, models: Models) -> Params:
     """Shapes of the policy as it is sampled with."""
     options, policy = config.sampler.sampler, models.train.policy
-    if not isinstance(options, Here) or options.dtype == "float32":
+    if not isinstance(options, Here) or config.sampler_dtype == "float32":
         return policy
     store = functools.partial(
         storage.store,
-        dtype=options.dtype,
+        dtype=config.sampler_dtype,
         embeddings=options.embeddings,
         vectors="float32",
     )
