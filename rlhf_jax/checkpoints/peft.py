@@ -36,6 +36,7 @@ from rlhf_jax.models.leaves import misfits
 from rlhf_jax.models.lora import LoRA, attach, paths
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.proof import exported
 
 Params = Any
@@ -146,7 +147,7 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
         for what is not implemented, do not fit the model, or hold weights that are not
         finite; names every option and tensor.
     """
-    folder = Path(path)
+    folder = urls.fetched(path)
     try:
         if not folder.is_dir():
             raise InputError(f"expected a folder with {_CONFIG}, got none")

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: one on this machine, or a download from the Hugging Face hub.
+"""A checkpoint's folder: here, or a copy from object storage or the Hugging Face hub.
 
 Without a network the hub's own clients try again for a minute, a file at a time. Here
 the hub is asked for config.json first, within a time limit: what it does not have, and
@@ -20,6 +20,7 @@ import huggingface_hub
 from huggingface_hub.errors import HFValidationError
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs.object_storage import urls
 
 SECONDS = 8.0  # for config.json to come
 OWNERLESS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
@@ -40,7 +41,7 @@ def named(option: str) -> Iterator[None]:
 
 
 def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) -> Path:
-    """The folder of that name, or else the snapshot of that hub id.
+    """The folder of that name or address, or else the snapshot of that hub id.
 
     Args:
       patterns: of the file names to download.
@@ -48,6 +49,8 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
     Raises:
       NoCheckpoint: there is neither.
     """
+    if urls.of(path_or_repo_id) is not None:
+        return urls.fetched(path_or_repo_id, only=patterns)
     path = Path(path_or_repo_id)
     try:
         if path.is_dir():

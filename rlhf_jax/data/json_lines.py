@@ -12,6 +12,7 @@ from rlhf_jax.data.formats import Format
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import parsing, progress
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.parsing import Source
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ def read_jsonl(source: str | Path) -> list[Row]:
     """JSON objects, one a line, or the rows of another format or a data set.
 
     Args:
-      source: a file, or `hf:NAME` or `hf:NAME:SPLIT` (SPLIT is train unless given). A
-        data set, a compressed file, a JSON array, Parquet, Arrow or CSV needs the
-        extra `datasets`.
+      source: a file or its address (`urls.of`), or `hf:NAME` or `hf:NAME:SPLIT` (SPLIT
+        is train unless given). A data set, a compressed file, a JSON array, Parquet,
+        Arrow or CSV needs the extra `datasets`.
 
     Raises:
       InputError: names the file and line that cannot be read, or its format.
@@ -72,10 +73,11 @@ def read_located(
 
         rows = tables.of_hub(str(source))
     elif text is not None and formats.is_text(source):
-        lines = _lines(Path(source), _text(Path(source)), receipt=receipt)
+        path = urls.fetched(source)
+        lines = _lines(path, _text(path), receipt=receipt)
         rows = [(where, {text: line}) for where, line in lines]
     else:
-        rows = _rows(Path(source), receipt=receipt)
+        rows = _rows(urls.fetched(source), receipt=receipt)
     located: list[tuple[str, Row]] = [
         (where, LocatedRow(row, where=where)) for where, row in rows
     ]
@@ -91,7 +93,7 @@ def read_text(path: str | Path) -> str:
 
     One that is compressed needs the extra `datasets`.
     """
-    text = _text(Path(path))
+    text = _text(urls.fetched(path))
     if not text.strip():
         raise InputError(f"{path}: expected text, got an empty file")
     return text

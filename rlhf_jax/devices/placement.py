@@ -23,6 +23,7 @@ that are on the last devices share them.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -203,6 +204,14 @@ class PolicyPlacement:
                     _host()
             except InputError as error:
                 raise InputError(f"{option}: {error}") from None
+        free = jax.device_count() - taken
+        if mesh.size < free and jax.default_backend() != "cpu":  # its are virtual
+            print(
+                f"note: the policy is on {mesh.size} of {free} devices, as "
+                f"--placement.policy is 1; data={free} or fsdp={free} takes all, with "
+                f"a --batch-size that {free} divides",
+                file=sys.stderr,
+            )
         return mesh
 
 

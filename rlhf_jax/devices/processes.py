@@ -16,8 +16,10 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -25,12 +27,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
 AUTO = "auto"
-HEARTBEAT = 20  # seconds without a sign of life, after which a process is lost
-STARTED = 120  # seconds that the first process waits for the others
+LAST_WORDS = (
+    "import sys; sys.stdin.buffer.read(1) or print(sys.argv[1], file=sys.stderr)"
+)
 ENDED = 10  # seconds that a process which ends waits for the others to end too
 
 
@@ -41,9 +45,13 @@ class Group:
     coordinator: str  # HOST:PORT of the first process, or AUTO
     num_processes: int | None = None
     process_id: int | None = None  # from 0
+    join_timeout: int = 120  # seconds that the first process waits for the others
+    heartbeat: int = 20  # seconds without a sign of life, after which one is lost
 
     def __post_init__(self) -> None:
         count, number = self.num_processes, self.process_id
+        seconds = {"--join-timeout": self.join_timeout, "--heartbeat": self.heartbeat}
+        checks.within(least=1, advice="give whole seconds", **seconds)
         auto = self.coordinator == AUTO
         host, _, port = self.coordinator.rpartition(":")
         if not auto and (not host or not port.isdecimal()):
@@ -71,19 +79,20 @@ class Group:
         Raises:
           InputError: there is nothing to find them out by.
         """
-        arguments = {} if self.coordinator == AUTO else dataclasses.asdict(self)
-        arguments["coordinator_address"] = arguments.pop("coordinator", None)
         try:
             jax.distributed.initialize(
-                **arguments,
-                heartbeat_timeout_seconds=HEARTBEAT,
-                initialization_timeout=STARTED,
+                None if self.coordinator == AUTO else self.coordinator,
+                self.num_processes,
+                self.process_id,
+                heartbeat_timeout_seconds=self.heartbeat,
+                initialization_timeout=self.join_timeout,
             )
         except (RuntimeError, ValueError) as error:
             raise InputError(
                 f"--coordinator {self.coordinator}: expected all processes to come "
-                f"within {STARTED} s, got: {str(error).splitlines()[0]}; start them "
-                f"all, or name HOST:PORT where auto finds nothing"
+                f"within {self.join_timeout} s (--join-timeout), got: "
+                f"{str(error).splitlines()[0]}; start them all, or name HOST:PORT "
+                f"where auto finds nothing"
             ) from error
 
 
@@ -181,6 +190,25 @@ def exit_with_others(status: int) -> NoReturn:
     if is_first():
         time.sleep(1)
     os._exit(status)  # Python's own way out would wait for the others
+
+
+@contextlib.contextmanager
+def last_words(text: str) -> Iterator[None]:
+    """Has the text printed if this process is killed inside; not of a single process.
+
+    JAX kills a process that has lost another one, from a thread of its own and with a
+    stack trace. A small process beside it, whose input then ends, says what it means.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    beside = subprocess.Popen(
+        (sys.executable, "-S", "-c", LAST_WORDS, text), stdin=subprocess.PIPE
+    )
+    try:
+        yield
+    finally:
+        beside.communicate(b"-")  # it lives: nothing is to be said
 
 
 def local_devices(mesh: Mesh) -> list[Any]:

@@ -22,9 +22,10 @@ from rich.text import Text
 from rlhf_jax.devices import processes
 from rlhf_jax.models import axes, layout, leaves
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.runs import alarms, loggers
+from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Alarm
-from rlhf_jax.runs.run_config import RunConfig, to_json
+from rlhf_jax.runs.metrics import Row, Sink
+from rlhf_jax.runs.run_config import RunConfig
 
 PyTree = Any
 SHOWN = (
@@ -81,7 +82,7 @@ class Progress:
         self._last_line = -math.inf
 
     def write(
-        self, stage: str, step: int, row: loggers.Row, active: Sequence[Alarm] = ()
+        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
         """Prints the alarms that have just begun, and the step's values on the bar."""
         for alarm in alarms.begun(active, step=step):
@@ -111,23 +112,21 @@ class Progress:
             self._bars.stop()
 
 
-def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[loggers.Sink]:
+def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
     """The sinks that a run asks for, for `metrics.Recorder`; makes those on disk.
 
     `num_steps` holds each stage's number of steps, in their order. Of several processes
     the first has them.
     """
-    chosen: list[loggers.Sink] = []
+    chosen: list[Sink] = []
     if not processes.is_first():
         return chosen
     if config.progress:
         chosen.append(Progress(num_steps))
-    if config.tensorboard:
-        chosen.append(loggers.TensorBoard(config.out))
-    if config.wandb:
-        chosen.append(loggers.Wandb(config.out, config=to_json(config)))
-    if config.trackio:
-        chosen.append(loggers.Trackio(config.out, config=to_json(config)))
+    if config.loggers:
+        from rlhf_jax.runs import loggers  # of few runs
+
+        chosen += loggers.chosen(config)
     return chosen
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import json
 import math
-import os
 import types
 import typing
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import choices
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.snapshots import resume
 
@@ -31,7 +31,8 @@ class RunConfig:
     """
 
     out: Path
-    """Folder of the run, absent or empty unless --resume is given."""
+    """Folder of the run, absent or empty unless --resume is given; or gs://BUCKET/NAME
+    or s3://BUCKET/NAME, with the extra cloud."""
     seed: int = 0
     """Root of every random number."""
     resume: bool = False
@@ -63,6 +64,8 @@ class RunConfig:
         return "float32"
 
     def __post_init__(self) -> None:
+        # From here on a path: that of the spool, where it is an address.
+        object.__setattr__(self, "out", mirror.local(self.out))
         checks.at_least_one(**{"--snapshot-every": self.snapshot_every})
         checks.at_least_one(**{"--keep-snapshots": self.keep_snapshots})
         checks.within(
@@ -124,7 +127,7 @@ def to_json(config: RunConfig) -> dict[str, Any]:
     """
     fields = _plain(config)
     try:
-        return json.loads(json.dumps(fields, default=os.fspath, allow_nan=False))
+        return json.loads(json.dumps(fields, default=mirror.written, allow_nan=False))
     except ValueError as error:
         wrong = ", ".join(
             f"{name} = {value}"

@@ -23,12 +23,7 @@ KINDS = {
 
 
 def write(kind: str, name: str, *, folder: Path) -> list[Path]:
-    """Writes the package FOLDER/NAME, and returns its files.
-
-    Raises:
-      InputError: there is no such kind, NAME is none for a module or is taken, or the
-        folder cannot be made.
-    """
+    """Writes the package FOLDER/NAME, and returns its files."""
     if kind not in KINDS:
         raise InputError(
             f"expected one of {', '.join(KINDS)}, got {kind!r}; choose one"

@@ -27,6 +27,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, reading, watching
 from rlhf_jax.reports.contents import contents
 from rlhf_jax.runs import command_line, folder, write_errors
+from rlhf_jax.runs.object_storage import urls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class Config:
     """The options of `rlhf-jax report`."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, or of sweeps for all of their runs."""
+    """Folders of runs, or of sweeps for all of their runs; or their gs:// or s3://
+    addresses."""
     html: Path | None = None
     """File to write the page to."""
     watch: bool = False
@@ -48,11 +50,7 @@ class Config:
     """Title of the page; None is the question of the runs' sweep, or their names."""
 
     def check(self) -> None:
-        """What does not fit together, in one line and not in the parser's box.
-
-        Raises:
-          InputError: nothing is asked for, or the file cannot be one.
-        """
+        """What does not fit together, in one line and not in the parser's box."""
         if not self.runs:
             raise InputError(
                 "expected the folder of a run, got none; rlhf-jax report RUN --html "
@@ -74,15 +72,15 @@ class Config:
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax report` with its options.
-
-    Raises:
-      InputError: a folder is no run's, runs share no metric, none has one of
-        --metrics, the port is taken, or Plotly is not installed.
-      WriteError: the file cannot be written.
-    """
+    """Runs `rlhf-jax report` with its options."""
     options.check()
     document.plotly()  # before anything is read or served
+    if options.watch:
+        for run in options.runs:
+            urls.refuse(run, option="--watch")
+    # A page needs no arrays, which are large.
+    copies = (urls.fetched(run, but=("*snapshots/*/arrays/*",)) for run in options.runs)
+    options = dataclasses.replace(options, runs=tuple(copies))
     source = watching.Source(options.runs, load=lambda: load(options))
     _, data = source.latest()
     count = len(data["runs"])

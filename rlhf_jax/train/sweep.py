@@ -29,6 +29,7 @@ import tyro
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import command_line, folder, lock
+from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.sweeps import declaration, execution, measures, planned, results
 from rlhf_jax.sweeps.declaration import Sweep
 from rlhf_jax.sweeps.execution import Ended
@@ -70,11 +71,10 @@ def main(options: Config) -> None:
     """Runs `rlhf-jax sweep` with its options.
 
     Raises:
-      InputError: the file is no sweep, an option of a cell is not the trainer's, or
-        the folder is another sweep's.
       StopError: a run failed; names each, with its last line.
       Interrupted: a signal came; the runs under way have saved.
     """
+    urls.refuse(options.out, option="--out")
     sweep = declaration.read(options.file)
     runs = planned.runs_of(sweep, out=options.out)
     check_options(sweep, runs)
@@ -142,9 +142,6 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
     """Checks that the trainer has every option, with such values, before anything runs.
 
     A program of one's own has to be there, and is not asked.
-
-    Raises:
-      InputError: there is no such trainer or program, or it refuses a run's options.
     """
     if sweep.program:
         if not Path(sweep.program[0]).exists():

@@ -87,6 +87,17 @@ def test_the_policy_has_all_devices_that_no_role_takes():
     assert ids(shared.sampler.mesh_beside(mesh)) == [6, 7]
 
 
+def test_devices_that_are_left_out_are_told(monkeypatch, capsys):
+    Placement().policy_mesh()  # the devices of a CPU are virtual
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    Placement(policy=MeshShape(data=8)).policy_mesh()
+    Placement(policy=MeshShape(data=6), reference=Place("last", TWO)).policy_mesh()
+    assert capsys.readouterr().err == ""
+    Placement(reference=Place("last", TWO)).policy_mesh()
+    note = "note: the policy is on 1 of 6 devices, as --placement.policy is 1; data=6"
+    assert capsys.readouterr().err.startswith(note)
+
+
 def test_the_mesh_of_each_place():
     mesh = Placement(policy=FOUR, reference=Place("last", FOUR)).policy_mesh()
     assert Place().mesh_beside(mesh) is mesh

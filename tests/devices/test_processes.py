@@ -347,6 +347,44 @@ def test_processes_that_end_for_one_reason_all_say_it(tmp_path):
         assert process.returncode == 3
 
 
+LOSING = """
+import os, signal, sys, time
+from rlhf_jax.devices import processes
+coordinator, number = sys.argv[1:]
+processes.Group(coordinator, 2, int(number), heartbeat=4).join()
+with processes.last_words("stopped: one is lost"):
+    print("joined", flush=True)
+    if number == "1":
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_lost_another_ends_within_its_heartbeat_and_says_so():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"PYTHONPATH": places.PYTHONPATH}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOSING, address, str(number)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    running[1].communicate(timeout=100)
+    lost_at = time.monotonic()
+    _, error = running[0].communicate(timeout=60)
+    assert time.monotonic() - lost_at < 20  # it waits for nothing else
+    assert running[0].returncode == -signal.SIGABRT
+    assert error.splitlines()[-1] == "stopped: one is lost"
+
+
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
     """PPO in one go, by one process on one device."""
@@ -365,8 +403,9 @@ def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
     lost_at = time.monotonic()
     _, error = killed[0].communicate(timeout=120)
     assert time.monotonic() - lost_at < 60
-    ours = "a process may be lost; the snapshots before stay"
-    assert ours in error or "another task died" in error  # who notices it first
+    ours = [line for line in error.splitlines() if line.startswith("stopped: ")]
+    (line,) = ours  # whoever notices it first, JAX or what waits for the other
+    assert "a process may be lost; the snapshots before stay" in line
     stage = tmp_path / "run" / "snapshots" / "ppo"
     assert numbers(stage) in ([2], [2, 4])
     # One process goes a step, and two go on with the rest, on another mesh.
@@ -468,6 +507,8 @@ def test_every_row_of_a_tpu_slice_has_a_process(topology, shape):
             {"coordinator": "auto", "process_id": 0},
             "neither with auto, which finds them out",
         ),
+        ({"coordinator": "auto", "heartbeat": 0}, "--heartbeat: expected"),
+        ({"coordinator": "auto", "join_timeout": 0}, "--join-timeout: expected"),
     ],
 )
 def test_groups_that_are_none(options, message):

@@ -164,7 +164,13 @@ OWN = {
         ("--surrogate=clip,clip_range=nan", "clip_range: expected"),
         ("--surrogate=clip,dual_clip=1", "dual_clip: expected"),
         ("--surrogate=cispo,dual_clip=3", "--surrogate: .* got 'dual_clip=3'; "),
-        ("--surrogate=ppo", "--surrogate.* clip, cispo, sapo, got 'ppo'"),
+        ("--surrogate=dppo,cap=1", "cap: expected a number above 1"),
+        ("--surrogate=vespo,decay_pos=0", "decay_pos: expected"),
+        ("--off-policy-mask=0", "off_policy_mask: expected"),
+        (
+            "--surrogate=ppo",
+            "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, got 'ppo'",
+        ),
         ("--gamma=1.5", "gamma: expected"),
         ("--gamma=nan", "gamma: expected"),
         ("--lam=2", "lam: expected"),
@@ -270,6 +276,10 @@ OWN = {
         (
             "--reward=None --reward-model=a+b,std_coef=1",
             "std_coef= of a reward model: expected combine=mean_minus_std",
+        ),
+        (
+            "--reward=None --reward-model=a+b,combine=mean,risk=1",
+            "risk= of a reward model: expected combine=entropic",
         ),
         (
             "--reward=None --reward-model=a+b,combine=mean_minus_std,std_coef=-1",

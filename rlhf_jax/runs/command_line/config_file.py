@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, parsing
+from rlhf_jax.runs.object_storage import urls
 
 # Of one resume alone: a recorded run does not hand them on.
 OF_ONE_RESUME = ("resume", "resume_from", "accept_lost_rows")
@@ -23,7 +24,8 @@ def read(path: Path) -> dict[str, Any]:
       InputError: the file cannot be read, is of another form, or holds no fields.
     """
     if path.name == folder.CONFIG:
-        fields = folder.read_config(path) | {"out": os.fspath(path.parent)}
+        fields = folder.read_config(urls.fetched(path))
+        fields["out"] = urls.of(path.parent) or os.fspath(path.parent)
         return {name: x for name, x in fields.items() if name not in OF_ONE_RESUME}
     if path.suffix not in SUFFIXES:
         raise InputError(
@@ -31,7 +33,7 @@ def read(path: Path) -> dict[str, Any]:
             f".json, got {path.suffix!r}; rename it"
         )
     return parsing.read_object(
-        path,
+        urls.fetched(path),
         expected=f"options by their names in {path.suffix[1:]}",
         advice="name them, as in the config.json of a run",
     )

@@ -25,7 +25,10 @@ from rlhf_jax.runs import lock, progress, write_errors
 from rlhf_jax.runs.command_line import help_screen, refusals
 from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.run_config import RunConfig, to_json
+
+LOST = "a process may be lost; the snapshots before stay"
 
 
 def main(
@@ -73,7 +76,7 @@ def main(
             )
         processes.agree("the config", json.dumps(to_json(config)))
         processes.agree(precision.VARIABLE, precision.name())
-        processes.on_first(lambda: check_run(config))
+        processes.on_first(lambda: _check(config))
         if cache is None:
             program_cache.use_default()
         else:
@@ -93,12 +96,16 @@ def main(
             _ended_by_sigterm(),
             _silent_unless_first(),
             progress.hidden(not (config.progress and processes.is_first())),
+            processes.last_words(
+                f"stopped: {LOST}; the same command goes on, --resume"
+            ),
             contextlib.ExitStack() as folder,
             write_errors.of_run(config.out),
             precision.of(config.compute_dtype),
         ):
             processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
-            run(config)
+            with mirror.kept(config.out):
+                run(config)
     except InputError as error:
         _leave(2, f"error: {error}")
     except write_errors.WriteError as error:
@@ -125,10 +132,16 @@ def main(
         if jax.process_count() == 1:
             raise
         # The others must not wait for this process, which Python would let them.
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            first = next(iter(str(error).splitlines()), "")
+            _leave(1, f"stopped: {LOST} ({first:.200}); {go_on(config)}")
         traceback.print_exc()
-        lost = "a process may be lost; the snapshots before stay"
-        why = lost if isinstance(error, jax.errors.JaxRuntimeError) else "a defect"
-        _leave(1, f"stopped: {why}; {go_on(config)}")
+        _leave(1, f"stopped: a defect; {go_on(config)}")
+
+
+def _check(config: RunConfig) -> None:
+    mirror.begin(config.out, resume=config.resume or config.resume_from is not None)
+    check_run(config)
 
 
 def _out_of_memory(error: BaseException) -> str | None:
@@ -157,15 +170,19 @@ def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     before.add_argument("--coordinator")
     before.add_argument("--num-processes", type=int)
     before.add_argument("--process-id", type=int)
+    before.add_argument("--join-timeout", type=int)
+    before.add_argument("--heartbeat", type=int)
     before.add_argument("--compilation-cache")
     arguments, options = before.parse_known_args(argv)
-    cache = vars(arguments).pop("compilation_cache")
-    if arguments.coordinator is not None:
-        processes.Group(**vars(arguments)).join()
-    elif (arguments.num_processes, arguments.process_id) != (None, None):
+    given = {name: x for name, x in vars(arguments).items() if x is not None}
+    cache = given.pop("compilation_cache", None)
+    if "coordinator" in given:
+        processes.Group(**given).join()
+    elif given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InputError(
-            "--num-processes, --process-id: expected --coordinator HOST:PORT with "
-            "them, got none; give it, or leave them out"
+            f"{names}: expected --coordinator HOST:PORT too, got none; give it, or "
+            f"leave this out"
         )
     return cache, options
 
@@ -271,9 +288,9 @@ class Interrupt:
 
 def go_on(config: RunConfig) -> str:
     """How to resume a run that stops, for a message."""
-    recorded = config.out / CONFIG
-    if not recorded.exists():
+    if not (config.out / CONFIG).exists():
         return "start again, as nothing was written yet"
+    recorded = f"{mirror.written(config.out)}/{CONFIG}"
     script = Path(sys.argv[0])
     command = f"python {script}"
     modules = (("train", "main.py"), ("rlhf_jax", "__main__.py"))

@@ -103,7 +103,9 @@ def parse(
         "JSON; those on the command line win. With RUN/config.json, add --resume to go "
         "on with that run, or --out to repeat it elsewhere.\n\n--coordinator "
         "HOST:PORT --num-processes N --process-id I, or on a TPU pod or Slurm "
-        "--coordinator auto, make this one of the processes of a run.\n\n"
+        "--coordinator auto, make this one of the processes of a run. They have "
+        "--join-timeout seconds to come (120), and one that is silent for --heartbeat "
+        "seconds (20) is lost.\n\n"
         "--compilation-cache FOLDER keeps compiled programs there for the next start, "
         "instead of ~/.cache/rlhf_jax/compiled; None keeps none."
     )

@@ -14,6 +14,8 @@ from rlhf_jax.train.evaluate.options import Config
 DECODINGS = ("sampled", "greedy")
 SHOWN = {
     "failed": "without a score",
+    "refused": "of tests that cannot be judged",
+    "code_timed_out": "of code that is too slow",
     "observed": "observed [tokens]",
     "by_environment": "ended by the environment",
     "truncated": "ended within a turn",

@@ -40,11 +40,7 @@ def command(argv: Sequence[str]) -> None:
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, Options]:
-    """The run and what is asked of its plan.
-
-    Raises:
-      InputError: there is no such command, or an option is wrong.
-    """
+    """The run and what is asked of its plan."""
     name, known = argv[0] if argv else None, main.trainers()
     options, rest = command_line.cli(
         Options,

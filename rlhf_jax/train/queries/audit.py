@@ -45,12 +45,7 @@ class Config:
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax audit` with its options.
-
-    Raises:
-      InputError: there is no such function, it does not return one number, PyTorch is
-        asked for and missing, or the JSON file is there already.
-    """
+    """Runs `rlhf-jax audit` with its options."""
     if options.json is not None and options.json.exists():
         raise InputError(
             f"--json {options.json}: expected a file that is not there, got one; "

@@ -36,7 +36,6 @@ def audit_verifier(
       unsafe_verifier: Run cheats also where nothing sets them apart from the system.
 
     Raises:
-      InputError: a row lacks tests or a solution, or nothing sets code apart.
       StopError: a solution does not earn 1, or a cheat does.
     """
     # What the command line alone does not need.

@@ -48,7 +48,6 @@ def run(out: Path, *, num_steps: int | None = None) -> None:
     """Writes the data, then prints and runs one command after the other.
 
     Raises:
-      InputError: the folder holds something, or cannot be written.
       SystemExit: a command has failed, and said so.
     """
     from rlhf_jax.train.main import COMMANDS
@@ -69,11 +68,10 @@ def run(out: Path, *, num_steps: int | None = None) -> None:
 
 
 def prepare(out: Path) -> list[Path]:
-    """Writes the data into a new folder, and returns the paths.
+    """Writes the data into a new folder, and returns the paths."""
+    from rlhf_jax.runs.object_storage import urls  # loads JAX, which help does not
 
-    Raises:
-      InputError: the folder holds something, or cannot be written.
-    """
+    urls.refuse(out, option="--out")
     try:
         out.mkdir(parents=True, exist_ok=True)
         if names := sorted(path.name for path in out.iterdir()):

@@ -81,6 +81,10 @@ class PythonTests:
         """The score, and 1 or 0 by each of `counts`."""
         tests = self.gold(row)
         code = response if self.extract == "whole" else last_block(response)
+        return self.judge_code(code, tests)
+
+    def judge_code(self, code: str | None, tests: Sequence[str]) -> Judged:
+        """`judge` of code by tests, None where there is no code."""
         if code is None:
             return Judged(0.0, dict.fromkeys(self.counts, 0.0))
         verdict = self.run(code, tests)

@@ -1,0 +1,1 @@
+"""Runs, data and checkpoints at gs:// and s3:// addresses."""

@@ -1,0 +1,123 @@
+"""Addresses of object storage, and copies of what is there."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+import toy_files
+
+from rlhf_jax.checkpoints import hf
+from rlhf_jax.data import files, json_lines
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs.object_storage import urls
+from rlhf_jax.runs.proof import exported
+from rlhf_jax.train.main import main
+
+
+@pytest.fixture(autouse=True)
+def bucket(tmp_path, monkeypatch):
+    monkeypatch.setenv(urls.SPOOL, str(tmp_path / "spool"))
+    monkeypatch.setattr(urls, "PATIENCE", 0.0)
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize(
+    ("place", "url"),
+    [
+        ("gs://bucket/run", "gs://bucket/run"),
+        ("GS://bucket/run/", "gs://bucket/run"),
+        (Path("gs://bucket/run"), "gs://bucket/run"),
+        (Path("s3://bucket/a/b"), "s3://bucket/a/b"),
+        ("C:/runs/ppo", None),
+        ("C:\\runs\\ppo", None),
+        ("hf:openai/gsm8k", None),
+        ("runs/ppo", None),
+        ("/runs/gs:/b", None),
+        ("module:function", None),
+    ],
+)
+def test_an_address_is_told_from_a_path(place, url):
+    assert urls.of(place) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("foo://bucket/run", "got the scheme foo://; copy it"),
+        ("gs://", "got no bucket; copy it"),
+    ],
+)
+def test_what_is_no_address_of_a_bucket_is_refused(url, message):
+    with pytest.raises(InputError, match=message):
+        urls.fetched(url)
+    with pytest.raises(InputError, match=message):
+        json_lines.read_jsonl(url)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(urls.SCHEMES, "gs", "not_installed_here")
+    with pytest.raises(InputError, match=r"needs the package .* 'rlhf-jax\[cloud\]'"):
+        urls.fetched("gs://bucket/data.jsonl")
+
+
+def test_data_is_read_and_read_again_once_it_has_changed(bucket):
+    url = "memory://bucket/prompts.jsonl"
+    bucket.pipe_file(url, b'{"prompt": "a cat"}\n')
+    assert [row["prompt"] for row in files.read_prompts(url)] == ["a cat"]
+    bucket.pipe_file(url, b'{"prompt": "a dog"}\n')
+    assert [row["prompt"] for row in files.read_prompts(url)] == ["a dog"]
+    bucket.pipe_file("memory://bucket/text.txt", b"the cat sat")
+    assert json_lines.read_text("memory://bucket/text.txt") == "the cat sat"
+
+
+def test_what_is_not_there_is_told(bucket):
+    with pytest.raises(InputError, match="got no such bucket or file; see to its name"):
+        files.read_prompts("memory://bucket/none.jsonl")
+
+
+def test_a_copy_loses_what_the_address_has_lost(bucket):
+    for name in ("a/1", "a/2", "b"):
+        bucket.pipe_file(f"memory://bucket/place/{name}", name.encode())
+    place = urls.fetched("memory://bucket/place", but=("b",))
+    assert sorted(p.name for p in place.rglob("*")) == ["1", "2", "a"]
+    bucket.rm("memory://bucket/place/a", recursive=True)
+    place = urls.fetched("memory://bucket/place")
+    assert [p.name for p in place.rglob("*")] == ["b"]
+
+
+def test_a_model_comes_with_its_manifest_and_is_checked(bucket, tmp_path):
+    model = tmp_path / "model"
+    toy_files.checkpoint(model)
+    exported.write(model, anew=True)
+    bucket.put(str(model), "memory://bucket/run/model", recursive=True)
+    manifest = tmp_path / "model.sha256"
+    bucket.put_file(str(manifest), "memory://bucket/run/model.sha256")
+    url = "memory://bucket/run/model"
+    expected, _ = hf.load(model)
+    assert hf.load(url)[0] == expected
+    main(["verify", url])
+    name = "memory://bucket/run/model/config.json"
+    bucket.pipe_file(name, bucket.cat_file(name) + b" ")
+    with pytest.raises(InputError, match=r"config\.json: another SHA-256"):
+        hf.load(url)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["quickstart", "--out", "gs://bucket/q"],
+        ["paper", "gs://bucket/sweep", "--out", "paper"],
+        ["sweep", "sweep.toml", "--out", "gs://bucket/sweep"],
+    ],
+)
+def test_what_takes_paths_alone_refuses_an_address(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert "expected a folder on this machine, got gs://bucket/" in message
