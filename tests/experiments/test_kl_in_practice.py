@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from studies import finished
-from studies.kl_in_practice import figures, study
+from studies.kl_in_practice import choices, figures, study
 
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.sweeps import claims, declaration
@@ -32,7 +32,7 @@ def test_every_gradient_is_swept_once(sweep):
             ("forward", None if estimator == "exact" else "token"),
         )
     }
-    swept = []
+    swept, weighted = [], []
     for cell in sweep.cells:
         options = dict(cell.options)
         own = {
@@ -41,7 +41,13 @@ def test_every_gradient_is_swept_once(sweep):
             if name.startswith("penalty.")
         }
         algorithm = dict(cell.values)["algorithm"]
-        swept.append((algorithm, options["kl_coef"], Penalty(**own).gradient))
+        penalty = Penalty(**own)
+        row = (algorithm, options["kl_coef"], penalty.gradient)
+        (swept if penalty.per == "token" else weighted).append(row)
+        if penalty.per != "token":
+            assert penalty == choices.WEIGHTED_K2
+    assert {gradient for *_, gradient in weighted} == {"full reverse"}
+    assert len(weighted) == len(set(weighted)) == 2 * 3
     assert len(swept) == len(set(swept)) == 2 * (1 + 3 * len(every))
     for algorithm in ("ppo", "grpo"):
         kl_coefs = {coef for name, coef, _ in swept if name == algorithm}
@@ -105,7 +111,7 @@ def test_published_claims_say_what_is_published(says, measure, numbers, answer):
 def run_of(folder, *, kl_coef, gold, kl, norms=(1.0,) * 5, estimator="k1"):
     """A run of five steps whose gold and KL are given on the way and at the end."""
     folder.mkdir(parents=True)
-    penalty = {"value_estimator": estimator, "placement": "reward"}
+    penalty = {"value_estimator": estimator, "placement": "reward", "per": "token"}
     config = {"algorithm": "ppo", "kl_coef": kl_coef, "batch_size": 10}
     config |= {"penalty": penalty | {"direction": "reverse"}}
     (folder / "config.json").write_text(json.dumps({"config": config, "versions": {}}))
@@ -206,3 +212,22 @@ def test_what_a_run_has_no_number_of(swept):
         assert measured["gradient"] is None
         assert measured["lead"] is None
         assert measured["tokens"] == 50.0
+
+
+def test_the_weighted_square_is_a_choice_of_its_own():
+    """Beside k2 in the loss, whose estimates are of tokens."""
+    penalty = {"value_estimator": "k2", "placement": "loss", "direction": "reverse"}
+    names = [
+        figures.choice_of(
+            finished.Finished(
+                "cell",
+                0,
+                {"kl_coef": kl_coef, "penalty": penalty | {"per": per}},
+                {},
+                Path(),
+            )
+        )
+        for kl_coef, per in ((0.2, "token"), (0.2, "response"), (0.0, "token"))
+    ]
+    assert names == ["k2 loss", choices.WEIGHTED, "none"]
+    assert {name.split()[-1] for name in names[:2]} <= {*figures.MARKERS}

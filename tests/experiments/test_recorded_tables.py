@@ -132,6 +132,9 @@ def test_load():
     ):
         check(seconds, cases[f"{name}, report"]["seconds"])
         check(gb, cases[f"{name}, report"]["mb"] / 1000)
+    prompts = cases["200,000 prompts"]
+    shown = f"take {prompts['seconds']} CPU seconds and {prompts['mb']} MB"
+    assert shown in DATA.read_text(encoding="utf-8")
 
 
 def test_asynchrony():

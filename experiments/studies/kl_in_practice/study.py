@@ -2,9 +2,10 @@
 
     python experiments studies.kl_in_practice.study --out runs/kl_in_practice
 
-Two sweeps of 520 runs (`language.py` against a reward model, `arithmetic.py` with a
+Two sweeps of 550 runs (`language.py` against a reward model, `arithmetic.py` with a
 verifier), and their figures: the 17 choices of estimator, placement and direction whose
-expected gradient is their own (`choices.py`) at three β, and β = 0. The field's claims
+expected gradient is their own (`choices.py`) and the weighted square of responses, at
+three β, and β = 0. The field's claims
 about them (`published.py`) are answered in each sweep's results.json. The same command
 goes on where it was stopped. References and reward models are made once, in
 runs/prepared.

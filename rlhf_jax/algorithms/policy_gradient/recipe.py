@@ -169,23 +169,19 @@ class PolicyRecipe:
     ratio or, with level=geometric, its geometric mean over tokens. None is truncate
     with --max-staleness above 0, and ratio otherwise."""
     surrogate: Surrogate = CLIP
-    """Surrogate of the policy gradient: clip, cispo, sapo, dppo, gmpo, vespo or topr.
-    clip is PPO's:
-    clip_range=0.2 clips probability ratios to [1 − ε, 1 + ε], clip_range_high= is
-    another ε above 1 (clip-higher: 0.28), and dual_clip= bounds ratios where the
-    advantage is negative. cispo bounds the ratio as a weight of log-probs, by the same
-    two ranges, so that every token keeps its gradient. sapo has a soft gate, of
-    temperature_pos=1 where the advantage is positive and temperature_neg=1.05
-    elsewhere. ratio_level=token is the ratio of each token, sequence the geometric mean
-    over its response (GSPO); with clip and sapo sequence_token has that value and the
-    gradient of the token's own, for advantages that differ within a response. dppo
-    leaves out tokens whose probability has moved by more than threshold=0.15 (and
-    threshold_high=), or with divergence=kl by more than that many nats (0.05), and
-    weights others by their ratio up to cap=20. gmpo is the geometric mean of a
-    response's ratios, whose logs are clipped to [−clip_range, clip_range_high] (0.4).
-    vespo weights a response by W^power·exp(decay·(1 − W)) with W its whole ratio, and
-    power_pos=2, decay_pos=3, power_neg=3 and decay_neg=2 by the sign of the advantage.
-    topr weights worse responses by min(W, 1), and others by 1."""
+    """Surrogate of the policy gradient. clip is PPO's: clip_range=0.2 clips probability
+    ratios to [1 − ε, 1 + ε], clip_range_high= is another ε above 1 (clip-higher: 0.28),
+    and dual_clip= bounds ratios where the advantage is negative. cispo bounds the ratio
+    as a weight of log-probs, by the same two ranges, so that every token keeps its
+    gradient. sapo has a soft gate, of temperature_pos=1 where the advantage is positive
+    and temperature_neg=1.05 elsewhere. ratio_level=token is the ratio of each token,
+    sequence the geometric mean over its response (GSPO), and sequence_token has that
+    value and the gradient of the token's own. dppo leaves out tokens whose probability
+    moved by more than threshold=0.15 (divergence=kl: 0.05 nats), and weights others by
+    their ratio up to cap=20. gmpo is the geometric mean of ratios, their logs clipped
+    at clip_range=0.4. vespo weights a response by W^power·exp(decay·(1 − W)), W its
+    ratio, by power_pos=2, decay_pos=3, power_neg=3 and decay_neg=2. topr weights worse
+    responses by min(W, 1), and others by 1."""
     off_policy_mask: float | None = None
     """Nats per token δ, above which a response with a negative advantage is left out of
     the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None

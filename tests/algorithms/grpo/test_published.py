@@ -129,6 +129,12 @@ APART = {
     "sapo": {"surrogate": policy_recipe.SAPO(), "temperature": 1.0},
     "dapo": {"group_size": 16, "temperature": 1.0, "num_minibatches": 16},
     "dr-grpo": {"group_size": 8, "temperature": 1.0, "num_minibatches": 8},
+    "luspo": {"surrogate": grpo.LUSPO.surrogate, "loss_scale_factor": 1.0},
+    "gmpo": {"surrogate": policy_recipe.GMPO(), "aggregation": "sequence_mean"},
+    "dppo": {"surrogate": policy_recipe.DPPO(), "aggregation": "constant"},
+    "vespo": {"surrogate": policy_recipe.VESPO(), "normalise": None},
+    "topr": {"surrogate": policy_recipe.TOPR(), "num_minibatches": 1},
+    "opo": {"baseline": "length_weighted", "num_epochs": 1},
     "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
 }
 
