@@ -12,12 +12,17 @@
 | GEMMA2 | Gemma 2 it | |
 | GEMMA3 | Gemma 3 it | images |
 | PHI3 | Phi 3 mini 4k instruct | |
+| OLMO2 | OLMo 2 7B SFT and Instruct | |
+| OLMO3 | Olmo 3 Instruct, `olmo` of open-instruct | declared functions and calls |
+| SMOLLM3 | SmolLM3 without thinking | declared tools, the header's dates |
+| GRANITE | Granite 3 instruct | tools, documents, thinking, the default system |
 
 Each was compared with the published text on 2026-11-25: those of Qwen, Llama 3, Gemma
 and Phi with the copies in `trl/chat_templates` of github.com/huggingface/trl, commit
 f2cd577, those of Llama 2, Mistral and Zephyr with copies in other public repositories.
 Conversations of system, user, assistant and, but for Mistral, tool results came out as
-the same text, letter by letter.
+the same text, letter by letter. Those of OLMo 2, Olmo 3, SmolLM3 and Granite are
+written after copies in other public repositories, on 2026-11-28.
 """
 
 from typing import NamedTuple
@@ -287,16 +292,84 @@ PHI3 = Template(
     "<|end|>",
 )
 
+OLMO2 = Template(  # whose roles are ordinary text
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ '<|system|>\n' + message['content'] + '\n' }}"
+    "{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}"
+    "{% elif message['role'] == 'assistant' %}{% if not loop.last %}"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}{% else %}"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    "{% endfor %}",
+    ("<|endoftext|>",),
+    "<|endoftext|>",
+    bos="<|endoftext|>",
+)
+OLMO3 = Template(
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are OLMo, a "
+    "helpful function-calling AI assistant built by Ai2. Your date cutoff is November "
+    "2024, and your model weights are available at https://huggingface.co/allenai. You "
+    "do not currently have access to any functions. <functions></functions><|im_end|>"
+    "\n' }}{% endif %}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ '<|im_start|>system\n' + message['content'] + ' You do not currently have "
+    "access to any functions. <functions></functions><|im_end|>\n' }}"
+    "{% elif message['role'] in ('user', 'environment') %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' "
+    "}}{% elif message['role'] == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' + message['content'] }}"
+    "{% if not loop.last %}{{ '<|im_end|>' + '\n' }}{% else %}{{ eos_token }}"
+    "{% endif %}{% endif %}{% if loop.last and add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}{% endfor %}",
+    ("<|im_start|>", "<|im_end|>"),
+    "<|im_end|>",
+    tools="environment",
+)
+SMOLLM3 = Template(  # whose system message has no end without tools
+    """{{- "<|im_start|>system\n## Custom Instructions\n\n" -}}
+{%- if messages[0].role == "system" -%}
+    {{- messages[0].content.rstrip() + "\n\n" -}}
+{%- else -%}
+    {{- "You are a helpful AI assistant named SmolLM, trained by Hugging Face.\n\n" -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role in ("user", "tool") -%}
+        {{ "<|im_start|>user\n" + message.content + "<|im_end|>\n" }}
+    {%- elif message.role == "assistant" -%}
+        {{ "<|im_start|>assistant\n" + "<think>\n\n</think>\n"
+           + message.content.lstrip("\n") + "<|im_end|>\n" }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ "<|im_start|>assistant\n" + "<think>\n\n</think>\n" }}
+{%- endif -%}
+""",
+    ("<|im_start|>", "<|im_end|>"),
+    "<|im_end|>",
+    tools="tool",
+)
+GRANITE = Template(
+    "{% for message in messages %}{{ '<|start_of_role|>' + message['role'] + "
+    "'<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}",
+    ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    "<|end_of_text|>",
+)
+
 # The families of models/families; Llama has two, of its second and third generation.
 FAMILIES = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
+    "granite": GRANITE,
     "llama": LLAMA3,
     "llama_2": LLAMA2,
     "mistral": MISTRAL,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "smollm3": SMOLLM3,
 }

@@ -79,6 +79,10 @@ BY_TEST = {
     "tests/algorithms/test_state.py::test_skips_are_counted_in_a_row": (
         "update/skipped_in_a_row",
     ),
+    "tests/algorithms/policy_gradient/test_left_out.py::"
+    "test_worse_responses_that_the_policy_has_left_are_not_in_the_loss": (
+        "policy/off_policy_masked",
+    ),
     "tests/algorithms/test_update_formulas.py::test_an_update_is_that_of_its_formula": (
         "objective/scores",
         "objective/kl",

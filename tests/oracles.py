@@ -179,6 +179,22 @@ def leave_one_out(scores: Array, group_size: int) -> Array:
     return advantages
 
 
+def length_weighted(
+    scores: Array, lengths: Array, group_size: int, kept: Array | None = None
+) -> Array:
+    """s_i less Σ l·s / Σ l over those of its group that are kept."""
+    advantages = np.zeros(len(scores))
+    for i, score in enumerate(scores):
+        first = i // group_size * group_size
+        rows = range(first, first + group_size)
+        group = [j for j in rows if kept is None or kept[j]]
+        tokens = sum(float(lengths[j]) for j in group)
+        total = sum(float(lengths[j]) * float(scores[j]) for j in group)
+        if i in group:
+            advantages[i] = float(score) - total / tokens
+    return advantages
+
+
 def oai_truncated(responses: Array, stop: int, after: int) -> Array:
     """`get_mask` of lm_tasks.py in lm-human-preferences; True is cut off."""
     mask = (responses == stop).astype(np.int32)

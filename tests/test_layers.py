@@ -213,7 +213,14 @@ UNUSED = (  # by a run of PPO that chooses none of what they are for
     *("devices.critic_devices", "checkpoints.peft", "verification.pool"),
     *("planning.measured", "planning.profiled", "roles.rewards.verifiers"),
     *("environments", "samplers.connection", "samplers.server", "sweeps", "reports"),
-    *("train.sampling.outside", "train.rollouts", "train.watch.held_out"),
+    *("train.packed_rollouts", "train.rollouts", "train.watch.held_out"),
+    *(
+        "data.splits",
+        "roles.rewards.ensembles",
+        "runs.loggers",
+        "runs.profile.profiler",
+    ),
+    *("samplers.protocol", "train.config.supervised", "verification.user_objects"),
 )
 
 

@@ -62,6 +62,23 @@ PARALLEL = dataclasses.replace(
 )
 
 
+# Norms behind attention and MLP, one over all heads, layers without positions, local
+# and global, and multipliers.
+LATE = dataclasses.replace(
+    LLAMA,
+    num_layers=3,
+    query_key_norm=True,
+    joint_head_norm=True,
+    pre_norms=False,
+    post_norms=True,
+    sliding_window=4,
+    local_layers=(True, True, False),
+    unrotated_layers=(False, True, True),
+    residual_scale=0.6,
+    logit_divisor=0.7,
+)
+
+
 def bfloat16(model: config.ModelConfig) -> config.ModelConfig:
     return dataclasses.replace(model, dtype="bfloat16")
 

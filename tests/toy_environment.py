@@ -1,5 +1,6 @@
 """An environment that fails in every way, for processes to import."""
 
+import json
 import os
 import sys
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhf_jax.environments.protocol import Started, Turn
+from rlhf_jax.environments.protocol import CountedTurn, Started, Turn
 
 
 class Secretive(Exception):
@@ -122,3 +123,18 @@ class Toy:
             case "loaded":
                 return Turn(str("jax" in sys.modules), 0.0, False, count)
         return Turn(f"{count} {response}", count / 4, False, count)
+
+
+class Counts(Toy):
+    """A response is what to count."""
+
+    counts = ("calls", "errors")
+
+    def step(self, state, response):
+        return CountedTurn("", 1.0, True, None, counts=json.loads(response))
+
+
+class Taken(Toy):
+    """Counts what every environment has a number of."""
+
+    counts = ("calls", "late")

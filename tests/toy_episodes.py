@@ -34,8 +34,9 @@ class Script:
         turns=3,
         fails=(),
         on_failure="zero",
+        counts=(),
     ):
-        self.on_failure = on_failure
+        self.on_failure, self.counts = on_failure, counts
         self.threads = concurrent.futures.ThreadPoolExecutor(8)
         self.latency, self.turns, self.fails = latency, turns, fails
         self.responses, self.warned = [], []
@@ -51,7 +52,8 @@ class Script:
             return answers.failed("raised")
         done = turn == 1 + row % self.turns
         observed = "9" * ((3 * row + turn) % 5)  # none, too
-        return Answer(observed, turn / 4, done, bytes([row, turn]))
+        counts = tuple(10.0**n * turn for n, _ in enumerate(self.counts))
+        return Answer(observed, turn / 4, done, bytes([row, turn]), counts=counts)
 
     def require(self, answer):
         if answer.why and self.on_failure == "stop":

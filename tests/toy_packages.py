@@ -18,9 +18,11 @@ def install(site, project, modules):
     info.mkdir(parents=True)
     for name, source in modules.items():
         (site / f"{name}.py").write_text(source)
+    summary = project.get("description")
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\n"
         f"Version: {project['version']}\n"
+        + (f"Summary: {summary}\n" if summary else "")
     )
     lines = []
     for group, points in project["entry-points"].items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from worlds import enumerable
 from worlds.enumerable import Float64
 
 from rlhf_jax import critic, frozen
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -50,6 +53,31 @@ def draw(seed: int, *, hidden_size: int = 16, stop_ids: tuple[int, ...] = ()) ->
     kernel = jax.random.normal(keys[4], values["score"]["kernel"].shape)
     values["score"] = values["score"] | {"kernel": kernel}
     return Case(now, older, values, frozen.freeze(start), model, stop_ids)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_Named)
+
+
+def chosen(claims: Sequence[Named], *, only: Sequence[str]) -> list[Named]:
+    """Those whose name is one of `only`, with * for what may follow; none are all.
+
+    Raises:
+      InputError: one of them is the name of no claim.
+    """
+    for pattern in only:
+        if not any(fnmatch(claim.name, pattern) for claim in claims):
+            known = "; ".join(claim.name for claim in claims)
+            raise InputError(f"--only: expected some of {known}, got {pattern!r}")
+    return [
+        claim
+        for claim in claims
+        if not only or any(fnmatch(claim.name, pattern) for pattern in only)
+    ]
 
 
 def flat(gradient: Params) -> Float64:

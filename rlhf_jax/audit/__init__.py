@@ -6,7 +6,7 @@ def loss(batch: audit.Batch):
     k1 = batch.logprobs - batch.ref_logprobs
     return jnp.sum(jnp.where(batch.mask, k1, 0.0))
 
-[found.verdict for found in audit.of_loss(loss)]  # zero, where it is on-policy
+[finding.verdict for finding in audit.of_loss(loss)]  # zero, where it is on-policy
 """
 
 from rlhf_jax.audit.expected import Batch, Loss, expected_gradient, targets

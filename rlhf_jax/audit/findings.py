@@ -55,7 +55,7 @@ def of_loss(
 
     Args:
       loss: of a `Batch`, f32[]; a function of JAX arrays, as `from_torch` returns one.
-      with_rewards: rewards are drawn; else they are 0, and what is found is the
+      with_rewards: rewards are drawn; else they are 0, and the gradient is the
         penalty's alone.
       seed: of the worlds.
     """

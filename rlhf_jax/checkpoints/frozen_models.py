@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import tokenization
+from rlhf_jax.data import hub, tokenization
 from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
@@ -120,6 +120,7 @@ def load_reference(
     mesh: Mesh | None = None,
     sharding: Any = None,
     load: Load = hf.load,
+    option: str = "--reference",
 ) -> Frozen:
     """The policy as it starts (None), or a checkpoint that can score its tokens.
 
@@ -127,6 +128,7 @@ def load_reference(
       path_or_repo_id: folder or hub id; None copies the policy's parameters.
       mesh: the policy's mesh; needed for a place apart from the policy's alone.
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
+      option: by which it was given, for a message.
 
     Raises:
       InputError: there is no such checkpoint, it has other token ids, a smaller
@@ -134,7 +136,8 @@ def load_reference(
     """
     if path_or_repo_id is None:
         return storage.freeze(policy.params, place=place, policy=mesh)
-    model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
+    with hub.named(option):
+        model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_tokens(path_or_repo_id, model=model, policy=policy, role="reference")
     shape = reference_shape(model, policy=policy)
     return storage.freeze(params, place=place, policy=mesh, model=shape)
@@ -195,11 +198,17 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
       InputError: there is no such checkpoint, or the teacher has other token ids, a
         smaller vocabulary or a shorter context.
     """
-    shape = hf.model_config(student)  # or the tokenizer is blamed for what is missing
-    reader = tokenization.load_tokenizer(student if tokenizer is None else tokenizer)
+    with hub.named("--model"):  # or the tokenizer is blamed for what is missing
+        shape = hf.model_config(student)
+    with hub.named("--model" if tokenizer is None else "--tokenizer"):
+        reader = tokenization.load_tokenizer(
+            student if tokenizer is None else tokenizer
+        )
+    with hub.named("--reference"):
+        model = hf.model_config(teacher)
     _check_tokens(
         teacher,
-        model=hf.model_config(teacher),
+        model=model,
         policy=Pretrained(shape, params=None, tokenizer=reader, stop_ids=()),
         role="teacher",
         instead="take one with the student's vocabulary and a context as long",
@@ -213,7 +222,8 @@ def check_reference(reference: str, *, policy: Pretrained) -> None:
       InputError: there is no such checkpoint, or it has other token ids, a smaller
         vocabulary or a shorter context.
     """
-    model = hf.model_config(reference)
+    with hub.named("--reference"):
+        model = hf.model_config(reference)
     _check_tokens(reference, model=model, policy=policy, role="reference")
 
 
@@ -252,7 +262,8 @@ def load_critic(
     Raises:
       InputError: the checkpoint cannot be read, or reads other tokens than the policy.
     """
-    model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
+    with hub.named("--critic.start"):
+        model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_tokens(path_or_repo_id, model=model, policy=policy, role="critic")
     shape = run_beside_policy(model, policy=policy)
     return shape, critic.from_policy(params, model=shape)
@@ -276,7 +287,8 @@ def load_reward_model(
       InputError: there is no such checkpoint, its vocabulary is another, or the place
         cannot be had.
     """
-    model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
+    with hub.named("--reward-model"):
+        model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_tokens(
         path_or_repo_id,
         model=model,

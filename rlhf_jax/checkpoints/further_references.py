@@ -104,6 +104,7 @@ def load(
             mesh=mesh,
             sharding=sharding,
             load=load,
+            option=reference.option,
         )
         for reference in references
     }

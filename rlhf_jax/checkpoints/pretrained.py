@@ -18,7 +18,15 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.hf import SaveDtype
-from rlhf_jax.data import batches, encoding, files, formats, json_lines, tokenization
+from rlhf_jax.data import (
+    batches,
+    encoding,
+    files,
+    formats,
+    hub,
+    json_lines,
+    tokenization,
+)
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.text import TextContract
@@ -117,20 +125,25 @@ class Pretrained(NamedTuple):
         return tokenization.spoken(self.tokenizer, tokens, stop_ids=self.stop_ids)
 
 
-def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrained:
+def described(
+    path_or_repo_id: str, *, tokenizer: str | None = None, option: str = "--model"
+) -> Pretrained:
     """A checkpoint by its small files: everything but its parameters, which are None.
 
     Its model predicts no id that the tokenizer has no token for. The process that
-    writes its chat template, if it has one, starts beside what is read next.
+    writes its chat template, if it has one, starts beside what is read next. A message
+    names the `option` of the checkpoint.
 
     Raises:
       InputError: either is missing or unreadable, or the tokenizer has ids that the
         model lacks.
     """
-    model = hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for it
-    reader = tokenization.load_tokenizer(
-        path_or_repo_id if tokenizer is None else tokenizer
-    )
+    with hub.named(option):
+        model = hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for it
+    with hub.named(option if tokenizer is None else "--tokenizer"):
+        reader = tokenization.load_tokenizer(
+            path_or_repo_id if tokenizer is None else tokenizer
+        )
     if reader.chat_template is not None:
         from rlhf_jax.data.text import templates  # for tokenizers with one
 

@@ -20,10 +20,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rlhf_jax.checkpoints import refusals
+from rlhf_jax.checkpoints import mapping, refusals
 from rlhf_jax.checkpoints.refusals import NotFinite
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.families import mapping
 from rlhf_jax.runs import parsing, write_errors
 
 WEIGHTS = "model.safetensors"

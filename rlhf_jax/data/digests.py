@@ -6,9 +6,10 @@ import hashlib
 import json
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf_jax.data.json_lines import Row
+if TYPE_CHECKING:
+    from rlhf_jax.data.json_lines import Row
 
 
 def of_tokens(rows: Sequence[Sequence[object]]) -> str:
@@ -33,3 +34,13 @@ def of_values(values: Any) -> str:
 
     text = json.dumps(values, sort_keys=True, default=pickled)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def of_prompt(row: Any) -> bytes | None:
+    """A key of a row's prompt, smaller than it; None where the row has none."""
+    prompt: Any = row.get("prompt") if isinstance(row, dict) else row
+    prompt = getattr(prompt, "prompt", prompt)
+    if not hasattr(prompt, "__len__") or len(prompt) == 0:
+        return None
+    written = json.dumps(prompt, sort_keys=True, default=lambda array: array.tolist())
+    return hashlib.blake2b(written.encode(), digest_size=16).digest()

@@ -14,13 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rlhf_jax.data import json_lines, splits
+from rlhf_jax.data import json_lines
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages as chat
 from rlhf_jax.functional.checks import InputError
-
-hold_out = splits.hold_out
 
 Blank = Literal["keep", "drop", "error"]
 

@@ -2,16 +2,18 @@
 
 Without a network the hub's own clients try again for a minute, a file at a time. Here
 the hub is asked for config.json first, within a time limit: what it does not have, and
-the local cache neither, is one message.
+the local cache neither, is one message. A name without an owner, which the hub has of a
+few old models alone, is refused before the network is tried.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import huggingface_hub
@@ -21,7 +23,21 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.object_storage import urls
 
 SECONDS = 8.0  # for config.json to come
+OWNERLESS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
 _ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class NoCheckpoint(InputError):
+    """There is no folder of a name, and no hub id."""
+
+
+@contextlib.contextmanager
+def named(option: str) -> Iterator[None]:
+    """Says in a message about a name where it was given."""
+    try:
+        yield
+    except NoCheckpoint as error:
+        raise InputError(f"{option}: {error}") from error.__cause__
 
 
 def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) -> Path:
@@ -31,7 +47,7 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
       patterns: of the file names to download.
 
     Raises:
-      InputError: there is neither.
+      NoCheckpoint: there is neither.
     """
     if urls.of(path_or_repo_id) is not None:
         return urls.fetched(path_or_repo_id, only=patterns)
@@ -48,6 +64,9 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
         why = ", which is a file; give the folder that holds it"
     elif not _ID.fullmatch(name):
         why = "; that looks like a path, and there is no such folder"
+    elif "/" not in name and name not in OWNERLESS and not _cached(name):
+        why = f"; there is no such folder in {Path.cwd()}, and no OWNER/ of the hub"
+        why += "; correct the path"
     else:
         try:
             _reach(name)
@@ -57,12 +76,23 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
         except (OSError, HFValidationError) as error:
             cause = error
         message = next(iter(str(cause).splitlines()), type(cause).__name__)
+        message = message.removeprefix("Got: ")  # of a client without a network
         why = f"; there is no such folder, and the hub says: {message:.200}"
+        why += "; correct the name, or see to the network"
         if path.parent.name and path.parent.is_dir():
             why = f", of which {str(path.parent)!r} is a folder here{why}"
-    raise InputError(
+    raise NoCheckpoint(
         f"expected a folder with a checkpoint or a hub id, got {name!r:.200}{why}"
     ) from cause
+
+
+def _cached(repo_id: str) -> bool:
+    """Whether the local cache has it, by a download of another program perhaps."""
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(repo_id, "config.json")
+    except HFValidationError:
+        return False
+    return isinstance(cached, str)
 
 
 @functools.lru_cache

@@ -11,13 +11,12 @@ first response that is learned, compared by its token ids where it is encoded.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
+from rlhf_jax.data import digests
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
@@ -107,7 +106,9 @@ def shared_prompts(train: Iterable[Any], held_out: Iterable[Any]) -> int:
     Args:
       train, held_out: rows as `hold_out` takes them.
     """
-    sides = [{digest(row) for row in side} - {None} for side in (train, held_out)]
+    sides = [
+        {digests.of_prompt(row) for row in side} - {None} for side in (train, held_out)
+    ]
     return len(sides[0] & sides[1])
 
 
@@ -117,16 +118,19 @@ def numbered(prompts: Iterable[Sequence[int]]) -> list[int]:
     Equal prompts have equal numbers, those without tokens too.
     """
     numbers: dict[bytes | None, int] = {}
-    return [numbers.setdefault(digest(prompt), len(numbers)) for prompt in prompts]
+    return [
+        numbers.setdefault(digests.of_prompt(prompt), len(numbers))
+        for prompt in prompts
+    ]
 
 
 def _numbers(rows: Sequence[Any], *, unprompted: Sequence[int] = ()) -> list[int]:
     """As `numbered`, of rows; one without a prompt has a number of its own."""
-    none = digest(unprompted)
+    none = digests.of_prompt(unprompted)
     number_of: dict[bytes | int, int] = {}
     numbers = []
     for place, row in enumerate(rows):
-        prompt = digest(row)
+        prompt = digests.of_prompt(row)
         own = place if prompt is None or prompt == none else prompt
         numbers.append(number_of.setdefault(own, len(number_of)))
     return numbers
@@ -148,13 +152,3 @@ def _drawn(sizes: Sequence[int], *, num_rows: float) -> list[int]:
             drawn.append(place)
             rest, left = rest - size, left - size
     return drawn or [int(np.argmin(sizes))]
-
-
-def digest(row: Any) -> bytes | None:
-    """A key of a row's prompt, smaller than it; None where the row has none."""
-    prompt: Any = row.get("prompt") if isinstance(row, dict) else row
-    prompt = getattr(prompt, "prompt", prompt)
-    if not hasattr(prompt, "__len__") or len(prompt) == 0:
-        return None
-    written = json.dumps(prompt, sort_keys=True, default=lambda array: array.tolist())
-    return hashlib.blake2b(written.encode(), digest_size=16).digest()

@@ -11,10 +11,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from rlhf_jax.environments.protocol import Message, Row, Started, Turn, Written
+from rlhf_jax.environments import protocol
+from rlhf_jax.environments.protocol import (
+    CountedTurn,
+    Message,
+    Row,
+    Started,
+    Turn,
+    Written,
+)
 from rlhf_jax.verification import worker
 from rlhf_jax.verification.worker import Failed, Rejected
 
@@ -46,6 +54,8 @@ class Answer(NamedTuple):
     """False where the environment itself could not be imported."""
     where: str = ""
     """Which turn it is of, for messages, where it failed."""
+    counts: tuple[float, ...] = ()
+    """By the names of `protocol.counted`; none where it failed."""
 
 
 def failed(
@@ -77,7 +87,7 @@ def step(pickled: bytes, state: bytes, response: str, most: int) -> Answer:
 
     def use(environment: Any) -> Answer:
         returned = waited(environment.step(pickle.loads(state), response))
-        return answer(returned, most=most)
+        return answer(returned, most=most, counts=protocol.counted(environment))
 
     return _or_failed(worker.call(pickled, use))
 
@@ -99,7 +109,7 @@ async def step_async(pickled: bytes, state: bytes, response: str, most: int) -> 
 
     async def use(environment: Any) -> Answer:
         returned = await environment.step(pickle.loads(state), response)
-        return answer(returned, most=most)
+        return answer(returned, most=most, counts=protocol.counted(environment))
 
     return _or_failed(await worker.call_several(pickled, use))
 
@@ -133,8 +143,11 @@ def begun(returned: Any, *, most: int) -> Begun:
     return Begun(prompt, _state(returned.state))
 
 
-def answer(returned: Any, *, most: int) -> Answer:
+def answer(returned: Any, *, most: int, counts: Sequence[str] = ()) -> Answer:
     """What `step` returned, with an observation of at most `most` characters.
+
+    Args:
+      counts: names of what the environment counts, 0 where the turn does not say.
 
     Raises:
       Rejected: it is no `Turn` that a run can use.
@@ -154,7 +167,12 @@ def answer(returned: Any, *, most: int) -> Answer:
                 f"returned {what} as the observation, expected those of others: what"
                 " the assistant says is sampled"
             )
-    return Answer(observation, reward, done, b"" if done else _state(returned.state))
+    state = b"" if done else _state(returned.state)
+    said = dict(returned.counts) if isinstance(returned, CountedTurn) else {}
+    if others := sorted(said.keys() - {*counts}):
+        raise Rejected(f"returned counts of {others}, expected some of {[*counts]}")
+    counted = worker.counted(dict.fromkeys(counts, 0.0) | said, counts)
+    return Answer(observation, reward, done, state, counts=counted)
 
 
 def _written(value: Any, *, called: str, most: int) -> Written:

@@ -59,7 +59,9 @@ class Play:
     limits: Limits
 
     def __post_init__(self) -> None:
-        self._finished = finished.none(self.prompts, size=self.limits.tokens)
+        self._finished = finished.none(
+            self.prompts, size=self.limits.tokens, counts=self.pool.counts
+        )
         self._places = Places(self.device)
         self._live: list[Episode] = []
         self._failures: list[Answer] = []
@@ -225,6 +227,8 @@ class Play:
                 continue
             answer, episode.future = episode.future.result(), None
             episode.rewards.append((episode.size - 1, answer.reward))
+            for name, count in zip(self.pool.counts, answer.counts, strict=False):
+                self._finished.parts[name][episode.row] += count
             if answer.why:
                 self._fail(episode, answer)
             elif answer.done:

@@ -14,6 +14,7 @@ from rlhf_jax.roles.rewards.scores import Scores
 HostArray = Any
 # How an episode ended before its environment was done with it.
 EARLY = ("failed", "timed_out", "truncated", "out_of_turns", "out_of_room", "late")
+TURNS = "turns"
 
 
 class Finished(NamedTuple):
@@ -24,7 +25,8 @@ class Finished(NamedTuple):
     total: HostArray  # f32[B], reward units
     turns: HostArray  # f32[B, S], as `Scores.turns`
     turn_ends: HostArray  # bool[B, S], as `Scores.turn_ends`
-    parts: dict[str, HostArray]  # f32[B], 1 where true: EARLY; and the turns of each
+    # f32[B]: 1 where true, of EARLY; TURNS, the turns of each; what was counted
+    parts: dict[str, HostArray]
 
     def scores(self, *, leave_out: bool) -> Scores:
         """The rewards; parts are logged as `reward/NAME`.
@@ -46,12 +48,13 @@ class Finished(NamedTuple):
         )
 
 
-def none(prompts: Prompts, *, size: int) -> Finished:
+def none(prompts: Prompts, *, size: int, counts: Sequence[str] = ()) -> Finished:
     """Rows of prompts alone.
 
     Args:
       prompts: Prompts[B, P], of NumPy arrays.
       size: R, columns behind the prompts.
+      counts: names of what the environment counts.
     """
     rows, columns = prompts.tokens.shape
     room = ((0, 0), (0, size))
@@ -71,7 +74,7 @@ def none(prompts: Prompts, *, size: int) -> Finished:
         total=np.zeros(rows, np.float32),
         turns=np.zeros(shape, np.float32),
         turn_ends=np.zeros(shape, bool),
-        parts={name: np.zeros(rows, np.float32) for name in (*EARLY, "turns")},
+        parts={name: np.zeros(rows, np.float32) for name in (*EARLY, TURNS, *counts)},
     )
 
 
@@ -111,4 +114,4 @@ def keep(
         if number < last:  # else it is the rest of the total
             finished.turns[row, first + number] = reward
     finished.total[row] = sum(reward for _, reward in rewards)
-    finished.parts["turns"][row] = len(rewards)
+    finished.parts[TURNS][row] = len(rewards)

@@ -21,13 +21,14 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from rlhf_jax.data import json_lines
-from rlhf_jax.environments import answers
+from rlhf_jax.environments import answers, finished, protocol
 from rlhf_jax.environments.answers import Answer, Begun
 from rlhf_jax.environments.protocol import Environment
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.roles.rewards.scores import OnFailure
 from rlhf_jax.verification import user_objects
-from rlhf_jax.verification.user_objects import Failure, OnFailure
+from rlhf_jax.verification.user_objects import Failure
 from rlhf_jax.verification.worker import Failed
 from rlhf_jax.verification.workers import Ended, Workers
 
@@ -72,6 +73,12 @@ class EnvironmentPool(contextlib.AbstractContextManager[Any]):
             raise InputError(
                 f"expected an instance with the methods reset and step, got"
                 f" {environment!r:.80}; see environments/README.md for an example"
+            )
+        self.counts = protocol.counted(environment)
+        if taken := {*self.counts} & {*finished.EARLY, finished.TURNS}:
+            raise InputError(
+                f"expected names of counts other than {', '.join(sorted(taken))}, "
+                f"which every environment has; choose others"
             )
         self.timeout, self.on_failure = timeout, on_failure
         self.max_observation = max_observation

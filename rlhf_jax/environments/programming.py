@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
-from rlhf_jax.environments.protocol import Row, Started, Turn, Written
+from rlhf_jax.environments.protocol import CountedTurn, Row, Started, Turn, Written
 from rlhf_jax.verification.code import verifier
 from rlhf_jax.verification.code.verifier import PythonTests
 
@@ -53,6 +53,8 @@ class Programming:
     shown: int = 1_000
     """Characters of its output that the model reads."""
 
+    counts: ClassVar[Sequence[str]] = PythonTests.counts
+
     def isolated(self, *, unsafe: bool) -> Programming:
         """It, where code is set apart, or `unsafe`; `verifiers.Isolating`."""
         return dataclasses.replace(self, tests=self.tests.isolated(unsafe=unsafe))
@@ -70,8 +72,8 @@ class Programming:
         code = state.code if block is None else block
         runs = state.runs + 1
         if _FINAL.search(response) or runs > self.max_runs:
-            right = bool(code.strip()) and self.tests.run(code, state.tests).right
-            return Turn("", float(right), True, None)
+            judged = self.tests.judge_code(code if code.strip() else None, state.tests)
+            return CountedTurn("", judged.score, True, None, counts=judged.counts)
         state = state._replace(code=code, runs=runs)
         if block is None:
             return Turn("error: expected a ```python block\n", 0.0, False, state)

@@ -9,8 +9,8 @@ Worker processes import this module: it loads no JAX.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 Row = Mapping[str, Any]  # one row of the user's data, every field of it
 Message = dict[str, Any]  # role and content, as a chat template reads them
@@ -38,6 +38,18 @@ class Turn(NamedTuple):
     """What the next `step` is to know; not read if `done`."""
 
 
+class CountedTurn(Turn):
+    """A turn of a `Counting` environment with what it counts, 0 by other names."""
+
+    counts: Mapping[str, float]
+
+    def __new__(cls, *turn: Any, counts: Mapping[str, float]) -> Self:
+        """From the four of a turn in their order."""
+        made = super().__new__(cls, *turn)
+        made.counts = counts
+        return made
+
+
 @runtime_checkable
 class Environment(Protocol):
     """A task of several turns: a function of its arguments, with nothing besides.
@@ -55,3 +67,17 @@ class Environment(Protocol):
     def step(self, state: Any, response: str) -> Turn | Awaitable[Turn]:
         """The answer to a response; the same for an equal state and response."""
         ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """An environment that counts more than its rewards say."""
+
+    counts: Sequence[str]
+    """Names. Numbers of turns (`CountedTurn`) are added up over an episode, and the
+    mean over episodes is logged: reward/NAME."""
+
+
+def counted(environment: Environment) -> tuple[str, ...]:
+    """The names of what an environment counts."""
+    return tuple(environment.counts) if isinstance(environment, Counting) else ()

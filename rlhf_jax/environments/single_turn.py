@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhf_jax.environments.protocol import Row, Started, Turn
+from rlhf_jax.environments.protocol import CountedTurn, Row, Started, Turn
+from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 
 
@@ -21,6 +22,11 @@ class SingleTurn:
     field: str = "prompt"
     """Of the row, a text or messages."""
 
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """What the verifier counts."""
+        return verifiers.counted(self.verifier)
+
     def reset(self, row: Row) -> Started:
         """The row's prompt; the row is the state."""
         return Started(row[self.field], dict(row))
@@ -30,4 +36,5 @@ class SingleTurn:
         prompt = state[self.field]
         if not isinstance(prompt, str):
             prompt = "\n".join(message["content"] for message in prompt)
-        return Turn("", self.verifier(prompt, response, state), True, None)
+        score, counts = verifiers.judged(self.verifier, prompt, response, state)
+        return CountedTurn("", score, True, None, counts=counts)

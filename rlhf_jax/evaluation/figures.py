@@ -63,6 +63,8 @@ class Response:
     turns: int | None = None
     observed: int | None = None  # tokens
     end: str | None = None  # one of ENDS, or "failed" or "timed_out"
+    # What a verifier or environment counted, by its names; each response has the same.
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
@@ -167,6 +169,10 @@ def of_model(
             )
     if kind in CHECKED:
         figures["failed"] = _share(prompts, lambda r: r.failed)
+        for name in prompts[0][0].counts:
+            means = _means(prompts, lambda r, name=name: r.counts[name])
+            shares = all(0 <= mean <= 1 for mean in means)
+            figures[name] = over_prompts(means, share=shares, trials=single)
     if kind == "environment":
         figures |= _of_turns(prompts)
     figures["length"] = over_prompts(_means(prompts, lambda r: r.length))

@@ -24,8 +24,8 @@ def names(group: Group) -> tuple[str, ...]:
 
 
 def described(group: Group) -> dict[str, str]:
-    """{name: "module:object"}, with a remark where that module is not installed."""
-    return {point.name: point.value + _missing(point) for point in _points(group)}
+    """{name: summary of its package}, with a remark where it cannot be imported."""
+    return {point.name: _summary(point) + _missing(point) for point in _points(group)}
 
 
 def packages() -> dict[str, str]:
@@ -75,6 +75,12 @@ def _points(group: Group) -> metadata.EntryPoints:
 
 def _owner(point: metadata.EntryPoint) -> str:
     return "an unnamed package" if point.dist is None else point.dist.name
+
+
+def _summary(point: metadata.EntryPoint) -> str:
+    """The description in its package's pyproject.toml; "module:object" without one."""
+    summary = None if point.dist is None else point.dist.metadata.get("Summary")
+    return summary or point.value
 
 
 def _missing(point: metadata.EntryPoint) -> str:

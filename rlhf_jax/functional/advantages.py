@@ -214,6 +214,57 @@ def leave_one_out(
     return jnp.where(trained, advantages, 0.0).reshape(scores.shape)
 
 
+def length_weighted(
+    scores: Float32[Array, " B"],
+    *,
+    lengths: Float32[Array, " B"],
+    group_size: int,
+    row_mask: Bool[Array, " B"] | None = None,
+) -> Float32[Array, " B"]:
+    """A_i = s_i - Σ_j l_j·s_j / Σ_j l_j, over the responses to the same prompt.
+
+        row        0  1  2            group_size = 3
+        scores     1  0  2
+        lengths    1  1  2
+        A        -¼ -5/4 ¾            the baseline is (1 + 0 + 4)/4
+
+    The baseline has the least variance where the squared norm of a response's gradient
+    is proportional to its length. It holds the response's own score, by its length, so
+    that the expected gradient is biased where lengths differ.
+
+    Args:
+      lengths: f32[B], response tokens.
+      row_mask: bool[B], responses that count; the others are not in the baseline, and
+        have no advantage. None keeps all.
+
+    Returns:
+      f32[B], reward units; 0 in a group of equal scores. The gradient reaches `scores`.
+
+    Source: Hao et al. 2025 (OPO), arXiv:2505.23585.
+
+    >>> scores, lengths = jnp.array([1.0, 0.0, 2.0]), jnp.array([1.0, 1.0, 2.0])
+    >>> print(length_weighted(scores, lengths=lengths, group_size=3))
+    [-0.25 -1.25  0.75]
+    >>> row_mask = jnp.array([True, True, False])
+    >>> print(
+    ...     length_weighted(scores, lengths=lengths, group_size=3, row_mask=row_mask)
+    ... )
+    [ 0.5 -0.5  0. ]
+    """
+    checks.same_shape(scores=scores, lengths=lengths)
+    groups = _groups(scores, group_size)
+    within = _within(scores, row_mask, group_size)
+    equal = _all_equal(groups, within)
+    trained, weights = ~equal, jax.lax.stop_gradient(_groups(lengths, group_size))
+    if within is not None:
+        trained &= within
+        groups = jnp.where(within, groups, 0.0)
+        weights = jnp.where(within, weights, 0.0)
+    total = jnp.maximum(weights.sum(axis=1, keepdims=True), 1.0)
+    baseline = (weights * groups).sum(axis=1, keepdims=True) / total
+    return jnp.where(trained, groups - baseline, 0.0).reshape(scores.shape)
+
+
 def equal_groups(
     scores: Float32[Array, " B"],
     *,

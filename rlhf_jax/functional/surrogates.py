@@ -150,7 +150,7 @@ def cispo_loss(
     >>> print(jax.grad(loss)(logprobs))  # -wA/3
     [[-0.333 -0.533  1.667]]
     """
-    log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
     level = at_level(log_ratio, mask=mask, ratio_level=ratio_level)
     ratio = jnp.exp(level)
@@ -214,7 +214,7 @@ def sapo_loss(
     >>> print(jax.grad(loss)(logprobs))  # the last gate is nearly shut
     [[-0.333 -0.488  0.003]]
     """
-    log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     checks.positive(temperature=temperature, negative_temperature=negative_temperature)
     level = at_level(log_ratio, mask=mask, ratio_level=ratio_level)
     true_ratio = jax.lax.stop_gradient(jnp.exp(level))
@@ -273,10 +273,24 @@ def ratio_stats(
     return stats | {"policy/ratio_max": (largest, None)}
 
 
-def _inputs(
-    logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array
-) -> tuple[Array, Array]:
-    """The log-ratios of tokens, and advantages, both 0 outside the mask."""
+def masked_inputs(
+    logprobs: Float32[Array, "*shape"],
+    old_logprobs: Float32[Array, "*shape"],
+    advantages: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
+    """What a surrogate reads, 0 outside the mask.
+
+    Returns:
+      log π - log π_old, f32[...], nats, whose gradient reaches `logprobs` only; and the
+      advantages, which have none.
+
+    >>> x, mask = jnp.array([-1.0, -2.0]), jnp.array([True, False])
+    >>> print(masked_inputs(x, 2 * x, x, mask)[0])
+    [1. 0.]
+    >>> print(masked_inputs(x, 2 * x, x, mask)[1])
+    [-1.  0.]
+    """
     floats = {
         "logprobs": logprobs,
         "old_logprobs": old_logprobs,

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_jax.checkpoints import hf, pretrained
-from rlhf_jax.data import json_lines, tokenization
+from rlhf_jax.data import hub, json_lines, tokenization
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_logprobs
@@ -196,8 +196,12 @@ def run(options: Options) -> None:
     else:
         assert options.prompt is not None  # checked by Options
         text = options.prompt
-    policy = pretrained.load(options.policy, tokenizer=options.tokenizer)
-    ref_model, ref_params = hf.load(options.reference, dtype="float32")
+    start = pretrained.described(
+        options.policy, tokenizer=options.tokenizer, option="--policy"
+    )
+    policy = pretrained.load(options.policy, start=start)
+    with hub.named("--reference"):
+        ref_model, ref_params = hf.load(options.reference, dtype="float32")
     _check_tokenizer(options.reference, ids=policy.tokenizer.get_vocab())
     if ref_model.vocab_size == policy.model.vocab_size:  # or `compute` refuses it
         ref_model = dataclasses.replace(ref_model, unused_ids=policy.model.unused_ids)

@@ -142,16 +142,19 @@ class Attention(nn.Module):
         whole = isinstance(mask, AttentionMask)
         rows = mask.shape[0] if isinstance(mask, Array) else mask.rows
 
-        def heads(name: str, x: Array, count: int) -> Array:
+        def heads(name: str, x: Array, count: int, *, norm: bool = False) -> Array:
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
+            if norm:  # of all heads together
+                y = Norm(model, name=f"{name}_norm")(y)
             return y.reshape(rows, -1, count, model.head_dim).swapaxes(1, 2)
 
         # Columns that nobody reads need no query; their keys and values are attended
         # to.
-        query = heads("query", columns_from(x, first, rows=rows), model.num_heads)
-        key = heads("key", x, model.num_kv_heads)
+        joint, read = model.joint_head_norm, columns_from(x, first, rows=rows)
+        query = heads("query", read, model.num_heads, norm=joint)
+        key = heads("key", x, model.num_kv_heads, norm=joint)
         value = heads("value", x, model.num_kv_heads)
-        if model.query_key_norm:
+        if model.query_key_norm and not joint:
             query = Norm(model, name="query_norm")(query)
             key = Norm(model, name="key_norm")(key)
         if rotary is not None:
@@ -238,7 +241,9 @@ class Block(nn.Module):
 
     With `model.parallel_residual` x + attention(norm x) + mlp(norm' x), both of the x
     that came in (Wang & Komatsuzaki 2021, GPT-J). With `model.post_norms` what
-    attention and MLP return is normed before it is added.
+    attention and MLP return is normed before it is added, and without `model.pre_norms`
+    they read x as it is (OLMo 2, arXiv:2501.00656, section 3.2).
+    `model.residual_scale` multiplies what is added.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
@@ -268,25 +273,34 @@ class Block(nn.Module):
         cache: Cached | None = None,
         column: Array | int = 0,
     ) -> tuple[Array, Cached]:
-        rows, columns, size = x.shape
+        model, (rows, columns, size) = self.model, x.shape
         x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
-        y, keys_values = Attention(self.model, name="attention")(
-            Norm(self.model, name="attention_norm")(x),
+
+        def before(name: str, x: Array) -> Array:
+            return Norm(model, name=name)(x) if model.pre_norms else x
+
+        def after(name: str, y: Array) -> Array:
+            if model.post_norms:
+                y = Norm(model, name=name)(y)
+            if model.residual_scale == 1.0:
+                return y
+            # In float32: in bfloat16 0.22 would be 0.2197 in every layer.
+            return (y.astype(jnp.float32) * model.residual_scale).astype(y.dtype)
+
+        y, keys_values = Attention(model, name="attention")(
+            before("attention_norm", x),
             mask=mask,
             rotary=rotary,
             first=first,
             cache=cache,
             column=column,
         )
-        if self.model.post_norms:
-            y = Norm(self.model, name="attention_post_norm")(y)
+        y = after("attention_post_norm", y)
         x = columns_from(x, first, rows=rows)
         attended = x + y
         # GPT-J and NeoX: the MLP reads what attention read, so that the two may run at
         # once.
-        read = x if self.model.parallel_residual else attended
-        z = MLP(self.model, name="mlp")(Norm(self.model, name="mlp_norm")(read))
-        if self.model.post_norms:
-            z = Norm(self.model, name="mlp_post_norm")(z)
-        x = attended + z
+        read = x if model.parallel_residual else attended
+        z = MLP(model, name="mlp")(before("mlp_norm", read))
+        x = attended + after("mlp_post_norm", z)
         return x.reshape(rows, columns - first, size), keys_values

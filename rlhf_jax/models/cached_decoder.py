@@ -26,7 +26,7 @@ from rlhf_jax.models.attention import Cached, KeyValue, Pages
 from rlhf_jax.models.caches import near
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import unstack
-from rlhf_jax.models.positions import angles, positions_of
+from rlhf_jax.models.positions import angles, positions_of, unless
 
 Array = jax.Array
 Params = Any
@@ -103,11 +103,12 @@ def decode_step(
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         is_local = model.is_local(number)
+        rotary = local if is_local else far
         x, cache = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
             mask=attend.window if is_local else attend.everything,
-            rotary=local if is_local else far,
+            rotary=None if model.is_unrotated(number) else rotary,
             cache=cache,
             # A cache of W places is a ring: a local layer has as many as its window.
             column=column % cache[0].shape[2],
@@ -147,6 +148,7 @@ def prefill(
     window = columns if model.sliding_window is None else model.sliding_window
 
     local_layers = jnp.asarray([model.is_local(n) for n in range(model.num_layers)])
+    unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
     def run(caches: KeyValue, start: Array) -> tuple[KeyValue, Array]:
         def own(x: Array) -> Array:
@@ -160,15 +162,21 @@ def prefill(
             angles(at, model=model, local=local) for local in (False, True)
         )
 
-        def layer(x: Array, one: tuple[Params, KeyValue, Array]) -> tuple[Array, Any]:
-            params, cache, local = one
+        def layer(
+            x: Array, one: tuple[Params, KeyValue, Any, Any]
+        ) -> tuple[Array, Any]:
+            params, cache, local, unrotated = one
+            sees = jnp.where(local, near, visible)
+            rotary: Any = jax.tree.map(
+                lambda few, all_: jnp.where(local, few, all_), narrow, everything
+            )
+            if unrotated is not None:
+                rotary = unless(unrotated, rotary)
             x, cache = blocks.Block(model).apply(
                 {"params": leaves.read(params)},
                 x,
-                mask=jnp.where(local, near, visible),
-                rotary=jax.tree.map(
-                    lambda few, all_: jnp.where(local, few, all_), narrow, everything
-                ),
+                mask=sees,
+                rotary=rotary,
                 cache=cache,
                 column=start,
             )
@@ -178,7 +186,7 @@ def prefill(
         x, caches = jax.lax.scan(
             layer,
             axes.rows_apart(x),
-            (params["layers"], caches, local_layers),
+            (params["layers"], caches, local_layers, unrotated),
         )
         return caches, x[:, -1]
 

@@ -64,7 +64,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm causal decoder; from `rope_theta` on what not every family has."""
+    """A causal decoder; from `rope_theta` on what not every family has."""
 
     family: str  # which key table names its tensors; read by checkpoints/hf alone
     vocab_size: int  # the true vocabulary
@@ -91,14 +91,19 @@ class ModelConfig:
     )
     norm_from_one: bool = False  # norms multiply by 1 + scale (Gemma)
     query_key_norm: bool = False  # a norm of every head's query and key (Qwen 3)
+    joint_head_norm: bool = False  # that norm is one over all heads (OLMo 2)
+    pre_norms: bool = True  # norms of what attention and MLP read
     post_norms: bool = False  # norms of what attention and MLP return, before the sum
     parallel_residual: bool = False  # x + attention(norm x) + mlp(norm' x) (GPT-NeoX)
     sliding_window: int | None = None  # tokens a local layer sees, its own included
     local_layers: tuple[bool, ...] = ()  # [L], which have that window; () is none
     rope_local_theta: float | None = None  # theirs, never scaled; None is as elsewhere
+    unrotated_layers: tuple[bool, ...] = ()  # [L], without positions; () is none
     query_scale: float | None = None  # of q·k; None is 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # c: logits of attention are c tanh(x / c)
     logit_softcap: float | None = None  # the same of the logits over the vocabulary
+    logit_divisor: float = 1.0  # of the logits over the vocabulary (Granite)
+    residual_scale: float = 1.0  # of what attention and MLP add (Granite)
     embed_scale: float = 1.0  # of token embeddings as they are read (Gemma)
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
     # Ids below vocab_size that the tokenizer has no token for, as (start, stop): never
@@ -120,6 +125,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         checks.positive(
+            logit_divisor=self.logit_divisor,
+            residual_scale=self.residual_scale,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
@@ -176,6 +183,19 @@ class ModelConfig:
             )
 
     def _check_layers(self) -> None:
+        if self.joint_head_norm and not self.query_key_norm:
+            raise InputError(
+                "expected query_key_norm with joint_head_norm, which says over what it "
+                "is; set query_key_norm, or leave joint_head_norm out"
+            )
+        if self.unrotated_layers and (
+            len(self.unrotated_layers) != self.num_layers or self.positions != "rope"
+        ):
+            raise InputError(
+                f"expected unrotated_layers to say for each of {self.num_layers} "
+                f"layers with rotary positions whether it is without, got "
+                f"{len(self.unrotated_layers)} entries of positions {self.positions!r}"
+            )
         if self.local_layers and len(self.local_layers) != self.num_layers:
             raise InputError(
                 f"expected local_layers to say for each of {self.num_layers} layers "
@@ -210,6 +230,10 @@ class ModelConfig:
     def is_local(self, layer: int) -> bool:
         """Whether a layer, from 0, sees the sliding window alone."""
         return bool(self.local_layers) and self.local_layers[layer]
+
+    def is_unrotated(self, layer: int) -> bool:
+        """Whether a layer, from 0, has no positions."""
+        return bool(self.unrotated_layers) and self.unrotated_layers[layer]
 
     @property
     def num_tokens(self) -> int:

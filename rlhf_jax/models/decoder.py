@@ -272,6 +272,14 @@ def vocabulary_head(params: Params, *, model: ModelConfig) -> Array:
     return leaves.read(head)
 
 
+def read_by_head(hidden: Array, *, model: ModelConfig) -> Array:
+    """What the output head multiplies: hidden states over `model.logit_divisor`."""
+    if model.logit_divisor == 1.0:
+        return hidden
+    # Of the smaller factor: nobody who reads logits in chunks need know of it.
+    return hidden / jnp.asarray(model.logit_divisor, hidden.dtype)
+
+
 def logits(
     params: Params, hidden: Array, *, model: ModelConfig, spread: bool = False
 ) -> Array:
@@ -287,7 +295,7 @@ def logits(
     # Products in the compute dtype; `preferred_element_type` below sums them in
     # float32.
     head = vocabulary_head(params, model=model).astype(hidden.dtype)
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = read_by_head(hidden, model=model).reshape(-1, hidden.shape[-1])
     if rows.shape[0] <= model.transposed_rows:
         padded = layout.transposed_product(rows, head)
     else:

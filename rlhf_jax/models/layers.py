@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from rlhf_jax.models import axes, blocks, leaves
 from rlhf_jax.models.attention import AttentionMask, KeyValue
 from rlhf_jax.models.config import ModelConfig, Remat
-from rlhf_jax.models.positions import angles
+from rlhf_jax.models.positions import angles, unless
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
@@ -77,6 +77,8 @@ def run(
         key_values = []
         for number, layer in enumerate(unstack(layers, num_layers=model.num_layers)):
             sight = window if model.is_local(number) else everything
+            if model.is_unrotated(number):
+                sight = sight[0], None
             # Earlier layers compute every column: later columns attend to them.
             first = first_column if number == model.num_layers - 1 else 0
             one = functools.partial(_traced_once, model=model, sight=sight, first=first)
@@ -90,9 +92,10 @@ def run(
     # A window of all columns hides nothing.
     size = mask.columns
     widths = size if model.sliding_window is None else model.sliding_window, size
+    unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
-    def scanned(x: Array, one: tuple[Params, Any]) -> tuple[Any, Any]:
-        layer, local = one
+    def scanned(x: Array, one: tuple[Params, Any, Any]) -> tuple[Any, Any]:
+        layer, local, unrotated = one
         sight = window if all(model.local_layers) else everything
         if local is not None:
             rotary = jax.tree.map(
@@ -104,10 +107,12 @@ def run(
             # engines whose windows are static.
             width = jnp.where(local, *widths)
             sight = dataclasses.replace(mask, window=width, windows=widths), rotary
+        if unrotated is not None:
+            sight = sight[0], unless(unrotated, sight[1])
         return _layer(x, layer, model=model, sight=sight)
 
     # One layer is compiled for all L; what each keeps for the gradient is `remat`'s.
-    x, key_values = jax.lax.scan(rematerialised(scanned), x, (layers, local))
+    x, key_values = jax.lax.scan(rematerialised(scanned), x, (layers, local, unrotated))
     return x[:, first_column:], key_values
 
 

@@ -89,6 +89,12 @@ def rotary_table(
     return factor * jnp.cos(angle), factor * jnp.sin(angle)
 
 
+def unless(unrotated: Array, table: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The table, or where bool[] says so one that leaves all as it is, to the bit."""
+    cos, sin = table
+    return jnp.where(unrotated, 1.0, cos), jnp.where(unrotated, 0.0, sin)
+
+
 def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
     match scaling.kind:
         case "linear":

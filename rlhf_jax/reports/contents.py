@@ -56,9 +56,6 @@ def contents(
       waiting: names of runs without a row yet.
       size: bytes that the data may take as JSON. Where all is too much, curves have
         fewer points, and then samples are left out; a note says so.
-
-    Raises:
-      InputError: no run has one of `metrics`.
     """
     groups = grouping.grouped(runs)
     _check_metrics(metrics, runs)

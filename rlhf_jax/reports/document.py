@@ -27,9 +27,6 @@ def page(data: dict[str, Any], *, live: bool = False) -> str:
     """One HTML document, of `contents.contents`, without other files and a network.
 
     A live one asks its server for newer data.
-
-    Raises:
-      InputError: the charting library is not installed.
     """
     parts = {
         "POLICY": POLICY.format(connect="'self'" if live else "'none'"),
@@ -80,11 +77,7 @@ def _whole(text: str) -> str:
 
 
 def plotly() -> str:
-    """The source of plotly.js, from the Python package that bundles it.
-
-    Raises:
-      InputError: it is not installed.
-    """
+    """The source of plotly.js, from the Python package that bundles it."""
     if importlib.util.find_spec("plotly") is None:
         raise InputError(
             "rlhf-jax report needs the package plotly, which is not installed; "

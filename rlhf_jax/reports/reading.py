@@ -38,11 +38,7 @@ class Run:
 
     @property
     def samples(self) -> Iterator[Row]:
-        """Rows of samples.jsonl, read anew one by one: those of all runs are many.
-
-        Raises:
-          InputError: a line is no row, as of `timings`.
-        """
+        """Rows of samples.jsonl, read anew one by one: those of all runs are many."""
         path = self.folder / "samples.jsonl"
         yield from (row for _, row in jsonl.lines(path)) if path.exists() else ()
 
@@ -89,11 +85,7 @@ class Run:
 
 
 def folders(paths: Sequence[Path]) -> list[Path]:
-    """The run folders that are meant: a sweep's folder means all of its runs.
-
-    Raises:
-      InputError: a path is neither; names what is there.
-    """
+    """The run folders that are meant: a sweep's folder means all of its runs."""
     run_folders: dict[Path, None] = {}
     for path in paths:
         try:
@@ -127,10 +119,6 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
     Returns:
       The runs, and the names of those that have no row yet.
-
-    Raises:
-      InputError: a path is no run's, a file cannot be read, no run has a row, or runs
-        share no metric.
     """
     places = folders(paths)
     names = short_names(places)
@@ -151,11 +139,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def read(place: Path, *, name: str) -> Run | None:
-    """A run; None where it has no row of metrics yet.
-
-    Raises:
-      InputError: a file is not what a run writes.
-    """
+    """A run; None where it has no row of metrics yet."""
     recorded = folder.recorded(place / folder.CONFIG)
     rows: list[Row] = [*metrics.read(place / "metrics.jsonl")]
     if not rows:

@@ -73,11 +73,7 @@ class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, source: Source, *, port: int) -> None:
-        """Takes the port; 0 is any that is free.
-
-        Raises:
-          InputError: the port is taken.
-        """
+        """Takes the port; 0 is any that is free."""
         self.source = source
         try:
             super().__init__((HOST, port), Handler)
@@ -95,11 +91,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(source: Source, *, port: int) -> Iterator[Server]:
-    """Serves in a thread of its own, while the body runs.
-
-    Raises:
-      InputError: the port is taken.
-    """
+    """Serves in a thread of its own, while the body runs."""
     with Server(source, port=port) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -133,6 +133,7 @@ def logprobs_from_hidden(
         and segments, from column `first_column - 1` on at least.
     """
     head = decoder.vocabulary_head(params, model=model)
+    hidden = decoder.read_by_head(hidden, model=model)
     # Its chunks hold tokens of every device that shares the vocabulary.
     shared = axes.vocabulary_devices(head.shape[0])
 
@@ -201,6 +202,8 @@ def exact_kl(
     # Here too, not by the caller's care alone: a reference must not move by any path.
     ref_head = jax.lax.stop_gradient(ref_head)
     ref_hidden = jax.lax.stop_gradient(ref_hidden)
+    hidden = decoder.read_by_head(hidden, model=model)
+    ref_hidden = decoder.read_by_head(ref_hidden, model=ref_model)
 
     def computed(
         hidden: Array, ref_hidden: Array, tokens: Array, *, first_column: int

@@ -41,7 +41,7 @@ def table(drift: Drift) -> None:
     rows.append(("all", float(drift["absolute"]), float(drift["relative"]), None, None))
     report.table(
         "Weight drift",
-        ("module", "absolute", "relative", "at most", "in layer"),
+        ("module", "absolute", "relative", "at most", "layer"),
         rows,
     )
     print(f"as one vector, ‖Δ‖ / ‖ref‖: {float(drift['global_norm']):.4g}")

@@ -7,31 +7,16 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.folder import write_text
-from rlhf_jax.runs.run_config import RunConfig
+from rlhf_jax.runs.metrics import Row, Sink
+from rlhf_jax.runs.run_config import RunConfig, to_json
 
 PROJECT = "rlhf_jax"
-Row = dict[str, float | None]
-
-
-class Sink(Protocol):
-    """Somewhere else for the rows of metrics.jsonl: a terminal, TensorBoard, W&B."""
-
-    def begin(self, stage: str, step: int) -> None:
-        """Called where a stage starts or goes on at `step`; does nothing by default."""
-
-    def write(
-        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
-    ) -> None:
-        """A step's values, None where not measured, and the alarms that are active."""
-
-    def close(self) -> None:
-        """The run ends, well or not."""
 
 
 def check(config: RunConfig) -> None:
@@ -50,6 +35,18 @@ def check(config: RunConfig) -> None:
                 f"{message:.200}; pip install 'rlhf-jax[{extra}]' again, or leave "
                 f"--{extra} out"
             ) from error
+
+
+def chosen(config: RunConfig) -> list[Sink]:
+    """The loggers that a run asks for."""
+    made: list[Sink] = []
+    if config.tensorboard:
+        made.append(TensorBoard(config.out))
+    if config.wandb:
+        made.append(Wandb(config.out, config=to_json(config)))
+    if config.trackio:
+        made.append(Trackio(config.out, config=to_json(config)))
+    return made
 
 
 class TensorBoard(Sink):

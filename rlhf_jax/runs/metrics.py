@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import jax
 
@@ -20,13 +20,28 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import alarms, write_errors
 from rlhf_jax.runs.alarms import Alarm
-from rlhf_jax.runs.loggers import Row, Sink
 from rlhf_jax.runs.proof import sums
 from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.snapshots import jsonl
 
 FILES = ("metrics", "timings", "samples", "positions")
 EVERY_STEP = ("metrics", "timings")  # have one row per step
+Row = dict[str, float | None]
+
+
+class Sink(Protocol):
+    """Somewhere else for the rows of metrics.jsonl: a terminal, TensorBoard, W&B."""
+
+    def begin(self, stage: str, step: int) -> None:
+        """Called where a stage starts or goes on at `step`; does nothing by default."""
+
+    def write(
+        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
+    ) -> None:
+        """A step's values, None where not measured, and the alarms that are active."""
+
+    def close(self) -> None:
+        """The run ends, well or not."""
 
 
 class Recorder(contextlib.AbstractContextManager[Any]):

@@ -131,28 +131,34 @@ def of_json(
 
 def expression(text: str, source: Source) -> ast.expr:
     """A Python expression, of which nothing is evaluated; else InputError."""
+    read = _expression(text)
+    if isinstance(read, str):
+        raise source.refusal(read)
+    return read
+
+
+def _expression(text: str) -> ast.expr | str:
+    """The expression, or why it is none."""
     if len(text) > MAX_EXPRESSION:
-        raise source.refusal(f"{len(text)} characters, more than {MAX_EXPRESSION}")
+        return f"{len(text)} characters, more than {MAX_EXPRESSION}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler, as of "1is 2"
             tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
-        raise source.refusal(str(error.msg).partition(";")[0]) from None
+        return str(error.msg).partition(";")[0]
     # The compiler has a limit of its own; ValueError is a NUL.
     except (ValueError, RecursionError, MemoryError) as error:
-        raise source.refusal(
-            str(error) or "more operations than Python reads"
-        ) from None
+        return str(error) or "more operations than Python reads"
     level: list[ast.AST] = [tree]
     for _ in range(MAX_DEPTH):
         for node in level:
             if isinstance(node, ast.Constant) and (why := _of_leaf(node.value)):
-                raise source.refusal(f"one {why}")
+                return f"one {why}"
         level = [inner for node in level for inner in ast.iter_child_nodes(node)]
         if not level:
             return tree
-    raise source.refusal(f"operations nested deeper than {MAX_DEPTH}")
+    return f"operations nested deeper than {MAX_DEPTH}"
 
 
 def fault(
@@ -256,6 +262,8 @@ def _value(
 ) -> Any:
     try:
         value = load(text)
+        if foreign and load is _json and text.count("{") + text.count("[") <= depth:
+            return value  # it is JSON, whose values none of the others is wrong with
         # Of JSON and TOML a value has a character at least.
         most = max(len(text), _MOST_VALUES)
         why = fault(value, depth=depth, most=most, foreign=foreign)
@@ -279,10 +287,6 @@ def _value(
     raise source.refusal(f"{text[:_SHOWN]!r}{comma} {why}")
 
 
-def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_once)
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -290,6 +294,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             f"the key {_twice(key for key, _ in pairs)!r:.{_SHOWN}} twice"
         )
     return fields
+
+
+_json = json.JSONDecoder(object_pairs_hook=_once).decode  # `loads` would make it anew
 
 
 def _twice(keys: Iterable[Hashable]) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from rich import progress
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,9 +22,10 @@ from rich.text import Text
 from rlhf_jax.devices import processes
 from rlhf_jax.models import axes, layout, leaves
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.runs import alarms, loggers
+from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Alarm
-from rlhf_jax.runs.run_config import RunConfig, to_json
+from rlhf_jax.runs.metrics import Row, Sink
+from rlhf_jax.runs.run_config import RunConfig
 
 PyTree = Any
 SHOWN = (
@@ -32,6 +35,9 @@ SHOWN = (
 )
 
 
+# A name of a KL, and how far it may be off for rounding: log-probs are float32.
+KL = re.compile(r"(?<![a-z])kl(?!_coef|[a-z])", re.IGNORECASE)
+KL_ROUNDING = 1e-6  # nats
 # Ends of paths to what has a row for each id of the vocabulary.
 VOCABULARY_TABLES = ("['embed']['tokens']", "['head']['kernel']")
 
@@ -76,14 +82,14 @@ class Progress:
         self._last_line = -math.inf
 
     def write(
-        self, stage: str, step: int, row: loggers.Row, active: Sequence[Alarm] = ()
+        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
         """Prints the alarms that have just begun, and the step's values on the bar."""
         for alarm in alarms.begun(active, step=step):
             line = f"ALARM {stage} step {step}: {alarm.name}: {alarm.message}"
             self._console.print(Text(line, style="bold red"), soft_wrap=True)
         shown = [
-            f"{name.rpartition('/')[-1]} {_cell(row[name])}"
+            f"{name.rpartition('/')[-1]} {_cell(row[name], of=name)}"
             for name in self._shown
             if name in row
         ]
@@ -106,23 +112,21 @@ class Progress:
             self._bars.stop()
 
 
-def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[loggers.Sink]:
+def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
     """The sinks that a run asks for, for `metrics.Recorder`; makes those on disk.
 
     `num_steps` holds each stage's number of steps, in their order. Of several processes
     the first has them.
     """
-    chosen: list[loggers.Sink] = []
+    chosen: list[Sink] = []
     if not processes.is_first():
         return chosen
     if config.progress:
         chosen.append(Progress(num_steps))
-    if config.tensorboard:
-        chosen.append(loggers.TensorBoard(config.out))
-    if config.wandb:
-        chosen.append(loggers.Wandb(config.out, config=to_json(config)))
-    if config.trackio:
-        chosen.append(loggers.Trackio(config.out, config=to_json(config)))
+    if config.loggers:
+        from rlhf_jax.runs import loggers  # of few runs
+
+        chosen += loggers.chosen(config)
     return chosen
 
 
@@ -140,16 +144,44 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints rows of texts (left) and numbers (right, four digits); None is a dash."""
+    """Prints rows of texts (left) and numbers (right, four digits); None is a dash.
+
+    Where the terminal is too narrow, the widest column breaks its texts, behind a
+    blank, / or _ if it can. A KL within the rounding of float32 is printed as 0.
+    """
     rows = list(rows)
+    console = Console()
+    cells = [
+        [
+            _cell(value, of=f"{row[0]} {name}")
+            for name, value in zip(columns, row, strict=True)
+        ]
+        for row in rows
+    ]
+    widths = [
+        max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)
+    ]
     grid = Table(title=Text(title), title_justify="left")
+    widest = widths.index(max(widths))
+    room = console.width - sum(widths) - 3 * len(widths) - 1 + widths[widest]
     for number, column in enumerate(columns):
         texts = all(isinstance(row[number], str) for row in rows)
         side = "left" if texts else "right"
         grid.add_column(Text(column), justify=side, overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(_cell(value)) for value in row))
-    Console().print(grid)
+    for row in cells:
+        row[widest] = _broken(row[widest], width=room)
+        grid.add_row(*map(Text, row))
+    console.print(grid)
+
+
+def _broken(text: str, *, width: int) -> str:
+    """A text in lines of a width, whose words end with a blank, / or _."""
+    lines = [""]
+    for word in re.findall(r"[^ /_]*[ /_]?", text):
+        if cell_len(lines[-1] + word.rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(lines)
 
 
 def texts(before: Mapping[str, Any], after: Mapping[str, float]) -> dict[str, float]:
@@ -259,7 +291,12 @@ def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
     )
 
 
-def _cell(value: Any) -> str:
+def resolved(value: float, *, of: str) -> float:
+    """A number as a person reads it: a KL of equal models is 0, not its rounding."""
+    return 0.0 if abs(value) < KL_ROUNDING and KL.search(of) else value
+
+
+def _cell(value: Any, *, of: str) -> str:
     match value:
         case None:
             return "—"
@@ -268,7 +305,7 @@ def _cell(value: Any) -> str:
         case int():
             return f"{value:,}"
         case _:
-            return f"{value:.4g}"
+            return f"{resolved(value, of=of):.4g}"
 
 
 def cells(params: PyTree) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -28,17 +28,18 @@ from rlhf_jax.runs import (
     command_line,
     deadline,
     lock,
-    loggers,
     metrics,
     receipt,
     report,
 )
 from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.profile import window
-from rlhf_jax.runs.profile.profiler import Profiler
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import proof, resume
 from rlhf_jax.runs.stage import Stage
+
+if TYPE_CHECKING:
+    from rlhf_jax.runs.profile.profiler import Profiler
 
 PyTree = Any
 
@@ -85,7 +86,9 @@ class Run:
         if config.profile is not None:
             profiled = window.parse(config.profile)
             profiled.check([0, *num_steps.values()][-1])
-        if processes.is_first():
+        if processes.is_first() and config.loggers:
+            from rlhf_jax.runs import loggers  # of few runs
+
             loggers.check(config)
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
@@ -110,12 +113,16 @@ class Run:
                 accept_lost_rows=config.accept_lost_rows,
             )
             undone.pop_all()
-        self.profiler = Profiler(
-            self.folder,
-            stage=next(reversed(list(num_steps)), ""),
-            window=profiled,
-            paused=self.record.paused,
-        )
+        self.profiler: Profiler | None = None
+        if profiled is not None:
+            from rlhf_jax.runs.profile.profiler import Profiler  # of few runs
+
+            self.profiler = Profiler(
+                self.folder,
+                stage=next(reversed(list(num_steps)), ""),
+                window=profiled,
+                paused=self.record.paused,
+            )
         self.versions = versions()
         self.resume_from = config.resume_from  # None once a stage has gone back to it
         self.interrupt = command_line.Interrupt(
@@ -129,7 +136,8 @@ class Run:
             entered.push(self._lock)
             entered.enter_context(self.interrupt)
             entered.push(self.record)
-            entered.callback(self.profiler.close)
+            if self.profiler is not None:
+                entered.callback(self.profiler.close)
             if self.deadline is not None:
                 entered.enter_context(self.deadline)
             self._entered = entered.pop_all()

@@ -22,7 +22,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import command_line, receipt
 from rlhf_jax.runs.object_storage import mirror
-from rlhf_jax.runs.profile.profiler import HOST_SCOPE, Masks
+from rlhf_jax.runs.profile.window import HOST_SCOPE, Masks
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.run_config import to_json
@@ -136,8 +136,8 @@ class Stage:
         sync()
 
     def __enter__(self) -> Self:
-        self._run.profiler.begin_stage(self._name, self.start)
-        self._run.profiler.begin_step(self._name, self.start)
+        if self._run.profiler is not None:
+            self._run.profiler.begin_stage(self._name, self.start)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -184,7 +184,9 @@ class Stage:
           cli.Interrupted: after a signal, with everything saved.
         """
         record, config = self._run.record, self._run.config
-        self._run.profiler.end_step(step, texts)
+        profiler = self._run.profiler
+        if profiler is not None:
+            profiler.end_step(step, texts)
         if step == self.start:
             # Whatever a step compiles it has compiled by now.
             program_cache.give_back_memory()
@@ -203,7 +205,8 @@ class Stage:
             self._save(done, state)
         if stop:
             self._run.interrupt.stop()
-        self._run.profiler.begin_step(self._name, done)
+        if profiler is not None:
+            profiler.begin_step(self._name, done)
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
@@ -282,6 +285,8 @@ def begin(
         resume.check_meta(saved, meta, where=where)
         frozen.check_resumed(saved[proof.META], arrays, where=where)
         files = saved.get(run_files.FILES, {})
+        if files and not went_back:  # of a version that has lists
+            snapshots.complete(step)
         return Beginning(step, arrays, saved.get(ROWS), went_back, files)
 
     def gone_back(step: int) -> Beginning:

@@ -26,9 +26,9 @@ from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.reference import fingerprint
-from rlhf_jax.samplers import decoder, weight_files
+from rlhf_jax.samplers import TIMEOUT, decoder, weight_files
 from rlhf_jax.samplers.decoder import Decoder
-from rlhf_jax.samplers.protocol import TIMEOUT, Drawn, TransientError
+from rlhf_jax.samplers.protocol import Drawn, TransientError
 from rlhf_jax.verification import user_objects
 from rlhf_jax.verification.worker import Failed
 from rlhf_jax.verification.workers import Ended, Workers

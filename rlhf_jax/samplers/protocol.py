@@ -23,12 +23,11 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
+from rlhf_jax.samplers import TRIES
 
 Array = jax.Array
 Params = Any
 Result = TypeVar("Result")
-TIMEOUT = 600.0  # seconds of a call
-TRIES = 5
 SECONDS = 1.0  # before the second try
 MOST_SECONDS = 60.0
 

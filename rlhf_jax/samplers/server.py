@@ -29,7 +29,7 @@ from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode
-from rlhf_jax.samplers import completions, served, weight_files
+from rlhf_jax.samplers import TIMEOUT, completions, served, weight_files
 from rlhf_jax.samplers.agreement import Agreement
 from rlhf_jax.samplers.connection import (
     Connection,
@@ -37,7 +37,7 @@ from rlhf_jax.samplers.connection import (
     ServerError,
     Unreachable,
 )
-from rlhf_jax.samplers.protocol import TIMEOUT, Drawn, Retries
+from rlhf_jax.samplers.protocol import Drawn, Retries
 
 Array = jax.Array
 Params = Any

@@ -56,9 +56,6 @@ def answer(claim: str, *, lookup: Lookup) -> Answered:
       "yes" where the interval of the difference is above 0, "no" where it is below or
       every difference is 0, else "not enough seeds". Fewer than FEW equal differences
       may be equal by chance, and answer nothing.
-
-    Raises:
-      InputError: the claim has another form, a measure or cell that there is not.
     """
     left, larger, right = _sides(claim)
     sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]

@@ -89,11 +89,7 @@ def short(name: str, *, among: Iterable[str]) -> str:
 
 
 def read(path: Path) -> Sweep:
-    """The sweep that a file declares.
-
-    Raises:
-      InputError: there is no such file, or it is no sweep: names what is wrong.
-    """
+    """The sweep that a file declares."""
     if path.suffix not in (".toml", ".py"):
         raise InputError(
             f"{path}: expected a sweep in a file that ends with .toml or .py; rename it"
@@ -134,11 +130,7 @@ def _of_python(path: Path) -> dict[str, Any]:
 
 
 def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
-    """The sweep of fields by name, as a file has them; errors name their source.
-
-    Raises:
-      InputError: a field is unknown, missing or of another kind; names it.
-    """
+    """The sweep of fields by name, as a file has them; errors name their source."""
     for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
@@ -279,11 +271,7 @@ def _with_trainer(cell: Cell, *, source: str) -> Cell:
 
 
 def measure(name: str, value: Any, *, source: str) -> Measure:
-    """A measure as a file declares it: a metric, or where it is.
-
-    Raises:
-      InputError: it is of another kind.
-    """
+    """A measure as a file declares it: a metric, or where it is."""
     fields: dict[str, Any] = {"metric": value} if isinstance(value, str) else value
     try:
         made = Measure(**fields)

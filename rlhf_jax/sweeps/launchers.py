@@ -186,10 +186,6 @@ class Submitit(Launcher):
           parameters: of `submitit.AutoExecutor.update_parameters`, as
             {"timeout_min": 60, "gpus_per_node": 1, "slurm_partition": "long"}.
           cluster: "slurm", or "local" for processes that stand for jobs.
-
-        Raises:
-          InputError: submitit is not installed, knows no such cluster here, or has no
-            such parameter.
         """
         try:
             import submitit

@@ -19,9 +19,6 @@ def measured(run: Path, measure: Measure) -> float | None:
     Returns:
       None where the run has it nowhere, or where one of its last values is not finite:
       a run that diverged has no number.
-
-    Raises:
-      InputError: a file of the run cannot be read.
     """
     if measure.summary is not None:
         value: Any = folder.read_summary(run)

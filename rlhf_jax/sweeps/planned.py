@@ -125,10 +125,6 @@ def begin(sweep: Sweep, *, out: Path) -> None:
 
     Cells, seeds, measures and claims may be added. The options of a run that may be
     done already may not change: its numbers would be taken for those of other options.
-
-    Raises:
-      InputError: the folder has something else in it, or runs with other options; says
-        what differs.
     """
     path = out / BEGUN
     plan: dict[str, Any] = {
@@ -194,11 +190,7 @@ def begin(sweep: Sweep, *, out: Path) -> None:
 
 
 def begun(out: Path) -> Sweep:
-    """The sweep of a folder, as its newest start declared it, without `slurm`.
-
-    Raises:
-      InputError: the folder is no sweep's, or its sweep.json cannot be read.
-    """
+    """The sweep of a folder, as its newest start declared it, without `slurm`."""
     path = out / BEGUN
     plan = parsing.read_object(path, expected=EXPECTED, advice=ADVICE, shape=SHAPE)
     if ASKED not in plan:

@@ -34,11 +34,7 @@ class Results(NamedTuple):
 
 
 def check_claims(sweep: Sweep) -> None:
-    """Checks, before anything runs, that every claim can be read.
-
-    Raises:
-      InputError: a claim has another form, or a measure or cell that there is not.
-    """
+    """Checks, before anything runs, that every claim can be read."""
     nothing = {name: {cell: {} for cell in sweep.cells} for name in sweep.measures}
     lookup = claims.lookup_in(sweep.cells, nothing)
     for claim in sweep.claims.values():
@@ -46,11 +42,7 @@ def check_claims(sweep: Sweep) -> None:
 
 
 def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
-    """The numbers of the runs that are done, of `planned.runs_of`.
-
-    Raises:
-      InputError: a file of a run cannot be read, or is not what the run wrote.
-    """
+    """The numbers of the runs that are done, of `planned.runs_of`."""
     done = [run for run in planned if run.done]
     unproven = checked(done)
     absent = []
@@ -77,9 +69,6 @@ def checked(done: Sequence[Planned]) -> list[str]:
 
     Returns:
       What to tell of those whose files nothing vouches for, as of an older version.
-
-    Raises:
-      InputError: a file is not what its run wrote; names it.
     """
     unproven = [
         run.name
@@ -105,11 +94,7 @@ def seal(out: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seal_again(out: Path) -> None:
-    """Takes what came after results.json, as figures of the sweep, into its sums.
-
-    Raises:
-      InputError: results.json, a summary or a log is not what it was.
-    """
+    """Takes what came after results.json, as figures of the sweep, into its sums."""
     if not (out / NAME).exists():
         return
     try:
@@ -159,14 +144,14 @@ def check(out: Path) -> Checked:
     if proof is None:
         why = f"{NAME}: none yet, one of before a start that was stopped, or of "
         why += "a version without sums of files"
-        return Checked(len(proofs), faults, [] if faults else [why], [])
+        return Checked(len(proofs), faults, [] if faults else [why], [], [])
     files = proof["files"]
     other = [*sums.differences(files, sums.of_files(out, [*files]))]
-    added = {*_names(out)} - files.keys()
-    other += [f"{name}: not there when the sweep ended" for name in sorted(added)]
+    added = [name for name in _names(out) if name not in files]
     under_way = (out / lock.NAME).exists()
     whole = max(0, len(proofs) + len(files) - len(other))
-    return Checked(whole, faults + other * (not under_way), [], other * under_way)
+    later = other * under_way
+    return Checked(whole, faults + other * (not under_way), [], later, added)
 
 
 def _names(out: Path) -> list[str]:
@@ -175,7 +160,7 @@ def _names(out: Path) -> list[str]:
     return [
         name.as_posix()
         for name in names
-        if (name.parts[0] != "runs" or name.parts[3:] == (run_files.SUMMARY,))
+        if (name.parts[0] != "runs" or name.parts[3:] in ((), (run_files.SUMMARY,)))
         and name.parts not in ((BEGUN,), (NAME,), (lock.NAME,))
         and not name.name.endswith(run_files.UNFINISHED)
     ]

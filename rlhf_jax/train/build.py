@@ -55,11 +55,7 @@ class Meshes(NamedTuple):
 
     @classmethod
     def of(cls, config: PolicyGradientConfig) -> Meshes:
-        """The meshes of a config.
-
-        Raises:
-          InputError: a mesh does not fit the devices.
-        """
+        """The meshes of a config."""
         policy = config.policy_mesh()
         sampler = config.placement.sampler.mesh_beside(policy)
         apart = policy
@@ -120,9 +116,6 @@ def build(
     Args:
       start: the checkpoint of --model, whose parameters become the policy's.
       load: how other checkpoints are read; None reads their files.
-
-    Raises:
-      InputError: a checkpoint cannot be read, or does not read the policy's tokens.
     """
     load = Load() if load is None else load
     mesh, model, lora = meshes.policy, start.model, config.start.lora

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.config.supervised import SupervisedConfig
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.config.supervised import SupervisedConfig
 
 RENAMED = {
     "--data": "--prompts",
@@ -99,9 +101,6 @@ def run(
     """`rlhf-jax NAME`: from a command line to a run of a policy gradient.
 
     Args:
-      config_class: whose `name` is the command's.
-      argv: the command line after the name.
-      description: what the command does, for --help.
       first: options of the method that --help shows.
       presets: {name: {group: its value}}, for --preset.
     """

@@ -55,11 +55,7 @@ def conclude(
     reference: Any,
     text_stats: Stats,
 ) -> dict[str, Any]:
-    """Tables, plots, and the summary of what was measured.
-
-    Args:
-      text_stats: of the trained policy on --texts.
-    """
+    """Tables, plots, and the summary of what was measured."""
     measured = metrics.read(job.folder / "metrics.jsonl")
     first = measured[0]
     last = functools.reduce(dict.__or__, measured)  # not every step takes the KL
@@ -105,7 +101,8 @@ def conclude(
 
         summary["waits"] = waited(job.folder)
     plots.draw(job.folder)
-    summary |= programs.pack.summary()
+    if programs.pack is not None:
+        summary |= programs.pack.summary()
     if config.profile is None:
         return summary
     from rlhf_jax.planning import profiled

@@ -30,19 +30,20 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores, scores_of
 from rlhf_jax.runs import run
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.programs import Programs, Read
-from rlhf_jax.train.responses import Drawn
+from rlhf_jax.train.programs import LearnInputs, Programs, Read
 from rlhf_jax.train.rewards import Early, RewardList
-from rlhf_jax.train.sampling.sampler import Sampler
+from rlhf_jax.train.sampler import Sampler
 from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler
+    from rlhf_jax.train.rollouts.outside import OutsideSampler
     from rlhf_jax.train.rollouts.queue import RolloutQueue
-    from rlhf_jax.train.sampling.outside import OutsideSampler
 
 Array = jax.Array
 Params = Any
+# A rollout, and what processes or an environment computed of its scores, or will.
+Drawn = tuple[Rollout, Early | Callable[[], Early]]
 TOTAL = ""  # of early scores: the whole list's, where a draw needed it
 
 
@@ -215,17 +216,11 @@ def improve(
         shown = loop.watcher.likeliest(
             train.policy, reference, loop.shown(rollout), step=step
         )
+        ptx = None if loop.ptx is None else loop.ptx[step]
         # Dispatched, not awaited: what follows on the host overlaps with it. `train` is
         # donated, and the name is bound to the new state at once.
         train, critic, learned, scored = programs.learn(
-            train,
-            critic,
-            rollout=rollout,
-            scores=scores,
-            reference=taken,
-            read=read,
-            key=key,
-            ptx=None if loop.ptx is None else loop.ptx[step],
+            train, critic, LearnInputs(rollout, scores, taken, read, key, ptx)
         )
         # Here, not at the end: a stop between would save donated arrays.
         stage.state["train"] = train

@@ -1,4 +1,8 @@
-"""The console script `rlhf-jax`: trainers, and what can be asked without one."""
+"""The console script `rlhf-jax`: trainers, and what can be asked without one.
+
+What a user got wrong is an `InputError`, wherever it is found: `main` prints it and
+ends with status 2. Docstrings of `train`, `sweeps` and `reports` do not list it.
+"""
 
 from __future__ import annotations
 
@@ -123,12 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"expected one of the commands {', '.join(known)}, got {name!r}; "
                 + (f"did you mean {close[0]}?" if close else "write one of them first")
             )
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except StopError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    except (InputError, StopError) as error:
+        word, status = ("error", 2) if isinstance(error, InputError) else ("stopped", 1)
+        print(f"{word}: {error}", file=sys.stderr)
+        raise SystemExit(status) from None
 
 
 def trainers() -> tuple[str, ...]:
@@ -138,11 +140,7 @@ def trainers() -> tuple[str, ...]:
 
 
 def trainer(name: str) -> Any:
-    """The module of a trainer: `Config`, `command` and perhaps `PRESETS`.
-
-    Raises:
-      InputError: another package's cannot be imported, or lacks one of these.
-    """
+    """The module of a trainer: `Config`, `command` and perhaps `PRESETS`."""
     if name in TRAINERS:
         return TRAINERS[name].load()
     module = entry_points.load(name, group="methods", kind=ModuleType)

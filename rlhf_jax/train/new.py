@@ -5,13 +5,13 @@ The templates are packages themselves, in which NAME is `my_KIND`; their tests p
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import keyword
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_jax.functional.errors import InputError
+from rlhf_jax.runs import command_line
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {
@@ -23,12 +23,7 @@ KINDS = {
 
 
 def write(kind: str, name: str, *, folder: Path) -> list[Path]:
-    """Writes the package FOLDER/NAME, and returns its files.
-
-    Raises:
-      InputError: there is no such kind, NAME is none for a module or is taken, or the
-        folder cannot be made.
-    """
+    """Writes the package FOLDER/NAME, and returns its files."""
     if kind not in KINDS:
         raise InputError(
             f"expected one of {', '.join(KINDS)}, got {kind!r}; choose one"
@@ -65,7 +60,7 @@ def write(kind: str, name: str, *, folder: Path) -> list[Path]:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax new`: from a command line to a package."""
-    parser = argparse.ArgumentParser(
+    parser = command_line.Arguments(
         prog="rlhf-jax new",
         description="A package of yours that adds a part to the library: its code, a "
         "test that passes, pyproject.toml with the entry point, and a README.",

@@ -21,7 +21,7 @@ from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models import layout
 from rlhf_jax.models.packing import SizedPacking
-from rlhf_jax.train.config.prompts import Packing
+from rlhf_jax.train.config.prompts import Auto
 
 if TYPE_CHECKING:
     from rlhf_jax.data.layouts import Packer
@@ -35,7 +35,7 @@ class _Lengths:
 
     def __init__(
         self,
-        options: Packing,
+        options: Auto,
         *,
         recipe: PolicyGradient,
         rows: int,
@@ -66,7 +66,6 @@ class _Lengths:
         Args:
           max_tokens: that a wider row than padded ones may not exceed.
         """
-        assert self._options is not None  # of a run that packs
         if self._options.width is not None:
             return [self._options.width]
         from rlhf_jax.data.layouts.sizes import WIDTHS
@@ -81,17 +80,7 @@ class RolloutPacker(_Lengths):
     """Packs each rollout of a run for `learn`; the first one chooses the sizes."""
 
     def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
-        """How the models read a rollout packed; waits for it. None is padded.
-
-        Args:
-          key: of this step, the one that `learn` takes.
-
-        Raises:
-          InputError: a text is longer than a packed row, or a packed row than the
-            tokens that a device may hold.
-        """
-        if self._options is None:
-            return None
+        """How the models read a rollout packed; waits for it. None is padded."""
         lengths, order = processes.whole((self._spans(rollout), self._order(key)))
         columns = rollout.tokens.shape[1]
         if self._packer is None:
@@ -120,7 +109,6 @@ class RolloutPacker(_Lengths):
         from rlhf_jax.data.layouts.arrays import Form
 
         recipe, options = self._recipe, self._options
-        assert options is not None  # of a run that packs
         columns = columns if self._columns is None else self._columns
         max_tokens = options.max_tokens_per_device
         if max_tokens is None and recipe.micro_batch_size is not None:
@@ -153,13 +141,7 @@ class EndPacker(_Lengths):
     """Packs what a reward model sees: it reads the state after the last token alone."""
 
     def __call__(self, rollout: Rollout) -> SizedPacking | None:
-        """How the model reads a rollout packed; waits for it. None is padded.
-
-        Raises:
-          InputError: a text is longer than a packed row.
-        """
-        if self._options is None:
-            return None
+        """How the model reads a rollout packed; waits for it. None is padded."""
         lengths = processes.whole(self._spans(rollout))
         columns = rollout.tokens.shape[1]
         if self._packer is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -40,7 +40,9 @@ from rlhf_jax.roles.reference.frozen import (
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
 
 Array = jax.Array
 Params = Any
@@ -53,6 +55,17 @@ class Read(NamedTuple):
     further: Mapping[str, Further] = {}
     values: Array | None = None  # f32[B, S]; None where `learn` computes them
     packing: RolloutPacking | None = None  # how models read the rollout
+
+
+class LearnInputs(NamedTuple):
+    """What `learn` takes of a step, beside the states that it updates."""
+
+    rollout: Rollout
+    scores: Array | Scores | None
+    reference: Frozen | None  # None in a step that takes no KL
+    read: Read
+    key: Array  # of the step
+    ptx: Sequences | None
 
 
 class Programs:
@@ -71,16 +84,22 @@ class Programs:
         # Recipes and shapes are bound before `jit`, so they are part of the function
         # and not static arguments to be hashed at each call.
         on, bind, jit = functools.partial(sharding.on, mesh), functools.partial, jax.jit
-        packed: dict[str, Any] = {
-            "recipe": recipe,
-            "rows": config.batch.batch_size,
-            "mesh": mesh,
-            "columns": None
-            if config.data.buckets is None
-            else max(config.data.buckets) + recipe.max_new_tokens,
-        }
-        self.pack = RolloutPacker(config.batch.packing, **packed)
-        self.pack_ends = EndPacker(config.batch.packing, **packed)
+        self.pack: RolloutPacker | None = None
+        self.pack_ends: EndPacker | None = None
+        if config.batch.packing is not None:
+            # Here and below: programs of few runs.
+            from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
+
+            packed: dict[str, Any] = {
+                "recipe": recipe,
+                "rows": config.batch.batch_size,
+                "mesh": mesh,
+                "columns": None
+                if config.data.buckets is None
+                else max(config.data.buckets) + recipe.max_new_tokens,
+            }
+            self.pack = RolloutPacker(config.batch.packing, **packed)
+            self.pack_ends = EndPacker(config.batch.packing, **packed)
         # The new state is written over the old one: without donation parameters and
         # moments would be there twice. Frozen models are never among the donated.
         donated = bind(jit, donate_argnames=("state",))
@@ -96,7 +115,6 @@ class Programs:
         self._critic = None
         if models.critic is not None:
             assert isinstance(recipe, ppo.PPO)  # which alone has a critic
-            # Here and below: programs of few runs.
             from rlhf_jax.devices.critic_devices import CriticDevices
 
             self._critic = CriticDevices(
@@ -204,12 +222,11 @@ class Programs:
 
         Args:
           reference: as its lifecycle left it; None in a step that takes no KL.
-          key: of this step, the one that `learn` takes.
           values_first: the critic runs now and not in the program of the update.
         """
         # On the host, from lengths: the same minibatches as `update` will draw from
         # this key.
-        packing = self.pack(rollout, key=key)
+        packing = None if self.pack is None else self.pack(rollout, key=key)
         output, further = None, {}
         if reference is not None:
             output = self.reference_output(reference, rollout, packing)
@@ -287,16 +304,11 @@ class Programs:
         self,
         train: TrainState,
         critic: SupervisedState | None,
-        *,
-        rollout: Rollout,
-        scores: Array | Scores | None,
-        reference: Frozen | None,
-        read: Read,
-        key: Array,
-        ptx: Sequences | None,
+        inputs: LearnInputs,
     ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
         """`policy_gradient.iteration.learn`; a critic apart is updated beside it."""
-        arguments = self._arguments(rollout, scores, reference=reference, read=read)
+        arguments = self._arguments(inputs)
+        key, ptx, packing = inputs.key, inputs.ptx, inputs.read.packing
         if self._critic is None:
             # One program from scores to the next state: XLA sees all of it, and the
             # host waits for nothing in between.
@@ -309,7 +321,7 @@ class Programs:
         # First, as it returns when dispatched: the policy's update is queued while it
         # runs.
         critic, critic_stats = self._critic.update(
-            critic, experience=experience, key=key, packing=read.packing
+            critic, experience=experience, key=key, packing=packing
         )
         train, update_stats = self._update(
             train,
@@ -317,7 +329,7 @@ class Programs:
             key=key,
             frozen=arguments["frozen"],
             ptx=ptx,
-            packing=read.packing,
+            packing=packing,
         )
         return train, critic, update_stats | stats | critic_stats, scored
 
@@ -325,13 +337,8 @@ class Programs:
         self,
         train: TrainState,
         critic: SupervisedState | None,
+        inputs: LearnInputs,
         *,
-        rollout: Rollout,
-        scores: Array | Scores | None,
-        reference: Frozen | None,
-        read: Read,
-        key: Array,
-        ptx: Sequences | None,
         runs_next: bool,
     ) -> None:
         """Compiles `learn`, so that its first step runs without the compiler's memory.
@@ -342,30 +349,17 @@ class Programs:
             traced alone: what does not fit is told.
         """
         if self._critic is not None or not runs_next:
-            jax.eval_shape(
-                functools.partial(self.learn, train, critic),
-                rollout=rollout,
-                scores=scores,
-                reference=reference,
-                read=read,
-                key=key,
-                ptx=ptx,
-            )
+            jax.eval_shape(functools.partial(self.learn, train, critic), inputs)
             return
-        arguments = self._arguments(rollout, scores, reference=reference, read=read)
         # Before there is a run folder: what does not compile or fit fails here.
-        self._learn.lower(train, **arguments, key=key, ptx=ptx).compile()
+        self._learn.lower(
+            train, **self._arguments(inputs), key=inputs.key, ptx=inputs.ptx
+        ).compile()
         program_cache.give_back_memory()
 
-    def _arguments(
-        self,
-        rollout: Rollout,
-        scores: Array | Scores | None,
-        *,
-        reference: Frozen | None,
-        read: Read,
-    ) -> dict[str, Any]:
+    def _arguments(self, inputs: LearnInputs) -> dict[str, Any]:
         """Of the programs that make experience of a rollout."""
+        read = inputs.read
         # The teacher's head, where its states are at hand; the reference itself for
         # exact KL; else None, so that its parameters are no argument of `learn`.
         inside = self._models.head
@@ -374,10 +368,10 @@ class Programs:
             and self.recipe.penalty.needs_logits
             and read.reference is not None
         ):
-            inside = reference
+            inside = inputs.reference
         return {
-            "rollout": rollout,
-            "scores": scores,
+            "rollout": inputs.rollout,
+            "scores": inputs.scores,
             "frozen": FrozenModels(inside, self._models.base, read.further),
             "ref_output": read.reference,
             "values": read.values,

@@ -24,17 +24,12 @@ from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.models import Compute
 from rlhf_jax.train.config.watch import WatchTexts
-from rlhf_jax.train.responses import Responder
 from rlhf_jax.train.rewards import RewardPools
-from rlhf_jax.train.rows import ReadRows
+from rlhf_jax.train.rows import ReadRows, Responder
 
 
 def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
-    """What a run prints of its data and keeps as data.json.
-
-    Args:
-      start: whose tokenizer shows an example, its special tokens among them.
-    """
+    """What a run prints of its data and keeps as data.json."""
     decode = functools.partial(tokenization.decode, start.tokenizer)
     (unprompted,) = start.contract.prompts([Question("")])
     return receipts.to_json(decode=decode, unprompted=unprompted)
@@ -58,11 +53,6 @@ def load_start(
 
     Args:
       save_dtype: Of what is written; None is that of most weights.
-      start: As `pretrained.load`.
-
-    Raises:
-      InputError: As `pretrained.load`, the mesh shares columns, which the attention
-        that is asked for cannot, or --save-dtype does not hold the parameters.
     """
     if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
         layout.refuse_context(options.attention)
@@ -79,11 +69,7 @@ def load_start(
 
 
 def saved(start: Pretrained, save_dtype: SaveDtype | None) -> Pretrained:
-    """`start`, whose folders are written in a dtype; None changes nothing.
-
-    Raises:
-      InputError: its parameters do not fit the dtype already.
-    """
+    """`start`, whose folders are written in a dtype; None changes nothing."""
     if save_dtype is None:
         return start
     hf.check_dtype(start.params, dtype=save_dtype)
@@ -117,9 +103,6 @@ def read_data(
     Args:
       models: of `build`, or as shapes of `shapes.of_run`.
       start: --model, with or without parameters.
-
-    Raises:
-      InputError: a file is unreadable or empty, or a row does not fit; names its place.
     """
     contexts = [model.max_positions for model in models.reward_shapes]
     responder = Responder(

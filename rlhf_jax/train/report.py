@@ -26,7 +26,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import document, reading, watching
 from rlhf_jax.reports.contents import contents
-from rlhf_jax.runs import folder, write_errors
+from rlhf_jax.runs import command_line, folder, write_errors
 from rlhf_jax.runs.object_storage import urls
 
 
@@ -50,11 +50,7 @@ class Config:
     """Title of the page; None is the question of the runs' sweep, or their names."""
 
     def check(self) -> None:
-        """What does not fit together, in one line and not in the parser's box.
-
-        Raises:
-          InputError: nothing is asked for, or the file cannot be one.
-        """
+        """What does not fit together, in one line and not in the parser's box."""
         if not self.runs:
             raise InputError(
                 "expected the folder of a run, got none; rlhf-jax report RUN --html "
@@ -76,13 +72,7 @@ class Config:
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax report` with its options.
-
-    Raises:
-      InputError: a folder is no run's, runs share no metric, none has one of
-        --metrics, the port is taken, or Plotly is not installed.
-      WriteError: the file cannot be written.
-    """
+    """Runs `rlhf-jax report` with its options."""
     options.check()
     document.plotly()  # before anything is read or served
     if options.watch:
@@ -118,7 +108,7 @@ def load(options: Config) -> dict[str, Any]:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax report`: from a command line to a page."""
-    options: Any = tyro.cli(
+    options = command_line.cli(
         Config, prog="rlhf-jax report", description=__doc__, args=argv
     )
     jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,10 @@ from rlhf_jax.train.config.rewards import (
     Reward,
 )
 from rlhf_jax.train.config.rewards import Verifier as VerifierChoice
-from rlhf_jax.train.packed_rollouts import EndPacker
 
 if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.verifiers import Verifier
+    from rlhf_jax.train.packed_rollouts import EndPacker
     from rlhf_jax.verification.pool import VerifierPool
 
 Array = jax.Array
@@ -62,11 +63,7 @@ class RewardPools:
         mesh: Mesh,
         stack: contextlib.ExitStack,
     ) -> None:
-        """Loads the user's functions; processes start with the first response.
-
-        Raises:
-          InputError: there is no such function, or it takes other arguments.
-        """
+        """Loads the user's functions; processes start with the first response."""
         self.config, self.mesh = config, mesh
         self.functions: dict[str, Any] = {}
         self.verifiers: dict[str, Verifier] = {}
@@ -139,7 +136,7 @@ class RewardList:
         pools: RewardPools,
         *,
         models: Sequence[RewardModel],
-        pack: EndPacker,
+        pack: EndPacker | None,
         policy: Pretrained,
         rows: list[Row],
         prompts: Sequence[Written],
@@ -304,36 +301,40 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> Programmed:
 
 
 def model_reward(
-    scorers: Sequence[RewardModel], *, pack: EndPacker, source: Model
+    scorers: Sequence[RewardModel], *, pack: EndPacker | None, source: Model
 ) -> Programmed:
     """Reward models on their own devices, on packed rows where that is less work."""
     # An argument of the program: a closure would bake its parameters in.
     members = [
         rewards.from_model(scorer.frozen, model=scorer.model) for scorer in scorers
     ]
+    combine: Callable[[list[Array]], Array | Scores] = operator.itemgetter(0)
+    if len(members) > 1:
+        combine = jax.jit(
+            functools.partial(
+                rewards.combine,
+                how=source.combine,
+                std_coef=1.0 if source.std_coef is None else source.std_coef,
+                risk=1.0 if source.risk is None else source.risk,
+            )
+        )
     mesh = frozen.mesh_of(scorers[0].frozen)
     apply = jax.jit(
         sharding.on(mesh, lambda reward, rollout, packing: reward(rollout, packing))
     )
-    combine = jax.jit(
-        functools.partial(
-            rewards.combine,
-            how=source.combine,
-            std_coef=1.0 if source.std_coef is None else source.std_coef,
-        )
-    )
 
     def scored(rollout: Rollout) -> Array | Scores:
-        packing = pack(rollout)
-        scores = [
-            frozen_models.run_beside(
-                functools.partial(apply, member, packing=packing),
-                scorer.frozen,
-                rollout,
-            )
-            for member, scorer in zip(members, scorers, strict=True)
-        ]
-        return scores[0] if len(scores) == 1 else combine(scores)
+        packing = None if pack is None else pack(rollout)
+        return combine(
+            [
+                frozen_models.run_beside(
+                    functools.partial(apply, member, packing=packing),
+                    scorer.frozen,
+                    rollout,
+                )
+                for member, scorer in zip(members, scorers, strict=True)
+            ]
+        )
 
     return scored
 
@@ -353,8 +354,6 @@ def make_verifier(
       unsafe: --unsafe-verifier, of a verifier that runs what a model has written.
 
     Raises:
-      InputError: there is no such function, it takes other arguments or is a class, or
-        nothing sets the code that it runs apart from the system.
       StopError: the module calls `sys.exit` when it is imported.
     """
     from rlhf_jax.roles.rewards import verifiers  # of runs with a verifier

@@ -1,9 +1,14 @@
-"""The rows of a file that a model responds to: as prompts, or as episodes begin."""
+"""The rows of a file that a model responds to: as prompts, or as episodes begin.
+
+rows of a file ──read──> rows, tokens ──batches──> draw ──> rollout, early scores
+"""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, json_lines, lengths
 from rlhf_jax.data.examples import Tokens
@@ -12,11 +17,17 @@ from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Question, Written, messages, read_question
 from rlhf_jax.data.text.messages import PLACE
+from rlhf_jax.functional import checks
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.train.build import Meshes
+from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.prompts import AskedPrompts
+from rlhf_jax.train.rewards import RewardPools
 
 if TYPE_CHECKING:
     from rlhf_jax.data.turns import TurnEncoder
     from rlhf_jax.environments.pool import EnvironmentPool
+    from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 
 class ReadRows(NamedTuple):
@@ -47,6 +58,99 @@ class ReadRows(NamedTuple):
         )
 
 
+class Responder:
+    """Reads rows as the model is asked them, in an environment or alone."""
+
+    def __init__(
+        self,
+        config: PolicyGradientConfig,
+        *,
+        start: Pretrained,
+        meshes: Meshes,
+        context: int,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Processes of an environment start with the first row, and end with `stack`.
+
+        Args:
+          context: tokens that every model reads at once.
+        """
+        self._config, self._start = config, start._replace(params=None)
+        self._mesh = meshes.policy
+        self._opened = None
+        if config.sampler.environment is not None:
+            # Here, as environments are modules that no other run needs.
+            from rlhf_jax.train.environment.sampler import OpenedEnvironment
+
+            self._opened = OpenedEnvironment(
+                config.sampler.environment,
+                pool=config.rewards,
+                chat=config.data.chat,
+                max_new_tokens=config.batch.max_new_tokens,
+                start=start,
+                mesh=config.placement.sampler.mesh_beside(meshes.policy),
+                stack=stack,
+            )
+        self.room, self._more = config.batch.room(
+            start.room(max_new_tokens=config.batch.max_new_tokens, context=context)
+        )
+        checks.within(
+            most=self.room,
+            advice=f"the context of {context} has to hold --max-new-tokens too; lower "
+            f"either",
+            **{"--buckets": max(config.data.buckets or (0,))},
+        )
+
+    def read(self, source: str, *, pools: RewardPools, receipt: Receipt) -> ReadRows:
+        """The rows of a file that leave room for a response."""
+        config, options = self._config, self._config.data
+        pools.check_answers(lambda: json_lines.read_located(source))
+        if self._opened is not None:
+            environment = config.sampler.environment
+            assert environment is not None  # that is opened
+            receipt.gives(f"--environment {environment.name}")
+            read = read_begun(
+                source,
+                pool=self._opened.pool,
+                encoder=self._opened.encoder,
+                room=self.room,
+                more=self._more,
+                overlong=options.overlong,
+                receipt=receipt,
+            )
+            pools.tell(receipt)
+            return read.fitting()
+        read = read_prompts(
+            source,
+            options=options,
+            start=self._start,
+            room=self.room,
+            more=self._more,
+            widest=None if options.buckets is None else max(options.buckets, default=0),
+            receipt=receipt,
+        )
+        pools.tell(receipt)
+        if config.watch.judge is not None:
+            receipt.gives(f"--judge {config.watch.judge}")
+        return read.fitting()
+
+    def episodes(
+        self,
+        data: ReadRows,
+        recipe: PolicyGradient,
+        *,
+        rows: int,
+        base: Frozen | None,
+        greedy: bool | None = None,
+    ) -> EpisodeSampler | None:
+        """`OpenedEnvironment.sampler` of a run's rows; None draws responses."""
+        if self._opened is None:
+            return None
+        return self._opened.sampler(
+            recipe, begun=data, rows=rows, home=self._mesh, base=base, greedy=greedy
+        )
+
+
 def read_prompts(
     source: str,
     *,
@@ -64,10 +168,6 @@ def read_prompts(
       more: how a prompt may be longer, for the errors.
       widest: tokens of the largest bucket; None is no bucket.
       receipt: is told of every row, and of those that are left out.
-
-    Raises:
-      InputError: the file cannot be read, a row has no prompt, or no prompt fits; names
-        file and line.
     """
     field = options.prompt_field
     rows = files.read_prompts(source, field=field, receipt=receipt)
@@ -111,10 +211,6 @@ def read_begun(
     Args:
       source: JSONL, or hf:NAME:SPLIT; the environment reads the fields that it needs.
       room, more, receipt: as `read_prompts` takes them.
-
-    Raises:
-      InputError: the file is empty or malformed, the environment cannot begin with a
-        row, or no prompt fits; names file and line.
     """
     rows = [row for _, row in json_lines.read_located(source, receipt=receipt)]
     places = [place(row, number) for number, row in enumerate(rows)]

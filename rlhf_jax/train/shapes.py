@@ -43,11 +43,7 @@ def start(model: ModelConfig, *, backend: str) -> Pretrained:
 
 
 def model_of(path: str) -> ModelConfig:
-    """The shape of a checkpoint, or of a known name.
-
-    Raises:
-      InputError: there is no such checkpoint.
-    """
+    """The shape of a checkpoint, or of a known name."""
     from rlhf_jax.models.families import registry
 
     return registry.KNOWN.get(path) or hf.model_config(path)
@@ -73,9 +69,6 @@ def of_run(
     Args:
       start: --model without parameters; its activations are taken in the dtype of the
         run.
-
-    Raises:
-      InputError: a model beside it is missing, or does not fit the policy's tokens.
     """
 
     model = dataclasses.replace(start.model, dtype=config.start.dtype)
@@ -134,12 +127,6 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
     """Refuses a run that cannot fit.
 
     Prompts count neither in the cache nor as activations.
-
-    Args:
-      models: of `of_run`.
-
-    Raises:
-      InputError: the run needs more memory than there is.
     """
     recipe, mesh, placement = models.recipe, meshes.policy, config.placement
     resident = parts(config, models, meshes=meshes)

@@ -14,17 +14,14 @@ to the first cell seed by seed, and the answers: yes, no, or not enough seeds.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import tyro
@@ -74,8 +71,6 @@ def main(options: Config) -> None:
     """Runs `rlhf-jax sweep` with its options.
 
     Raises:
-      InputError: the file is no sweep, an option of a cell is not the trainer's, or
-        the folder is another sweep's.
       StopError: a run failed; names each, with its last line.
       Interrupted: a signal came; the runs under way have saved.
     """
@@ -137,16 +132,16 @@ def main(options: Config) -> None:
         )
     if of_runs.absent:
         raise InputError("\n".join(of_runs.absent))
-    print(f"results are in {options.out / results.NAME}")
+    print(
+        f"results are in {options.out / results.NAME}; tables and figures for a paper: "
+        f"rlhf-jax paper {options.out} --out paper"
+    )
 
 
 def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
     """Checks that the trainer has every option, with such values, before anything runs.
 
     A program of one's own has to be there, and is not asked.
-
-    Raises:
-      InputError: there is no such trainer or program, or it refuses a run's options.
     """
     if sweep.program:
         if not Path(sweep.program[0]).exists():
@@ -168,38 +163,24 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
 
 
 def _check_run(run: Planned, name: str) -> None:
-    module, output = commands.trainer(name), io.StringIO()
+    module = commands.trainer(name)
     try:
-        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-            command_line.parse(
-                module.Config,
-                description=None,
-                presets=vars(module).get("PRESETS"),
-                renamed=RENAMED,
-                prog=f"rlhf-jax {name}",
-                argv=run.options,
-            )
-    except (InputError, SystemExit) as error:
-        reason = error
-        if isinstance(error, SystemExit):
-            reason = (
-                f"expected options of rlhf-jax {name}, got "
-                f"{_reason(output.getvalue())}; --help-all lists them"
-            )
-        raise InputError(f"{run.cell.name}: {reason}") from None
-
-
-def _reason(box: str) -> str:
-    """What the parser of options says first, below the title of its box."""
-    lines = [line.strip("│| ") for line in box.splitlines()]
-    parts = re.split(r"^\W*[-─]{9,}.*$", "\n".join(lines), flags=re.MULTILINE)
-    texts = [" ".join(part.split()) for part in parts]
-    return next(iter([text for text in texts if text][1:]), "another")
+        command_line.parse(
+            module.Config,
+            description=None,
+            presets=vars(module).get("PRESETS"),
+            renamed=RENAMED,
+            screen={},  # its --help lists few: --help-all is named
+            prog=f"rlhf-jax {name}",
+            argv=run.options,
+        )
+    except InputError as error:
+        raise InputError(f"{run.cell.name}: {error}") from None
 
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax sweep`: from a command line to a table."""
-    options: Any = tyro.cli(
+    options = command_line.cli(
         Config, prog="rlhf-jax sweep", description=__doc__, args=argv
     )
     jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them

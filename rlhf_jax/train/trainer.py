@@ -33,10 +33,10 @@ from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Begun, Loop, improve
-from rlhf_jax.train.programs import Programs
+from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.sampling.sampler import Sampler, make_sampler
+from rlhf_jax.train.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
 if TYPE_CHECKING:
@@ -160,13 +160,9 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     rehearse(loop, models, judge=judge)
     summary: dict[str, Any] = {}
     if held_out is not None:
-        from rlhf_jax.train.watch.held_out import of_held_out
-
         # Of the policy as it starts: what the figures at the end are compared with.
-        before = held_out(
-            models.train.policy, programs=programs, reference=models.reference
-        )
-        summary |= of_held_out(before, "before")
+        policy, reference = models.train.policy, models.reference
+        summary |= held_out.summary("before", policy, programs, reference)
     limits = config.watch.alarms.allowing(staleness=config.staleness)
     check = functools.partial(
         alarms.check, limits=limits, kl_target=config.kl.kl_control.target_per_response
@@ -195,10 +191,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         name=config.start.model,
     )
     if held_out is not None:
-        from rlhf_jax.train.watch.held_out import of_held_out
-
-        after = held_out(trained, programs=programs, reference=reference)
-        summary |= of_held_out(after, "after")
+        summary |= held_out.summary("after", trained, programs, reference)
     summary |= conclude(
         config,
         models,
@@ -283,15 +276,11 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         expect_equal=own is not None and config.reference.checkpoint is None,
     )
     # Last, with the shapes of a real rollout.
+    ptx = None if loop.ptx is None else loop.ptx[0]
     programs.compile_learn(
         train,
         models.critic,
-        rollout=rollout,
-        scores=scores,
-        reference=models.reference,
-        read=read,
-        key=key,
-        ptx=None if loop.ptx is None else loop.ptx[0],
+        LearnInputs(rollout, scores, models.reference, read, key, ptx),
         runs_next=0 in loop.begun and not config.sampler.max_redraws,
     )
 

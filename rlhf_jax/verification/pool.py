@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.roles.rewards import text
-from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.roles.rewards import text, verifiers
+from rlhf_jax.roles.rewards.scores import OnFailure, Scores
 from rlhf_jax.roles.rewards.text import Row, Texts
 from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
-from rlhf_jax.roles.rewards.verifiers import Counting, Verifier
+from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.verification import user_objects, worker
-from rlhf_jax.verification.user_objects import Failure, OnFailure
+from rlhf_jax.verification.user_objects import Failure
 from rlhf_jax.verification.worker import Answer
 from rlhf_jax.verification.workers import Ended, Workers
 
@@ -65,8 +65,7 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         """
         user_objects.check_options(timeout=timeout, on_failure=on_failure)
         self.timeout, self.on_failure = timeout, on_failure
-        counting = isinstance(verifier, Counting)
-        self.counts = tuple(verifier.counts) if counting else ()
+        self.counts = verifiers.counted(verifier)
         self._workers = Workers(
             user_objects.pickled(verifier, kind="verifier"),
             of="that verify",

@@ -7,12 +7,12 @@ import re
 import sys
 import types
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.roles.rewards.scores import OnFailure
 
-OnFailure = Literal["leave_out", "zero", "stop"]
 _NUMBER = re.compile(r"\d+")
 
 

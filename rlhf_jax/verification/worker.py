@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
@@ -220,16 +220,19 @@ def verify(
     """What a pickled verifier says of one response, in a worker."""
 
     def judged(verifier: Any) -> Answer:
-        if not isinstance(verifier, verifiers.Counting):
-            return Answer(number(verifier(prompt, response, row)), "")
-        score, counts = verifier.judge(prompt, response, row)
-        counted = tuple(number(counts[name], called=name) for name in verifier.counts)
-        return Answer(number(score), "", counts=counted)
+        score, counts = verifiers.judged(verifier, prompt, response, row)
+        names = verifiers.counted(verifier)
+        return Answer(number(score), "", counts=counted(counts, names))
 
     returned = call(pickled, judged)
     if isinstance(returned, Failed):
         return Answer(0.0, returned.why, imported=returned.imported)
     return returned
+
+
+def counted(counts: Mapping[str, Any], names: Sequence[str]) -> tuple[float, ...]:
+    """What user code counts, in the order of its names; `Rejected` as of `number`."""
+    return tuple(number(counts[name], called=name) for name in names)
 
 
 def number(returned: Any, *, called: str = "score") -> float:

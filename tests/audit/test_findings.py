@@ -113,7 +113,10 @@ def of_penalty(penalty):
         shared = {"penalty": penalty, "logprobs": batch.logprobs, "mask": batch.mask}
         shared["ref_logprobs"] = batch.ref_logprobs
         now, ref = (jax.nn.log_softmax(one) for one in (batch.logits, batch.ref_logits))
-        exact = jnp.sum(jnp.exp(now) * (now - ref), axis=-1)
+        if penalty.direction == "forward":
+            exact = jnp.sum(jnp.exp(ref) * (ref - now), axis=-1)
+        else:
+            exact = jnp.sum(jnp.exp(now) * (now - ref), axis=-1)
         total = jnp.zeros(())
         if penalty.placement in ("reward", "both"):
             kl, _ = kl_penalty.reward_kl(**shared, exact=jax.lax.stop_gradient(exact))
@@ -149,6 +152,75 @@ def test_the_librarys_own_table_from_its_public_functions(penalty):
     named = penalty.gradient
     known = {*audit.targets(STOP), audit.ZERO}
     assert one.verdict == (named if named in known else audit.NONE), named
+
+
+def distinct():
+    """A penalty per token for each of the gradients that there are."""
+    every = (
+        kl_penalty.Penalty(
+            value_estimator=estimator,
+            placement=placement,
+            direction=direction,
+            importance_weights=weights if estimator != "exact" else None,
+        )
+        for direction, weights in (("reverse", None), ("forward", "token"))
+        for placement in ("reward", "loss", "both")
+        for estimator in ("k1", "k2", "k3", "exact")
+    )
+    return {penalty.gradient: penalty for penalty in reversed([*every])}
+
+
+def beside_the_targets(world):
+    """{name: f32[states, V]}: gradients that are no KL's, by sums over responses."""
+
+    def taken(table):
+        of_tokens = jax.nn.log_softmax(table)[world.states, world.tokens]
+        return jnp.where(world.mask, of_tokens, 0.0)
+
+    ref_logprobs, ref = taken(world.reference), jax.nn.log_softmax(world.reference)
+
+    def sums(table):
+        logprobs, words = taken(table), jax.nn.log_softmax(table)
+        own = jnp.exp(logprobs.sum(axis=1))
+        fixed = jax.lax.stop_gradient(own)
+        x = logprobs - ref_logprobs
+        forward, squares = (
+            jnp.where(world.mask, per_state[world.states], 0.0).sum(axis=1)
+            for per_state in (
+                jnp.sum(jnp.exp(ref) * (ref - words), axis=1),
+                jnp.sum(jnp.exp(ref) * 0.5 * (ref - words) ** 2, axis=1),
+            )
+        )
+        found = {
+            gradients.MEAN_K2: own @ (0.5 * x**2).sum(axis=1),
+            gradients.OWN_PREFIX_FORWARD: own @ forward,
+            gradients.FIXED_K2: fixed @ squares,
+        }
+        for name, k in {
+            "k1": -x,
+            "k2": 0.5 * x**2,
+            "k3": jnp.exp(x) - 1 - x,
+        }.items():
+            weighted = jax.lax.stop_gradient((jnp.exp(-x) * k).sum(axis=1))
+            score = fixed @ (weighted * logprobs.sum(axis=1))
+            found[gradients.SCORE_HALF + name] = score
+        return found
+
+    return jax.jacrev(sums)(jnp.asarray(world.policy))
+
+
+@pytest.mark.parametrize("name", distinct())
+@pytest.mark.cases(quick=5)
+def test_each_of_the_librarys_17_gradients_is_the_sum_that_its_name_says(name):
+    """From the public functions alone, where the verdict has names for KLs alone."""
+    assert len(distinct()) == 17
+    penalty = distinct()[name]
+    known = {**audit.targets(STOP), **beside_the_targets(STOP)}
+    expected = jnp.zeros_like(STOP.policy)
+    for term, times in penalty.terms.items():
+        expected += 3 * times * known[term]  # three responses a group
+    measured = audit.expected_gradient(of_penalty(penalty), STOP)
+    np.testing.assert_allclose(measured, expected, atol=1e-5)
 
 
 def test_weights_by_length():

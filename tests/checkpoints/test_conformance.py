@@ -91,8 +91,34 @@ CONFIGS = {
     },
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"rope_local_base_freq": 500.0},
+    "olmo2": LLAMA,
+    "olmo3": LLAMA
+    | {
+        "rope_theta": 500_000.0,
+        "rope_scaling": YARN,
+        "sliding_window": 8,
+        "layer_types": GEMMA["layer_types"],
+    },
+    "smollm3": LLAMA | {"no_rope_layers": [1, 0]},
+    "granite": LLAMA
+    | {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+    },
+    "granitemoehybrid": LLAMA
+    | {
+        "num_local_experts": 0,
+        "layer_types": ["attention", "attention"],
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "rope",
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+    },
 }
-REWARDS = [name for name in CONFIGS if "," not in name]
+# transformers has no score for Granite.
+REWARDS = [name for name in CONFIGS if "," not in name and "granite" not in name]
 FOLDERS = [*CONFIGS, *(f"{name} reward" for name in REWARDS)]
 # What a reader cannot, by environment and folder, with the reason.
 UNKNOWN: dict[str, dict[str, str]] = {

@@ -668,6 +668,39 @@ def test_a_name_that_is_a_path_is_told_so(monkeypatch, name, message):
         assert len(str(got.value)) < 500
 
 
+def test_a_name_without_an_owner_is_refused_first(monkeypatch, tmp_path):
+    """Except old models that the hub has so, and what another program has loaded."""
+    asked, cached = [], {}
+
+    def offline(repo_id, **_):
+        asked.append(repo_id)
+        raise LocalEntryNotFoundError("Got: ConnectError: no route")
+
+    def from_cache(repo_id, file):
+        return cached.get((repo_id, file))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", from_cache)
+    monkeypatch.chdir(tmp_path)
+    for load in (hf.load, tokenization.load_tokenizer):
+        with pytest.raises(InputError) as error:
+            load("nofolder")
+        assert str(error.value) == (
+            "expected a folder with a checkpoint or a hub id, got 'nofolder'; there is "
+            f"no such folder in {tmp_path}, and no OWNER/ of the hub; correct the path"
+        )
+    assert asked == []
+    cached["old", "config.json"] = "a path"
+    for name in ("old", "gpt2-large", "owner/model"):
+        with pytest.raises(InputError) as error:
+            hf.load(name)
+        assert asked.pop() == name
+        assert str(error.value).endswith(
+            "the hub says: ConnectError: no route; correct the name, or see to the "
+            "network"
+        )
+
+
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
     answered = threading.Event()
     monkeypatch.setattr(

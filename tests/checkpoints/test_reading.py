@@ -17,11 +17,14 @@ FAMILIES = {
     "gpt2": ("transformer.", "wte.weight", "lm_head.weight"),
     "gpt_neox": ("gpt_neox.", "embed_in.weight", "embed_out.weight"),
     **dict.fromkeys(
-        ("llama_bf16", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"),
+        (
+            *("llama_bf16", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"),
+            *("olmo2", "olmo3", "smollm3", "granite", "granite4"),
+        ),
         ("model.", "embed_tokens.weight", "lm_head.weight"),
     ),
 }
-BY_DEFAULT = ("gpt2", "gemma2", "gemma3")
+BY_DEFAULT = ("gpt2", "gemma2", "gemma3", "smollm3")
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 

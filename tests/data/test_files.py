@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from rlhf_jax.data import files, json_lines
+from rlhf_jax.data import files, json_lines, splits
 from rlhf_jax.functional.checks import InputError
 
 
@@ -263,22 +263,22 @@ def test_questions_and_plays(shared_data):
 
 def test_held_out_rows_are_a_share_drawn_by_the_seed():
     rows = list("abcdefghij")
-    training, held_out = files.hold_out(rows, share=0.3, seed=0)
+    training, held_out = splits.hold_out(rows, share=0.3, seed=0)
     assert len(held_out) == 3
     assert sorted(training + held_out) == rows
     assert training == sorted(training)
     assert held_out == sorted(held_out)
-    assert files.hold_out(rows, share=0.3, seed=0) == (training, held_out)
-    draws = {tuple(files.hold_out(rows, share=0.3, seed=seed)[1]) for seed in range(9)}
+    assert splits.hold_out(rows, share=0.3, seed=0) == (training, held_out)
+    draws = {tuple(splits.hold_out(rows, share=0.3, seed=seed)[1]) for seed in range(9)}
     assert len(draws) > 3
-    assert files.hold_out(rows, share=0, seed=0) == (rows, [])
-    assert len(files.hold_out(rows, share=0.01, seed=0)[1]) == 1
+    assert splits.hold_out(rows, share=0, seed=0) == (rows, [])
+    assert len(splits.hold_out(rows, share=0.01, seed=0)[1]) == 1
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 0.99])
 def test_a_share_that_leaves_nothing_is_refused(share):
     with pytest.raises(InputError, match=r"share to hold out: |rows to train on"):
-        files.hold_out(["a", "b"], share=share, seed=0)
+        splits.hold_out(["a", "b"], share=share, seed=0)
 
 
 @pytest.mark.parametrize(

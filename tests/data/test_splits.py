@@ -7,7 +7,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from rlhf_jax.data import files, splits
+from rlhf_jax.data import splits
 from rlhf_jax.data.examples import Episode, Example, Labelled, Pair
 from rlhf_jax.data.receipts import Receipt
 
@@ -140,7 +140,3 @@ def test_rows_of_one_prompt_are_all_trained_on_and_the_receipt_is_told():
     }
     two = [*rows, example(1, 0)]
     assert len(splits.hold_out(two, **of, receipt=Receipt("--data", "two"))[1]) == 1
-
-
-def test_the_name_of_before():
-    assert files.hold_out is splits.hold_out

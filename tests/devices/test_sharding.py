@@ -28,13 +28,13 @@ from rlhf_jax import (
     rewards,
     state,
 )
-from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.checkpoints import frozen_models, mapping, pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
-from rlhf_jax.models.families import mapping, registry
+from rlhf_jax.models.families import registry
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import FrozenModels
 

@@ -92,6 +92,27 @@ FAILURES = {
 }
 
 
+def test_what_is_counted_comes_in_the_order_of_the_names():
+    with EnvironmentPool(toy_environment.Counts(), num_workers=1) as pool:
+        assert pool.counts == ("calls", "errors")
+        for response, counts in {
+            '{"errors": 2, "calls": 3}': (3.0, 2.0),
+            '{"errors": 1}': (0.0, 1.0),
+            "{}": (0.0, 0.0),
+        }.items():
+            answer = pool.step(START, response).result()
+            assert (answer.why, answer.reward, answer.counts) == ("", 1.0, counts)
+        for response, why in {
+            '{"error": 1}': "returned counts of ['error'], expected some of ['calls', ",
+            '{"errors": "1"}': "not a number, expected a finite number as the errors",
+        }.items():
+            answer = pool.step(START, response).result()
+            assert (answer.reward, answer.counts) == (0.0, ())
+            assert why in answer.why
+    with pytest.raises(InputError, match="other than late, which every environment"):
+        EnvironmentPool(toy_environment.Taken())
+
+
 @pytest.mark.parametrize("response", FAILURES)
 def test_a_failure_ends_its_episode_and_no_other(pool, response):
     futures = [pool.step(START, word) for word in ("a", response, "b")]

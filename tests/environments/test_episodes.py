@@ -188,6 +188,16 @@ def test_what_ends_an_episode_is_counted():
     assert failing.warned == [(1, ROWS)]
 
 
+def test_what_an_environment_counts_adds_up_over_the_turns():
+    script = Script(counts=("ones", "tens"), fails={(2, 2)})
+    _, scores = drawn(tiny.GPT2, params_of(tiny.GPT2), script)
+    turns = scores.parts["turns"] - scores.parts["failed"]
+    assert turns.max() > 1
+    assert scores.parts["failed"].sum() == 1
+    np.testing.assert_array_equal(scores.parts["ones"], turns * (turns + 1) / 2)
+    np.testing.assert_array_equal(scores.parts["tens"], 10 * scores.parts["ones"])
+
+
 @pytest.mark.parametrize("on_failure", ["leave_out", "zero"])
 def test_an_observation_that_cannot_be_encoded_ends_its_episode_alone(on_failure):
     params = params_of(tiny.GPT2)

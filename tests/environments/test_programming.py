@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_jax.environments import demonstrations, programming
+from rlhf_jax.environments import demonstrations, programming, protocol
 from rlhf_jax.environments.programming import Programming
 from rlhf_jax.verification.code.verifier import PythonTests
 
@@ -80,6 +80,27 @@ def test_the_expert_hands_in_what_is_right():
         played = demonstrations.play(environment, row, expert=programming.expert)
         assert played.reward == 1.0
         assert int(played.turns[1]) == row_of(row)(3, 8)
+
+
+@pytest.mark.slow
+def test_what_the_verifier_counts_of_the_final_code_is_counted():
+    verifier = PythonTests(seconds=2.0)
+    environment = Programming(verifier)
+    assert protocol.counted(environment) == verifier.counts
+    codes = {
+        RIGHT: set(),
+        block("import pandas"): {"refused"},
+        block("def solve(a, b):\n    while True: pass"): {"code_timed_out"},
+        block("import os\nos._exit(0)"): {"suspicious"},
+    }
+    for code, names in codes.items():
+        [turn] = answers(environment, f"FINAL\n{code}")
+        assert turn.counts == {name: name in names for name in verifier.counts}
+        assert turn.counts == verifier.judge("", code, ROW).counts
+        [ran] = answers(environment, code)
+        assert not isinstance(ran, protocol.CountedTurn)  # it is only run
+    [turn] = answers(environment, "FINAL")  # without any code
+    assert turn.counts == dict.fromkeys(verifier.counts, 0.0)
 
 
 def row_of(row):

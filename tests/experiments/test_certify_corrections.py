@@ -40,6 +40,19 @@ def test_the_ratio_of_a_response_has_the_gradient_of_the_reward(case):
         assert not finding._replace(claim=UNBOUNDED._replace(**wrong)).holds
 
 
+@pytest.mark.slow
+def test_a_weighted_square_of_responses_has_the_gradient_of_their_kl(case):
+    """At each staleness, where without its weight it is biased from the first on."""
+    weighted, plain = certified(
+        case, *(claim for name, claim in CLAIMS.items() if name.startswith("k2 of"))
+    )
+    assert weighted.holds, weighted
+    assert [stale.updates for stale in weighted.stale] == [0, 1, 2, 4]
+    assert plain.holds, plain
+    assert plain.stale[0].outside < 1e-5
+    assert all(stale.outside > 1e-3 for stale in plain.stale[1:])
+
+
 @pytest.mark.long
 def test_another_objective_fails(case):
     wrong = CLAIMS["sequence_mask, 0.7 to 1.5"]._replace(
@@ -95,6 +108,9 @@ def test_objectives_by_hand():
         assert float(likelihood) == pytest.approx(-np.log(0.8))
     kl = 0.8 * np.log(3.2) + 0.2 * np.log(0.8)
     assert float(claims.reverse_kl(now, known)) == pytest.approx(-kl)
+    assert float(claims.full_reverse_kl(now, known)) == pytest.approx(-kl)
+    k2 = 0.5 * (np.log(3.2) ** 2 + np.log(0.8) ** 2) / 2
+    assert float(claims.drawn_k2(now, known)) == pytest.approx(-k2)
     k3 = [1 / ratio - 1 + np.log(ratio) for ratio in (3.2, 0.8)]
     assert float(claims.drawn_k3(now, known)) == pytest.approx(-np.mean(k3))
 

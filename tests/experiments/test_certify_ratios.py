@@ -30,7 +30,7 @@ def certified(case, *claims):
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_ratio_of_a_sequence_is_its_formula_s(case):
-    claim = CLAIMS["GSPO, a constant divisor"]
+    claim = CLAIMS["GSPO, a constant divisor (LUSPO)"]
     (finding,) = certified(case, claim)
     assert finding.holds, finding
     fresh, *_, old = finding.stale
@@ -45,7 +45,7 @@ def test_the_ratio_of_a_sequence_is_its_formula_s(case):
 
 @pytest.mark.long
 def test_another_formula_and_another_share_fail(case):
-    claim = CLAIMS["GSPO, a constant divisor"]
+    claim = CLAIMS["GSPO, a constant divisor (LUSPO)"]
     tokens = functools.partial(ratio_claims.clip, low=0.02, high=0.03)
     for wrong in (claim._replace(surrogate=tokens), claim._replace(share=2.0)):
         assert not certified(case, wrong)[0].holds
@@ -82,6 +82,19 @@ def test_formulas_by_hand():
     sequence = functools.partial(ratio_claims.sequence_clip, low=0.2, high=0.3)
     assert worth(sequence, 1.0) == pytest.approx(1.3)
     assert worth(functools.partial(ratio_claims.weighted, high=0.5), 1.0) == -4.5
+    away = {"kind": "tv", "most": 0.02}  # from e^-3/2 = 0.0249 to 0.0498
+    divergence = functools.partial(ratio_claims.by_divergence, **away)
+    assert worth(divergence, 1.0) == pytest.approx(0)
+    assert worth(divergence, -1.0) == pytest.approx(6, rel=1e-6)
+    mean = functools.partial(ratio_claims.geometric, most=0.5)
+    assert worth(mean, 1.0) == pytest.approx(np.exp(0.5))
+    assert worth(mean, -1.0) == pytest.approx(-2)
+    assert worth(ratio_claims.soft_weight, 1.0) == pytest.approx(
+        -3 * 16**2 * np.exp(-45), rel=1e-5
+    )
+    assert worth(ratio_claims.tapered, 1.0) == worth(ratio_claims.tapered, -1.0) * -1
+    kept = functools.partial(ratio_claims.without_mistakes, most=0.1)
+    assert worth(kept, -1.0) == pytest.approx(-2)
     gate = 4 / (1 + np.exp(-1))
     assert worth(ratio_claims.gated, 1.0) == pytest.approx(gate, rel=1e-6)
 
@@ -95,3 +108,11 @@ def test_what_is_beside_a_gradient():
 def test_no_world_is_refused(tmp_path):
     with pytest.raises(InputError, match="num_worlds"):
         certify_ratios.Config(out=tmp_path, num_worlds=0)
+
+
+def test_some_certificates_alone(tmp_path):
+    some = cases.chosen(ratio_claims.CLAIMS, only=("DPPO*", "VESPO"))
+    assert [claim.name.partition(",")[0] for claim in some] == ["DPPO", "DPPO", "VESPO"]
+    assert cases.chosen(ratio_claims.CLAIMS, only=()) == [*ratio_claims.CLAIMS]
+    with pytest.raises(InputError, match="--only: expected some of token ratio"):
+        certify_ratios.Config(out=tmp_path, only=("DPO",))

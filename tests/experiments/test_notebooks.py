@@ -14,6 +14,7 @@ from test_readmes import broken_links
 FILES = sorted((EXPERIMENTS / "notebooks").glob("*.ipynb"))
 # An absolute path, but not that of an address or of a closing tag.
 PATH = re.compile(r"(?<![\w:/<.+])/(?:[\w.-]+/)+[\w.-]*")
+TIME = re.compile(r"\b\d+ s\b|\d+:\d\d")
 ADVICE = "run tests/programs/record_notebooks.py"
 
 
@@ -81,8 +82,9 @@ def test_there_are_pictures_and_the_file_is_light(file, notebook):
     assert file.stat().st_size < 1_000_000
 
 
-def test_nothing_is_of_one_machine(notebook):
+def test_nothing_is_of_one_machine_or_hour(notebook):
     assert not [path for text in texts(notebook) for path in PATH.findall(text)]
+    assert not [time for text in texts(notebook) for time in TIME.findall(text)]
     shape = {name: notebook["metadata"][name] for name in record_notebooks.METADATA}
     assert shape == record_notebooks.METADATA
     assert not [cell["metadata"] for cell in notebook["cells"] if cell["metadata"]]

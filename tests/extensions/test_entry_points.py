@@ -81,6 +81,21 @@ def test_help_lists_them_all_and_says_which_are_broken(capsys):
     assert "  ppo            sound_part (unread: ours has the name)" in lines
 
 
+def test_help_has_the_summary_of_a_package(installed, monkeypatch, capsys):
+    project = (
+        '[project]\nname = "yours"\nversion = "2"\ndescription = "PPO on signs."\n'
+        '[project.entry-points."rlhf_jax.methods"]\n'
+        'signs = "sound_part"\nlost = "absent_part"\n'
+    )
+    toy_packages.install(installed / "other", project, {})
+    monkeypatch.syspath_prepend(str(installed / "other"))
+    main.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "  signs          PPO on signs." in lines
+    lost = "PPO on signs. (cannot be imported: no module 'absent_part')"
+    assert f"  lost           {lost}" in lines
+
+
 def test_a_command_has_its_options(capsys):
     main.main(["sound", "--a", "b"])
     assert capsys.readouterr().out == "ran --a b\n"

@@ -20,6 +20,7 @@ from rlhf_jax.functional import (
     logprobs,
     losses,
     masked,
+    policy_losses,
     preference_losses,
     surrogates,
     token_rewards,
@@ -64,6 +65,12 @@ CASES = {
     ),
     "advantages.group_relative": (
         lambda s: advantages.group_relative(s, group_size=2, normalise=False),
+        (PER_ROW,),
+    ),
+    "advantages.length_weighted": (
+        lambda s: advantages.length_weighted(
+            s, lengths=jnp.arange(1.0, 1.0 + PER_ROW[0]), group_size=2
+        ),
         (PER_ROW,),
     ),
     "advantages.leave_one_out": (
@@ -285,6 +292,21 @@ CASES = {
         )[0],
         (PER_ROW, PER_ROW),
     ),
+    "policy_losses.geometric_mean.gmpo_loss": (
+        lambda x: policy_losses.gmpo_loss(
+            logprobs=0.1 * x,
+            old_logprobs=jnp.zeros(PER_TOKEN),
+            advantages=jnp.cos(jnp.arange(20.0)).reshape(PER_TOKEN),
+            mask=MASK,
+            clip_range=5.0,
+            clip_range_high=5.0,
+        )[0],
+        (PER_TOKEN,),
+    ),
+    "surrogates.masked_inputs": (
+        lambda x: surrogates.masked_inputs(x, jnp.zeros(PER_TOKEN), x, MASK)[0],
+        (PER_TOKEN,),
+    ),
     "surrogates.capped_exp": (surrogates.capped_exp, (PER_TOKEN,)),
     "surrogates.at_level": (
         lambda x: surrogates.at_level(x, mask=MASK, ratio_level="sequence"),
@@ -333,6 +355,10 @@ WITHOUT_A_SLOPE = {
     "off_policy.importance.importance_weights": "stops the gradient",
     "off_policy.mismatch.sampler_kl": "statistics",
     "off_policy.mismatch.weight_stats": "statistics",
+    "policy_losses.divergence_masks.dppo_loss": "stops the gradient of its weight",
+    "policy_losses.response_weights.topr_loss": "stops the gradient of its weight",
+    "policy_losses.response_weights.vespo_loss": "stops the gradient of its weight",
+    "policy_losses.sequence_mask.off_policy_mask": "bool",
     "surrogates.cispo_loss": "stops the gradient of its weight",
     "surrogates.ratio_stats": "statistics",
     "masked.sum_stats": "a dictionary of masked sums",

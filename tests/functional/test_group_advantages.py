@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from places import FIXTURES
 
 from rlhf_jax import advantages
 from rlhf_jax.functional.checks import InputError
@@ -32,6 +33,37 @@ def test_leave_one_out_matches_the_oracle(group_size):
     output = advantages.leave_one_out(SCORES, group_size=group_size)
     expected = oracles.leave_one_out(SCORES, group_size)
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("group_size", [3, 8])
+def test_a_baseline_by_lengths_matches_the_oracle(group_size):
+    """Of equal lengths it is the group's mean; what does not count is in none."""
+    lengths = np.random.default_rng(1).integers(1, 9, 24).astype(np.float32)
+    options = {"group_size": group_size}
+    output = advantages.length_weighted(SCORES, lengths=lengths, **options)
+    expected = oracles.length_weighted(SCORES, lengths, group_size)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+    equal = advantages.length_weighted(
+        SCORES, lengths=np.full(24, 5.0, "f4"), **options
+    )
+    mean = oracles.group_relative(SCORES, group_size, normalise=False)
+    np.testing.assert_allclose(equal, mean, rtol=1e-5, atol=1e-6)
+    kept = np.arange(24) % 8 != 3
+    output = advantages.length_weighted(
+        np.where(kept, SCORES, np.nan), lengths=lengths, row_mask=kept, **options
+    )
+    expected = oracles.length_weighted(SCORES, lengths, group_size, kept)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_baseline_by_lengths_is_verl_s():
+    recorded = np.load(FIXTURES / "policy_losses.npz")
+    mask = recorded["mask"]
+    output = advantages.length_weighted(
+        recorded["rewards"], lengths=mask.sum(axis=1, dtype="f4"), group_size=4
+    )
+    ours = np.asarray(output)[:, None] * mask
+    np.testing.assert_allclose(ours, recorded["opo"], atol=1e-6)
 
 
 def test_by_hand():

@@ -141,6 +141,7 @@ KINDS = {
         "distill",
         (*WITHOUT_CRITIC, "--reference=teacher", "--max-staleness=2"),
     ),
+    "grpo, packed": Kind("grpo", (*MOVED, "--packing=auto")),
     "dpo": Kind(
         "dpo",
         ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
@@ -148,6 +149,13 @@ KINDS = {
     "sft": Kind(
         "sft",
         ("--model=model", "--data=answers.jsonl", "--batch-size=4", *STEPS),
+    ),
+    "sft, packed": Kind(
+        "sft",
+        (
+            *("--model=model", "--data=answers.jsonl", "--batch-size=4", *STEPS),
+            "--max-length=32",
+        ),
     ),
     "sft with adapters": Kind(
         "sft",
@@ -164,7 +172,32 @@ KINDS = {
             "--normalise=samples,num_samples=8,max_new_tokens=4",
         ),
     ),
+    "evaluate": Kind(
+        "evaluate",
+        (
+            *("--model=model", "--reference=teacher", "--prompts=many.jsonl", REWARDED),
+            *("--num-samples=2", "--max-new-tokens=4", "--batch-size=1"),
+            "--snapshot-every=2",
+        ),
+    ),
+    "sweep": Kind("sweep", ("sweep.toml", "--jobs=2")),
 }
+SWEEP = """
+trainer = "grpo"
+seeds = [0, 1]
+grid = { kl_coef = [0.0, 0.1] }
+measures = { score = "objective/scores" }
+
+[options]
+model = "model"
+prompts = "prompts.jsonl"
+reward = "their_rewards:score"
+batch_size = 4
+group_size = 2
+max_new_tokens = 4
+num_steps = 20
+snapshot_every = 2
+"""
 
 
 def write_files(folder: Path) -> None:
@@ -173,11 +206,14 @@ def write_files(folder: Path) -> None:
     (folder / "their_rewards.py").write_text(REWARD)
     (folder / "their_verifiers.py").write_text(VERIFIER)
     (folder / "their_environments.py").write_text(ENVIRONMENT)
+    (folder / "sweep.toml").write_text(SWEEP)
     toy_files.checkpoint(folder / "model")
     toy_files.checkpoint(folder / "teacher", seed=1)
     toy_files.reward_model(folder / "scorer")
     prompts = ("the cat", "a dog was", "it is so")
     toy_files.jsonl(folder / "prompts.jsonl", *({"prompt": text} for text in prompts))
+    many = [{"prompt": text} for text in prompts for _ in range(10)]
+    toy_files.jsonl(folder / "many.jsonl", *many)
     words = ("cat", "dog", "good", "bad", "very", "so", "and", "to")
     answers = [
         {"prompt": f"a {word}", "response": f"ran by the {word} ."} for word in words

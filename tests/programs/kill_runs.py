@@ -1,12 +1,13 @@
-"""Kills the trainers with SIGKILL at random moments, and compares what they leave.
+"""Kills every command at random moments, and compares what it leaves.
 
     PYTHONPATH=tests python tests/programs/kill_runs.py --kills 100 --out FOLDER
 
 Every kind of run in `kill_kinds` is played once without a kill. Then it is started with
---resume, killed, and started again, until it has been killed its share of times and is
-left to end. What lies in its folder must then be the same bytes as in the other: no
-refusal to go on, no bit lost, no stray file. Prints a line for each kill and exits with
-status 1 at the first difference. `test_ahead_runs.py` has a few kills of some kinds.
+--resume, killed by SIGKILL or, one time in three, by SIGTERM, and started again, until
+it has been killed its share of times and is left to end. What lies in its folder must
+then be the same bytes as in the other, and be proven: no refusal to go on, no bit lost,
+no stray file. Prints a line for each kill and exits with status 1 at the first
+difference. `test_killed_commands.py` has a few kills of some kinds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ import kill_kinds
 import places
 from kill_kinds import KINDS, Kind
 
+from rlhf_jax.runs.proof import run_files, sums
+from rlhf_jax.runs.snapshots import integrity
+from rlhf_jax.sweeps import planned, results
+
 WITH_CLOCKS = {"timings.jsonl", "summary.json"}
+BY_SIGTERM = 1 / 3  # of kills; groups of processes are all killed
 
 
 class Running:
@@ -48,6 +54,10 @@ class Running:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={kind.devices}",
         }
+        starts = (f"--out={out}", *kind.options, *group)
+        if kind.trainer != "sweep":  # whose runs go on by themselves
+            cache = files / "compiled"
+            starts += ("--no-progress", "--resume", f"--compilation-cache={cache}")
         self.errors = [out.parent / f"{out.name}.{i}" for i in range(kind.processes)]
         self.processes = []
         for number, errors in enumerate(self.errors):
@@ -61,9 +71,7 @@ class Running:
                                 "rlhf_jax.train.main",
                                 kind.trainer,
                             ),
-                            *(f"--out={out}", "--no-progress", "--resume"),
-                            f"--compilation-cache={files / 'compiled'}",
-                            *(*kind.options, *group),
+                            *starts,
                             *([f"--process-id={number}"] if group else []),
                         ],
                         cwd=files,
@@ -76,24 +84,31 @@ class Running:
     def ended(self) -> bool:
         return all(process.poll() is not None for process in self.processes)
 
-    def kill(self, pause: float) -> bool:
-        """SIGKILL to each in turn; False if all had ended by themselves before.
+    def kill(self, kind: signal.Signals, *, pause: float) -> bool:
+        """A signal to each in turn; False if all had ended by themselves before.
 
         Without the first, a process of a group may end by itself before its own turn.
+
+        Raises:
+          AssertionError: SIGTERM did not stop it, or it failed as it saved.
         """
         for process in self.processes:
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(kind)
             time.sleep(pause if process is not self.processes[-1] else 0)
-        codes = [process.wait() for process in self.processes]
-        return -signal.SIGKILL in codes
+        codes = [process.wait(timeout=600) for process in self.processes]
+        if kind is signal.SIGKILL:
+            return -kind in codes
+        (code,) = codes  # -15 before its handler is there
+        assert code in (0, -kind, 128 + kind), f"{code} by {kind!r}:\n{self.output()}"
+        return code != 0
 
     def output(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in self.errors)
 
 
 def rows(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    files = [*out.glob("metrics.jsonl"), *out.glob("runs/*/*/metrics.jsonl")]
+    return sum(path.read_bytes().count(b"\n") for path in files)
 
 
 def play(kind: Kind, files: Path, out: Path, *, kills: int, rng: random.Random) -> int:
@@ -117,10 +132,12 @@ def play(kind: Kind, files: Path, out: Path, *, kills: int, rng: random.Random) 
         if done < kills and not running.ended():
             if not early:
                 time.sleep(wait)
-            at = rows(out)
-            if running.kill(rng.uniform(0, 0.2)):
+            at, by = rows(out), signal.SIGKILL
+            if kind.processes == 1 and rng.random() < BY_SIGTERM:
+                by = signal.SIGTERM
+            if running.kill(by, pause=rng.uniform(0, 0.2)):
                 done += 1
-                print(f"  kill {done} with {at} rows written", flush=True)
+                print(f"  {by.name} {done} with {at} rows written", flush=True)
                 continue
         with contextlib.suppress(subprocess.TimeoutExpired):
             for process in running.processes:
@@ -131,13 +148,29 @@ def play(kind: Kind, files: Path, out: Path, *, kills: int, rng: random.Random) 
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file that a run leaves; of snapshots the names, as orbax writes clocks."""
+    """Every file that a run leaves; of snapshots the names, as orbax writes clocks.
+
+    Raises:
+      AssertionError: a file is not proven.
+    """
     files = {}
+    if (out / planned.BEGUN).exists():
+        document = json.loads((out / results.NAME).read_text())
+        del document[sums.PROOF]  # with the sums of logs
+        files[results.NAME] = json.dumps(document).encode()
+        checked = results.check(out)
+        assert not any(checked[1:]), checked
+        for run in sorted(out.glob("runs/*/*")):
+            name = run.relative_to(out).as_posix()
+            files |= {f"{name}/{file}": of for file, of in contents(run).items()}
+        return files
+    checked = run_files.check(out)
+    assert not any(checked[1:]), checked
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
         parts = path.relative_to(out).parts
         if parts[0] == "snapshots":
-            if len(parts) <= 3:
+            if len(parts) <= 3 or parts[3:] == (integrity.LIST,):
                 files[name] = b""
         elif path.is_file():
             files[name] = b"" if skipped(path) else path.read_bytes()

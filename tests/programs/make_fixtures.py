@@ -127,6 +127,50 @@ GEMMA3 = transformers.Gemma3TextConfig(
     },
 )
 PHI3 = transformers.Phi3Config(**FAMILY, sliding_window=5, partial_rotary_factor=0.5)
+FOUR_LAYERS = FAMILY | {"num_hidden_layers": 4}
+OLMO2 = transformers.Olmo2Config(
+    **FAMILY | {"num_key_value_heads": 2}, attention_bias=True
+)
+OLMO3 = transformers.Olmo3Config(
+    **FOUR_LAYERS,
+    sliding_window=5,
+    layer_types=[LOCAL, LOCAL, GLOBAL, LOCAL],
+    rope_parameters={
+        LOCAL: {"rope_type": "default", "rope_theta": 50.0},
+        GLOBAL: YARN_ROPE | {"attention_factor": 1.2, "truncate": True},
+    },
+)
+# With and without positions, local and global: a layer of each.
+SMOLLM3 = transformers.SmolLM3Config(
+    **FOUR_LAYERS,
+    no_rope_layers=[1, 0, 1, 0],
+    use_sliding_window=True,
+    sliding_window=5,
+    layer_types=[LOCAL, LOCAL, GLOBAL, GLOBAL],
+)
+GRANITE = transformers.GraniteConfig(
+    **FAMILY,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.4,
+    attention_multiplier=0.3,
+    logits_scaling=1.7,
+    mlp_bias=True,
+    tie_word_embeddings=True,
+)
+# Of layers without positions, none of which is a Mamba layer.
+GRANITE4 = transformers.GraniteMoeHybridConfig(
+    **FAMILY | {"intermediate_size": 40},
+    embedding_multiplier=3.0,
+    residual_multiplier=0.4,
+    attention_multiplier=0.5,
+    logits_scaling=0.6,
+    shared_intermediate_size=40,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    layer_types=[GLOBAL] * 3,
+    mamba_n_heads=1,
+    position_embedding_type=None,
+)
 
 
 def record_causal(
@@ -244,6 +288,11 @@ FIXTURE = {
     "gemma2": causal(t.Gemma2ForCausalLM, GEMMA2, **LONG),
     "gemma3": causal(t.Gemma3ForCausalLM, GEMMA3, **LONG),
     "phi3": causal(t.Phi3ForCausalLM, PHI3, **LONG),
+    "olmo2": causal(t.Olmo2ForCausalLM, OLMO2, **LONG),
+    "olmo3": causal(t.Olmo3ForCausalLM, OLMO3, **LONG),
+    "smollm3": causal(t.SmolLM3ForCausalLM, SMOLLM3, **LONG),
+    "granite": causal(t.GraniteForCausalLM, GRANITE, **LONG),
+    "granite4": causal(t.GraniteMoeHybridForCausalLM, GRANITE4, **LONG),
     "qwen2_reward": scores(t.Qwen2ForSequenceClassification, QWEN2, **EAGER),
     "qwen3_reward": scores(t.Qwen3ForSequenceClassification, QWEN3, **EAGER),
     "mistral_reward": scores(t.MistralForSequenceClassification, MISTRAL, **EAGER),
@@ -253,6 +302,9 @@ FIXTURE = {
     "gemma2_reward": scores(t.Gemma2ForSequenceClassification, GEMMA2, **EAGER),
     "gemma3_reward": scores(t.Gemma3TextForSequenceClassification, GEMMA3, **EAGER),
     "phi3_reward": scores(t.Phi3ForSequenceClassification, PHI3, **EAGER),
+    "olmo2_reward": scores(t.Olmo2ForSequenceClassification, OLMO2, **EAGER),
+    "olmo3_reward": scores(t.Olmo3ForSequenceClassification, OLMO3, **EAGER),
+    "smollm3_reward": scores(t.SmolLM3ForSequenceClassification, SMOLLM3, **EAGER),
 }
 
 

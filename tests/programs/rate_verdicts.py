@@ -2,7 +2,8 @@
 
     python tests/programs/rate_verdicts.py
 
-Prints the tables of rlhf_jax/reports/README.md, and those of other thresholds. A run's
+Prints the tables of rlhf_jax/reports/README.md, those of other thresholds, and at last
+how often the alarm reward_hacking is raised. A run's
 gold score fell where, on held-out prompts at the end, it is MARGIN below its best: that
 of the reference on the same prompts, or the best mean of three neighbouring values on
 the way. The judge of these runs is the gold score of the responses that the policy is
@@ -19,6 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from places import RECORDED
 
+from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import verdicts
 
 MARGIN = 0.4  # gold units: half the deviation of the reference's responses
@@ -124,6 +126,38 @@ def false_alarms(count: int, *, rho: float, errors: np.ndarray) -> np.ndarray:
     return np.mean([[fall.errors > limit for limit in errors] for fall in falls], 0)
 
 
+def raised(rows: list[dict[str, float]], *, errors: float) -> bool:
+    """Whether the alarm reward_hacking is raised at any step."""
+    limits = alarms.Limits(hacking=errors)
+    return any(
+        "reward_hacking" in alarms.check(rows[:end], limits=limits)
+        for end in range(1, len(rows) + 1)
+    )
+
+
+def of_alarm() -> list[str]:
+    """Rows: limit, made-up runs of 40 steps, recorded runs that fell and that did not.
+
+    The judge of a made-up run is noise, and its reward rises at every step.
+    """
+    noise = np.random.default_rng(0).normal(size=(NOISES, 40))
+    made_up = [
+        [{verdicts.SCORE: float(n), verdicts.JUDGE: x} for n, x in enumerate(judge)]
+        for judge in noise
+    ]
+    recorded = [run for runs in [*sets().values()][:3] for run in runs]
+    rows = []
+    for errors in (2.0, 3.0, 4.0, 5.0):
+        share = np.mean([raised(run, errors=errors) for run in made_up])
+        fell, held = [], []
+        for run in recorded:
+            of_kind = fell if run.drop >= MARGIN else held
+            of_kind.append(raised(run.rows, errors=errors))
+        counts = f"{sum(fell)}/{len(fell)} | {sum(held)}/{len(held)}"
+        rows.append(f"| {errors:g} | {share:.1%} | {counts} |")
+    return rows
+
+
 def of_recorded() -> list[str]:
     """The rows of the tables that recorded runs have."""
     rows = []
@@ -154,6 +188,7 @@ def main() -> None:
             shares = false_alarms(count, rho=rho, errors=np.array(THRESHOLDS))
             cells = " | ".join(f"{share:.1%}" for share in shares)
             print(f"| {rho:g} | {count} | {cells} |")
+    print("\n".join(of_alarm()))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 from pathlib import Path
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "experiments" / "notebooks"
+SECONDS = re.compile(r"^\d+ s; ", re.MULTILINE)  # that a command took
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -45,6 +47,9 @@ def record(file: Path) -> None:
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number:02d}", {}
         sources += [cell.source] if cell.cell_type == "code" else []
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                output.text = SECONDS.sub("", output.text)
     notebook.metadata = METADATA | {"code": digest(sources)}
     nbformat.write(notebook, file)
 

@@ -167,8 +167,8 @@ def test_none_is_off():
     rows = history(
         drift__relative=[9.0] * 8,
         objective__kl=[99.0] * 8,
-        objective__scores=list(range(8)),
-        judge__score=[-score for score in range(8)],
+        objective__scores=[0.0] * 6 + [1.0] * 2,
+        judge__score=[0.0] * 6 + [-1.0] * 2,
         response__distinct_fraction=[1.0] * 4 + [0.0] * 4,
         objective__entropy=[1.0] * 4 + [0.0] * 4,
         objective__ref_nll=[1.0] * 4 + [9.0] * 4,

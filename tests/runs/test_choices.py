@@ -70,6 +70,13 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "cispo,clip_range=1.0,clip_range_high=4.0",
         "sapo",
         "sapo,temperature_neg=1.1,ratio_level=sequence_token",
+        "dppo",
+        "dppo,divergence=kl,threshold=0.05,threshold_high=0.1,cap=10.0",
+        "gmpo",
+        "gmpo,clip_range=0.3,clip_range_high=0.5",
+        "vespo",
+        "vespo,power_pos=1.0,decay_neg=3.0",
+        "topr",
     ],
     SamplerCorrection | None: [
         "None",

@@ -71,6 +71,13 @@ def test_rows_of_other_programs_keep_what_nobody_may_read():
     assert (value["b"], value["c"]) == (int("7" * 4_000), "\ud800")
     with pytest.raises(InputError, match="the key 'a' twice"):
         parsing.of_json('{"a": 1, "a": 2}', HERE, foreign=True)
+    brackets = "[" * 2 * MAX_DEPTH
+    for text in (nested(MAX_DEPTH), json.dumps([brackets]), json.dumps([[]] * 200)):
+        assert parsing.of_json(text, HERE, foreign=True) == json.loads(text)
+    with pytest.raises(InputError, match=f"nested deeper than {MAX_DEPTH}"):
+        parsing.of_json(nested(MAX_DEPTH + 1), HERE, foreign=True)
+    with pytest.raises(InputError, match=f"nested deeper than {MAX_DEPTH}"):
+        parsing.of_json(f"[{nested(MAX_DEPTH)}, []]", HERE, foreign=True)
 
 
 def test_a_line_that_is_too_large():

@@ -146,6 +146,36 @@ def test_a_table_formats_its_cells(capsys):
         assert cell in text
 
 
+@pytest.mark.parametrize("columns", [66, 80])
+def test_a_narrow_table_breaks_no_word(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path = "layers/linear_attention/query_and_key/kernel"
+    report.table("Drift", ("module", *"abcd"), [(path, *4 * [1.234e-5])])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    first = [line.split("│")[1].strip() for line in text.splitlines() if "│" in line]
+    assert "".join(first) == path
+    assert all(part.endswith(("/", "_")) for part in first[:-1])
+    assert len(first) == {66: 4, 80: 2}[columns]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("KL to the reference [nats]", "0"),
+        ("objective/kl", "0"),
+        ("objective/kl_k3", "0"),
+        ("objective/kl_coef", "-1.5e-08"),  # β, which may be as small
+        ("weekly", "-1.5e-08"),
+    ],
+)
+def test_a_kl_of_equal_models_is_0(name, shown, capsys):
+    """In what people read; 1e-6 nats and more are no rounding."""
+    report.table("T", ("", "first", "last"), [(name, -1.5e-8, 2e-6)])
+    (row,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("│"))
+    assert [cell.strip() for cell in row.split("│")[2:4]] == [shown, "2e-06"]
+
+
 def test_texts_before_and_after(capsys):
     before = {"eval/code_nll": 2.5, "step": 0}
     after = {"eval/code_nll": 3.25, "eval/a_nll_nll": 1.5}

@@ -23,8 +23,8 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.samplers import process, protocol, weight_files
 from rlhf_jax.samplers.decoder import Decoder
 from rlhf_jax.samplers.protocol import TransientError
-from rlhf_jax.train.sampling.outside import OutsideSampler
-from rlhf_jax.train.sampling.sampler import Sampler
+from rlhf_jax.train.rollouts.outside import OutsideSampler
+from rlhf_jax.train.sampler import Sampler
 
 RECIPE = GRPO(
     model=toy_files.MODEL,

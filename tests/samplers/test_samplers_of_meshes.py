@@ -13,7 +13,7 @@ from test_process_sampler import KEY, PROMPTS, RECIPE, params
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.samplers.process import ProcessSampler
 from rlhf_jax.samplers.server import ServerSampler
-from rlhf_jax.train.sampling.outside import OutsideSampler
+from rlhf_jax.train.rollouts.outside import OutsideSampler
 
 VERSION = np.int32(2)
 

@@ -24,7 +24,7 @@ from rlhf_jax.roles import policy
 from rlhf_jax.samplers import completions, protocol, served
 from rlhf_jax.samplers.connection import ServerError, Unreachable
 from rlhf_jax.samplers.server import ServerSampler
-from rlhf_jax.train.sampling.outside import OutsideSampler
+from rlhf_jax.train.rollouts.outside import OutsideSampler
 
 RECIPE = GRPO(
     model=toy_files.MODEL,

@@ -24,14 +24,15 @@ def swept(tmp_path):
 def test_figures_are_sealed_with_the_rest(swept):
     (swept / "figures.json").write_text("{}")
     (swept / "results.json.tmp").write_text("")  # of a write that was killed
-    assert results.check(swept).faults == [
-        "figures.json: not there when the sweep ended"
-    ]
+    (swept / "runs" / "cell" / "notes.txt").write_text("mine")
+    added = ["figures.json", "runs/cell/notes.txt"]
+    assert results.check(swept) == (2, [], [], [], added)
     results.seal_again(swept)
-    assert results.check(swept)[1:] == ([], [], [])
+    assert results.check(swept) == (4, [], [], [], [])
     (swept / "figures.json").write_text("{ }")
+    assert results.check(swept).faults == ["figures.json: 3 bytes, expected 2"]
     results.seal_again(swept)
-    assert results.check(swept)[1:] == ([], [], [])
+    assert results.check(swept) == (4, [], [], [], [])
     (swept / "runs/cell/seed_0/summary.json").write_text("{ }")
     with pytest.raises(InputError, match=r"summary.json: 3 bytes, expected 2\ngive"):
         results.seal_again(swept)
@@ -44,7 +45,7 @@ def test_results_of_before_a_start_that_was_stopped_are_not_proven(swept):
     assert checked.faults == []
     assert "before a start that was stopped" in checked.unproven[0]
     results.seal_again(swept)
-    assert results.check(swept)[1:] == ([], [], [])
+    assert results.check(swept) == (3, [], [], [], [])
 
 
 def test_a_folder_without_results_stays_without(tmp_path):

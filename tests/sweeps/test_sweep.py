@@ -74,6 +74,11 @@ def test_a_sweep_from_file_to_answer(tmp_path, capsys):
     assert "6 runs of 2 cells, 0 done already" in printed
     assert "[6/6]" in printed
     assert "Is a slope of 2 more than one of 1?" in printed
+    out = tmp_path / "out"
+    assert printed.endswith(
+        f"results are in {out / 'results.json'}; tables and figures for a paper: "
+        f"rlhf-jax paper {out} --out paper\n"
+    )
     # Nothing is run again, and a new claim is answered from what is there.
     log = tmp_path / "out" / "logs" / "slope=1" / "seed_0.log"
     before = log.stat().st_mtime_ns
@@ -362,12 +367,12 @@ def test_a_job_of_submitit_is_a_run(tmp_path):
         (
             'trainer = "sft"\n[options]\nmodel = "m"\ndata = "d"\n'
             "[grid]\nlearning_rat = [1e-3]",
-            "learning_rat=0.001: expected options of rlhf-jax sft, got Unrecognized "
-            "options: --learning-rat=0.001; --help-all lists them",
+            "learning_rat=0.001: expected options of rlhf-jax sft, got "
+            "'--learning-rat=0.001'; did you mean --learning-rate? ",
         ),
         (
             'trainer = "sft"\n[options]\nmodel = "m"\ndata = "d"\nlearning_rate = "x"',
-            "run: expected options of rlhf-jax sft, got",
+            "run: --learning-rate: expected a number, got 'x'; rlhf-jax sft --help-all",
         ),
         ('trainer = "sftt"', "trainer: expected one of sft, reward-model, ppo"),
         (

@@ -26,6 +26,15 @@ def per_token(batch):
     return batch.logprobs
 
 
+def k3(batch):
+    x = batch.ref_logprobs - batch.logprobs
+    return jnp.sum(jnp.where(batch.mask, jnp.exp(x) - x - 1, 0.0))
+
+
+def k1(batch):
+    return jnp.sum(batch.logprobs - batch.ref_logprobs)
+
+
 def undefined(batch):
     return jnp.sum(batch.logprobs) * jnp.nan
 
@@ -73,7 +82,7 @@ def test_so_is_one_of_torch(losses, name, problem):
 
 @pytest.mark.slow
 def test_figures_that_are_no_numbers_are_written_all_the_same(losses, tmp_path):
-    out = tmp_path / "found.json"
+    out = tmp_path / "audit.json"
     audit.main(losses("undefined", json=out))
     figures = json.loads(out.read_text())
     assert [world["verdict"] for world in figures["worlds"]] == ["none of these"] * 4
@@ -81,3 +90,23 @@ def test_figures_that_are_no_numbers_are_written_all_the_same(losses, tmp_path):
     assert {*figures["by_length"].values()} == {"nan"}
     with pytest.raises(InputError, match="expected a file that is not there"):
         audit.main(losses("undefined", json=out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "infinite"), [("k3", True), ("k1", False)])
+def test_what_is_printed_fits_80_columns_and_explains_inf(
+    losses, name, infinite, capsys, monkeypatch
+):
+    """The slope of k3 is 1 - exp(-x), of a log ratio x; that of k1 is 1."""
+    monkeypatch.setenv("COLUMNS", "80")
+    audit.main(losses(name))
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for cells in (line.split("│") for line in printed.splitlines())
+        if len(cells) == 9
+    }
+    far = ["inf", "inf", "4.85e+08"] if infinite else ["1", "1", "1"]
+    assert rows["to the reference"] == [*far, "1", "1", "1"]
+    assert ("inf, nan: beyond float32" in printed) == infinite

@@ -9,7 +9,8 @@ ABOVE_0 = "expected a finite number above 0, got"
 NOT_BELOW_0 = "expected a finite number, 0 or more, got"
 NO_FOLDER = "'/nowhere'; that looks like a path, and there is no such folder"
 DEVICES = "expected axes that multiply to the 8 devices, got data="
-CHOICE = "invalid choice '{}' for argument '{}'"
+CHOICE = "error: {1}: expected one of .*, got '{0}'; choose one"
+WHOLE = "error: {}: expected (None or )?a whole number, got '{}'; "
 FINITE = "expected finite numbers .* got {}"
 MESH = "mesh: expected sizes of data, fsdp, context, tensor,"
 PLACE = "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,... or cpu,"
@@ -18,10 +19,10 @@ PLACE = "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,... or cpu,
 EVERYWHERE = [
     ("--seed=-1", "--seed: expected a number of at least 0 .*4294967295, got -1"),
     ("--seed=4294967296", "--seed: .* of at most 4294967295, got 4294967296"),
-    ("--seed=x", "--seed: invalid literal for int.* 'x'"),
-    ("--seed=1.5", "--seed: invalid literal for int.* '1.5'"),
-    ("--seed", "Missing value for argument '--seed'"),
-    ("--seed=" + 5000 * "9", "Error parsing --seed: "),
+    ("--seed=x", WHOLE.format("--seed", "x")),
+    ("--seed=1.5", WHOLE.format("--seed", "1.5")),
+    ("--seed", "error: --seed: expected a value, got none; write it after"),
+    ("--seed=" + 5000 * "9", "error: --seed: expected a whole number, got "),
     (
         "--snapshot-every=0",
         "--snapshot-every: expected a whole number, 1 or more, got 0",
@@ -31,9 +32,9 @@ EVERYWHERE = [
         "--keep-snapshots: expected a whole number, 1 or more, got 0",
     ),
     ("--resume-from=-1", "--resume-from: expected a number of at least 0, got -1"),
-    ("--resume=maybe", "Unrecognized options: maybe"),
-    ("--no-such=1", "Unrecognized options: --no-such=1"),
-    ("stray", "Unrecognized options: stray"),
+    ("--resume=maybe", "expected options of .*, got 'maybe'; "),
+    ("--no-such=1", "expected options of .*, got '--no-such=1'; "),
+    ("stray", "expected options of .*, got 'stray'; "),
     ("--dtype=float16", CHOICE.format("float16", "--dtype")),
     ("--remat=some", CHOICE.format("some", "--remat")),
     ("--attention=flash", CHOICE.format("flash", "--attention")),
@@ -47,15 +48,16 @@ EVERYWHERE = [
     ("--placement.policy=data=3", f"{DEVICES}3 "),
     ("--placement.policy=data=16", f"{DEVICES}16 "),
     ("--num-steps=0", f"num_steps: {ABOVE_0} 0"),
-    ("--num-steps=x", "--num-steps: .*'x'"),
+    ("--num-steps=x", WHOLE.format("--num-steps", "x")),
     ("--num-steps=" + 20 * "9", "num_steps: expected a whole number of at most 21"),
     ("--resume-from=3", "--resume: expected a run folder, with config.json"),
     ("--batch-size=0", f"batch_size: {ABOVE_0} 0"),
     ("--batch-size=1000000000", "batch_size: expected at most 1048576 rows"),
     ("--batch-size=-4", f"batch_size: {ABOVE_0} -4"),
-    ("--batch-size=1.5", "--batch-size: invalid literal for int.* '1.5'"),
-    ("--model=/nowhere", NO_FOLDER),
-    ("--tokenizer=/nowhere", NO_FOLDER),
+    ("--batch-size=1.5", WHOLE.format("--batch-size", "1.5")),
+    ("--model=nowhere", "error: --model: expected .* no such folder in .*correct"),
+    ("--model=/nowhere", f"error: --model: .* {NO_FOLDER}"),
+    ("--tokenizer=/nowhere", f"error: --tokenizer: .* {NO_FOLDER}"),
     ("--model={}/sft.jsonl", "sft.jsonl', which is a file; give the folder"),
     ("--tokenizer={}/sft.jsonl", "sft.jsonl', which is a file; give the folder"),
     ("--model={}/empty", "empty: expected config.json, got a folder with"),
@@ -161,8 +163,14 @@ OWN = {
         ("--surrogate=clip,clip_range=-1", "clip_range: expected"),
         ("--surrogate=clip,clip_range=nan", "clip_range: expected"),
         ("--surrogate=clip,dual_clip=1", "dual_clip: expected"),
-        ("--surrogate=cispo,dual_clip=3", "--surrogate.* dual_clip"),
-        ("--surrogate=ppo", "--surrogate.* clip, cispo, sapo, got 'ppo'"),
+        ("--surrogate=cispo,dual_clip=3", "--surrogate: .* got 'dual_clip=3'; "),
+        ("--surrogate=dppo,cap=1", "cap: expected a number above 1"),
+        ("--surrogate=vespo,decay_pos=0", "decay_pos: expected"),
+        ("--off-policy-mask=0", "off_policy_mask: expected"),
+        (
+            "--surrogate=ppo",
+            "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, got 'ppo'",
+        ),
         ("--gamma=1.5", "gamma: expected"),
         ("--gamma=nan", "gamma: expected"),
         ("--lam=2", "lam: expected"),
@@ -248,7 +256,10 @@ OWN = {
         ("--reward=json:nothing", "expected a function nothing in .* no such name"),
         ("--reward=math:pi", "expected a function pi in .*, got float"),
         ("--reward-model=x", "got --reward-model and --reward; put several rewards"),
-        ("--reward=None --reward-model=/nowhere", NO_FOLDER),
+        (
+            "--reward=None --reward-model=/nowhere",
+            f"error: --reward-model: .* {NO_FOLDER}",
+        ),
         ("--reward=None --reward-model={}/scorer+/nowhere", NO_FOLDER),
         (
             "--reward=None --reward-model=a+a",
@@ -267,6 +278,10 @@ OWN = {
             "std_coef= of a reward model: expected combine=mean_minus_std",
         ),
         (
+            "--reward=None --reward-model=a+b,combine=mean,risk=1",
+            "risk= of a reward model: expected combine=entropic",
+        ),
+        (
             "--reward=None --reward-model=a+b,combine=mean_minus_std,std_coef=-1",
             "std_coef: expected a finite number, 0 or more, got -1",
         ),
@@ -277,7 +292,7 @@ OWN = {
         ("--reward=None --reward-model={}/model", "expected the architecture GPT2For"),
         ("--model={}/scorer", "expected the architecture GPT2LMHead"),
         ("--reference={}/scorer", "expected the architecture GPT2LMHead"),
-        ("--reference=/nowhere", NO_FOLDER),
+        ("--reference=/nowhere", f"error: --reference: .* {NO_FOLDER}"),
         ("--held-out=/nowhere.txt", "/nowhere.txt: expected a readable file"),
         ("--texts=own=/nowhere.txt", "/nowhere.txt: expected a readable file"),
         ("--prompt-field=q", "ppo.jsonl:1: expected a field 'q', got 'prompt'"),
@@ -368,7 +383,7 @@ OWN = {
         ("--row-width=0", f"row_width: {ABOVE_0} 0"),
         ("--held-out=1", "share to hold out: .* below 1, got 1.0"),
         ("--held-out=nan", FINITE.format("watch.held_out = nan")),
-        ("--reference=/nowhere", NO_FOLDER),
+        ("--reference=/nowhere", f"error: --reference: .* {NO_FOLDER}"),
         ("--reference={}/scorer", "expected the architecture GPT2LMHead"),
         ("--lora=0", "rank"),
         ("--lora=17", "rank.* 17"),

@@ -9,13 +9,33 @@ import toy_files
 from halls import LeftHall
 
 from rlhf_jax.environments.single_turn import SingleTurn
-from rlhf_jax.roles.rewards.verifiers import Matches
+from rlhf_jax.roles.rewards.verifiers import Judged, Matches
 from rlhf_jax.runs import metrics
 from rlhf_jax.train.evaluate import command
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall", "?"]
 says_key = Matches(r"\b(key|left)\b")
+
+
+class Counting:
+    """`says_key`, with what it counts."""
+
+    counts = ("words", "without_key")
+
+    def __call__(self, prompt, response, row):
+        return says_key(prompt, response, row)
+
+    def judge(self, prompt, response, row):
+        score, words = self(prompt, response, row), response.split()
+        return Judged(score, {"words": len(words), "without_key": "key" not in words})
+
+
+counting = Counting()
+
+
+def one_counted_turn():
+    return SingleTurn(counting)
 
 
 def one_turn():
@@ -161,6 +181,44 @@ def test_one_turn_is_a_verifier(files, tmp_path):
     )
     assert sampled == answers
     assert len({response for *_, response, _ in sampled}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scored",
+    ["--environment=OWN:one_counted_turn", "--verifier=OWN:counting"],
+)
+def test_what_is_counted_is_logged(files, tmp_path, scored):
+    """By a verifier, and by an environment whose verifier counts."""
+    out = tmp_path / "run"
+    option = scored.replace("OWN", "test_evaluate_environment")
+    results = play(files, out, option, "--batch-size=1")
+    rows = metrics.read(out / "samples.jsonl")
+    numbers = {
+        "words": lambda row: len(row["response"].split()),
+        "without_key": lambda row: "key" not in row["response"].split(),
+    }
+    for name, number in numbers.items():
+        assert [row["counts"][name] for row in rows] == [*map(number, rows)]
+        for model in ("policy", "reference"):
+            of = [row for row in rows if row["model"] == model]
+            for decoding in ("sampled", "greedy"):
+                mean = np.mean([number(r) for r in of if r["decoding"] == decoding])
+                figure = results[model][decoding][name]
+                assert figure["mean"] == pytest.approx(mean, abs=1e-12)
+    share = results["policy"]["greedy"]["without_key"]
+    assert 0 <= share["low"] < share["high"] <= 1  # Wilson's
+    logged = metrics.read(out / "metrics.jsonl")
+    assert len(logged) == 5
+    for step, row in enumerate(logged):
+        ours = [
+            of
+            for of in rows
+            if (of["model"], of["decoding"], of["row"]) == ("policy", "sampled", step)
+        ]
+        for name, number in numbers.items():
+            mean = np.mean([number(of) for of in ours])
+            assert row[f"reward/{name}"] == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,7 @@ def test_no_prompt_of_dpo_is_on_both_sides(kind, files, tmp_path):
     config = of_kind(kind, files, tmp_path, data="many")
     labelled = kind == "kto"
     rows = preferences.read(config.data, labelled=labelled)
-    trained, held_out = preferences.encode(
-        rows,
-        options=config.data,
-        labelled=labelled,
-        held_out=config.watch.held_out,
-        seed=config.seed,
-        start=START,
-    )
+    trained, held_out = preferences.encode(rows, config=config, start=START)
     sides = (trained.digested, held_out.digested)
     num_texts = 8 if kind == "kto" else 4
     assert [len(side) for side in sides] == [18 * num_texts, 2 * num_texts]

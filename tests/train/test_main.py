@@ -41,7 +41,7 @@ def test_a_command_runs_with_its_options(monkeypatch, module, argv, field, value
     ("argv", "message"),
     [
         (["kl", "--policy", "p", "--reference", "r"], "error: expected one of --text"),
-        (["verify"], "required"),
+        (["verify"], "error: expected PATH, got none; rlhf-jax verify --help explains"),
         (["forget"], "got 'forget'; write one of them first"),
         (["grop"], "got 'grop'; did you mean grpo?"),
         (["--verify"], "got '--verify'; did you mean verify?"),

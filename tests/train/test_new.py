@@ -79,7 +79,10 @@ def test_a_method_is_a_command(written, capsys):
     written("method")
     capsys.readouterr()
     main.main([])
-    assert "  signs          signs\n" in capsys.readouterr().out
+    assert (
+        "  signs          REINFORCE++ on the signs of its advantages.\n"
+        in capsys.readouterr().out
+    )
     with pytest.raises(SystemExit) as exit_:
         main.main(["signs", "--help"])
     assert exit_.value.code == 0
@@ -133,7 +136,7 @@ def test_an_environment_is_one_by_name(written):
 
 def test_a_family_is_one_of_all(written):
     written("family")
-    assert [*hf.FAMILIES][-2:] == ["gemma3_text", "tall"]
+    assert [*hf.FAMILIES][-2:] == ["granitemoehybrid", "tall"]
     assert len(hf.FAMILIES) == len([*hf.FAMILIES])
     assert hf.FAMILIES["tall"].causal == "TallForCausalLM"
     assert "tall" in hf.FAMILIES

@@ -18,9 +18,8 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import build, responses, rewards
+from rlhf_jax.train import build, rewards, rows, sampler
 from rlhf_jax.train.methods.ppo import Config, command
-from rlhf_jax.train.sampling import sampler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
@@ -67,7 +66,7 @@ def by_hand(files):
     start, meshes = pretrained.load(options.start.model), build.Meshes.of(options)
     models = build.build(options, start, meshes=meshes)
     with contextlib.ExitStack() as stack:
-        responder = responses.Responder(
+        responder = rows.Responder(
             options,
             start=start,
             meshes=meshes,

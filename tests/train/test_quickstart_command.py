@@ -119,6 +119,10 @@ def test_commands_are_printed_as_they_are_run(tmp_path, monkeypatch, capsys):
     printed = re.findall(r"^\$ rlhf-jax (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert [shlex.split(line) for line in printed] == ran == command.commands(out)
     assert [name for name, *_ in ran] == ["sft", "reward-model", "ppo"]
+    ran.clear()
+    command.command(["--out", str(tmp_path / "short"), "--num-steps", "2"])
+    steps = [words[words.index("--num-steps") + 1] for words in ran]
+    assert steps == ["2", "2", "2"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.roles.reference.frozen import NO_MODELS
 from rlhf_jax.train.config.sampler import Here
-from rlhf_jax.train.sampling.sampler import Sampler
+from rlhf_jax.train.sampler import Sampler
 
 MODEL = dataclasses.replace(toys.LLAMA, num_heads=4, num_kv_heads=2, vocab_multiple=8)
 RECIPE = grpo.GRPO(

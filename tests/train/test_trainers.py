@@ -19,7 +19,7 @@ from rlhf_jax import config, fingerprint, hf, rewards
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.data import tokenization
-from rlhf_jax.data.files import hold_out
+from rlhf_jax.data.splits import hold_out
 from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.runs import command_line, metrics, plots
 from rlhf_jax.train import build, trainer

@@ -14,8 +14,8 @@ from rlhf_jax.algorithms import batch
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.samplers import agreement, protocol
 from rlhf_jax.train import loop
+from rlhf_jax.train.rollouts.outside import OutsideSampler
 from rlhf_jax.train.rows import ReadRows
-from rlhf_jax.train.sampling.outside import OutsideSampler
 from rlhf_jax.train.watch.held_out import HeldOut, of_held_out
 
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))

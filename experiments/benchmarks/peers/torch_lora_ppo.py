@@ -126,8 +126,8 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def score(response: str, *, answer: int, length: int, penalty: float) -> float:
     """1 where the last number is the answer, less the length."""
-    found = NUMBER.findall(response)
-    return float(bool(found) and int(found[-1]) == answer) - penalty * length
+    numbers = NUMBER.findall(response)
+    return float(bool(numbers) and int(numbers[-1]) == answer) - penalty * length
 
 
 def main(settings: dict[str, Any]) -> None:

@@ -58,8 +58,9 @@ class Record(TrainerCallback):
         numbers = [NUMBER.findall(messages[0]["content"]) for messages in completions]
         self.lengths = [len(tokens) for tokens in completion_ids]
         self.scores = [
-            float(bool(found) and int(found[-1]) == right) - self.length_penalty * size
-            for found, right, size in zip(numbers, answer, self.lengths, strict=True)
+            float(bool(answers) and int(answers[-1]) == right)
+            - self.length_penalty * size
+            for answers, right, size in zip(numbers, answer, self.lengths, strict=True)
         ]
         return self.scores
 

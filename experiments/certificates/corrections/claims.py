@@ -13,6 +13,7 @@ the library is called here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from rlhf_jax import grpo
 from rlhf_jax.algorithms.policy_gradient.corrections import (
     Mask,
+    Ratio,
     Recompute,
     Reject,
     SamplerCorrection,
@@ -31,7 +33,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
 from rlhf_jax.functional.kl.penalty import IN_REWARD, UNBIASED_K3, Penalty
 
 Array = jax.Array
-Ratio = Callable[[Array], Array]  # h, of positive numbers
+Cut = Callable[[Array], Array]  # h, of positive numbers
 
 
 class Known(NamedTuple):
@@ -66,13 +68,13 @@ def expected_reward(logprobs: Array, known: Known) -> Array:
     return _chance(logprobs, known) @ known.rewards
 
 
-def of_responses(logprobs: Array, known: Known, *, h: Ratio) -> Array:
+def of_responses(logprobs: Array, known: Known, *, h: Cut) -> Array:
     drawn = _chance(known.logprobs, known)
     ratio = _chance(logprobs, known) / drawn
     return (drawn * h(ratio)) @ (known.rewards - drawn @ known.rewards)
 
 
-def of_tokens(logprobs: Array, known: Known, *, h: Ratio) -> Array:
+def of_tokens(logprobs: Array, known: Known, *, h: Cut) -> Array:
     mean = _chance(known.logprobs, known) @ known.rewards
     drawn = jnp.exp(known.logprobs)
     worth = drawn * h(jnp.exp(logprobs) / drawn) * (known.earned - mean)
@@ -106,6 +108,21 @@ def reverse_kl(logprobs: Array, known: Known) -> Array:
     """-Σ_s d(s)·KL(π(·|s) ‖ π_ref(·|s))."""
     x = logprobs - known.ref_logprobs
     return -_each_prefix(jnp.exp(logprobs) * x, known)
+
+
+def full_reverse_kl(logprobs: Array, known: Known) -> Array:
+    """-KL(π ‖ π_ref) of whole responses, of the policy as it is, whoever drew them."""
+    return -_chance(logprobs, known) @ _whole_log_ratio(logprobs, known)
+
+
+def drawn_k2(logprobs: Array, known: Known) -> Array:
+    """-E_μ[½(log π/π_ref)²] of whole responses, without the weight."""
+    squares = _whole_log_ratio(logprobs, known) ** 2
+    return -_chance(known.logprobs, known) @ squares / 2
+
+
+def _whole_log_ratio(logprobs: Array, known: Known) -> Array:
+    return jnp.sum(logprobs - known.ref_logprobs, axis=1, where=known.mask)
 
 
 def drawn_k3(logprobs: Array, known: Known) -> Array:
@@ -152,6 +169,9 @@ WIDE = 1e6  # a cap that no weight reaches
 TOKENS: dict[str, Any] = {"cap": 1.1, "floor": 0.9}
 RESPONSES: dict[str, Any] = {"cap": 1.5, "floor": 0.7}
 MEANS: dict[str, Any] = {"cap": 1.15, "floor": 0.9}
+WEIGHTED_K2 = Penalty(
+    "k2", placement="loss", per="response", importance_weights="prefix"
+)
 BEYOND = "what is beyond the bounds"
 PREFIXES = "prefixes and continuations of the sampler"
 CLAIMS = (
@@ -237,6 +257,25 @@ CLAIMS = (
         drawn_k3,
         goal=reverse_kl,
         bias="a gradient that is a forward KL's on the sampler's policy",
+        bounded=False,
+    ),
+    Claim(
+        "k2 of responses in the loss, weighted by π/μ of the response",
+        _recipe(Ratio(), penalty=WEIGHTED_K2),
+        "−KL(π ‖ π_ref) of responses",
+        full_reverse_kl,
+        goal=full_reverse_kl,
+        bounded=False,
+    ),
+    Claim(
+        "k2 of responses in the loss without its weight",
+        _recipe(
+            Ratio(), penalty=dataclasses.replace(WEIGHTED_K2, importance_weights=None)
+        ),
+        "−E_μ[k2] of responses",
+        drawn_k2,
+        goal=full_reverse_kl,
+        bias="samples of the sampler",
         bounded=False,
     ),
 )

@@ -9,6 +9,11 @@ from typing import Any
 from rlhf_jax.functional.kl.penalty import Penalty
 
 NONE = "none"  # without a penalty, β = 0
+# The gradient of k1 in the reward, and on older samples still that of KL(π ‖ π_ref).
+WEIGHTED = "weighted k2 response"
+WEIGHTED_K2 = Penalty(
+    "k2", placement="loss", per="response", importance_weights="prefix"
+)
 
 
 def distinct() -> dict[str, Penalty]:
@@ -44,9 +49,9 @@ def cell(name: str, kl_coef: float) -> str:
 
 
 def grid(kl_coefs: Sequence[float]) -> list[dict[str, Any]]:
-    """The axis of a sweep: no penalty, then every choice at every β."""
+    """The axis of a sweep: no penalty, then every choice and `WEIGHTED` at every β."""
     values = [_value(NONE, Penalty(), kl_coef=0.0)]
-    for name, penalty in distinct().items():
+    for name, penalty in {**distinct(), WEIGHTED: WEIGHTED_K2}.items():
         values += [
             _value(cell(name, kl_coef), penalty, kl_coef=kl_coef)
             for kl_coef in kl_coefs
@@ -62,5 +67,6 @@ def _value(label: str, penalty: Penalty, *, kl_coef: float) -> dict[str, Any]:
         "penalty.grad_estimator": None,
         "penalty.placement": penalty.placement,
         "penalty.direction": penalty.direction,
+        "penalty.per": penalty.per,
         "penalty.importance_weights": penalty.importance_weights,
     }

@@ -32,11 +32,13 @@ from rlhf_jax.runs import folder, metrics, report
 from rlhf_jax.sweeps import statistics
 from studies import finished
 from studies.finished import Finished
+from studies.kl_in_practice import choices
 
 Row = Mapping[str, Any]
 MEASURED = ("gold", "kl", "entropy", "fall", "gradient", "tokens", "lead")
 LAST = 5  # steps of which the entropy at the end is the mean
 NONE = "none"  # the choice at β = 0
+MARKERS = {"reward": "o", "loss": "s", "both": "^", "response": "*"}
 
 
 # --- a run ------------------------------------------------------------------------
@@ -165,6 +167,8 @@ def choice_of(run: Finished) -> str:
     if run.config["kl_coef"] == 0:
         return NONE
     penalty = run.config["penalty"]
+    if penalty["per"] == "response":
+        return choices.WEIGHTED
     forward = "forward " if penalty["direction"] == "forward" else ""
     return f"{forward}{penalty['value_estimator']} {penalty['placement']}"
 
@@ -246,7 +250,7 @@ def draw(figures: Row, runs: Sequence[Finished]) -> Figure:
                 gold,
                 yerr=np.abs(spread - gold),
                 fmt="--" if choice.startswith("forward") else "-",
-                marker={"reward": "o", "loss": "s", "both": "^"}[choice.split()[-1]],
+                marker=MARKERS[choice.split()[-1]],
                 color=colours[choice],
                 linewidth=1.2,
                 elinewidth=0.6,

@@ -25,23 +25,25 @@ def read(study: Path) -> list[Row]:
       InputError: there is none of the reference, or one for each seed is missing.
     """
     folder = study / "evaluation"
-    found = []
+    evaluations = []
     for place in sorted(folder.rglob("seed_*")):
         if all((place / scorer / "summary.json").exists() for scorer in TEXTS):
             own = {
                 "policy": str(place.parent.relative_to(folder)),
                 "seed": int(place.name.removeprefix("seed_")),
             }
-            found.append(own | {scorer: _read(place / scorer) for scorer in TEXTS})
-    seeds = {one["seed"] for one in found}
-    known = {one["seed"] for one in found if one["policy"] == REFERENCE}
-    if not found or seeds - known:
+            evaluations.append(
+                own | {scorer: _read(place / scorer) for scorer in TEXTS}
+            )
+    seeds = {one["seed"] for one in evaluations}
+    known = {one["seed"] for one in evaluations if one["policy"] == REFERENCE}
+    if not evaluations or seeds - known:
         raise InputError(
             f"{folder}: expected evaluations of the reference for the seeds "
             f"{sorted(seeds)}, got {sorted(known)}; start "
             f"studies.preferences.evaluation first"
         )
-    return sorted(found, key=lambda one: one["policy"] != REFERENCE)
+    return sorted(evaluations, key=lambda one: one["policy"] != REFERENCE)
 
 
 def _read(place: Path) -> Row:

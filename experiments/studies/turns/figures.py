@@ -32,8 +32,8 @@ from rlhf_jax.sweeps import statistics
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.methods import grpo
 from rlhf_jax.train.reading import load_start
-from rlhf_jax.train.responses import Responder
 from rlhf_jax.train.rewards import RewardPools
+from rlhf_jax.train.rows import Responder
 
 Figures = Mapping[str, float]
 EPISODES = 800

@@ -10,10 +10,15 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.flow.score import ended
 from rlhf_jax.functional import aggregation, masked, token_rewards
-from rlhf_jax.functional.advantages import equal_groups, group_relative, leave_one_out
+from rlhf_jax.functional.advantages import (
+    equal_groups,
+    group_relative,
+    leave_one_out,
+    length_weighted,
+)
 
 Array = jax.Array
-Baseline = Literal["group", "leave_one_out"]
+Baseline = Literal["group", "leave_one_out", "length_weighted"]
 Normalise = Literal["group", "rollout"] | None
 OverlongMask = Literal["loss", "group"] | None
 EqualGroups = Literal["keep", "leave_out"]
@@ -40,6 +45,7 @@ def group_experience(
 
         group            R_i - mean(R), over std(R) where normalised by the group
         leave_one_out    R_i - mean of the others
+        length_weighted  R_i - Σ_j l_j·R_j / Σ_j l_j, l the tokens of a response
 
     Args:
       equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
@@ -56,8 +62,8 @@ def group_experience(
       responses out: share of those that they do.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
-    arXiv:2402.14740 (RLOO); Yu et al. 2025, arXiv:2503.14476, sections 3.2 and 3.4
-    (DAPO: what is left out).
+    arXiv:2402.14740 (RLOO); Hao et al. 2025, arXiv:2505.23585 (OPO); Yu et al. 2025,
+    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out).
     """
     mask = scored.rollout.response_mask
     rewards = token_rewards.token_rewards(
@@ -86,6 +92,13 @@ def group_experience(
             totals,
             group_size=group_size,
             normalise=normalise == "group",
+            row_mask=row_mask,
+        )
+    elif baseline == "length_weighted":
+        of_rows = length_weighted(
+            totals,
+            lengths=mask.sum(axis=1, dtype=jnp.float32),
+            group_size=group_size,
             row_mask=row_mask,
         )
     else:

@@ -114,3 +114,70 @@ REINFORCE_BASELINE = GroupRecipe(
 """REINFORCE++-baseline (Hu et al. 2025, arXiv:2501.03262): the mean of the group is
 subtracted, the deviation is that of all tokens of the batch, and k2 in the loss is its
 KL."""
+
+LUSPO = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    normalise="group",
+    aggregation="constant",
+    loss_scale_factor=1.0,
+    surrogate=recipe.Clip(
+        ratio_level="sequence", clip_range=2e-3, clip_range_high=2.5e-3
+    ),
+    num_minibatches=4,
+)
+"""Liu et al. 2026, arXiv:2602.05261, section 5.1: GSPO with the loss of each response
+times its length, a sum over its tokens, and no KL. The group size is ours."""
+
+GMPO = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    normalise="group",
+    aggregation="sequence_mean",
+    surrogate=recipe.GMPO(),
+    num_minibatches=8,
+)
+"""Zhao et al. 2025, arXiv:2507.20673: the geometric mean of clipped ratios, and no KL.
+Groups and minibatches are ours."""
+
+DPPO = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise=None,
+    aggregation="constant",
+    surrogate=recipe.DPPO(),
+    num_minibatches=8,
+)
+"""Qi et al. 2026, arXiv:2602.04879: tokens masked by total variation above 0.15, as in
+the authors' script for verl, and no KL. Groups and minibatches are ours."""
+
+VESPO = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise=None,
+    surrogate=recipe.VESPO(),
+    num_minibatches=8,
+)
+"""Shen et al. 2026, arXiv:2602.10693, sections 3.5 and 4.1: a soft weight of the whole
+ratio of a response, eight minibatches, the group's mean, and no KL. The group size is
+ours."""
+
+TOPR = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise=None,
+    aggregation="constant",
+    surrogate=recipe.TOPR(),
+)
+"""Le Roux et al. 2025, arXiv:2503.14286: worse responses are weighted by their ratio up
+to 1, and no KL. Its rewards are 1 and -1; a group's mean is the baseline here."""
+
+OPO = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    baseline="length_weighted",
+    normalise=None,
+    aggregation="constant",
+)
+"""Hao et al. 2025, arXiv:2505.23585: one update on a batch, a baseline weighted by the
+lengths of responses, and no KL."""

@@ -7,6 +7,7 @@ is that of the policy alone.
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import jax
 
@@ -37,7 +38,8 @@ class GroupRecipe(PolicyRecipe):
     """Responses per prompt, in neighbouring rows."""
     baseline: Baseline = "group"
     """Baseline subtracted from a response's reward: group is the mean of its group
-    (GRPO), leave_one_out that of the others in it (RLOO)."""
+    (GRPO), leave_one_out that of the others in it (RLOO), length_weighted the mean of
+    the group by the lengths of its responses (OPO)."""
     normalise: Normalise = None
     """Standard deviation by which advantages are divided: group is that of their group
     (GRPO as published), rollout that of all tokens, whose mean is subtracted first;
@@ -53,7 +55,7 @@ class GroupRecipe(PolicyRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(baseline=self.baseline, among=("group", "leave_one_out"))
+        one_of(baseline=self.baseline, among=get_args(Baseline))
         one_of(normalise=self.normalise, among=("group", "rollout", None))
         one_of(overlong_mask=self.overlong_mask, among=("loss", "group", None))
         one_of(equal_groups=self.equal_groups, among=("keep", "leave_out"))

@@ -43,6 +43,7 @@ class OnlineDPORecipe(PolicyRecipe):
     penalty: ClassVar[Penalty] = IN_REWARD  # the KL is measured by k1
     sampler_correction: ClassVar[None] = None
     surrogate: ClassVar[Surrogate] = CLIP
+    off_policy_mask: ClassVar[None] = None
     entropy_coef: ClassVar[float] = 0.0
     aggregation: ClassVar[losses.Aggregation] = "token_mean"
     loss_scale_factor: ClassVar[None] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import jax
@@ -28,6 +29,8 @@ if TYPE_CHECKING:  # whose recipes hand this loss on
 
 Array = jax.Array
 Params = Any
+# Of log-probs, advantages and a mask, by keyword: the loss, and its stats.
+Loss = Callable[..., tuple[Array, masked.Stats]]
 
 
 class Part(TypedDict):
@@ -115,13 +118,15 @@ def policy_terms(
         "num_tokens": num_tokens,
         "num_responses": num_responses,
     }
+    advantages, left_out = _kept_advantages(experience, logprobs, recipe)
     loss, stats = recipe.surrogate.loss(
         logprobs=logprobs,
         old_logprobs=experience.old_logprobs,
-        advantages=experience.advantages,
+        advantages=advantages,
         mask=mask,
         **counts,
     )
+    stats |= left_out
     # Measured in every minibatch, as a scan has one body; `update` keeps the first.
     stats["policy/sampler_mismatch"] = mean_distance(
         jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
@@ -177,6 +182,30 @@ def policy_terms(
             kl_stats["loss/kl"] = first_sum + further.weight * kl_sum, num_kl
         loss, stats = loss + kl_coef * kl_loss, stats | kl_stats
     return PolicyTerms(loss, stats, hidden, texts)
+
+
+def _kept_advantages(
+    experience: PolicyExperience, logprobs: Array, recipe: PolicyGradient
+) -> tuple[Array, masked.Stats]:
+    """Advantages, 0 where `recipe.off_policy_mask` leaves out a response."""
+    if recipe.off_policy_mask is None:
+        return experience.advantages, {}
+    # Few runs have it.
+    from rlhf_jax.functional.policy_losses.sequence_mask import off_policy_mask
+
+    kept = off_policy_mask(
+        logprobs=logprobs,
+        old_logprobs=experience.behaviour_logprobs,
+        advantages=experience.advantages,
+        mask=experience.response_mask,
+        threshold=recipe.off_policy_mask,
+    )
+    # Not in the mask: what is left out still counts in what a loss is divided by.
+    stats = {"policy/off_policy_masked": (~kept).astype(jnp.float32)}
+    return (
+        jnp.where(kept, experience.advantages, 0.0),
+        masked.sum_stats(stats, mask=experience.response_mask),
+    )
 
 
 def _exact_kl(

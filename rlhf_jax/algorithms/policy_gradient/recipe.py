@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Literal, get_args
-
-import jax
 
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
@@ -18,13 +15,13 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     SamplerCorrection,
     Weighted,
 )
-from rlhf_jax.functional import aggregation, checks, losses, masked
+from rlhf_jax.algorithms.policy_gradient.loss import Loss
+from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
+from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 from rlhf_jax.functional.losses import RatioLevel
 
 WeightLevel = Literal["token", "sequence"]
-# Of log-probs, advantages and a mask, by keyword: the loss, and its stats.
-Loss = Callable[..., tuple[jax.Array, masked.Stats]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +119,7 @@ class SAPO:
         )
 
 
-Surrogate = Clip | CISPO | SAPO
+Surrogate = Clip | CISPO | SAPO | DPPO | GMPO | VESPO | TOPR
 CLIP = Clip()
 
 
@@ -172,7 +169,8 @@ class PolicyRecipe:
     ratio or, with level=geometric, its geometric mean over tokens. None is truncate
     with --max-staleness above 0, and ratio otherwise."""
     surrogate: Surrogate = CLIP
-    """Surrogate of the policy gradient: clip, cispo or sapo. clip is PPO's:
+    """Surrogate of the policy gradient: clip, cispo, sapo, dppo, gmpo, vespo or topr.
+    clip is PPO's:
     clip_range=0.2 clips probability ratios to [1 − ε, 1 + ε], clip_range_high= is
     another ε above 1 (clip-higher: 0.28), and dual_clip= bounds ratios where the
     advantage is negative. cispo bounds the ratio as a weight of log-probs, by the same
@@ -180,7 +178,18 @@ class PolicyRecipe:
     temperature_pos=1 where the advantage is positive and temperature_neg=1.05
     elsewhere. ratio_level=token is the ratio of each token, sequence the geometric mean
     over its response (GSPO); with clip and sapo sequence_token has that value and the
-    gradient of the token's own, for advantages that differ within a response."""
+    gradient of the token's own, for advantages that differ within a response. dppo
+    leaves out tokens whose probability has moved by more than threshold=0.15 (and
+    threshold_high=), or with divergence=kl by more than that many nats (0.05), and
+    weights others by their ratio up to cap=20. gmpo is the geometric mean of a
+    response's ratios, whose logs are clipped to [−clip_range, clip_range_high] (0.4).
+    vespo weights a response by W^power·exp(decay·(1 − W)) with W its whole ratio, and
+    power_pos=2, decay_pos=3, power_neg=3 and decay_neg=2 by the sign of the advantage.
+    topr weights worse responses by min(W, 1), and others by 1."""
+    off_policy_mask: float | None = None
+    """Nats per token δ, above which a response with a negative advantage is left out of
+    the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None
+    disables it."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ptx_coef: float = 0.0
@@ -211,6 +220,7 @@ class PolicyRecipe:
             num_epochs=self.num_epochs,
             num_minibatches=self.num_minibatches,
             stop_approxkl=self.stop_approxkl,
+            off_policy_mask=self.off_policy_mask,
             continuous_batching=self.continuous_batching,
         )
         checks.non_negative(entropy_coef=self.entropy_coef, ptx_coef=self.ptx_coef)

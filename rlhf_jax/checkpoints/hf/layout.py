@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,8 @@ from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import fields, keys
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.families.options import fields
 
 Params = Any  # nested dict of arrays
 Leaves = dict[str, Any]  # Params flattened to {"layers/mlp/up/kernel": leaf}
@@ -25,6 +27,8 @@ _MODULES = {
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    **{name: name for name in ("olmo2", "olmo3", "smollm3", "granite")},
+    "granitemoehybrid": "granite4",
 }
 
 
@@ -78,15 +82,22 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
             raise InputError(
                 f"{CONFIG}: expected a dense language model in floating point, got a "
                 f"{name} with {feature} ({option}), which is not supported; use a "
-                f"checkpoint without, of {', '.join(FAMILIES)}"
+                f"checkpoint without, of {', '.join(FAMILIES)}{_nearest(name)}"
             )
     if name is None or name not in FAMILIES:
         code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
         raise InputError(
             f"{CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "
-            f"{name!r} ({config.get('architectures')}), which is not supported{code}"
+            f"{name!r} ({config.get('architectures')}), which is not supported"
+            f"{_nearest(name)}{code}"
         )
     return FAMILIES[name]
+
+
+def _nearest(name: str | None) -> str:
+    """The family whose name is the most like this one, for a message; "" is none."""
+    close = difflib.get_close_matches(name or "", FAMILIES, n=1)
+    return f" (the nearest is {close[0]})" if close else ""
 
 
 def expect_architecture(

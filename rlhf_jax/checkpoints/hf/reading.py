@@ -18,7 +18,7 @@ from flax import traverse_util
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from rlhf_jax.checkpoints import refusals, shards
+from rlhf_jax.checkpoints import mapping, refusals, shards
 from rlhf_jax.checkpoints.hf import casting, layout
 from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
@@ -26,7 +26,8 @@ from rlhf_jax.data import hub
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import fields, keys, mapping
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.families.options import fields
 from rlhf_jax.runs.proof import exported
 
 _GENERATION = "generation_config.json"

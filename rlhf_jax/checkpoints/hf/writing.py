@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_jax.checkpoints import shards
+from rlhf_jax.checkpoints import mapping, shards
 from rlhf_jax.checkpoints.hf import casting, layout, tokenizer_files
 from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, mapping
+from rlhf_jax.models.families import keys
 from rlhf_jax.models.leaves import misfits
 
 if TYPE_CHECKING:  # its import announces on the terminal that torch is not there

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.data import splits, tokenization
+from rlhf_jax.data import digests, tokenization
 from rlhf_jax.data.examples import Example, Labelled, Pair, Text, Tokens
 from rlhf_jax.data.tokenization import CONTEXT
 
@@ -66,7 +66,7 @@ class Part:
         masks = [bytes(text.trained) for text in texts]
         self.rows = len(items)
         self.texts = Counter(title for item in items for title in item)
-        self.prompts = [splits.digest(_prompt(item)) for item in items]
+        self.prompts = [digests.of_prompt(_prompt(item)) for item in items]
         self.turns_learned = sum((b"\0" + mask).count(b"\0\1") for mask in masks)
         self.tokens_learned = sum(mask.count(1) for mask in masks)
         self.tokens = sum(len(mask) for mask in masks)
@@ -144,7 +144,7 @@ def shared_prompts(
     Args:
       unprompted: tokens of a prompt without text, such as BOS.
     """
-    none = {None, splits.digest(unprompted)}
+    none = {None, digests.of_prompt(unprompted)}
     trained = {prompt for part in training for prompt in part.prompts} - none
     return sum(prompt in trained for prompt in held_out.prompts)
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import fields, keys, llama, windows
+from rlhf_jax.models.families import keys, llama
+from rlhf_jax.models.families.options import fields, windows
 
 # Where a config.json is silent, as transformers 4 left out what was a default of all.
 DEFAULTS = {

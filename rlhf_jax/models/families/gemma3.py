@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import fields, gemma2, keys, rotary
+from rlhf_jax.models.families import gemma2, keys
+from rlhf_jax.models.families.options import fields, rotary
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -26,10 +27,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """
     # Theirs names it, and computes without.
     fields.only(config, {"attn_logit_softcapping": None})
-    nested = config.get("rope_parameters") or {}
-    near = nested.get("sliding_attention") or {}
-    fields.only(near, {"rope_type": "default"})
-    far = dict(nested.get("full_attention") or {}) | (config.get("rope_scaling") or {})
+    near, far = rotary.by_kind_of_layer(config)
     pattern = fields.option(config, "sliding_window_pattern", 6)
     model = gemma2.decoder_from_hf(
         {

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig, head_dim_of
-from rlhf_jax.models.families import fields, keys
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.families.options import fields
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:

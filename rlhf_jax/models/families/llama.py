@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig, head_dim_of
-from rlhf_jax.models.families import fields, keys, rotary
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.families.options import fields, rotary
 
 NORMS = {
     "input_layernorm": "attention_norm",

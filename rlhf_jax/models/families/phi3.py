@@ -7,7 +7,8 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import fields, keys, llama, mistral, rotary
+from rlhf_jax.models.families import keys, llama, mistral
+from rlhf_jax.models.families.options import fields, rotary
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:

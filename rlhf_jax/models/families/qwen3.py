@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import fields, keys, llama, qwen2
+from rlhf_jax.models.families import keys, llama, qwen2
+from rlhf_jax.models.families.options import fields
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:

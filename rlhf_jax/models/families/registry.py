@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from rlhf_jax.models import config
@@ -134,6 +135,74 @@ def _gemma_3(*sizes: int) -> ModelConfig:
     )
 
 
+def _olmo_2(
+    *sizes: int, vocab_size: int = 100_352, max_positions: int = 4096, **others: Any
+) -> ModelConfig:
+    lengths = {"vocab_size": vocab_size, "max_positions": max_positions}
+    plain = _llama(*sizes, norm_eps=1e-6, rope_theta=5e5, **lengths, **others)
+    return dataclasses.replace(
+        plain,
+        family="olmo2",
+        query_key_norm=True,
+        joint_head_norm=True,
+        pre_norms=False,
+        post_norms=True,
+    )
+
+
+def _olmo_3(*sizes: int) -> ModelConfig:
+    yarn = RopeScaling(
+        *("yarn", 8.0),
+        original_max_positions=8192,
+        attention_factor=0.1 * math.log(8.0) + 1.0,
+    )
+    lengths = {"vocab_size": 100_278, "max_positions": 65_536}
+    plain = _olmo_2(*sizes, **lengths, rope_scaling=yarn)
+    return dataclasses.replace(
+        plain,
+        family="olmo3",
+        rope_local_theta=5e5,
+        sliding_window=4096,
+        local_layers=tuple((i + 1) % 4 != 0 for i in range(plain.num_layers)),
+    )
+
+
+def _smollm_3(*sizes: int) -> ModelConfig:
+    lengths = {"vocab_size": 128_256, "max_positions": 65_536}
+    plain = _llama(*sizes, norm_eps=1e-6, rope_theta=5e6, tied_head=True, **lengths)
+    return dataclasses.replace(
+        plain,
+        family="smollm3",
+        unrotated_layers=tuple((i + 1) % 4 == 0 for i in range(plain.num_layers)),
+    )
+
+
+def _granite_3_3(*sizes: int, head_dim: int, logit_divisor: float) -> ModelConfig:
+    """Logits of attention are multiplied by 1 / head_dim."""
+    lengths = {"vocab_size": 49_159, "max_positions": 131_072}
+    plain = _llama(*sizes, rope_theta=1e7, tied_head=True, head_dim=head_dim, **lengths)
+    return dataclasses.replace(
+        plain,
+        family="granite",
+        embed_scale=12.0,
+        residual_scale=0.22,
+        query_scale=1.0 / head_dim,
+        logit_divisor=logit_divisor,
+    )
+
+
+def _granite_4(
+    *sizes: int, head_dim: int, logit_divisor: float, residual_scale: float = 0.22
+) -> ModelConfig:
+    plain = _granite_3_3(*sizes, head_dim=head_dim, logit_divisor=logit_divisor)
+    return dataclasses.replace(
+        plain,
+        family="granitemoehybrid",
+        vocab_size=100_352,
+        residual_scale=residual_scale,
+    )
+
+
 def _windowed(family: str, plain: ModelConfig, *, window: int) -> ModelConfig:
     """A Llama of another family, with a sliding window in every layer."""
     return dataclasses.replace(in_every_layer(plain, window=window), family=family)
@@ -206,5 +275,29 @@ KNOWN: dict[str, ModelConfig] = {
         "phi3",
         _llama(3072, 32, 32, 32, 8192, vocab_size=32_064, max_positions=4096),
         window=2047,
+    ),
+    # Walsh et al. 2025, arXiv:2501.00656, table 2.
+    "olmo-2-1b": _olmo_2(2048, 16, 16, 16, 8192),
+    "olmo-2-7b": _olmo_2(4096, 32, 32, 32, 11_008),
+    "olmo-2-13b": _olmo_2(5120, 40, 40, 40, 13_824),
+    "olmo-2-32b": _olmo_2(5120, 64, 40, 8, 27_648),
+    # Olmo team 2025, arXiv:2512.13961.
+    "olmo-3-7b": _olmo_3(4096, 32, 32, 32, 11_008),
+    "olmo-3-32b": _olmo_3(5120, 64, 40, 8, 27_648),
+    "smollm3-3b": _smollm_3(2048, 36, 16, 4, 11_008),
+    "granite-3.3-2b": _granite_3_3(
+        *(2048, 40, 32, 8, 8192), head_dim=64, logit_divisor=8.0
+    ),
+    "granite-3.3-8b": _granite_3_3(
+        *(4096, 40, 32, 8, 12_800), head_dim=128, logit_divisor=16.0
+    ),
+    "granite-4.0-350m": _granite_4(
+        *(1024, 28, 16, 4, 2048), head_dim=64, logit_divisor=4.0, residual_scale=0.263
+    ),
+    "granite-4.0-1b": _granite_4(
+        *(2048, 40, 16, 4, 4096), head_dim=128, logit_divisor=8.0
+    ),
+    "granite-4.0-micro": _granite_4(
+        *(2560, 40, 40, 8, 8192), head_dim=64, logit_divisor=10.0
     ),
 }

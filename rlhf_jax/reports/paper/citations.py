@@ -31,11 +31,11 @@ def entries() -> list[Entry]:
         .joinpath("references.bib")
         .read_text("utf-8")
     )
-    found = []
+    entries = []
     for comment, bibtex, key in BLOCK.findall(text):
         name, *rules = (part.strip() for part in comment.split("|"))
-        found.append(Entry(key, name, tuple(rules), bibtex))
-    return found
+        entries.append(Entry(key, name, tuple(rules), bibtex))
+    return entries
 
 
 def cited(records: Sequence[Record]) -> list[Entry]:

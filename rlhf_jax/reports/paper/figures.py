@@ -48,11 +48,7 @@ class Drawn(NamedTuple):
     figure: Figure
 
     def save(self, folder: Path) -> None:
-        """Writes NAME.pdf and NAME.svg.
-
-        Raises:
-          WriteError: they cannot be written.
-        """
+        """Writes NAME.pdf and NAME.svg."""
         from matplotlib import rc_context
 
         for kind, metadata in METADATA.items():

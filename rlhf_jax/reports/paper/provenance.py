@@ -80,11 +80,7 @@ class Record:
 
 
 def read(run: Planned) -> Record:
-    """The record of a run that is done.
-
-    Raises:
-      InputError: summary.json, metrics.jsonl or timings.jsonl is not what runs write.
-    """
+    """The record of a run that is done."""
     config = _read(run.folder / folder.CONFIG, {"config?": {}, "versions?": {}})
     data = _read(run.folder / receipt.NAME, receipt.SHAPE)
     timed = metrics.read(run.folder / "timings.jsonl")

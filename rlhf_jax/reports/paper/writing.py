@@ -16,11 +16,7 @@ MARK = "<!-- written by rlhf-jax paper -->"
 
 
 def check(out: Path) -> None:
-    """Checks that a folder may be written.
-
-    Raises:
-      InputError: it is a file, or holds something else than an earlier paper.
-    """
+    """Checks that a folder may be written."""
     try:
         names = sorted(path.name for path in out.iterdir())
         got = ", ".join(names[:4])
@@ -47,10 +43,6 @@ def write(
 
     Returns:
       Files of tables/ and figures/ that this sweep does not make: an earlier one's.
-
-    Raises:
-      InputError: a file of a run cannot be read.
-      WriteError: a file cannot be written.
     """
     records = [provenance.read(run) for run in runs if run.done]
     note, left = methods.missing(runs)

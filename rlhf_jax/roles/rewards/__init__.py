@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_jax.roles.rewards.ensembles import Combine, combine, ensemble
+    from rlhf_jax.roles.rewards.ensembles import combine, ensemble
     from rlhf_jax.roles.rewards.model import (
         from_base,
         from_model,
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         sequence_scores,
     )
     from rlhf_jax.roles.rewards.scores import (
+        Combine,
         Reward,
         RunningMoments,
         Scores,
@@ -55,11 +56,16 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"rlhf_jax.roles.rewards has no name {name!r}")
-    from rlhf_jax.roles.rewards import ensembles, scores, text
+    from rlhf_jax.roles.rewards import scores, text
 
-    for module in (ensembles, scores, text):
+    for module in (scores, text):
         if hasattr(module, name):
             return getattr(module, name)
-    from rlhf_jax.roles.rewards import model  # of runs with a reward model
+    # Of runs with several reward models, or with one.
+    if name in ("combine", "ensemble"):
+        from rlhf_jax.roles.rewards import ensembles
+
+        return getattr(ensembles, name)
+    from rlhf_jax.roles.rewards import model
 
     return getattr(model, name)

@@ -4,6 +4,7 @@
     mean         mean(r)
     minimum      min(r), the worst case
     mean_minus_std   mean(r) - c·std(r)
+    entropic         -τ·log mean(exp(-r/τ)), between the minimum and the mean
 
 Where the members agree only on the data that they learned from, a policy that leaves it
 finds responses that one of them overrates. The minimum, and a charge for disagreement,
@@ -14,26 +15,34 @@ deviation on the same samples (`rewards.normalise`, `rlhf-jax reward-model`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
-from rlhf_jax.roles.rewards.scores import Reward, Scores, scores_of
+from rlhf_jax.roles.rewards.scores import Combine, Reward, Scores, scores_of
 
 Array = jax.Array
-Combine = Literal["mean", "minimum", "mean_minus_std"]
 
 
-def combine(scores: Sequence[Array], *, how: Combine, std_coef: float = 1.0) -> Scores:
+def combine(
+    scores: Sequence[Array],
+    *,
+    how: Combine,
+    std_coef: float = 1.0,
+    risk: float = 1.0,
+) -> Scores:
     """The scores of M members as one score per response.
 
     Args:
       scores: f32[B] each, reward units, of at least two members.
       std_coef: c of mean_minus_std, dimensionless; the standard deviation is over the
         members, of ddof 0.
+      risk: τ of entropic, reward units, above 0: the less, the nearer to the minimum.
+        It is min over weights w of the members of Σ w·r + τ·KL(w ‖ equal weights).
 
     Returns:
       Scores, whose parts are "member_0", ..., reward units, and "disagreement", the
@@ -41,8 +50,9 @@ def combine(scores: Sequence[Array], *, how: Combine, std_coef: float = 1.0) -> 
 
     Source: Coste et al. 2024, arXiv:2310.02743, section 3: mean and minimum (worst
     case); where their third subtracts a variance, this subtracts a standard deviation.
+    entropic: Hahami et al. 2026, arXiv:2606.09073, whose τ is β of the KL penalty.
     """
-    _check(len(scores), how=how, std_coef=std_coef)
+    _check(len(scores), how=how, std_coef=std_coef, risk=risk)
     checks.same_shape(**{f"member_{i}": member for i, member in enumerate(scores)})
     members = jnp.stack([jnp.asarray(member, jnp.float32) for member in scores])
     mean = members.mean(axis=0)
@@ -56,12 +66,20 @@ def combine(scores: Sequence[Array], *, how: Combine, std_coef: float = 1.0) -> 
             total = members.min(axis=0)
         case "mean_minus_std":
             total = mean - std_coef * spread
+        case "entropic":
+            total = -risk * (
+                jax.nn.logsumexp(-members / risk, axis=0) - math.log(len(members))
+            )
     parts = {f"member_{i}": member for i, member in enumerate(members)}
     return Scores(total=total, parts=parts | {"disagreement": spread})
 
 
 def ensemble(
-    members: Sequence[Reward], *, how: Combine, std_coef: float = 1.0
+    members: Sequence[Reward],
+    *,
+    how: Combine,
+    std_coef: float = 1.0,
+    risk: float = 1.0,
 ) -> jax.tree_util.Partial:
     """Several rewards as one: `combine` of what each says of a rollout.
 
@@ -71,17 +89,19 @@ def ensemble(
     Args:
       members: rewards, at least two; of a member that returns `Scores` the total.
     """
-    _check(len(members), how=how, std_coef=std_coef)
-    return jax.tree_util.Partial(_Ensemble(how, float(std_coef)), *members)
+    _check(len(members), how=how, std_coef=std_coef, risk=risk)
+    options = _Ensemble(how, float(std_coef), float(risk))
+    return jax.tree_util.Partial(options, *members)
 
 
-def _check(members: int, *, how: Combine, std_coef: float) -> None:
+def _check(members: int, *, how: Combine, std_coef: float, risk: float) -> None:
     if members < 2:
         raise checks.InputError(
             f"expected at least 2 rewards to combine, got {members}; add another"
         )
     checks.one_of(how=how, among=get_args(Combine))
     checks.non_negative(std_coef=std_coef)
+    checks.positive(risk=risk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +110,9 @@ class _Ensemble:
 
     how: Combine
     std_coef: float
+    risk: float
 
     def __call__(self, *members_and_rollout: Any) -> Scores:
         *members, rollout = members_and_rollout
         scores = [scores_of(member(rollout)).total for member in members]
-        return combine(scores, how=self.how, std_coef=self.std_coef)
+        return combine(scores, how=self.how, std_coef=self.std_coef, risk=self.risk)

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -33,6 +33,11 @@ from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
 Params = Any
+Combine = Literal[
+    "mean", "minimum", "mean_minus_std", "entropic"
+]  # of `ensembles.combine`
+# What a response without a score does: see `Scores.left_out`, scores 0, ends the run.
+OnFailure = Literal["leave_out", "zero", "stop"]
 
 
 @flax.struct.dataclass

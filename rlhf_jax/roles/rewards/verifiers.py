@@ -90,6 +90,18 @@ class Counting(Protocol):
         ...
 
 
+def judged(verifier: Verifier, prompt: str, response: str, row: Row) -> Judged:
+    """What a verifier says of a response, with what it counts, if anything."""
+    if isinstance(verifier, Counting):
+        return verifier.judge(prompt, response, row)
+    return Judged(verifier(prompt, response, row), {})
+
+
+def counted(verifier: Verifier) -> tuple[str, ...]:
+    """The names of what a verifier counts."""
+    return tuple(verifier.counts) if isinstance(verifier, Counting) else ()
+
+
 @runtime_checkable
 class Isolating(Protocol):
     """A verifier, or an environment, that runs what a model has written."""

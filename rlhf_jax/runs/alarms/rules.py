@@ -55,9 +55,9 @@ class Limits:
     """Upper limit of the KL, nats per response."""
     kl_over_target: float | None = 1.5
     """Upper limit of the KL, in multiples of its target where it has one."""
-    hacking: float | None = 2.0
+    hacking: float | None = 4.0
     """Number of standard errors by which the reward must rise, and the judge fall,
-    within a window."""
+    within a window. Of 40 noisy values, some window of ten falls by 2 in most runs."""
     distinct: float | None = 0.8
     """Lower limit of the share of distinct responses, in multiples of what it was at
     first."""

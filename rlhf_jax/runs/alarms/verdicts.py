@@ -109,10 +109,10 @@ def conclude(
     rows: Sequence[Row], *, alarms: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Prints the verdict on a run that ends, and returns it for summary.json."""
-    found = verdict(rows, alarms=alarms)
-    since = "" if found.step is None else f" from step {found.step}"
-    print(f"verdict: {found.title}{since}; {found.why}")
-    return found._asdict()
+    concluded = verdict(rows, alarms=alarms)
+    since = "" if concluded.step is None else f" from step {concluded.step}"
+    print(f"verdict: {concluded.title}{since}; {concluded.why}")
+    return concluded._asdict()
 
 
 def fall_of(judge: Series) -> Fall | None:
@@ -172,8 +172,8 @@ def _variances_from(values: np.ndarray) -> np.ndarray:
     apart = values - values.mean()
     counts = np.arange(len(values), 0, -1)
     sums, squares = (np.cumsum(x[::-1])[::-1] / counts for x in (apart, apart**2))
-    found = squares - sums**2
-    return np.where(found > 1e-12 * apart.var(), found, 0.0)
+    variances = squares - sums**2
+    return np.where(variances > 1e-12 * apart.var(), variances, 0.0)
 
 
 def _noise(values: np.ndarray, *, best: int, size: int) -> tuple[float, float]:

@@ -7,11 +7,15 @@ from rlhf_jax.runs.command_line.options import (
     load_function,
     parse,
 )
+from rlhf_jax.runs.command_line.refusals import Arguments, call, cli
 
 __all__ = [
+    "Arguments",
     "Interrupt",
     "Interrupted",
     "Presets",
+    "call",
+    "cli",
     "expect_arguments",
     "go_on",
     "load_function",

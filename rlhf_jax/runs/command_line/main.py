@@ -5,7 +5,6 @@ A signal becomes a clean stop between two steps of a run (`Interrupt`).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,7 +22,7 @@ import jax
 from rlhf_jax.devices import precision, processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import lock, progress, write_errors
-from rlhf_jax.runs.command_line import help_screen
+from rlhf_jax.runs.command_line import help_screen, refusals
 from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
 from rlhf_jax.runs.object_storage import mirror
@@ -87,7 +86,7 @@ def main(
     except BrokenPipeError:  # who reads the help has read enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(0, "")
-    except SystemExit as stop:  # an option that there is not, or --help
+    except SystemExit as stop:  # --help
         if not jax.distributed.is_initialized():  # it asks no device, as the count does
             raise
         _leave(stop.code if isinstance(stop.code, int) else 1, "")
@@ -167,7 +166,7 @@ def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     Raises:
       InputError: as `processes.Group`, or there are options of it without a group.
     """
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before = refusals.Arguments(add_help=False, allow_abbrev=False)
     before.add_argument("--coordinator")
     before.add_argument("--num-processes", type=int)
     before.add_argument("--process-id", type=int)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import inspect
@@ -16,11 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
-
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import choices, folder, run_config
-from rlhf_jax.runs.command_line import help_screen
+from rlhf_jax.runs.command_line import help_screen, refusals
 from rlhf_jax.runs.run_config import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -43,18 +40,19 @@ def parse(
     `--config FILE` takes options from a file of TOML, YAML or JSON, with any part of
     the config's tree; those of the command line win. RUN/config.json is such a file,
     and RUN itself, wherever it lies now, is --out then. `--preset NAME` takes other
-    defaults, those of `presets`. Unknown options exit with status 2. `--help-all` lists
+    defaults, those of `presets`. `--help-all` lists
     every option; `--help` only those of `screen`, or every one without a screen.
     `renamed` has options of earlier versions or other programs, {option: what to write
     here}.
 
     Raises:
       InputError: the file does not fit; names the fields. There is no such preset, or
-        it is asked for with a recorded config. An option is one of `renamed`.
+        it is asked for with a recorded config. An option is one of `renamed`, there is
+        none of its name, or its value is not of its kind.
     """
     presets = presets or {}
     prog = prog or Path(sys.argv[0]).name
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before = refusals.Arguments(add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path)
     if presets:
         before.add_argument("--preset")
@@ -111,21 +109,15 @@ def parse(
         "--compilation-cache FOLDER keeps compiled programs there for the next start, "
         "instead of ~/.cache/rlhf_jax/compiled; None keeps none."
     )
-    # tyro's footer of an error names --help, which shows only the options of `screen`.
-    own_footer = screen is not None and "--help" not in options
-    try:
-        return tyro.cli(
-            config_class,
-            prog=prog,
-            args=options,
-            description=description,
-            add_help=not own_footer,
-            registry=choices.REGISTRY,
-        )
-    except SystemExit as stop:
-        if own_footer and stop.code == 2:
-            print(f"For every option, run {prog} --help-all", file=sys.stderr)
-        raise
+    return refusals.cli(
+        config_class,
+        prog=prog,
+        args=options,
+        description=description,
+        # An error names --help-all where --help shows only the options of `screen`.
+        add_help=screen is None or "--help" in options,
+        registry=choices.REGISTRY,
+    )
 
 
 def _refuse_renamed(

@@ -25,11 +25,8 @@ import numpy as np
 from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.runs import parsing, write_errors
 from rlhf_jax.runs.folder import write_text
-from rlhf_jax.runs.profile.window import Window
+from rlhf_jax.runs.profile.window import Masks, Window
 
-Array = jax.Array
-Masks = tuple[Array, Array]  # segments or mask [B, S], response tokens [B, S]
-HOST_SCOPE = "reward"  # that user code has on the host
 FOLDER, WINDOW, TRACES = "profile", "window.json", "*.xplane.pb"
 
 
@@ -62,7 +59,7 @@ class Profiled(NamedTuple):
 
 
 class Profiler:
-    """Traces the steps of a window; without one it does nothing.
+    """Traces the steps of a window.
 
     Of several processes the first traces, its own devices.
     """
@@ -72,10 +69,10 @@ class Profiler:
         run_folder: Path,
         *,
         stage: str,
-        window: Window | None,
+        window: Window,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Takes the steps of a stage, None of which traces nothing.
+        """Takes the steps of a stage.
 
         `paused` is around what is no step's time, as `metrics.Recorder.paused`.
         """
@@ -89,9 +86,10 @@ class Profiler:
         self._step = contextlib.ExitStack()  # the annotation of a step under way
 
     def begin_stage(self, stage: str, start: int) -> None:
-        """Tells where a stage goes on after the window, without a trace of it."""
+        """Begins with `start`; says where that is after the window, untraced."""
+        self.begin_step(stage, start)
         window = self._window
-        if window is None or stage != self._stage or start < window.end:
+        if stage != self._stage or start < window.end:
             return
         if processes.is_first() and read(self._folder, window=window) is None:
             print(
@@ -102,9 +100,7 @@ class Profiler:
 
     def begin_step(self, stage: str, step: int) -> None:
         """Starts the trace where `step`, the next one, is in the window."""
-        if self._window is None or stage != self._stage:
-            return
-        if not self._window.first <= step < self._window.end:
+        if stage != self._stage or not self._window.first <= step < self._window.end:
             return
         if self._since is None:
             self._start(step)
@@ -114,7 +110,7 @@ class Profiler:
 
     def end_step(self, step: int, texts: Iterable[Masks]) -> None:
         """Notes what the step read, and ends the trace after the window's last one."""
-        if self._window is None or self._since is None:
+        if self._since is None:
             return
         self._masks.append(list(texts))
         self._step.close()
@@ -122,7 +118,7 @@ class Profiler:
             jax.block_until_ready(jax.live_arrays())
             seconds, self._since = time.perf_counter() - self._since, None
             with self._paused():
-                self._write(seconds, window=self._window)
+                self._write(seconds)
 
     def close(self) -> None:
         """Gives up a trace that is under way, as a stop or an error does."""
@@ -152,7 +148,7 @@ class Profiler:
         self._compiled_before = program_cache.compiled_so_far()
         self._first, self._since = step, time.perf_counter()
 
-    def _write(self, seconds: float, *, window: Window) -> None:
+    def _write(self, seconds: float) -> None:
         compiled = program_cache.compiled_since(self._compiled_before)
         texts, self._masks = [_lengths(mask) for mask in self._masks], []
         if not processes.is_first():
@@ -165,7 +161,7 @@ class Profiler:
         profiled = Profiled(
             stage=self._stage,
             first=self._first,
-            end=window.end,
+            end=self._window.end,
             seconds=seconds,
             trace=newest.relative_to(self._folder).as_posix(),
             texts=texts,

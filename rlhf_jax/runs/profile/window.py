@@ -1,11 +1,16 @@
-"""The steps that --profile asks for."""
+"""The steps that --profile asks for, and what a stage says of its steps."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
+import jax
+
 from rlhf_jax.functional.checks import InputError
+
+Masks = tuple[jax.Array, jax.Array]  # segments or mask [B, S], response tokens [B, S]
+HOST_SCOPE = "reward"  # that user code has on the host
 
 
 class Window(NamedTuple):

@@ -7,6 +7,7 @@ is loaded; a copy elsewhere without it is a checkpoint like any other.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
 from rlhf_jax.runs.proof import sums
-from rlhf_jax.runs.proof.run_files import MANIFEST
+from rlhf_jax.runs.proof.run_files import MANIFEST, Checked
 
 
 def path_of(model: Path) -> Path:
@@ -39,35 +40,43 @@ def write(model: Path, *, anew: bool) -> None:
         folder.write_text(path_of(model), _written(_digests(model)))
 
 
-def faults(model: Path) -> list[str]:
-    """How a folder contradicts its manifest; none of one without."""
+def check(model: Path) -> Checked:
+    """Compares a folder with its manifest; nothing of one without."""
     if not has_manifest(model):
-        return []
+        return Checked(0, [], [], [], [])
     text = path_of(model).read_bytes().decode(errors="replace")
     listed = {line[66:]: line[:64] for line in text.split("\n")[:-1]}
     if text != _written(listed):
-        return [f"{path_of(model).name}: it is not as it was written"]
+        fault = f"{path_of(model).name}: it is not as it was written"
+        return Checked(0, [fault], [], [], [])
     now = _digests(model)
-    return [
+    faults = [
         f"{name}: {'missing' if name not in now else 'another SHA-256'}"
-        if name in listed
-        else f"{name}: not there when it was written"
-        for name in sorted(listed.keys() | now.keys())
-        if listed.get(name) != now.get(name)
+        for name, digest in sorted(listed.items())
+        if now.get(name) != digest
     ]
+    added = [name for name in now if name not in listed]
+    return Checked(len(listed) - len(faults), faults, [], [], added)
 
 
 def require(model: Path) -> None:
-    """Refuses a model that is not what was exported.
+    """Refuses a model that is not what was exported; files added to it are told.
 
     Raises:
       InputError: names the files that differ.
     """
-    if differing := faults(model):
+    checked, manifest = check(model), path_of(model).name
+    if checked.faults:
         raise InputError(
-            f"expected the files that {path_of(model).name} beside it lists, got\n"
-            f"{checks.listed(differing)}\nexport it again, or remove that list where "
-            f"the change is yours"
+            f"expected the files that {manifest} beside it lists, got\n"
+            f"{checks.listed(checked.faults)}\nexport it again, or remove that list "
+            f"where the change is yours"
+        )
+    if checked.added and processes.is_first():
+        print(
+            f"note: {model} has files that {manifest} does not vouch for:\n"
+            f"{checks.listed(checked.added)}",
+            file=sys.stderr,
         )
 
 

@@ -37,6 +37,9 @@ class Checked(NamedTuple):
     faults: list[str]
     unproven: list[str]  # what should be vouched for, and is not
     later: list[str]  # what has come after the newest snapshot of a run under way
+    added: list[
+        str
+    ]  # files that have come since it ended: no fault, and not vouched for
 
 
 def sealed(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +67,7 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
     faults: list[str] = []
     unproven: list[str] = []
     later: list[str] = []
+    added: list[str] = []
     proof = None
     if is_over := (folder / SUMMARY).exists():
         try:
@@ -84,8 +88,7 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
         expected = {n: of for n, of in files.items() if only is None or n in only}
         unproven += proof.get("doubts", [])
         if only is None:
-            added = {*_present(folder)} - files.keys()
-            faults += [f"{name}: not there when the run ended" for name in added]
+            added = [name for name in _present(folder) if name not in files]
     elif not metas and not is_over and not resume.newest_metas(folder):
         later.append("no snapshot is complete yet")
     elif not metas:
@@ -100,7 +103,7 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
         _so_far(folder, metas, only=only, unproven=unproven, later=later)
     faults = sorted(set(faults))
     whole = len(expected) + (proof is not None)
-    return Checked(max(0, whole - len(faults)), faults, unproven, later)
+    return Checked(max(0, whole - len(faults)), faults, unproven, later, added)
 
 
 def require(folder: Path, *, only: Collection[str], instead: str) -> list[str]:

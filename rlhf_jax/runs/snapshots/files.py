@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,13 +77,14 @@ class Checked(NamedTuple):
     arrays: int  # whose digests agree
     verdict: str
     damage: DamagedError | None
+    added: Sequence[str] = ()  # files that have come since it was saved
 
 
 def check(folder: Path, step: int) -> Checked:
     """Checks a snapshot, one of `numbers`, from disk alone: files, meta and arrays."""
     where = folder / str(step)
     try:
-        if faults := integrity.faults_of_files(where, alone=True):
+        if faults := integrity.faults_of_files(where):
             raise integrity.damaged(where, faults)
         _, digests = _read_meta(folder, step)
         actual: dict[str, str] = {}
@@ -95,7 +96,8 @@ def check(folder: Path, step: int) -> Checked:
             raise integrity.damaged(where, faults)
     except DamagedError as damage:
         return Checked(0, "DAMAGED", damage)
-    return Checked(len(digests), doubt(where, digests) or "whole", None)
+    verdict = doubt(where, digests) or "whole"
+    return Checked(len(digests), verdict, None, integrity.added(where))
 
 
 def _batches(folder: Path, step: int) -> Iterator[set[str]]:

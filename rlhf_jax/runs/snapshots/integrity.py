@@ -7,9 +7,9 @@ LIST           in the snapshot's folder: {file: [bytes, CRC-32]} of all its othe
                which finds files that are missing or cut, and flipped bits that no array
                depends on; above MAX_READ, in files of arrays alone, the size alone
 
-The list is written as soon as the snapshot is complete: a run that is killed in between
-leaves a snapshot without one. A snapshot of an older version has neither digests nor a
-list, and is read without a proof.
+The list is written as soon as the snapshot is complete, or by the resume of a run that
+was killed in between, once the digests have proven the arrays. A snapshot of an older
+version has neither digests nor a list, and is read without a proof.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,8 @@ def has_list(folder: Path) -> bool:
     return (folder / LIST).exists()
 
 
-def faults_of_files(folder: Path, *, alone: bool = False) -> list[str]:
-    """How the files of a snapshot contradict its list; none without a list.
-
-    Args:
-      alone: whether other files beside them are a fault too; none of them is read.
-    """
+def faults_of_files(folder: Path) -> list[str]:
+    """How the files of a snapshot contradict its list; none without a list."""
     if not has_list(folder):
         return []
     try:
@@ -106,8 +102,7 @@ def faults_of_files(folder: Path, *, alone: bool = False) -> list[str]:
         sizes = {name: (size, check) for name, (size, check) in expected.items()}
     except (ValueError, TypeError, AttributeError) as error:
         return [f"{LIST}: {error}"]
-    added = sorted(present.keys() - sizes.keys()) if alone else []
-    faults = [f"{name}: not there when it was saved" for name in added]
+    faults: list[str] = []
     for name, (size, check) in sizes.items():
         if name not in present:
             faults.append(f"{name}: missing")
@@ -121,14 +116,29 @@ def faults_of_files(folder: Path, *, alone: bool = False) -> list[str]:
     return faults
 
 
+def added(folder: Path) -> list[str]:
+    """Files of a snapshot without faults that its list does not have; none is read."""
+    if not has_list(folder):
+        return []
+    text = (folder / LIST).read_bytes()
+    expected = parsing.of_json(text, parsing.Source(LIST, "a list of files"))
+    return [name for name in _names(folder) if name not in expected]
+
+
+def _names(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_dir() and name not in (LIST, f"{LIST}.tmp"):
+            yield name
+
+
 def _files(folder: Path) -> dict[str, list[int | None]]:
     files: dict[str, list[int | None]] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir() or (path.parent == folder and path.name.startswith(LIST)):
-            continue
-        with path.open("rb") as file:  # opened for network file systems to look again
+    for name in _names(folder):
+        # Opened for network file systems to look again.
+        with (folder / name).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
             check = zlib.crc32(file.read()) if size <= MAX_READ else None
-        files[path.relative_to(folder).as_posix()] = [size, check]
+        files[name] = [size, check]
     return files

@@ -3,6 +3,7 @@
     STAGE/100/arrays, meta      what was saved, complete together or not at all
     STAGE/100/files.json        what the snapshot's files are, see `integrity`
     STAGE/100.set-aside         what a run left that went on from an older snapshot
+    STAGE/deleted               older snapshots, while they are removed
 
 Every array is saved with its digest, and the meta with its own. A snapshot that is not
 what was saved is refused with a `DamagedError`; nothing of it reaches the run.
@@ -14,6 +15,7 @@ changes without notice; a test has it read these snapshots.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -38,6 +40,7 @@ Array = jax.Array
 PyTree = Any
 Target = jax.ShapeDtypeStruct | np.ndarray
 SET_ASIDE = ".set-aside"
+DELETED = "deleted"
 
 
 class Snapshots(contextlib.AbstractContextManager[Any]):
@@ -60,6 +63,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         # Orbax tells each save in many lines, and what it raises in hundreds.
         logging.set_verbosity(logging.FATAL)
         self._folder = folder
+        self._keep = keep
         self._newest: int | None = None  # that `save` was asked for
         self._unwritten = False
         self._then = then
@@ -71,12 +75,15 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         handlers.add("meta", ocp.args.JsonSave)
         handlers.add("meta", ocp.args.JsonRestore)
         with write_errors.writing(folder):
+            self._remove_deleted()
             self._manager = ocp.CheckpointManager(
                 folder.absolute(),
                 handler_registry=handlers,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=LatestN(keep),
                     cleanup_tmp_directories=True,
+                    # Renamed first: a kill leaves no half of one under its number.
+                    todelete_subdir=DELETED,
                     lightweight_initialize=True,  # damage is `restore`'s to tell
                 ),
             )
@@ -166,6 +173,16 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
             print(f"note: {where}: {doubt}", file=sys.stderr)
         return jax.tree.unflatten(jax.tree.structure(like), leaves), meta
 
+    def complete(self, step: int) -> None:
+        """Does what a kill may have kept from the newest snapshot, which is restored.
+
+        It gets its list, and older ones go. With several processes all call it.
+        """
+        with write_errors.writing(self._folder):
+            for older in self.steps()[: -self._keep]:
+                self._manager.delete(older)
+            self._complete(step)
+
     def set_aside(self, *, after: int) -> list[Path]:
         """Renames the snapshots of later steps than `after`, so that none is in use.
 
@@ -201,9 +218,15 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         """Waits for orbax to have the snapshot complete, which gets its list then."""
         self._manager.wait_until_finished()
         if processes.is_first():
-            integrity.write_list(self._folder / str(step))
+            if not integrity.has_list(self._folder / str(step)):
+                integrity.write_list(self._folder / str(step))
+            self._remove_deleted()
         if self._then is not None:
             self._then()
+
+    def _remove_deleted(self) -> None:
+        if processes.is_first():
+            shutil.rmtree(self._folder / DELETED, ignore_errors=True)
 
     def _wait(self) -> None:
         """For the snapshot that is being written."""

@@ -241,7 +241,8 @@ TABLE: Mapping[tuple[str, str], str] = {
     ),
     ("one width", "buckets"): "all of its batches have one width",
     ("redraws", "no known groups"): (
-        "a batch is drawn again for groups whose rewards are known to be equal"
+        "groups of equal rewards are drawn again; here are none, or they are known "
+        "too late"
     ),
     ("other sampler", "uncorrected"): (
         "nothing corrects for the distance of the sampler then; truncate does"
@@ -263,11 +264,7 @@ TABLE: Mapping[tuple[str, str], str] = {
 
 
 def check(config: Config) -> None:
-    """Refuses a config with a pair of features of the table.
-
-    Raises:
-      InputError: names both options and the reason.
-    """
+    """Refuses a config with a pair of features of the table."""
     for (one, other), reason in TABLE.items():
         exclude(CHOICES[one](config), CHOICES[other](config), reason=reason)
 
@@ -282,9 +279,6 @@ def exclude(choices: Choices, others: Choices, *, reason: str) -> None:
 
     Args:
       reason: why, as the end of a sentence.
-
-    Raises:
-      InputError: names both options and the reason.
     """
     option, other = first(choices), first(others)
     if option is not None and other is not None:
@@ -298,9 +292,6 @@ def need(choices: Choices, other: str, *, has: bool) -> None:
 
     Args:
       other: that option, and `has` whether it is there.
-
-    Raises:
-      InputError: it is missing; names both.
     """
     option = first(choices)
     if option is not None and not has:

@@ -213,12 +213,7 @@ class PolicyGradientConfig(RunConfig):
         return self_check.TOLERANCE[dtype]
 
     def policy_mesh(self) -> Mesh:
-        """The policy's mesh, which leaves the devices of every other role free.
-
-        Raises:
-          InputError: as `PolicyPlacement.policy_mesh`, or several processes are to
-            sample ahead.
-        """
+        """The policy's mesh, which leaves the devices of every other role free."""
         if self.staleness and jax.process_count() > 1:
             raise InputError(
                 f"--max-staleness: expected 0 with several processes, whose samplers "

@@ -17,11 +17,10 @@ from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.rewards.ensembles import Combine
+from rlhf_jax.roles.rewards.scores import Combine, OnFailure
 from rlhf_jax.runs import choices
 from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.watch import refuse_twice
-from rlhf_jax.verification.user_objects import OnFailure
 
 VERIFIERS = ("gsm8k", "integer", "exact")  # those of the library itself
 
@@ -33,6 +32,7 @@ class Model:
     paths: tuple[str, ...]
     combine: Combine = "mean"
     std_coef: float | None = None
+    risk: float | None = None
 
     def __post_init__(self) -> None:
         if "" in self.paths or len(set(self.paths)) < len(self.paths) or not self.paths:
@@ -41,6 +41,12 @@ class Model:
                 f"got {'+'.join(self.paths)!r}; name each once"
             )
         checks.non_negative(std_coef=self.std_coef)
+        checks.positive(risk=self.risk)
+        capabilities.need(
+            {"risk= of a reward model": self.risk is not None},
+            "combine=entropic",
+            has=self.combine == "entropic",
+        )
         capabilities.need(
             {"std_coef= of a reward model": self.std_coef is not None},
             "combine=mean_minus_std",
@@ -117,11 +123,7 @@ class Reward:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The reward of a text such as "right=verifier:gsm8k,weight=2".
-
-        Raises:
-          InputError: the text has another form, or a value cannot be had.
-        """
+        """The reward of a text such as "right=verifier:gsm8k,weight=2"."""
         name, equals, rest = text.partition("=")
         kind, colon, after = rest.partition(":")
         kind = kind.partition(",")[0] if not colon else kind
@@ -209,7 +211,8 @@ class Rewards(Workers):
     environment."""
     reward_model: Model | None = None
     """Checkpoint of `rlhf-jax reward-model`, or several as A+B+C. Their scores are
-    combined by combine=mean, minimum or mean_minus_std (with std_coef=1)."""
+    combined by combine=mean, minimum, mean_minus_std (with std_coef=1) or entropic
+    (with risk=1, in reward units: the less, the nearer to the minimum)."""
     reward: str | None = None
     """Python function of texts as the reward, module:function."""
     verifier: Verifier | None = None

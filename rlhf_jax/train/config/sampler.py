@@ -14,7 +14,7 @@ from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import PAGE_SIZE, Cache, ModelConfig
-from rlhf_jax.samplers import protocol
+from rlhf_jax.samplers import TIMEOUT, TRIES
 
 Recipe = TypeVar("Recipe", bound=PolicyRecipe)
 
@@ -60,8 +60,8 @@ class Process:
     """Our decoder in a process of its own, to which weights go through a folder."""
 
     weights: Path | None = None
-    timeout: float = protocol.TIMEOUT
-    tries: int = protocol.TRIES
+    timeout: float = TIMEOUT
+    tries: int = TRIES
 
     def __post_init__(self) -> None:
         checks.positive(timeout=self.timeout, tries=self.tries)
@@ -80,8 +80,8 @@ class Server:
     address: str
     model: str | None = None
     weights: Path | None = None
-    timeout: float = protocol.TIMEOUT
-    tries: int = protocol.TRIES
+    timeout: float = TIMEOUT
+    tries: int = TRIES
     check_tolerance: float | None = None
 
     def __post_init__(self) -> None:

@@ -23,11 +23,7 @@ class Text:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The texts of "code=files/code.jsonl".
-
-        Raises:
-          InputError: the text has another form.
-        """
+        """The texts of "code=files/code.jsonl"."""
         name, _, source = text.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or not source:
             raise InputError(f"--texts: expected NAME=SOURCE, got {text!r}")

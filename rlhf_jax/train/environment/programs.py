@@ -83,10 +83,6 @@ class EpisodePrograms:
           mesh: whose devices draw: those along `tensor` together, in places of their
             own; None is one.
           shaping: for evaluation only.
-
-        Raises:
-          InputError: an episode is longer than the model's context, or `tensor` does
-            not divide the devices of a process.
         """
         if columns > recipe.model.max_positions:
             raise InputError(
@@ -204,11 +200,7 @@ class EpisodePrograms:
 
     @contextlib.contextmanager
     def holding(self, policy: Params, *, key: Array) -> Iterator[None]:
-        """Has the weights, for the calls inside; what fails there frees the places.
-
-        Args:
-          key: key[], of any row.
-        """
+        """Has the weights, for the calls inside; what fails there frees the places."""
         if self._state is None:
             self._state = self._empty_program(key=self._put(key))
         self._weights = self._weights_program(self._put(policy), self._base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.lengths import Overlong
-from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.environments.calculator import Calculator
@@ -36,7 +34,9 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.train.config.rewards import Workers
 from rlhf_jax.train.config.sampler import Episodes
 from rlhf_jax.train.environment.programs import EpisodePrograms, Sampled
-from rlhf_jax.train.rows import ReadRows, read_begun
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.rows import ReadRows
 
 Array = jax.Array
 Params = Any
@@ -49,31 +49,18 @@ class Drawn(NamedTuple):
     scores: Scores
 
 
+@dataclasses.dataclass(frozen=True)
 class EpisodeSampler:
     """Draws an episode from every row of prompts, as `rollouts.queue.Draw` has it."""
 
-    def __init__(
-        self,
-        programs: EpisodePrograms,
-        *,
-        pool: EnvironmentPool,
-        encoder: TurnEncoder,
-        decode: Callable[[list[int]], str],
-        limits: Limits,
-        states: Sequence[bytes],
-        home: Mesh | None = None,
-    ) -> None:
-        """Draws nothing yet.
-
-        Args:
-          programs: whose columns hold a prompt and `limits.tokens`.
-          decode: token ids -> text of a turn, for the environment.
-          states: of the environment as episodes begin, by `Prompts.index`.
-          home: where rollouts are wanted; None is the host, this process's rows.
-        """
-        self.programs, self._states, self._home = programs, states, home
-        self._pool, self._encoder, self._decode = pool, encoder, decode
-        self._limits = limits
+    programs: EpisodePrograms  # whose columns hold a prompt and `limits.tokens`
+    _: dataclasses.KW_ONLY
+    pool: EnvironmentPool
+    encoder: TurnEncoder
+    decode: Callable[[list[int]], str]  # of a turn, for the environment
+    limits: Limits
+    states: Sequence[bytes]  # as episodes begin, by `Prompts.index`
+    home: Mesh | None = None  # of rollouts; None is the host, this process's rows
 
     def __call__(
         self,
@@ -102,23 +89,23 @@ class EpisodeSampler:
             ended = Play(
                 device=self.programs,
                 prompts=mine,
-                states=self._states,
+                states=self.states,
                 keys=keys,
-                pool=self._pool,
-                encoder=self._encoder,
-                decode=self._decode,
+                pool=self.pool,
+                encoder=self.encoder,
+                decode=self.decode,
                 stop_ids=self.programs.stop_ids,
-                limits=self._limits,
+                limits=self.limits,
             ).run()
         rollout = ended.rollout
         if version is not None:
             stamped = np.where(rollout.response_mask, int(version), 0)
             rollout = dataclasses.replace(rollout, version=stamped.astype(np.int32))
-        leave_out = self._pool.on_failure == "leave_out"
+        leave_out = self.pool.on_failure == "leave_out"
         drawn = Drawn(rollout, ended.scores(leave_out=leave_out))
-        if self._home is None:
+        if self.home is None:
             return drawn
-        return row_sharding.put_computed(drawn, mesh=self._home)
+        return row_sharding.put_computed(drawn, mesh=self.home)
 
     def free(self) -> None:
         """Lets the cache go, until the next call."""
@@ -147,9 +134,6 @@ class OpenedEnvironment:
           mesh: of the sampler, whose devices along `tensor` draw episodes together;
             None is one device. Processes have each their own rows of a batch, and ask
             an environment of their own.
-
-        Raises:
-          InputError: there is no such environment, or a turn has no room.
         """
         turn_tokens = options.max_turn_tokens
         checks.within(
@@ -158,14 +142,13 @@ class OpenedEnvironment:
             "lower it",
             **{"max_turn_tokens of --environment": turn_tokens},
         )
-        self._pool = stack.enter_context(
+        self.pool = stack.enter_context(
             EnvironmentPool(
                 make_environment(options.name, unsafe=pool.unsafe_verifier),
                 **pool.of_pool,
             )
         )
-        self._name = options.name
-        self._encoder = TurnEncoder(start.tokenizer, stop_ids=start.stop_ids, chat=chat)
+        self.encoder = TurnEncoder(start.tokenizer, stop_ids=start.stop_ids, chat=chat)
         self._decode = start._replace(params=None).decode
         self._limits = Limits(
             tokens=max_new_tokens,
@@ -174,30 +157,6 @@ class OpenedEnvironment:
             seconds=options.seconds,
         )
         self._chunk, self._mesh = options.observation_chunk, mesh
-
-    def read(
-        self,
-        source: str,
-        *,
-        room: int,
-        more: str,
-        overlong: Overlong,
-        receipt: Receipt,
-    ) -> ReadRows:
-        """The rows of a file, as the environment begins with them.
-
-        Args and errors are those of `read_begun`.
-        """
-        receipt.gives(f"--environment {self._name}")
-        return read_begun(
-            source,
-            pool=self._pool,
-            encoder=self._encoder,
-            room=room,
-            more=more,
-            overlong=overlong,
-            receipt=receipt,
-        )
 
     def sampler(
         self,
@@ -212,13 +171,13 @@ class OpenedEnvironment:
         """What draws episodes that begin with these rows.
 
         Args:
-          begun: of `read`, its states by `Prompts.index`.
+          begun: of `rows.read_begun`, its states by `Prompts.index`.
           home: where rollouts are wanted.
           greedy: the likeliest tokens, for evaluation only; False draws for one. It
             waits for all episodes, as its figures would depend on the clock. None
             trains.
         """
-        assert begun.states is not None  # of `read`
+        assert begun.states is not None  # of `read_begun`
         limits = self._limits
         if greedy is not None:
             limits = limits._replace(seconds=None)
@@ -233,8 +192,8 @@ class OpenedEnvironment:
         )
         return EpisodeSampler(
             programs,
-            pool=self._pool,
-            encoder=self._encoder,
+            pool=self.pool,
+            encoder=self.encoder,
             decode=self._decode,
             limits=limits,
             states=begun.states,
@@ -252,8 +211,6 @@ def make_environment(name: str, *, unsafe: bool = False) -> Environment:
       unsafe: --unsafe-verifier, of one that runs what a model has written.
 
     Raises:
-      InputError: there is no such environment, what it makes is none, or nothing sets
-        the code that it runs apart from the system.
       StopError: the module calls `sys.exit` when it is imported.
     """
     match name:

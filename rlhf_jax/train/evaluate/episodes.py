@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipt
-from rlhf_jax.environments.finished import EARLY
+from rlhf_jax.environments.finished import EARLY, TURNS
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -21,7 +21,7 @@ from rlhf_jax.train.environment.programs import Sampled
 from rlhf_jax.train.environment.sampler import EpisodeSampler, OpenedEnvironment
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.scoring import Scored
-from rlhf_jax.train.rows import ReadRows
+from rlhf_jax.train.rows import ReadRows, read_begun
 
 Array = jax.Array
 BY_ENVIRONMENT = "by_environment"  # how an episode ends that nothing cuts
@@ -39,7 +39,7 @@ class Played:
         start: Pretrained,
         mesh: Mesh,
     ) -> None:
-        """Compiles nothing yet; `begun` is of the `read` of `opened`."""
+        """Compiles nothing yet; `begun` is of the environment `opened`."""
         self._options, self._opened, self.begun = options, opened, begun
         self._start, self._mesh = start, mesh
         self._samplers: dict[tuple[ModelConfig, bool], EpisodeSampler] = {}
@@ -70,7 +70,12 @@ class Played:
 def scored(scores: Scores, count: int) -> Scored:
     """Scores of the first episodes; those failed whose environment did, or was late."""
     failed = np.asarray(scores.parts["failed"] + scores.parts["timed_out"], bool)
-    return Scored(np.asarray(scores.total)[:count], failed[:count])
+    counts = {
+        name: np.asarray(part)[:count]
+        for name, part in scores.parts.items()
+        if name not in (*EARLY, TURNS)
+    }
+    return Scored(np.asarray(scores.total)[:count], failed[:count], counts)
 
 
 def ends(scores: Scores) -> Sequence[str]:
@@ -89,12 +94,7 @@ def begin_episodes(
     stack: contextlib.ExitStack,
     receipt: Receipt,
 ) -> Played:
-    """What plays episodes of the held-out rows.
-
-    Raises:
-      InputError: there is no such environment, it cannot begin with a row, or a prompt
-        is too long.
-    """
+    """What plays episodes of the held-out rows."""
     assert options.environment is not None
     opened = OpenedEnvironment(
         options.environment,
@@ -105,8 +105,11 @@ def begin_episodes(
         mesh=mesh,
         stack=stack,
     )
-    begun = opened.read(
+    receipt.gives(f"--environment {options.environment.name}")
+    begun = read_begun(
         options.data.prompts,
+        pool=opened.pool,
+        encoder=opened.encoder,
         room=reader.room(max_new_tokens=options.max_new_tokens),
         more="lower --max-new-tokens",
         overlong=options.data.overlong,

@@ -102,7 +102,6 @@ class Programs:
         Args:
           prompts: of NumPy, from `prompts_of`, once each where `greedy`.
           key: of this model; each row's is folded from its prompt and sample number.
-          greedy: take the most likely tokens.
         """
         prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
         return self._respond(model, prompts, key, greedy=greedy)

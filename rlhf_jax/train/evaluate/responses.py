@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import processes
+from rlhf_jax.environments.finished import TURNS
 from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
@@ -24,6 +25,7 @@ from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.verifiers import Answering
 from rlhf_jax.train.evaluate import episodes
 from rlhf_jax.train.evaluate.episodes import Played
+from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs, prompts_of
 from rlhf_jax.train.evaluate.scoring import Score, first
 from rlhf_jax.train.rows import ReadRows
@@ -37,24 +39,21 @@ Guard = Callable[[], contextlib.AbstractContextManager[None]]
 class Evaluation:
     """All that a batch is evaluated with."""
 
+    options: Config
     programs: Programs
     start: Pretrained  # its params are not read
     models: dict[Model, Frozen]  # the policy, and a reference if there is one
     keys: dict[Model, Array]  # one for each, so that equal models differ in samples
     read: ReadRows  # of the file of prompts
-    num_samples: int
-    batch_size: int  # prompts
     score: Score | None
     played: Played | None  # plays episodes, which it scores, in place of responses
     answers: Answering | None  # a verifier that reads answers
     judge: PairFunction | None
-    judge_called: str
-    score_called: str  # what messages call the reward or verifier
 
     @property
     def num_steps(self) -> int:
         """Batches of prompts."""
-        return -(-len(self.read.tokens) // self.batch_size)
+        return -(-len(self.read.tokens) // self.options.batch_size)
 
     def batch(self, step: int, *, guard: Guard) -> list[Response]:
         """The responses to one batch of prompts.
@@ -65,9 +64,10 @@ class Evaluation:
         Args:
           guard: a context around the user's code.
         """
-        begin, numbers = step * self.batch_size, list(self.read.tokens)
-        count = min(self.batch_size, len(numbers) - begin)
-        rows = [numbers[(begin + i) % len(numbers)] for i in range(self.batch_size)]
+        size, numbers = self.options.batch_size, list(self.read.tokens)
+        begin = step * size
+        count = min(size, len(numbers) - begin)
+        rows = [numbers[(begin + i) % len(numbers)] for i in range(size)]
         responses: list[Response] = []
         for greedy in (False, True):
             of_models = {
@@ -87,7 +87,8 @@ class Evaluation:
     def _responses(
         self, name: Model, *, rows: list[int], count: int, greedy: bool, guard: Guard
     ) -> list[Response]:
-        model, num_samples = self.models[name], 1 if greedy else self.num_samples
+        model = self.models[name]
+        num_samples = 1 if greedy else self.options.num_samples
         prompts = prompts_of(
             self.read.tokens,
             rows=rows,
@@ -97,6 +98,7 @@ class Evaluation:
         rollout, scores = self._drawn(
             model, prompts, key=self.keys[name], greedy=greedy, guard=guard
         )
+        counts: Mapping[str, Any] = {}
         distance, reference = None, self.models.get("reference")
         if name == "policy" and reference is not None and not greedy:
             distance = self.programs.divergence(model, reference, rollout)
@@ -120,8 +122,9 @@ class Evaluation:
         of_models = [logprobs, *jax.tree.leaves(distance)]
         self._check_finite(name, of_models, what="log-probs", rows=texts.index)
         if scored is not None:
-            called = self.score_called
+            called = self.options.score_called
             self._check_finite(called, [scored.scores], what="scores", rows=texts.index)
+            counts = scored.counts
         responses = []
         for i in range(count):
             written, response = tokens[i][mask[i]], texts.responses[i]
@@ -148,6 +151,7 @@ class Evaluation:
                     kl=None if distance is None else float(distance.exact[i]),
                     k1=None if distance is None else float(distance.k1[i]),
                     verdict=None,
+                    counts={name: float(of[i]) for name, of in counts.items()},
                 )
             )
         if scores is not None:
@@ -166,7 +170,7 @@ class Evaluation:
     def _with_turns(
         self, responses: Sequence[Response], scores: Scores, *, observed: Array
     ) -> list[Response]:
-        turns, ends = np.asarray(scores.parts["turns"]), episodes.ends(scores)
+        turns, ends = np.asarray(scores.parts[TURNS]), episodes.ends(scores)
         read = np.asarray(observed).sum(axis=1)
         return [
             dataclasses.replace(
@@ -200,8 +204,8 @@ class Evaluation:
         except Exception as error:  # whatever the user's own code raises
             cause, result = error, f"{type(error).__name__}: {error}"
         raise InputError(
-            f"{self.score_called}: expected answer(response) to return a text or None, "
-            f"got {result} for {response!r:.60}; mend it"
+            f"{self.options.score_called}: expected answer(response) to return a text "
+            f"or None, got {result} for {response!r:.60}; mend it"
         ) from cause
 
     def _judged(
@@ -219,7 +223,7 @@ class Evaluation:
                 responses=[response.response for response in policy],
                 ref_responses=[response.response for response in reference],
                 rows=[self.read.rows[response.row] for response in policy],
-                called=self.judge_called,
+                called=f"--judge {self.options.judge}",
             )
         return [
             dataclasses.replace(response, verdict=tuple(verdict))
@@ -244,6 +248,8 @@ def stats(responses: Sequence[Response]) -> Stats:
     }
     if any(response.failed for response in ours):
         numbers["reward/failed"] = [response.failed for response in ours]
+    for name in ours[0].counts:
+        numbers[f"reward/{name}"] = [response.counts[name] for response in ours]
     means: dict[str, Any] = {
         name: (np.float32(np.sum(values)), np.float32(len(values)))
         for name, values in numbers.items()

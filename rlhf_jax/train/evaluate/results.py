@@ -14,6 +14,8 @@ from rlhf_jax.train.evaluate.options import Config
 DECODINGS = ("sampled", "greedy")
 SHOWN = {
     "failed": "without a score",
+    "refused": "of tests that cannot be judged",
+    "code_timed_out": "of code that is too slow",
     "observed": "observed [tokens]",
     "by_environment": "ended by the environment",
     "truncated": "ended within a turn",
@@ -119,7 +121,9 @@ def tell(results: dict[str, Any]) -> None:
             f"prompts; 95% intervals",
             columns,
             [
-                (SHOWN.get(name, name), *map(_cell, figures))[: len(columns)]
+                (SHOWN.get(name, name), *(_cell(x, of=name) for x in figures))[
+                    : len(columns)
+                ]
                 for name, *figures in rows
             ],
         )
@@ -130,11 +134,11 @@ def tell(results: dict[str, Any]) -> None:
             "The policy beside the best of k of the reference",
             ("", "score", "KL [nats per response]"),
             [
-                ("policy", _cell(beside), _cell(policy["kl"])),
+                ("policy", _cell(beside, of="score"), _cell(policy["kl"], of="kl")),
                 *(
                     (
                         f"reference, best of {best['k']}",
-                        _cell(best),
+                        _cell(best, of="score"),
                         f"at most {best['kl_at_most']:.3g}",
                     )
                     for best in results["best_of_k"]
@@ -168,13 +172,14 @@ def _as_json(of: dict[str, Figure]) -> dict[str, Any]:
     return {name: figure._asdict() for name, figure in of.items()}
 
 
-def _cell(figure: dict[str, Any] | float | None) -> str:
+def _cell(figure: dict[str, Any] | float | None, *, of: str) -> str:
     """A mean with its interval; a share of all responses has none."""
     if figure is None:
         return ""
     if not isinstance(figure, dict):
-        return f"{figure:.3g}"
-    mean = f"{figure['mean']:.3g}"
-    if figure["low"] is None:
-        return mean
-    return f"{mean} ({figure['low']:.3g} to {figure['high']:.3g})"
+        return f"{report.resolved(figure, of=of):.3g}"
+    mean, low, high = (
+        None if x is None else f"{report.resolved(x, of=of):.3g}"
+        for x in (figure["mean"], figure["low"], figure["high"])
+    )
+    return f"{mean}" if low is None else f"{mean} ({low} to {high})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +12,13 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.json_lines import Row
-from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
+from rlhf_jax.train.rows import ReadRows
 from rlhf_jax.verification.pool import VerifierPool
 
 HostArray = np.ndarray[Any, Any]
@@ -30,6 +29,7 @@ class Scored(NamedTuple):
 
     scores: HostArray  # f32[count], reward units
     failed: HostArray  # bool[count], the verifier had none for it
+    counts: Mapping[str, HostArray] = {}  # f32[count], by what the verifier counts
 
 
 # Responses, and how many of them from the first count.
@@ -42,8 +42,7 @@ def opened(
     *,
     programs: Programs,
     start: Pretrained,
-    rows: list[Row],
-    prompts: list[Written],
+    read: ReadRows,
     verifier: Verifier | None,
     reward_model: RewardModel | None,
 ) -> Iterator[Score | None]:
@@ -54,21 +53,24 @@ def opened(
         )
     elif verifier is not None:
         with VerifierPool(verifier, **options.workers.of_pool) as pool:
-            verified = pool.reward(decode=start.decode, rows=rows, prompts=prompts)
+            verified = pool.reward(
+                decode=start.decode, rows=read.rows, prompts=read.written_prompts
+            )
 
             def verify(rollout: Rollout, count: int) -> Scored:
                 scores = verified(first(rollout, count))
                 failed = np.asarray(scores.parts["failed"], bool)
-                return Scored(np.asarray(scores.total), failed)
+                counts = {name: np.asarray(scores.parts[name]) for name in pool.counts}
+                return Scored(np.asarray(scores.total), failed, counts)
 
             yield verify
     elif options.reward is not None:
         reward = TextReward(
             function=command_line.load_function(options.reward),
             decode=start.decode,
-            rows=rows,
+            rows=read.rows,
             called=f"--reward {options.reward}",
-            prompts=prompts,
+            prompts=read.written_prompts,
         )
         yield lambda rollout, count: _all(reward(first(rollout, count)))
     else:

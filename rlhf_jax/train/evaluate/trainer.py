@@ -42,11 +42,7 @@ STAGE = "evaluate"
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax evaluate` with its options.
-
-    Raises:
-      InputError: an option, a file or a checkpoint is not what it should be.
-    """
+    """Runs `rlhf-jax evaluate` with its options."""
     with contextlib.ExitStack() as stack:
         run_evaluation(options, stack=stack)
 
@@ -120,12 +116,12 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         options,
         programs=programs,
         start=start,
-        rows=read.rows,
-        prompts=read.written_prompts,
+        read=read,
         verifier=verifier,
         reward_model=reward_model,
     ) as score:
         evaluation = Evaluation(
+            options=options,
             programs=programs,
             start=start,
             models=models,
@@ -134,14 +130,10 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 for number, name in enumerate(models)
             },
             read=read,
-            num_samples=options.num_samples,
-            batch_size=options.batch_size,
             score=score,
             played=played,
             answers=answers,
             judge=judge,
-            judge_called=f"--judge {options.judge}",
-            score_called=options.score_called,
         )
         meta = {
             "data_digest": digests.of_tokens(read.prompts),
@@ -252,11 +244,7 @@ def answering(verifier: object) -> verifiers.Answering | None:
 
 
 def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | None]:
-    """The verifier and the judge, before a model is loaded; the reward is tried too.
-
-    Raises:
-      InputError: there is no such function, or it takes other arguments.
-    """
+    """The verifier and the judge, before a model is loaded; the reward is tried too."""
     if options.reward is not None:
         command_line.load_function(
             options.reward, called="--reward", takes=TextReward.TAKES
@@ -275,12 +263,7 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
 def read_asked(
     options: Config, *, reader: Pretrained, verifier: Verifier | None, receipt: Receipt
 ) -> ReadRows:
-    """The rows, and the prompts of those that leave room.
-
-    Raises:
-      InputError: the file cannot be read, a prompt is too long, or the verifier cannot
-        read the right answer of a row.
-    """
+    """The rows, and the prompts of those that leave room."""
     if isinstance(verifier, verifiers.Readable):
         located = json_lines.read_located(options.data.prompts)
         verifiers.check_answers(located, verifier=verifier)

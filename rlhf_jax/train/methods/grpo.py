@@ -19,7 +19,8 @@ my_verifiers:check calls
 of my_verifiers.py in the working directory, in processes of its own and with a time
 limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
 responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
-rloo, rloo-masked, gspo, cispo, sapo, dapo, dr-grpo or reinforce++-baseline.
+rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dr-grpo, dppo, vespo, topr,
+opo or reinforce++-baseline.
 
 A model that solves none of the prompts learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
@@ -77,6 +78,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"method": grpo.GSPO, **WITHOUT_KL},
     "cispo": {"method": grpo.CISPO, "batch": Batch(batch_size=8192), **WITHOUT_KL},
     "sapo": {"method": grpo.SAPO, **WITHOUT_KL},
+    "luspo": {"method": grpo.LUSPO, **WITHOUT_KL},
+    "gmpo": {"method": grpo.GMPO, **WITHOUT_KL},
+    "dppo": {"method": grpo.DPPO, **WITHOUT_KL},
+    "vespo": {"method": grpo.VESPO, **WITHOUT_KL},
+    "topr": {"method": grpo.TOPR, **WITHOUT_KL},
+    "opo": {"method": grpo.OPO, **WITHOUT_KL},
     "dapo": {
         "method": grpo.DAPO,
         "batch": Batch(batch_size=8192, max_new_tokens=20_480),

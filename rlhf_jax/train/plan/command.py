@@ -18,8 +18,6 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-import tyro
-
 from rlhf_jax.devices import precision, processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled
@@ -42,13 +40,9 @@ def command(argv: Sequence[str]) -> None:
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, Options]:
-    """The run and what is asked of its plan.
-
-    Raises:
-      InputError: there is no such command, or an option is wrong.
-    """
+    """The run and what is asked of its plan."""
     name, known = argv[0] if argv else None, main.trainers()
-    options, rest = tyro.cli(
+    options, rest = command_line.cli(
         Options,
         prog=f"rlhf-jax plan {name if name in known else 'COMMAND'}",
         description=__doc__,

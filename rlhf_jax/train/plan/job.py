@@ -74,9 +74,6 @@ def workload_of(
 
     Args:
       lengths: of responses in rising order, tokens; None fills all columns.
-
-    Raises:
-      InputError: sizes that do not fit, or a checkpoint that is missing.
     """
     texts = 2 if config.name in supervised.PAIRS else 1
     rows = texts * config.batch.batch_size
@@ -100,11 +97,7 @@ def workload_of(
 
 
 def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
-    """--model without parameters or tokenizer, computed as the chips will.
-
-    Raises:
-      InputError: there is no such checkpoint, or the attention cannot be had.
-    """
+    """--model without parameters or tokenizer, computed as the chips will."""
     start, context = config.start, config.placement.policy.context
     if context > 1:
         layout.refuse_context(start.attention)

@@ -63,10 +63,6 @@ def plan(
       All bytes are of one chip. `held` is what is alive throughout, `programs` what
       each takes and does, `alive` the sum while each runs, `peak` the largest of those,
       `within` what of the temporaries is known from shapes alone.
-
-    Raises:
-      InputError: libtpu or the topology is missing, the mesh does not multiply to the
-        chips, an axis does not divide a dimension or the rows, or sizes do not fit.
     """
     mesh = config.placement.policy
     target = measured.target(options.slice, chip=options.chip, mesh=mesh)
@@ -195,11 +191,7 @@ def speed(
 
 
 def run(config: Config, options: Options, *, command: str) -> None:
-    """Prints `plan` as tables, and writes it where `--json` says.
-
-    Raises:
-      InputError: as `plan`, or another file is there.
-    """
+    """Prints `plan` as tables, and writes it where `--json` says."""
     if options.json is not None:
         write_errors.check_place(
             options.json, option="--json", called="plan", is_own=_is_plan

@@ -44,9 +44,6 @@ def workload_of(
 
     Args:
       texts: the lengths of a batch.
-
-    Raises:
-      InputError: sizes or models that do not fit, or devices for one role alone.
     """
     refuse_apart(config)
     meshes = Meshes(mesh, mesh, mesh)
@@ -106,9 +103,6 @@ def programs(
     """The programs of a step in their order, as the trainer has them.
 
     `held` are the names of what stays in memory.
-
-    Raises:
-      InputError: sizes that do not fit.
     """
     recipe, train = models.recipe, models.train
     shape: dict[str, Any] = {

@@ -73,11 +73,7 @@ def candidates(*, chips: int, rows: int, num_heads: int) -> list[MeshShape | Non
 
 
 def sampled_on(config: Config, mesh: MeshShape | None) -> PolicyGradientConfig:
-    """The run with another mesh for sampling; None is the policy's.
-
-    Raises:
-      InputError: the run does not sample.
-    """
+    """The run with another mesh for sampling; None is the policy's."""
     if not isinstance(config, PolicyGradientConfig):
         raise InputError(
             f"--find-sampler-mesh: expected a command that samples, got {config.name}; "
@@ -102,9 +98,6 @@ def compare(
       config: of the run, whose own --placement.sampler is not read.
       resident: bytes by name, from `measured.resident`.
       lengths: of responses in rising order, tokens; None fills all columns.
-
-    Raises:
-      InputError: the run does not sample.
     """
     rows = config.batch.batch_size
 

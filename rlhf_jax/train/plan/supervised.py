@@ -51,9 +51,6 @@ def workload_of(
 
     Args:
       columns: of a text, tokens.
-
-    Raises:
-      InputError: sizes that do not fit.
     """
     task = TASKS[config.name](config)
     model, optimizer = start.model, config.optimizer.make(config.num_steps or 1)

@@ -1,7 +1,7 @@
 """What a loss really penalises: its expected gradient beside that of every KL.
 
     rlhf-jax audit my_losses:penalty
-    rlhf-jax audit my_losses:torch_penalty --torch --json found.json
+    rlhf-jax audit my_losses:torch_penalty --torch --json audit.json
 
 The function takes one record, `rlhf_jax.audit.Batch`: log-probs of policy, sampler and
 reference, mask, rewards and logits of a group of three responses, and returns a number.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import tyro
 
 from rlhf_jax import audit
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder, report
+from rlhf_jax.runs import command_line, folder, report
 from rlhf_jax.runs.command_line.options import load_function
 
 
@@ -36,7 +37,7 @@ class Config:
     torch: bool = False
     """The function takes and returns tensors of PyTorch (extra parity)."""
     with_rewards: bool = False
-    """Rewards are drawn; else they are 0, and what is found is the penalty's alone."""
+    """Rewards are drawn; else they are 0, and the gradient is the penalty's alone."""
     seed: int = 0
     """Of the worlds' tables."""
     json: Path | None = None
@@ -44,19 +45,14 @@ class Config:
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax audit` with its options.
-
-    Raises:
-      InputError: there is no such function, it does not return one number, PyTorch is
-        asked for and missing, or the JSON file is there already.
-    """
+    """Runs `rlhf-jax audit` with its options."""
     if options.json is not None and options.json.exists():
         raise InputError(
             f"--json {options.json}: expected a file that is not there, got one; "
             f"give another"
         )
     loss = _loaded(options)
-    found = audit.of_loss(loss, with_rewards=options.with_rewards, seed=options.seed)
+    findings = audit.of_loss(loss, with_rewards=options.with_rewards, seed=options.seed)
     report.table(
         f"Expected gradient of {options.loss}",
         ("world", "norm", "gradient of", "distance", "by column"),
@@ -70,27 +66,37 @@ def main(options: Config) -> None:
             )
             if one.verdict != audit.ZERO
             else (one.world, f"{one.norm:.1g}", one.verdict, "", "")
-            for one in found
+            for one in findings
         ],
     )
-    print(
+    _say(
         "norm: over that of the full reverse KL. distance: the share of the gradient "
-        "that is not the\nnearest KL's. by column: how strongly tokens there are "
+        "that is not the nearest KL's. by column: how strongly tokens there are "
         "penalised, against the first."
     )
-    betas = [one.fits[one.nearest].beta for one in found]
-    for one, beta in zip(found, betas, strict=True):
+    betas = [one.fits[one.nearest].beta for one in findings]
+    for one, beta in zip(findings, betas, strict=True):
         if beta is not None:
-            print(f"beta beside the reward, {one.world}: {beta:.4g} of {one.nearest}")
+            _say(f"beta beside the reward, {one.world}: {beta:.4g} of {one.nearest}")
     lengths, slopes = audit.by_length(loss), audit.by_log_ratio(loss)
     shown = ", ".join(f"{weight:.2f} at {n}" for n, weight in lengths.items())
-    print(f"weight of a token by the length of its response: {shown}")
-    for which, by_nats in slopes.items():
-        shown = ", ".join(f"{slope:.3g} at {nats:g}" for nats, slope in by_nats.items())
-        print(f"largest slope by the log ratio to the {which}, nats: {shown}")
+    _say(f"weight of a token by the length of its response: {shown}")
+    report.table(
+        "Largest slope of the loss in a log-prob, by the log ratio",
+        ("log ratio [nats]", *(f"{nats:g}" for nats in slopes["reference"])),
+        [
+            (f"to the {which}", *(f"{slope:.3g}" for slope in by_nats.values()))
+            for which, by_nats in slopes.items()
+        ],
+    )
+    if not all(math.isfinite(x) for of in slopes.values() for x in of.values()):
+        _say(
+            "inf, nan: beyond float32, so that one such token loses the whole update; "
+            "clip the log ratio or the estimate."
+        )
     if options.json is not None:
         fits = [
-            {name: fit._asdict() for name, fit in one.fits.items()} for one in found
+            {name: fit._asdict() for name, fit in one.fits.items()} for one in findings
         ]
         figures = {
             "loss": options.loss,
@@ -102,7 +108,7 @@ def main(options: Config) -> None:
                     "fits": of_world,
                     "by_depth": [*one.by_depth],
                 }
-                for one, of_world in zip(found, fits, strict=True)
+                for one, of_world in zip(findings, fits, strict=True)
             ],
             "by_length": {n: _figure(weight) for n, weight in lengths.items()},
             "by_log_ratio": {
@@ -111,6 +117,10 @@ def main(options: Config) -> None:
             },
         }
         folder.write_json(options.json, figures)
+
+
+def _say(text: str) -> None:
+    print(textwrap.fill(text, 80, break_on_hyphens=False))
 
 
 def _figure(number: float) -> float | str:
@@ -150,7 +160,7 @@ def _loaded(options: Config) -> audit.Loss:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax audit`: from a command line to a table."""
-    options: Any = tyro.cli(
+    options = command_line.cli(
         Config, prog="rlhf-jax audit", description=__doc__, args=argv
     )
     jax.config.update("jax_platforms", "cpu")  # the worlds are small

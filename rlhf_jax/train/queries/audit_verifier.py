@@ -9,7 +9,7 @@ import tyro
 
 from rlhf_jax.data import json_lines
 from rlhf_jax.functional.errors import InputError, StopError
-from rlhf_jax.runs import report
+from rlhf_jax.runs import command_line, report
 
 SHOWN = 10  # programs that are named of those that are not as they should be
 
@@ -36,7 +36,6 @@ def audit_verifier(
       unsafe_verifier: Run cheats also where nothing sets them apart from the system.
 
     Raises:
-      InputError: a row lacks tests or a solution, or nothing sets code apart.
       StopError: a solution does not earn 1, or a cheat does.
     """
     # What the command line alone does not need.
@@ -67,16 +66,19 @@ def audit_verifier(
         for one in cheats
         if not one.tests
     ]
-    found = {
+    tallies = {
         name: audit.tally(listed, run=verifier.run, num_workers=num_workers)
         for name, listed in (("solutions", rows), ("cheats", tried))
     }
     report.table(
         f"{data}, {seconds:g} s a program",
         ("programs", "number", "earn 1", "refused", "timed out", "suspicious"),
-        [(name, one.programs, len(one.right), *one[3:]) for name, one in found.items()],
+        [
+            (name, one.programs, len(one.right), *one[3:])
+            for name, one in tallies.items()
+        ],
     )
-    wrong, rewarded = found["solutions"].wrong, found["cheats"].right
+    wrong, rewarded = tallies["solutions"].wrong, tallies["cheats"].right
     if wrong or rewarded:
         listed = [f"solution of {one}" for one in wrong]
         listed += [f"cheat of {one}" for one in rewarded]
@@ -91,4 +93,4 @@ def audit_verifier(
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax audit-verifier`: from a command line to a table and a verdict."""
-    tyro.cli(audit_verifier, prog="rlhf-jax audit-verifier", args=argv)
+    command_line.call(audit_verifier, prog="rlhf-jax audit-verifier", args=argv)

@@ -43,13 +43,6 @@ def write(argv: Sequence[str], *, commands: Mapping[str, type[Any]]) -> None:
 
     tyro's script of one command would complete its options after all of them, so that
     this is of their union.
-
-    Args:
-      argv: --tyro-write-completion, the shell and the file.
-      commands: {name: its options}.
-
-    Raises:
-      InputError: the words are others, or the file cannot be written.
     """
     if len(argv) != 3 or argv[1] not in SHELLS:
         raise InputError(

@@ -18,7 +18,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import tyro
@@ -26,6 +25,7 @@ import tyro
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports.paper import writing
+from rlhf_jax.runs import command_line
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.sweeps import planned, results
 
@@ -42,11 +42,7 @@ class Config:
     """Width of figures, that of a column, inches."""
 
     def check(self) -> None:
-        """What is out of range, in one line and not in the parser's box.
-
-        Raises:
-          InputError: the width is none of a page.
-        """
+        """What is out of range, in one line and not in the parser's box."""
         urls.refuse(self.sweep, option="rlhf-jax paper")
         urls.refuse(self.out, option="--out")
         checks.within(
@@ -58,13 +54,7 @@ class Config:
 
 
 def main(options: Config) -> None:
-    """Runs `rlhf-jax paper` with its options.
-
-    Raises:
-      InputError: the folder is no sweep's, no run of it is done, or --out holds
-        something else.
-      WriteError: a file cannot be written.
-    """
+    """Runs `rlhf-jax paper` with its options."""
     options.check()
     sweep = planned.begun(options.sweep)
     writing.check(options.out)
@@ -94,7 +84,7 @@ def main(options: Config) -> None:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax paper`: from a command line to a folder."""
-    options: Any = tyro.cli(
+    options = command_line.cli(
         Config, prog="rlhf-jax paper", description=__doc__, args=argv
     )
     jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them

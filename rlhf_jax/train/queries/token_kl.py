@@ -9,6 +9,7 @@ import tyro
 
 from rlhf_jax.devices import precision, processes
 from rlhf_jax.inspection import token_kl
+from rlhf_jax.runs import command_line
 
 
 def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
@@ -20,4 +21,4 @@ def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax kl`: from a command line to a terminal or an HTML page."""
-    tyro.cli(kl, prog="rlhf-jax kl", args=argv)
+    command_line.call(kl, prog="rlhf-jax kl", args=argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import StopError
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
-from rlhf_jax.runs import report
+from rlhf_jax.runs import command_line, report
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.runs.proof import exported, run_files
 from rlhf_jax.runs.proof.run_files import MANIFEST, Checked
@@ -39,7 +40,6 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
         gs://BUCKET/NAME and s3://BUCKET/NAME too.
 
     Raises:
-      InputError: there is no run, and nothing else to check.
       StopError: a file or snapshot is damaged, or cannot be read.
       ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
         leaves.
@@ -58,6 +58,11 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
             print(f"since the newest proof, {name}: {why}")
         for why in of_files.unproven:
             print(f"not proven, {name}: {why}")
+        if of_files.added:
+            print(
+                f"added after {name} ended, not part of the proof:\n"
+                f"{checks.listed(_by_folder(name, of_files.added))}"
+            )
     damaged = [
         f"{name} is damaged: expected what was written, got\n{checks.listed(of.faults)}"
         for name, (of, *_) in outcomes.items()
@@ -77,13 +82,23 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
     )
 
 
+def _by_folder(place: Path, added: Sequence[str]) -> list[str]:
+    """Added files, those of a folder without others as one, as "wandb/ (9 files)"."""
+    tops = Counter(name.partition("/")[0] for name in added if "/" in name)
+    for top in [*tops]:
+        if tops[top] != sum(path.is_file() for path in (place / top).rglob("*")):
+            del tops[top]
+    others = [name for name in added if name.partition("/")[0] not in tops]
+    return [*(f"{top}/ ({n} file{'s' * (n > 1)})" for top, n in tops.items()), *others]
+
+
 def _all(place: Path) -> Iterator[tuple[Path, Outcome]]:
     """All that a path means, checked in turn."""
     if exported.has_manifest(place):
-        yield place, Outcome(_of_models(place.parent, [place]), 0, [], [])
+        yield place, Outcome(exported.check(place), 0, [], [])
     elif (place / planned.BEGUN).is_file():
         yield place, Outcome(results.check(place), 0, [], [])
-        for run in sorted(place.glob("runs/*/*")):
+        for run in sorted(filter(Path.is_dir, place.glob("runs/*/*"))):
             yield run, _of_run(run)
     else:
         if not (place / run_files.SUMMARY).exists():
@@ -91,32 +106,33 @@ def _all(place: Path) -> Iterator[tuple[Path, Outcome]]:
         yield place, _of_run(place)
 
 
-def _of_models(run: Path, models: Sequence[Path]) -> Checked:
-    faults = [fault for model in models for fault in exported.faults(model)]
-    return Checked(len(models) if not faults else 0, faults, [], [])
-
-
 def _of_run(run: Path) -> Outcome:
     """Files, exported models, snapshots and frozen models of a run, with tables."""
     has_snapshots = any((run / "snapshots").glob("*/*"))
     of_files = run_files.check(run)
-    models = [path.with_suffix("") for path in sorted(run.glob(f"*{MANIFEST}"))]
-    of_models = _of_models(run, models)
-    of_others = [
-        f"{path.relative_to(run)}: {fault}"
-        for path in sorted((run / "snapshots").glob("*/*"))
-        if path.is_dir() and not path.name.isdecimal()  # set aside
-        for fault in integrity.faults_of_files(path, alone=True)
-    ]
-    of_files = of_files._replace(
-        whole=of_files.whole + of_models.whole,
-        faults=of_files.faults + of_models.faults + of_others,
-    )
+    for path in sorted(run.glob(f"*{MANIFEST}")):
+        of_model = exported.check(path.with_suffix(""))
+        of_files = of_files._replace(
+            whole=of_files.whole + of_model.whole,
+            faults=of_files.faults + of_model.faults,
+            added=of_files.added + of_model.added,
+        )
+    for path in sorted((run / "snapshots").glob("*/*")):
+        if path.is_dir() and not path.name.isdecimal():  # set aside
+            name = path.relative_to(run)
+            of_files.faults.extend(
+                f"{name}: {fault}" for fault in integrity.faults_of_files(path)
+            )
     checked = {
         (stage.name, step): files.check(stage, step)
         for stage in (proof.stages(run) if has_snapshots else ())
         for step in files.numbers(stage)
     }
+    of_files.added.extend(
+        f"snapshots/{stage}/{step}/{name}"
+        for (stage, step), check in checked.items()
+        for name in check.added
+    )
     damaged = {name: check.damage for name, check in checked.items() if check.damage}
     rows = proof.check_run(run, skipped=damaged) if has_snapshots else []
     if checked:
@@ -142,4 +158,4 @@ def _of_run(run: Path) -> Outcome:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax verify`: from a command line to a table and a verdict."""
-    tyro.cli(verify, prog="rlhf-jax verify", args=argv)
+    command_line.call(verify, prog="rlhf-jax verify", args=argv)

@@ -6,7 +6,6 @@ command for his own files, too.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_jax.functional.errors import InputError
+from rlhf_jax.runs import command_line
 from rlhf_jax.train.quickstart import language
 
 LINES = (
@@ -29,22 +29,25 @@ LINES = (
 )
 
 
-def commands(out: Path) -> list[list[str]]:
-    """The words of each command line, with OUT replaced."""
-    return [
+def commands(out: Path, *, num_steps: int | None = None) -> list[list[str]]:
+    """The words of each command line, with OUT replaced, and perhaps the steps."""
+    lines = [
         [
             str(out / word.removeprefix("OUT/")) if word.startswith("OUT/") else word
             for word in line.split()
         ]
         for line in LINES
     ]
+    if num_steps is not None:
+        for words in lines:
+            words[words.index("--num-steps") + 1] = str(num_steps)
+    return lines
 
 
-def run(out: Path) -> None:
+def run(out: Path, *, num_steps: int | None = None) -> None:
     """Writes the data, then prints and runs one command after the other.
 
     Raises:
-      InputError: the folder holds something, or cannot be written.
       SystemExit: a command has failed, and said so.
     """
     from rlhf_jax.train.main import COMMANDS
@@ -52,7 +55,7 @@ def run(out: Path) -> None:
     started = time.perf_counter()
     written = prepare(out)
     print("wrote", *written, sep="\n  ")
-    for name, *options in commands(out):
+    for name, *options in commands(out, num_steps=num_steps):
         print(f"\n$ rlhf-jax {shlex.join([name, *options])}", flush=True)
         sys.argv[1:] = [name, *options]  # how a run that is stopped goes on
         COMMANDS[name].load().command(options)
@@ -65,11 +68,7 @@ def run(out: Path) -> None:
 
 
 def prepare(out: Path) -> list[Path]:
-    """Writes the data into a new folder, and returns the paths.
-
-    Raises:
-      InputError: the folder holds something, or cannot be written.
-    """
+    """Writes the data into a new folder, and returns the paths."""
     from rlhf_jax.runs.object_storage import urls  # loads JAX, which help does not
 
     urls.refuse(out, option="--out")
@@ -90,7 +89,7 @@ def prepare(out: Path) -> list[Path]:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`rlhf-jax quickstart`: from a command line to a policy."""
-    parser = argparse.ArgumentParser(
+    parser = command_line.Arguments(
         prog="rlhf-jax quickstart",
         description="Writes a tiny data set and trains on it: SFT, a reward model and "
         "PPO, by the commands that it prints. A minute or two on two CPU cores, "
@@ -102,4 +101,11 @@ def command(argv: Sequence[str] | None = None) -> None:
         default=Path("quickstart"),
         help="folder for data and runs, absent or empty (default: quickstart)",
     )
-    run(parser.parse_args(argv).out)
+    parser.add_argument(
+        "--num-steps",
+        type=int,
+        help="steps of each stage, to see in short whether all of it runs (default: "
+        "100, 100 and 20)",
+    )
+    options = parser.parse_args(argv)
+    run(options.out, num_steps=options.num_steps)

@@ -1,1 +1,1 @@
-"""Rollouts that are drawn ahead of the step that learns from them: --max-staleness."""
+"""Rollouts that the loop waits for: drawn ahead of it, or by a program outside."""

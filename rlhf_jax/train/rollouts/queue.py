@@ -52,7 +52,6 @@ class Draw(Protocol):
 
         Args:
           policy: as the queue's `hand_over` made it.
-          prompts: Prompts[B, P].
           key: of the step that is to learn from it.
           version: i32[], of the policy, `TrainState.step`.
         """
@@ -148,9 +147,6 @@ class RolloutQueue:
 
         Args:
           state: of the stage, which is at step `start`.
-
-        Returns:
-          The entries of the stage's state from now on.
         """
         if start:
             self._take_back(state, start=start, policy=policy, version=version)

@@ -57,11 +57,7 @@ class Demonstrations:
 
 
 def read(options: Demonstrations, *, receipt: Receipt | None = None) -> Any:
-    """The text of a .txt file, else rows with prompts and responses or turns.
-
-    Raises:
-      InputError: the file is empty or malformed.
-    """
+    """The text of a .txt file, else rows with prompts and responses or turns."""
     if formats.is_text(options.data):
         return json_lines.read_text(options.data)
     return files.read_demonstrations(
@@ -80,11 +76,7 @@ def encode(
     start: Pretrained,
     receipt: Receipt | None = None,
 ) -> Sequence[Text]:
-    """Responses to prompts, episodes of several turns, or blocks of plain text.
-
-    Raises:
-      InputError: a row is too long, or only some of them have turns.
-    """
+    """Responses to prompts, episodes of several turns, or blocks of plain text."""
     longest = start.limit(options.max_length)
     if isinstance(rows, str):
         return encoding.encode_text(

@@ -164,13 +164,7 @@ class Learner(Task[Config]):
         del receipts
         config = self.config
         self._training, self._others = preferences.encode(
-            rows,
-            options=config.data,
-            labelled=self._labelled,
-            held_out=config.watch.held_out,
-            seed=config.seed,
-            start=start,
-            receipt=self._receipt,
+            rows, config=config, start=start, receipt=self._receipt
         )
         self._shape: Any = {
             "batch_size": config.batch.batch_size,

@@ -151,9 +151,6 @@ def build(
     Args:
       start: the checkpoint of --model, whose parameters become what is trained.
       load: how other checkpoints are read.
-
-    Raises:
-      InputError: a checkpoint cannot be read, or does not read the same tokens.
     """
     config, base = task.config, None
     if config.start.lora is not None:
@@ -170,12 +167,7 @@ def build(
 
 
 def check_memory(task: Task[Any], *, mesh: Mesh) -> None:
-    """Refuses a run that cannot fit, by the small files of its checkpoints.
-
-    Raises:
-      InputError: the run needs more memory than there is, or there is no such
-        checkpoint.
-    """
+    """Refuses a run that cannot fit, by the small files of its checkpoints."""
     config, start = task.config, task.described
     model = dataclasses.replace(start.model, dtype=config.start.dtype)
 

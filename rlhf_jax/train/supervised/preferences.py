@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, packing, splits, unpaired
@@ -15,6 +15,9 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.functional import checks
+
+if TYPE_CHECKING:
+    from rlhf_jax.train.supervised.dpo import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +56,6 @@ def read(
 
     Args:
       labelled: whether they are responses with a label, as KTO reads them.
-
-    Raises:
-      InputError: the file is empty or malformed, or for KTO all labels are the same.
     """
     read_file = unpaired.read_labelled if labelled else files.read_preferences
     return read_file(options.data, blank=options.blank, receipt=receipt)
@@ -64,22 +64,12 @@ def read(
 def encode(
     rows: list[Row],
     *,
-    options: Preferences,
-    labelled: bool,
-    held_out: float,
-    seed: int,
+    config: Config,
     start: Pretrained,
     receipt: Receipt | None = None,
 ) -> tuple[Packed, Packed]:
-    """(what is trained on, what is held out), packed into rows.
-
-    Args:
-      held_out: share that is held out, by prompt.
-
-    Raises:
-      InputError: a text is too long or has no room in a row, or nothing is left to
-        train on or to hold out.
-    """
+    """(what is trained on, what is held out), packed into rows."""
+    options = config.data
     limits: Any = {
         "max_length": start.limit(options.max_length),
         "stop_ids": start.stop_ids,
@@ -89,8 +79,11 @@ def encode(
     }
     texts: Sequence[Any]
     used: Callable[..., Any]
+    labelled = config.method.kind == "kto"
     if labelled:
-        texts = unpaired.encode_labelled(start.tokenizer, rows, seed=seed, **limits)
+        texts = unpaired.encode_labelled(
+            start.tokenizer, rows, seed=config.seed, **limits
+        )
         texts = [*itertools.chain.from_iterable(splits.by_prompt(texts))]
         used = items.of_labelled
     else:
@@ -99,7 +92,7 @@ def encode(
         )
         used = items.of_pairs
     training, others = splits.hold_out(
-        texts, share=held_out, seed=seed, receipt=receipt
+        texts, share=config.watch.held_out, seed=config.seed, receipt=receipt
     )
     if receipt is not None:
         receipt.use("training", used(training))

@@ -34,7 +34,7 @@ from rlhf_jax.algorithms import sft
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.algorithms.state import Optimizer as Transformation
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, packing, splits, tokenization
+from rlhf_jax.data import batches, hub, packing, splits, tokenization
 from rlhf_jax.data.examples import Text, Tokens
 from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.data.text import Question
@@ -242,7 +242,8 @@ class SFT(Task[Config]):
 def fresh(options: Start) -> Pretrained:
     """A model of the tokenizer's vocabulary, without parameters."""
     assert options.tokenizer is not None  # checked by Start
-    tokenizer = tokenization.load_tokenizer(options.tokenizer)
+    with hub.named("--tokenizer"):
+        tokenizer = tokenization.load_tokenizer(options.tokenizer)
     vocab_size = 1 + max(tokenizer.get_vocab().values())
     model = models.gpt2(
         vocab_size=vocab_size,

@@ -129,11 +129,7 @@ class Task(abc.ABC, Generic[Config]):
         """(state, batch=, base=, and what `inputs` has) -> (state, stats)."""
 
     def rehearse(self, session: Session) -> dict[str, Any]:
-        """Makes the programs; the shapes of what `inputs` will have for a batch.
-
-        Raises:
-          InputError: something does not fit.
-        """
+        """Makes the programs; the shapes of what `inputs` will have for a batch."""
         del session
         return {}
 

@@ -54,8 +54,6 @@ class HeldOut:
         """Compiles nothing yet.
 
         Args:
-          data: the rows, every one of which is evaluated.
-          rewards: makes the rewards of some rows.
           episodes: makes what draws episodes of some rows; None draws responses.
         """
         share = row_sharding.row_share(mesh)  # of rows, which divides every batch
@@ -124,6 +122,12 @@ class HeldOut:
                 ]
                 stats[name] = _mean(np.stack(of_samples))
         return stats
+
+    def summary(
+        self, when: str, policy: Params, programs: Programs, reference: Frozen | None
+    ) -> dict[str, float]:
+        """An evaluation for the summary."""
+        return of_held_out(self(policy, programs=programs, reference=reference), when)
 
     def _drawn(
         self, policy: Params, programs: Programs, *, greedy: bool, sample: int = 0

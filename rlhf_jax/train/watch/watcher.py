@@ -27,7 +27,7 @@ from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.programs import Programs, Read
-from rlhf_jax.train.sampling.sampler import Sampler, versions
+from rlhf_jax.train.sampler import Sampler, versions
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler

@@ -65,9 +65,9 @@ class Reader(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """What a message names; `codec.make` refers to what is here."""
-        found = super().find_class(module_name, global_name)
+        named = super().find_class(module_name, global_name)
         make = functools.partial(codec.make, side=self.side)
-        return make if found is codec.make else found
+        return make if named is codec.make else named
 
 
 class Runner:

@@ -81,6 +81,10 @@ class PythonTests:
         """The score, and 1 or 0 by each of `counts`."""
         tests = self.gold(row)
         code = response if self.extract == "whole" else last_block(response)
+        return self.judge_code(code, tests)
+
+    def judge_code(self, code: str | None, tests: Sequence[str]) -> Judged:
+        """`judge` of code by tests, None where there is no code."""
         if code is None:
             return Judged(0.0, dict.fromkeys(self.counts, 0.0))
         verdict = self.run(code, tests)
@@ -95,12 +99,12 @@ class PythonTests:
           InputError: nothing sets it apart.
         """
         try:
-            found = trial.isolation().required(unsafe=unsafe or self.unsafe)
+            isolation = trial.isolation().required(unsafe=unsafe or self.unsafe)
         except NotIsolated as error:
             from rlhf_jax.functional.errors import InputError
 
             raise InputError(f"{error}") from None
-        say_isolation(str(found))
+        say_isolation(str(isolation))
         return dataclasses.replace(self, unsafe=unsafe or self.unsafe)
 
     def gold(self, row: Mapping[str, Any]) -> list[str]:

@@ -137,6 +137,7 @@ def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
         ("group", "group"),
         ("group", "rollout"),
         ("leave_one_out", None),
+        ("length_weighted", None),
     ],
 )
 def test_group_experience_against_loops(scored, baseline, normalise):
@@ -156,6 +157,9 @@ def test_group_experience_against_loops(scored, baseline, normalise):
         if baseline == "group":
             relative = oracles.group_relative(totals, 4, normalise == "group")
             expected[b, t] = relative[b]
+        elif baseline == "length_weighted":
+            lengths = mask.sum(axis=1)
+            expected[b, t] = oracles.length_weighted(totals, lengths, 4)[b]
         else:
             expected[b, t] = oracles.leave_one_out(totals, 4)[b]
     if normalise == "rollout":

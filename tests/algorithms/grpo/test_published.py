@@ -18,7 +18,7 @@ from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
-from rlhf_jax.functional import advantages
+from rlhf_jax.functional import advantages, policy_losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
 from rlhf_jax.roles.rewards.scores import no_moments
@@ -32,6 +32,12 @@ RECIPES = {
     "sapo": grpo.SAPO,
     "dapo": grpo.DAPO,
     "dr-grpo": grpo.DR_GRPO,
+    "luspo": grpo.LUSPO,
+    "gmpo": grpo.GMPO,
+    "dppo": grpo.DPPO,
+    "vespo": grpo.VESPO,
+    "topr": grpo.TOPR,
+    "opo": grpo.OPO,
     "reinforce++-baseline": grpo.REINFORCE_BASELINE,
 }
 STOP = 1
@@ -262,6 +268,9 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
 
     for function in (losses.policy_loss, losses.cispo_loss, losses.sapo_loss):
         monkeypatch.setattr(policy_recipe.losses, function.__name__, record(function))
+    for name_ in ("dppo_loss", "gmpo_loss", "vespo_loss", "topr_loss"):
+        function = getattr(policy_losses, name_)
+        monkeypatch.setattr(policy_losses, name_, record(function))
     prompts = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4,)))
     jax.eval_shape(
         functools.partial(grpo.iteration, recipe=recipe),
@@ -275,9 +284,12 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         reward=jax.tree_util.Partial(lambda rollout: jnp.arange(4.0)),
         key=jax.random.key(0),
     )
-    expected = {"cispo": "cispo_loss", "sapo": "sapo_loss"}
-    assert read["function"] == expected.get(name, "policy_loss")
-    assert read["ratio_level"] == ("sequence" if name == "gspo" else "token")
+    own = ("cispo", "sapo", "dppo", "gmpo", "vespo", "topr")
+    expected = f"{name}_loss" if name in own else "policy_loss"
+    assert read["function"] == expected
+    if name not in own[2:]:
+        of_responses = name in ("gspo", "luspo")
+        assert read["ratio_level"] == ("sequence" if of_responses else "token")
     assert read["aggregation"] == recipe.aggregation
     bounds = {
         "cispo": {"clip_range": 1.0, "clip_range_high": 4.0},
@@ -285,6 +297,14 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         "dapo": {"clip_range": 0.2, "clip_range_high": 0.28},
         "sapo": {"temperature": 1.0, "negative_temperature": 1.05},
         "dr-grpo": {"loss_scale_factor": toys.SIZE},
+        "luspo": {"clip_range": 2e-3, "clip_range_high": 2.5e-3}
+        | {"loss_scale_factor": 1.0},
+        "gmpo": {"clip_range": 0.4, "clip_range_high": 0.4},
+        "dppo": {"divergence": "tv", "threshold": 0.15, "threshold_high": 0.15}
+        | {"cap": 20.0},
+        "vespo": {"power": 2.0, "decay": 3.0}
+        | {"negative_power": 3.0, "negative_decay": 2.0},
+        "topr": {},
     }.get(name, {"clip_range": 0.2})
     assert {key: read[key] for key in bounds} == bounds
 

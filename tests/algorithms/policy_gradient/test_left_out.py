@@ -1,6 +1,7 @@
 """Responses without a score: nothing is learned of them, whatever the method."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,11 @@ from rlhf_jax.algorithms.flow import selection
 from rlhf_jax.algorithms.flow.rollout import leave_out
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.iteration import learn, make_experience
+from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.reinforce import REINFORCE
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS
+from rlhf_jax.roles import policy
 from rlhf_jax.roles.reference.frozen import FrozenModels
 
 KEY = jax.random.key(5)
@@ -265,3 +268,47 @@ def test_a_sum_leaves_out_what_a_reward_with_a_weight_does():
 def test_what_is_left_out_is_one_bool_a_response(out):
     with pytest.raises(InputError, match=r"expected left_out as bool\[3\]"):
         rewards.scores_of(rewards.Scores(jnp.zeros(3), left_out=jnp.asarray(out)))
+
+
+def test_worse_responses_that_the_policy_has_left_are_not_in_the_loss():
+    """By the sampler's log-probs, where the ratio is to the trainer's own."""
+    recipe = RECIPES["RLOO"]
+    scored = dataclasses.replace(toy_turns.scored(), scores=toys.array(SCORES))
+    made, _ = recipe.experience(scored, kl_coef=0.0)
+    params, mask = toys.params(scale=0.15), np.asarray(made.response_mask)
+    shape = {"model": toys.GPT2, "temperature": recipe.temperature}
+    texts = {"tokens": made.tokens, "mask": made.mask}
+    logprobs = jax.jit(functools.partial(policy.logprobs, **shape))
+    now = np.asarray(logprobs(params, **texts))
+    by_row = np.linspace(-0.3, 0.3, 6)[:, None]  # nats per token
+    made = dataclasses.replace(
+        made, sampler_logprobs=jnp.asarray(now + by_row, jnp.float32)
+    )
+    worse = np.asarray(made.advantages).min(axis=1) < 0
+    left_out = worse & (by_row[:, 0] > 0.1)
+    assert 0 < left_out.sum() < worse.sum()
+
+    @functools.partial(jax.jit, static_argnames=("recipe",))
+    def terms(params, experience, recipe):
+        def loss(params):
+            output = policy_terms(
+                params,
+                experience=experience,
+                kl_coef=0.0,
+                num_tokens=jnp.float32(mask.sum()),
+                num_responses=jnp.float32(6),
+                recipe=recipe,
+            )
+            return output.loss, output.stats
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    masking = dataclasses.replace(recipe, off_policy_mask=0.1)
+    (value, stats), gradient = terms(params, made, masking)
+    kept = jnp.where(left_out[:, None], 0.0, made.advantages)
+    by_hand = dataclasses.replace(made, advantages=kept)
+    (expected, _), others = terms(params, by_hand, recipe)
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), gradient, others)
+    share, count = stats["policy/off_policy_masked"]
+    assert (float(share), float(count)) == (mask[left_out].sum(), mask.sum())

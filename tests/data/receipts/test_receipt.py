@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import encoding, files, turns, unpaired
+from rlhf_jax.data import encoding, files, splits, turns, unpaired
 from rlhf_jax.data.examples import Episode, Example
 from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.data.turns import TurnEncoder
@@ -486,7 +486,7 @@ def labelled_of(file, receipt):
     rows = unpaired.read_labelled(file, blank="drop", receipt=receipt)
     options = {"max_length": 12, "seed": 0, "overlong": "drop", "receipt": receipt}
     texts = unpaired.encode_labelled(TOKENIZER, rows, **options)
-    sides = files.hold_out(unpaired.by_prompt(texts), share=0.3, seed=0)
+    sides = splits.hold_out(unpaired.by_prompt(texts), share=0.3, seed=0)
     for use, side in zip(("training", "held out"), sides, strict=True):
         receipt.use(use, items.of_labelled(itertools.chain.from_iterable(side)))
     return texts

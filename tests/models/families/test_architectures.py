@@ -20,7 +20,9 @@ from rlhf_jax.models.generation.loop import Decoder, Draw
 
 LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4), 6, 9
 both = pytest.mark.parametrize(
-    "model", [tiny.MIXED, tiny.PARALLEL], ids=["mixed", "parallel"]
+    "model",
+    [tiny.MIXED, tiny.PARALLEL, tiny.LATE],
+    ids=["mixed", "parallel", "late"],
 )
 mixed_soon = pytest.mark.parametrize(
     "model",
@@ -127,6 +129,7 @@ def loss_of(params, *, model):
             pytest.param(model, {"remat": "full"}, id=name, marks=pytest.mark.slow)
             for model, name in (
                 (tiny.PARALLEL, "parallel-remat"),
+                (tiny.LATE, "late-remat"),
                 (tiny.MIXED, "mixed-remat"),
             )
         ),
@@ -135,6 +138,9 @@ def loss_of(params, *, model):
             {"unroll": True},
             id="parallel-unroll",
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            tiny.LATE, {"unroll": True}, id="late-unroll", marks=pytest.mark.slow
         ),
     ],
 )
@@ -175,7 +181,8 @@ def test_texts_that_share_a_row_are_read_as_if_alone(model):
 def test_a_token_out_of_the_window_is_not_seen(model):
     """Of one layer: deeper ones see further through it."""
     window = model.sliding_window
-    one = dataclasses.replace(model, num_layers=1, local_layers=(True,))
+    layers = {"num_layers": 1, "local_layers": (True,), "unrotated_layers": ()}
+    one = dataclasses.replace(model, **layers)
     tokens, mask = tiny.batch((9,), 9, side="right")
     other = tokens.copy()
     other[0, 3] = (other[0, 3] + 1) % tiny.VOCAB
@@ -308,18 +315,24 @@ def test_kl_of_soft_capped_logits(direction, k):
     np.testing.assert_array_equal(same, 0.0)
 
 
-@pytest.mark.slow
-def test_exact_kl_of_a_policy_reads_its_soft_cap():
-    params, other = (tiny.params(tiny.MIXED, seed) for seed in (0, 1))
+@pytest.mark.cases(quick=1)
+@pytest.mark.parametrize("model", [tiny.LATE, tiny.MIXED], ids=["divisor", "soft cap"])
+def test_exact_kl_of_a_policy_reads_what_is_done_to_its_logits(model):
+    params, other = (tiny.params(model, seed) for seed in (0, 1))
     tokens, mask = tiny.batch((7, 5), 7, side="right")
-    of = functools.partial(hidden_of, model=tiny.MIXED, tokens=tokens, mask=mask)
-    exact = jax.jit(functools.partial(policy.exact_kl, model=tiny.MIXED, mask=mask))
+    of = functools.partial(hidden_of, model=model, tokens=tokens, mask=mask)
+    exact = jax.jit(functools.partial(policy.exact_kl, model=model, mask=mask))
     output = exact(params, of(params), other, of(other))
     logits_of = jax.jit(
-        functools.partial(policy.logits, model=tiny.MIXED, tokens=tokens, mask=mask)
+        functools.partial(policy.logits, model=model, tokens=tokens, mask=mask)
     )
     logits, ref_logits = logits_of(params), logits_of(other)
-    assert np.abs(logits).max() < tiny.MIXED.logit_softcap
+    if model.logit_softcap is not None:
+        assert np.abs(logits).max() < model.logit_softcap
+    else:  # products with the head, which are divided here by hand
+        head = decoder.vocabulary_head(params, model=model)[: tiny.VOCAB]
+        product = of(params) @ head.T
+        np.testing.assert_allclose(logits, product / model.logit_divisor, atol=1e-5)
     expected = jnp.pad(kl.exact(logits, ref_logits)[:, :-1], ((0, 0), (1, 0)))
     np.testing.assert_allclose(output, np.where(mask, expected, 0.0), atol=1e-5)
 
@@ -336,6 +349,16 @@ def test_exact_kl_of_a_policy_reads_its_soft_cap():
         ({"local_layers": ()}, "sliding_window if, and only if, .* 4 with 0 local"),
         ({"sliding_window": 0}, "sliding_window: expected a finite number above 0"),
         ({"logit_softcap": -1.0}, "logit_softcap: expected a finite number above 0"),
+        ({"logit_divisor": 0.0}, "logit_divisor: expected a finite number above 0"),
+        ({"residual_scale": -0.5}, "residual_scale: expected a finite number above 0"),
+        (
+            {"unrotated_layers": (True,)},
+            "for each of 3 layers with rotary .* 1 entries",
+        ),
+        (
+            {"query_key_norm": False, "joint_head_norm": True},
+            "expected query_key_norm with joint_head_norm",
+        ),
         (
             {"attention": "cudnn", "dtype": "bfloat16"},
             "no attention_softcap, got .* attention auto",

@@ -17,13 +17,18 @@ from safetensors.numpy import load_file, save_file
 from tiers import one_in
 
 from rlhf_jax import decode, decoder, frozen, hf, lora
-from rlhf_jax.checkpoints import peft
+from rlhf_jax.checkpoints import mapping, peft
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import RopeScaling
-from rlhf_jax.models.families import keys, mapping, registry
+from rlhf_jax.models.families import keys, registry
 from rlhf_jax.models.generation.sampling import Shaping
 
-NAMES = ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3")
+NAMES = (
+    *("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3"),
+    *("olmo2", "olmo3", "smollm3", "granite", "granite4"),
+)
+# transformers has no score for Granite.
+REWARDS = tuple(name for name in NAMES if not name.startswith("granite"))
 # Attention beside the MLP; windows, scales and two wavelengths. What each family's
 # logits are is told for all, and decoding reads the same options.
 STATIC = ("model", "max_new_tokens", "stop_ids", "shaping")
@@ -84,7 +89,7 @@ def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(logits, np.concatenate(expected), atol=1e-4)
 
 
-@for_each_family
+@pytest.mark.parametrize("name", REWARDS)
 def test_scores_are_those_of_transformers(name):
     folder = FIXTURES / f"{name}_reward"
     model, params = hf.load_reward(folder, dtype="float32")
@@ -121,7 +126,7 @@ def test_greedy_decoding_is_that_of_transformers_far_past_the_window(name):
 
 
 @pytest.mark.parametrize(
-    "name", one_in(2, [*NAMES, *(f"{name}_reward" for name in NAMES)])
+    "name", one_in(2, [*NAMES, *(f"{name}_reward" for name in REWARDS)])
 )
 def test_what_is_saved_is_what_was_read_and_transformers_reads_its_config(
     tmp_path, name
@@ -154,6 +159,40 @@ def test_what_is_saved_is_what_was_read_and_transformers_reads_its_config(
     rope = ours.pop("rope_parameters")
     assert rope == rope | theirs.pop("rope_parameters")
     assert ours == theirs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_live_transformers_reads_what_we_save_to_the_bit(tmp_path, name):
+    """The extra `parity`: weights, and logits of texts padded on either side."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    model, params = hf.load(FIXTURES / name)
+    hf.save(tmp_path / "out", model, params, max_shard_bytes=30_000)
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        for folder in (tmp_path / "out", FIXTURES / name)
+    )
+    tensors, expected = ours.state_dict(), theirs.state_dict()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
+    hidden, mask, recorded = hidden_and_recorded(
+        loaded(name)[1], model=model, folder=FIXTURES / name
+    )
+    mine = np.asarray(decoder.logits(loaded(name)[1], hidden, model=model))
+    tokens = [recorded[f"{side}_tokens"] for side in ("left", "right")]
+    inputs = {
+        "input_ids": torch.tensor(np.concatenate(tokens), dtype=torch.long),
+        "attention_mask": torch.tensor(mask, dtype=torch.long),
+        "position_ids": torch.tensor(np.cumsum(mask, axis=1) - mask),
+    }
+    with torch.no_grad():
+        live, same = (m(**inputs).logits.numpy()[mask] for m in (theirs, ours))
+    np.testing.assert_array_equal(same, live)
+    np.testing.assert_allclose(mine[mask], live, atol=1e-4)
+    print(f"{name}: {np.abs(mine[mask] - live).max():.1e}")
 
 
 class Counting:
@@ -423,6 +462,13 @@ def test_windows_follow_each_family_s_options():
     assert local("gemma2") == (5, "lgl")
     assert local("gemma3") == (5, "llll")
     assert local("gemma3", sliding_window_pattern=2) == (5, "lglg")
+    assert local("olmo3") == (5, "lllg")
+    assert local("olmo3", sliding_window=None, layer_types=["full_attention"] * 4) == (
+        *(None, ""),
+    )
+    # Without positions, and local for it.
+    assert local("smollm3") == (5, "glgl")
+    assert local("smollm3", use_sliding_window=False) == (None, "")
     with pytest.raises(InputError, match="and full_attention, got chunked_attention"):
         local("gemma3", layer_types=["chunked_attention"] * 4)
 
@@ -442,6 +488,56 @@ def test_both_forms_of_gemma_3_s_rope_options_are_read():
     bare = model_of(older)
     assert (bare.rope_theta, bare.rope_local_theta) == (1e6, 1e4)
     assert bare.rope_scaling is None
+
+
+def test_both_forms_of_olmo_3_s_rope_options_are_read():
+    """A base of its own for local layers is what flat options cannot say."""
+    nested = options_of("olmo3")
+    scaling = dict(nested["rope_parameters"]["full_attention"])
+    near = {"rope_type": "default", "rope_theta": 500_000.0}
+    nested["rope_parameters"] = {
+        "full_attention": scaling | {"rope_theta": 500_000.0},
+        "sliding_attention": near,
+    }
+    flat = {**nested, "rope_theta": 500_000.0, "rope_parameters": None}
+    del scaling["rope_theta"]
+    model = model_of(nested)
+    assert model == model_of(flat | {"rope_scaling": scaling})
+    assert (model.rope_theta, model.rope_local_theta) == (5e5, 5e5)
+    assert model.rope_scaling is not None
+    assert model_of(flat).rope_scaling is None
+    del flat["rope_theta"]
+    assert model_of(flat).rope_theta == model_of(flat).rope_local_theta == 5e5
+    own = model_of(options_of("olmo3"))
+    assert (own.rope_theta, own.rope_local_theta) == (40.0, 50.0)
+
+
+def test_layers_without_positions_follow_smollm3_s_options():
+    def unrotated(**changes):
+        model = model_of(options_of("smollm3") | changes)
+        return "".join("rn"[x] for x in model.unrotated_layers)
+
+    assert unrotated() == "rnrn"
+    assert unrotated(no_rope_layers=None) == "rrrn"
+    assert unrotated(no_rope_layers=None, no_rope_layer_interval=2) == "rnrn"
+    assert unrotated(no_rope_layers=[0, 1, 1, 1, 0]) == "nrrr"  # four layers
+    assert unrotated(no_rope_layers=[1, 1, 1, 1]) == ""
+    bare = {k: v for k, v in options_of("smollm3").items() if k != "rope_parameters"}
+    assert model_of(bare).rope_theta == 2e6
+    del bare["num_key_value_heads"]
+    assert model_of(bare).num_kv_heads == 4
+    assert model_of(bare | {"num_key_value_heads": None}).num_kv_heads == 4
+
+
+def test_granite_4_s_layers_are_known_by_either_name():
+    options = options_of("granite4")
+    model = model_of(options)
+    assert (model.intermediate_size, model.unrotated_layers) == (40, (True,) * 3)
+    assert model_of(options | {"intermediate_size": 7}) == model  # of experts
+    older = {k: v for k, v in options.items() if k != "layer_types"}
+    assert model_of(older | {"layers_block_type": ["attention"] * 3}) == model
+    rotated = model_of(options | {"position_embedding_type": "rope"})
+    assert rotated.unrotated_layers == ()
 
 
 @pytest.mark.parametrize("model", registry.KNOWN.values(), ids=registry.KNOWN)
@@ -508,6 +604,41 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
             "expected sliding_window in tokens",
         ),
         ("gpt_neox", {"num_attention_heads": 3}, "num_heads to divide hidden_size, g"),
+        ("olmo2", {"model_type": "olmo"}, r"supported \(the nearest is olmo\d\)"),
+        (
+            "granite",
+            {"model_type": "granitemoe", "num_local_experts": 8},
+            r"a granitemoe with a mixture of experts .* \(the nearest is granite",
+        ),
+        ("olmo2", {"clip_qkv": 8.0}, "expected clip_qkv = None, got 8.0"),
+        ("olmo2", {"mlp_bias": True}, "expected mlp_bias = False, got True"),
+        (
+            "olmo3",
+            {ROPE: {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "expected rope_type = 'default', got 'linear'",
+        ),
+        (
+            "olmo3",
+            {ROPE: None, "rope_theta": 1e6},
+            r"got rope_theta = 1e\+06 alone, which transformers 4 takes .*; add it",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "each of 4 layers .* got 2 entries"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "to be a list of 0 and 1"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "a whole number from 1 to 2147"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling to be a finite number ab"),
+        ("granite4", {"num_local_experts": 8}, r"of experts \(num_local_experts\)"),
+        ("granite4", {"num_local_experts": None}, "a value for 'num_local_experts', g"),
+        (
+            "granite4",
+            {"layer_types": ["attention", "mamba", "attention"]},
+            "expected layer_types of attention alone, got mamba; use a dense",
+        ),
+        ("granite4", {"layer_types": None}, "expected a value for 'layer_types', got"),
+        (
+            "granite4",
+            {"position_embedding_type": "alibi"},
+            "_type = 'rope', got 'alibi",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, name, options, message):
@@ -525,6 +656,9 @@ def test_null_is_as_absent():
         ("qwen3", ("head_dim", "use_sliding_window", "layer_types")),
         ("phi3", ("rms_norm_eps",)),
         ("gpt_neox", ("use_parallel_residual", "attention_bias", "layer_norm_eps")),
+        ("olmo3", ("rms_norm_eps", "rope_parameters", "layer_types")),
+        ("smollm3", ("tie_word_embeddings", "rope_parameters", "no_rope_layers")),
+        ("granite", ("logits_scaling", "residual_multiplier")),
     ):
         config = {k: v for k, v in options_of(name).items() if k not in options}
         nulls = config | dict.fromkeys(options)

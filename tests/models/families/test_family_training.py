@@ -27,12 +27,15 @@ LENGTHS = (4, 2, 3, 1) * 2
 SGD = optax.sgd(0.1)
 ADAPTERS = LoRA(rank=2, alpha=6.0)
 
-DECODERS = {"mixed": tiny.MIXED, "parallel": tiny.PARALLEL}
+DECODERS = {"mixed": tiny.MIXED, "parallel": tiny.PARALLEL, "late": tiny.LATE}
 every_model = pytest.mark.parametrize(
     "name",
     [
         pytest.param("mixed", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("parallel", *NAMES)),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("parallel", "late", *NAMES)
+        ),
     ],
 )
 

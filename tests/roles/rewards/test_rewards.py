@@ -541,6 +541,14 @@ MEMBERS = np.float32(
             {"how": "mean_minus_std"},
             np.mean(MEMBERS, axis=0) - np.std(np.float64(MEMBERS), axis=0),
         ),
+        (
+            {"how": "entropic"},
+            -np.log(np.mean(np.exp(-np.float64(MEMBERS)), axis=0)),
+        ),
+        (
+            {"how": "entropic", "risk": 2.5},
+            -2.5 * np.log(np.mean(np.exp(-np.float64(MEMBERS) / 2.5), axis=0)),
+        ),
     ],
 )
 def test_an_ensemble_is_its_formula(options, expected):
@@ -552,6 +560,22 @@ def test_an_ensemble_is_its_formula(options, expected):
     spread = np.float64(MEMBERS).std(axis=0)
     assert spread[2] == float(scores.parts["disagreement"][2]) == 0
     assert means["reward/disagreement"] == pytest.approx(spread.mean(), rel=1e-5)
+
+
+def test_an_entropic_risk_is_the_worst_of_all_weights_near_equal_ones():
+    """min over w of Σ w·r + τ·KL(w ‖ 1/3), and its two ends."""
+    risk, members = 0.8, np.float64(MEMBERS)
+
+    def charged(w):
+        return w @ members + risk * np.sum(w * np.log(3 * w), axis=-1)[..., None]
+
+    total = rewards.combine(list(MEMBERS), how="entropic", risk=risk).total
+    drawn = charged(np.random.default_rng(0).dirichlet([1, 1, 1], 20_000))
+    assert (drawn >= np.asarray(total) - 1e-5).all()
+    np.testing.assert_allclose(drawn.min(axis=0), total, atol=0.02)
+    for tau, end in ((1e-3, MEMBERS.min(axis=0)), (1e4, MEMBERS.mean(axis=0))):
+        near = rewards.combine(list(MEMBERS), how="entropic", risk=tau).total
+        np.testing.assert_allclose(near, end, atol=3e-3)
 
 
 def means_of(stats):
@@ -601,6 +625,8 @@ def test_ensembles_that_are_refused():
         rewards.combine(MEMBERS, how="max")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="std_coef: expected a finite number, 0 or mo"):
         rewards.combine(MEMBERS, how="mean_minus_std", std_coef=-1.0)
+    with pytest.raises(InputError, match=r"risk: expected .* above 0"):
+        rewards.combine(list(MEMBERS), how="entropic", risk=0.0)
     with pytest.raises(ValueError, match=r"member_1 \(3,\)"):
         rewards.combine([MEMBERS[0], MEMBERS[1][1:]], how="mean")
 

@@ -76,11 +76,20 @@ def test_help_explains_every_field(capsys):
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (("--out", "run", "--kl-cof", "1"), "--kl-cof"),
-        (("--out", "run", "--kl-coef", "much"), "much"),
-        (("--out", "run", "--estimator", "k4"), "k4"),
-        ((), "--out"),
-        (("--config",), "--config"),
+        (
+            ("--out", "run", "--kl-cof", "1"),
+            "got '--kl-cof 1'; did you mean --kl-coef? ",
+        ),
+        (
+            ("--out", "run", "--kl-coef", "much"),
+            "--kl-coef: expected None or a number, got 'much'; ",
+        ),
+        (
+            ("--out", "run", "--estimator", "k4"),
+            "got 'k4'; choose one",
+        ),
+        ((), "error: expected --out, got none; "),
+        (("--config",), "error: --config: expected a value, got none; correct it"),
     ],
 )
 def test_a_wrong_option_exits_2_before_anything(

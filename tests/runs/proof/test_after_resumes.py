@@ -51,7 +51,7 @@ def test_rows_that_a_run_went_on_without_are_no_damage(begun):
     play(begun)  # snapshot 4 has the rows as they were, and 6 as they are
     assert run_files.check(begun.out).faults == []
     folder.write_summary(begun.out, {})
-    assert run_files.check(begun.out)[1:] == ([], [], [])
+    assert run_files.check(begun.out)[1:] == ([], [], [], [])
 
 
 def test_rows_that_were_lost_at_the_end_are_not_proven(begun):

@@ -1,8 +1,9 @@
 """160 damages anywhere in a run, its evaluation and a sweep: none is silent.
 
 Bits flip, tails are cut, rows are lost, swapped or doubled, numbers are edited, files
-are another run's, gone or new. Each time `rlhf-jax verify` ends with status 1 or 2, and
-what reads the file refuses it or, on the page of a report, marks it.
+are another run's or gone. Each time `rlhf-jax verify` ends with status 1 or 2, and what
+reads the file refuses it or, on the page of a report, marks it. A file that is new is
+named and no damage.
 """
 
 import json
@@ -87,8 +88,33 @@ def test_what_is_whole_is_proven(whole, capsys):
     for name in ("run", "other", "evaluation", "sweep", "run/model", "run/adapter"):
         assert status("verify", whole / name) == 0, capsys.readouterr()
     printed = capsys.readouterr().out
-    assert "not proven" not in printed
-    assert "since" not in printed
+    for word in ("not proven", "since", "added"):
+        assert word not in printed
+    files = len([*(whole / "run" / "model").iterdir()])
+    assert files > 3
+    assert f"{files} files and 0 snapshots checked, none damaged" in printed
+
+
+def test_what_users_add_is_named_and_is_no_damage(whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(whole / "run", out)
+    shutil.copytree(whole / "evaluation", out / "eval")
+    for name in ("notes.txt", "model/notes.txt", "snapshots/grpo/4/notes.txt"):
+        (out / name).write_text("mine")
+    report.main(report.Config(runs=(out,), html=out / "report.html"))
+    capsys.readouterr()
+    assert status("verify", out) == 0
+    count = sum(path.is_file() for path in (out / "eval").rglob("*"))
+    added = (
+        *(f"eval/ ({count} files)", "notes.txt", "report.html", "model/notes.txt"),
+        "snapshots/grpo/4/notes.txt",
+    )
+    printed = capsys.readouterr().out
+    header = f"added after {out} ended, not part of the proof:\n"
+    assert printed.partition(header)[2].startswith("".join(f"  {n}\n" for n in added))
+    (out / "summary.json").unlink()  # a run under way has not ended
+    assert status("verify", out) == 0
+    assert "eval/" not in capsys.readouterr().out
 
 
 # Each damages one file; False where the file does not allow it.
@@ -206,22 +232,28 @@ def test_no_damage_is_silent(whole, tmp_path, capsys, seed):
         inside = damaged(whole, tmp_path / "at", name, kind, rng)
         folder = tmp_path / "at" / name
         what = f"{kind.__name__} of {name}/{inside}"
-        if status("verify", folder) not in (1, 2):
+        code, printed = status("verify", folder), capsys.readouterr().out
+        if kind is add:
+            if code != 0 or f"{inside.name}." not in printed.partition("added")[2]:
+                silent.append(f"verify, {code}: {what}")
+        elif code not in (1, 2):
             silent.append(f"verify: {what}")
-        if name == "sweep" and inside.name in results.READ and kind is not add:
+        if name == "sweep" and inside.name in results.READ:
             try:
                 paper.main(paper.Config(sweep=folder, out=tmp_path / "paper"))
-                silent.append(f"paper: {what}")
+                silent += [] if kind is add else [f"paper: {what}"]
             except (InputError, StopError):
                 refused += 1
-        if name == "run" and str(inside) in reading.READ and kind is not add:
+                silent += [f"paper, refused: {what}"] if kind is add else []
+        if name == "run" and str(inside) in reading.READ:
             try:
                 notes = report.load(report.Config(runs=(folder,), watch=True))["notes"]
                 found = any("IS DAMAGED" in note for note in notes)
                 marked += found
-                silent += [] if found else [f"report: {what}"]
+                silent += [] if found != (kind is add) else [f"report: {what}"]
             except InputError:
                 refused += 1
+                silent += [f"report, refused: {what}"] if kind is add else []
         capsys.readouterr()
     assert not silent
     assert marked > 1

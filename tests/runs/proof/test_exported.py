@@ -42,15 +42,25 @@ def test_a_model_that_differs_is_not_loaded(model):
     (model / "more.txt").write_text("")
     (model / "tokenizer.json").rename(model.parent / "tokenizer.json")
     message = (
-        r"got\n  model/config.json: another SHA-256\n  model/more.txt: not there when "
-        r"it was written\n  model/tokenizer.json: missing\nexport it again"
+        r"got\n  model/config.json: another SHA-256\n  model/tokenizer.json: missing\n"
+        r"export it again"
     )
     with pytest.raises(InputError, match=message):
         hf.load(model)
     exported.write(model, anew=False)  # a manifest that is there stays
-    assert len(exported.faults(model)) == 3
+    assert len(exported.check(model).faults) == 2
     exported.write(model, anew=True)
     hf.load(model)
+
+
+def test_files_added_to_a_model_are_told_and_do_no_harm(model, capsys):
+    (model / "notes").mkdir()
+    (model / "notes" / "mine.txt").write_text("")
+    number = len((model.parent / "model.sha256").read_text().splitlines())
+    assert exported.check(model) == (number, [], [], [], ["model/notes/mine.txt"])
+    hf.load(model)
+    note = "model.sha256 does not vouch for:\n  model/notes/mine.txt\n"
+    assert note in capsys.readouterr().err
 
 
 def test_a_manifest_that_was_damaged_is_told_and_none_is_no_fault(model):
@@ -58,12 +68,12 @@ def test_a_manifest_that_was_damaged_is_told_and_none_is_no_fault(model):
     text = manifest.read_text()
     for wrong in (text[:-1], text.replace("  ", " ", 1), text + text, "\xff"):
         manifest.write_bytes(wrong.encode("latin-1"))
-        assert exported.faults(model), wrong
+        assert exported.check(model).faults, wrong
     manifest.write_text(re.sub("^.", lambda m: "1" if m[0] == "0" else "0", text))
-    (fault,) = exported.faults(model)
+    (fault,) = exported.check(model).faults
     assert fault.endswith("another SHA-256")
     manifest.unlink()
-    assert exported.faults(model) == []
+    assert exported.check(model) == (0, [], [], [], [])
     hf.load(model)
     for none in ("/", "x" * 250):  # a name that the system takes, not its manifest's
-        assert exported.faults(Path(none)) == []
+        assert exported.check(Path(none)) == (0, [], [], [], [])

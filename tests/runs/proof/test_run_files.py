@@ -19,8 +19,8 @@ def run(tmp_path):
 
 def test_a_sealed_run_is_whole(run):
     checked = run_files.check(run)
-    assert checked == (5, [], [], [])  # config, metrics, timings, samples, summary
-    assert run_files.check(run, only=READ) == (3, [], [], [])
+    assert checked == (5, [], [], [], [])  # config, metrics, timings, samples, summary
+    assert run_files.check(run, only=READ) == (3, [], [], [], [])
     assert run_files.require(run, only=READ, instead="") == []
     proof = json.loads((run / "summary.json").read_text())["proof"]
     assert list(proof["files"]) == sorted(
@@ -33,13 +33,11 @@ def test_each_damage_is_named_and_others_are_not(run):
     (run / "samples.jsonl").unlink()
     metrics = (run / "metrics.jsonl").read_bytes()
     (run / "metrics.jsonl").write_bytes(metrics.replace(b'"step": 3', b'"step": 4'))
-    (run / "notes.txt").write_text("mine")
+    (run / "notes.txt").write_text("mine")  # is none
     checked = run_files.check(run)
     assert checked.faults[0].startswith("metrics.jsonl: SHA-256 ")
-    assert checked.faults[1:] == [
-        "notes.txt: not there when the run ended",
-        "samples.jsonl: missing",
-    ]
+    assert checked.faults[1:] == ["samples.jsonl: missing"]
+    assert (checked.whole, checked.added) == (3, ["notes.txt"])
     assert run_files.check(run, only=["timings.jsonl"]).faults == []
     with pytest.raises(InputError, match=r"wrote, got\n  metrics.jsonl: SHA-256.*\nno"):
         run_files.require(run, only=READ, instead="no")

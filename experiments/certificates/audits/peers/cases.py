@@ -50,7 +50,7 @@ def lines(*places: tuple[str, str]) -> str:
     Raises:
       ValueError: not one line has it, as in another version.
     """
-    found = []
+    lines = []
     for file, text in places:
         package, _, rest = file.partition("/")
         spec = importlib.util.find_spec(package)
@@ -63,8 +63,8 @@ def lines(*places: tuple[str, str]) -> str:
                 f"{file}: expected one line with {text!r}, got {len(numbers)}; "
                 f"read how this version computes it"
             )
-        found.append(f"{file}:{numbers[0]}")
-    return ", ".join(found)
+        lines.append(f"{file}:{numbers[0]}")
+    return ", ".join(lines)
 
 
 def audited(case: Case, worlds: Sequence[str] = WORLDS) -> dict[str, Any]:

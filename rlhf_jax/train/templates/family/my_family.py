@@ -6,7 +6,8 @@ decoder does not implement is refused by `fields.only`.
 
 import dataclasses
 
-from rlhf_jax.models.families import fields, keys, llama
+from rlhf_jax.models.families import keys, llama
+from rlhf_jax.models.families.options import fields
 
 NAME = "my_family"
 

@@ -48,6 +48,10 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
+def _bits(value: Any) -> bool:
+    return isinstance(value, list) and all(bit in (0, 1) for bit in value)
+
+
 def _is(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
@@ -64,11 +68,12 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
             *("intermediate_size", "max_position_embeddings"),
             *("sliding_window_pattern", "original_max_position_embeddings"),
+            *("no_rope_layer_interval", "shared_intermediate_size"),
         ),
     ),
     f"a whole number from 0 to {MAX_SIZE}": (
         _whole(0, MAX_SIZE),
-        ("sliding_window", "max_window_layers"),
+        ("sliding_window", "max_window_layers", "num_local_experts"),
     ),
     "a finite number above 0": (
         _positive,
@@ -78,6 +83,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("final_logit_softcapping", "layer_norm_epsilon", "layer_norm_eps"),
             *("rms_norm_eps", "factor", "low_freq_factor", "high_freq_factor"),
             *("beta_fast", "beta_slow", "attention_factor"),
+            *("embedding_multiplier", "residual_multiplier"),
+            *("attention_multiplier", "logits_scaling"),
         ),
     ),
     "a finite number": (
@@ -98,9 +105,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         _text,
         (
             *("model_type", "activation_function", "hidden_act", "hidden_activation"),
-            *("rope_type", "type"),
+            *("rope_type", "type", "position_embedding_type"),
         ),
     ),
+    "a list of 0 and 1": (_bits, ("no_rope_layers",)),
     "a list of texts": (_texts, ("architectures", "layer_types")),
     "an object": (
         _is(dict),

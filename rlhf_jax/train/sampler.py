@@ -29,14 +29,14 @@ from rlhf_jax.models.lora import merge as merged
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import NO_MODELS, Frozen, FrozenModels
 from rlhf_jax.roles.reference.storage import store
-from rlhf_jax.samplers import protocol
-from rlhf_jax.samplers.protocol import Retries
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.sampler import Here, Process, Server
 
 if TYPE_CHECKING:
-    from rlhf_jax.train.sampling.outside import OutsideSampler
+    from rlhf_jax.samplers.protocol import Retries
+    from rlhf_jax.samplers.protocol import Sampler as OutsideProtocol
+    from rlhf_jax.train.rollouts.outside import OutsideSampler
 
 Array = jax.Array
 Params = Any
@@ -98,11 +98,6 @@ class Sampler:
           home: the policy's mesh, where responses are wanted.
           frozen: of which the base is read, brought to the mesh now, and by a recipe of
             mixtures the reference.
-          options: dtype of the parameters while they are sampled with, and how keys and
-            values are kept.
-
-        Raises:
-          InputError: pages cannot be on the mesh.
         """
         check_pages(options, recipe=recipe, mesh=mesh)
         # How the cache is kept belongs to sampling: the trainer's own model is
@@ -143,11 +138,7 @@ class Sampler:
         asynchronous: what is dispatched next on other devices runs beside it.
 
         Args:
-          policy: on the policy's mesh.
           version: i32[], of the policy, `TrainState.step`; None stamps no token.
-
-        Raises:
-          InputError: the row axes of the sampler's mesh do not divide the rows.
         """
         if self._store is not None:
             policy = sharding.place(self._store(policy), mesh=self._mesh)
@@ -180,9 +171,6 @@ class Sampler:
 
         Args:
           policy: of `hand_over`.
-
-        Raises:
-          InputError: the row axes of the sampler's mesh do not divide the rows.
         """
         if self._mesh is self._home:
             return self._sample(
@@ -197,11 +185,7 @@ class Sampler:
 
 
 def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
-    """Checks that pages of keys and values can be on a mesh.
-
-    Raises:
-      InputError: they cannot; says why.
-    """
+    """Checks that pages of keys and values can be on a mesh."""
     pages, size = options.cache_pages, options.page_size
     if pages is None:
         return
@@ -240,11 +224,7 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
 def make_sampler(
     config: PolicyGradientConfig, models: Models, *, meshes: Meshes
 ) -> Sampler | OutsideSampler:
-    """The sampler of a run.
-
-    Raises:
-      InputError: a sampler outside cannot be used.
-    """
+    """The sampler of a run."""
     options, recipe = config.sampler.sampler, models.recipe
     if isinstance(options, Here):
         # Episodes are drawn by programs that have a copy of their own.
@@ -260,14 +240,15 @@ def make_sampler(
             options=options,
         )
     # Here and below, as they are modules that no other run needs.
-    from rlhf_jax.train.sampling.outside import OutsideSampler
+    from rlhf_jax.samplers.protocol import Retries
+    from rlhf_jax.train.rollouts.outside import OutsideSampler
 
     merge = None
     if models.base is not None and recipe.lora is not None:
         merge = _merging(models.base, recipe.lora, mesh=meshes.policy)
         recipe = dataclasses.replace(recipe, lora=None)
     retries = Retries(options.tries)
-    made: list[protocol.Sampler] = []
+    made: list[OutsideProtocol] = []
     processes.on_first(
         lambda: made.append(
             _outside(config, recipe, options=options, retries=retries, meshes=meshes)
@@ -292,7 +273,7 @@ def _outside(
     options: Process | Server,
     retries: Retries,
     meshes: Meshes,
-) -> protocol.Sampler:
+) -> OutsideProtocol:
     """A process, or a server that answers."""
     if isinstance(options, Process):
         from rlhf_jax.samplers.process import ProcessSampler

@@ -8,12 +8,27 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig, RopeScaling
-from rlhf_jax.models.families import fields
+from rlhf_jax.models.families.options import fields
 
 
 def parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """`rope_scaling`, or the `rope_parameters` of transformers 5, which hold more."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def by_kind_of_layer(
+    config: Mapping[str, Any],
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """`rope_parameters` of local and of global layers, of which these alone are scaled.
+
+    Raises:
+      InputError: those of local layers are scaled.
+    """
+    nested = config.get("rope_parameters") or {}
+    near = nested.get("sliding_attention") or {}
+    fields.only(near, {"rope_type": "default"})
+    far = dict(nested.get("full_attention") or {}) | (config.get("rope_scaling") or {})
+    return near, far
 
 
 def from_hf(

@@ -32,7 +32,7 @@ Params = Any
 class OutsideSampler(contextlib.AbstractContextManager[Any]):
     """Hands parameters over once per version, and draws; ends the sampler on leaving.
 
-    It is called as `sampling.sampler.Sampler` is, by the trainer or by the thread
+    It is called as `train.sampler.Sampler` is, by the trainer or by the thread
     of a queue; draws come in the order of versions.
     """
 
@@ -50,8 +50,6 @@ class OutsideSampler(contextlib.AbstractContextManager[Any]):
 
         Args:
           sampler: None in every process but the first.
-          home: the policy's mesh, where rollouts are wanted.
-          max_new_tokens: R, response columns.
           merge: adapters -> the parameters that they make of their base; None of a
             policy that is all of its parameters.
           threaded: whether a thread may call it, beside the updates.

@@ -1,0 +1,23 @@
+"""Surrogates with a trust region of their own in place of PPO's clip of the ratio.
+
+    divergence_masks   DPPO: tokens that moved too far, by TV or KL, are left out
+    response_weights   VESPO, TOPR: the ratio of a whole response as a weight
+    geometric_mean     GMPO: the geometric mean of the clipped ratios of a response
+    sequence_mask      DeepSeek-V3.2: bad responses that the policy has left
+
+All are aggregated, and report ratios, as `losses.policy_loss` does.
+"""
+
+from rlhf_jax.functional.policy_losses.divergence_masks import Divergence, dppo_loss
+from rlhf_jax.functional.policy_losses.geometric_mean import gmpo_loss
+from rlhf_jax.functional.policy_losses.response_weights import topr_loss, vespo_loss
+from rlhf_jax.functional.policy_losses.sequence_mask import off_policy_mask
+
+__all__ = [
+    "Divergence",
+    "dppo_loss",
+    "gmpo_loss",
+    "off_policy_mask",
+    "topr_loss",
+    "vespo_loss",
+]

@@ -1,0 +1,85 @@
+"""GMPO: the geometric mean of a response's ratios, each of which is clipped first."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Shaped
+
+from rlhf_jax.functional import checks, masked, surrogates
+from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+
+Array = jax.Array
+Scalar = checks.Scalar
+Stats = masked.Stats
+
+
+def gmpo_loss(
+    *,
+    logprobs: Float32[Array, "B S"],
+    old_logprobs: Float32[Array, "B S"],
+    advantages: Float32[Array, "B S"],
+    mask: Bool[Array, "B S"],
+    clip_range: Scalar,
+    clip_range_high: Scalar,
+    aggregation: Aggregation = "token_mean",
+    loss_scale_factor: LossScale = None,
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """GMPO, the mean of -A·exp((1/len) Σ_t c(x_t)), x = log π - log π_old.
+
+    c(x) = min(x, ε_high) where A > 0 and max(x, -ε) where A < 0: the log-ratio of a
+    token is clipped before the mean, where GSPO clips the mean. It has a gradient where
+    it is not clipped.
+
+    Args:
+      clip_range, clip_range_high: ε and ε_high, nats; published 0.4 both.
+      the others: those of `losses.policy_loss`. Published with sequence_mean, over
+        which every token of a response has the response's loss.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` except the
+      dual clip and the overflow: `policy/clipfrac` is the share of clipped tokens, and
+      ratios are the geometric means. The gradient reaches `logprobs` and, where they
+      bind, both clip ranges.
+
+    Source: Zhao et al. 2025, arXiv:2507.20673, the objective of GMPO.
+
+    >>> old_logprobs = jnp.zeros((1, 2))
+    >>> logprobs = jnp.array([[0.6, -0.2]])
+    >>> arrays = {"old_logprobs": old_logprobs, "mask": jnp.ones((1, 2), bool)}
+    >>> arrays |= {"advantages": jnp.ones((1, 2))}
+    >>> bounds = {"clip_range": 0.4, "clip_range_high": 0.4}
+    >>> loss = lambda x: gmpo_loss(logprobs=x, **arrays, **bounds)[0]
+    >>> print(loss(logprobs))  # -exp((0.4 - 0.2)/2)
+    -1.105
+    >>> print(jax.grad(loss)(logprobs))
+    [[ 0.    -0.553]]
+    """
+    log_ratio, advantages = surrogates.masked_inputs(
+        logprobs, old_logprobs, advantages, mask
+    )
+    checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
+    clipped = jnp.where(
+        advantages < 0,
+        jnp.maximum(log_ratio, -clip_range),
+        jnp.minimum(log_ratio, clip_range_high),
+    )
+    level = surrogates.at_level(clipped, mask=mask, ratio_level="sequence")
+    # Before exp: a mean so large, which A < 0 leaves, would be infinite.
+    ratio = jnp.exp(jnp.where(level > surrogates.LARGE, surrogates.LARGE, level))
+    loss, stats = aggregate(
+        "loss/policy",
+        -ratio * advantages,
+        mask,
+        aggregation=aggregation,
+        loss_scale_factor=loss_scale_factor,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+    )
+    cut = jax.lax.stop_gradient((clipped != log_ratio).astype(jnp.float32))
+    stats |= masked.sum_stats({"policy/clipfrac": cut}, mask=mask)
+    return loss, stats | surrogates.ratio_stats(
+        log_ratio, jax.lax.stop_gradient(ratio), mask=mask
+    )

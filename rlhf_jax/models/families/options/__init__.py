@@ -1,0 +1,1 @@
+"""What of a `config.json` many families have alike, read and written."""

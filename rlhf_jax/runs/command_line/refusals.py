@@ -1,0 +1,170 @@
+"""What a command line refuses, in one line: expected, got, what to do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import tyro
+
+from rlhf_jax.functional.errors import InputError
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+FRAMED = re.compile(r"│|  ")  # without │ where the output is no UTF-8
+RULE = re.compile(r"^[─-]{9,}$")
+KINDS = {  # of a metavar of tyro: one, and several
+    "INT": ("a whole number", "whole numbers"),
+    "FLOAT": ("a number", "numbers"),
+    "STR": ("a text", "texts"),
+    "PATH": ("a path", "paths"),
+}
+ARGPARSE = (  # its messages, and ours
+    (r"argument (\S+): expected one argument", r"\1: expected a value, got none"),
+    (r"argument (\S+): invalid int value:", r"\1: expected a whole number, got"),
+    (r"unrecognized arguments: (.*)", r"expected other options, got '\1'"),
+    (r"the following arguments are required: (.*)", r"expected \1, got none"),
+)
+
+
+class Arguments(argparse.ArgumentParser):
+    """argparse's parser, which raises InputError instead of printing and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises `message` in our words."""
+        for theirs, ours in ARGPARSE:
+            message = re.sub(theirs, ours, message)
+        see = f"{self.prog} --help explains it" if self.add_help else "correct it"
+        raise InputError(f"{message}; {see}")
+
+
+def cli(wanted: Any, *, prog: str, args: Sequence[str] | None, **options: Any) -> Any:
+    """`tyro.cli(wanted, prog=prog, args=args, **options)`, with its box as a message.
+
+    Raises:
+      InputError: tyro refuses the arguments, or the config its values.
+    """
+    args = sys.argv[1:] if args is None else args
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            parsed = tyro.cli(wanted, prog=prog, args=args, **options)
+    except SystemExit as stop:
+        if stop.code != 2:  # --help
+            raise
+        see = "--help" if options.get("add_help", True) else "--help-all"
+        box = COLOURS.sub("", printed.getvalue())
+        why = _message(box, args=args, prog=prog, see=f"{prog} {see}")
+        raise InputError(_own(stop, box) or why) from None
+    print(printed.getvalue(), end="", file=sys.stderr)  # warnings
+    return parsed
+
+
+def call(
+    function: Callable[..., None], *, prog: str, args: Sequence[str] | None
+) -> None:
+    """Calls a function with its arguments from a command line.
+
+    Raises:
+      InputError: as `cli`; and what the function raises.
+    """
+
+    @functools.wraps(function)
+    def bound(*values: Any, **named: Any) -> Callable[[], None]:
+        return functools.partial(function, *values, **named)
+
+    bound.__annotations__ = function.__annotations__ | {"return": Callable[[], None]}
+    cli(bound, prog=prog, args=args)()
+
+
+def _own(stop: SystemExit, box: str) -> str | None:
+    """The message of an InputError of ours that tyro drew a box around."""
+    error: BaseException | None = stop
+    while error is not None and not isinstance(error, InputError):
+        error = error.__context__
+    if error is None:
+        return None
+    option = next(iter(re.findall(r"Error parsing (--[\w.-]+)", box)), "")
+    return str(error) if option in str(error) else f"{option}: {error}"
+
+
+def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
+    """The box in one line; its own first words where it is of an unknown kind."""
+    rows = [row for row in box.splitlines() if FRAMED.match(row)]
+    rows = [row.removesuffix("│")[2:].rstrip() for row in rows]
+    above = list(itertools.takewhile(_is_text, rows))
+    first = " ".join(" ".join(above).split())
+    below = list(itertools.takewhile(_is_text, rows[len(above) + 1 :]))
+    if match := re.match(r"Error parsing (--[\w.-]+):", first):
+        option = match[1]
+        written = next((row for row in below if row.strip().startswith(option)), "")
+        metavar = written.strip().removeprefix(option).strip()
+        return (
+            f"{option}: expected {_described(metavar)}, got {_given(option, args)}; "
+            f"{see} explains it"
+        )
+    if match := re.match(r"invalid choice .* for argument '(--[\w.-]+)'", first):
+        choices = first.rpartition("Expected one of (")[2].rstrip(".,) ")
+        return (
+            f"{match[1]}: expected one of {choices.replace(chr(39), '')}, got "
+            f"{_given(match[1], args)}; choose one"
+        )
+    if match := re.match(r"Missing value for argument '(--[\w.-]+)'", first):
+        return f"{match[1]}: expected a value, got none; write it after the option"
+    if first.startswith("Missing from"):
+        missing = " and ".join(name.partition(" ")[0] for name in _named(above))
+        got = "none"
+        if below and below[0].strip() == "Unrecognized options:":
+            got = f"{' '.join(_named(below))!r}, which there is not"
+        return f"expected {missing}, got {got}; {see} explains more"
+    if match := re.match(r"Unrecognized options: (.*)", first):
+        words = match[1].replace(", ", " ")
+        near = [row.split()[0] for row in below if row.strip().startswith("--")]
+        ask = f"did you mean {' or '.join(near[:3])}? " if near else ""
+        return f"expected options of {prog}, got {words!r}; {ask}{see} lists them"
+    return f"expected options of {prog}, got {first}; {see} lists them"
+
+
+def _is_text(row: str) -> bool:
+    return RULE.match(row.strip()) is None
+
+
+def _named(rows: Sequence[str]) -> Iterator[str]:
+    """The arguments of a list, whose texts stand further to the right."""
+    return (row.strip() for row in rows if re.match(r" {4}\S", row))
+
+
+def _described(metavar: str) -> str:
+    """A metavar of tyro in words: "None or a number" of {None}|FLOAT."""
+    kinds = []
+    for kind in metavar.split("|"):
+        name = kind.strip("{}")
+        if name.startswith("[") and (word := name.strip("[").split()[0]) in KINDS:
+            name = KINDS[word][1]
+        elif kind in KINDS:
+            name = KINDS[kind][0]
+        elif "," in name:
+            name = f"one of {name.replace(',', ', ')}"
+        kinds.append(name)
+    return " or ".join(kinds) or "another value"
+
+
+def _given(option: str, args: Sequence[str]) -> str:
+    """What stands behind the last use of an option, as it was written."""
+    given: list[str] = []
+    for i, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            given = [value] if equals else []
+            if not equals:
+                for other in args[i + 1 :]:
+                    if other.startswith("--"):
+                        break
+                    given.append(other)
+    return f"{' '.join(given)!r:.200}"

@@ -1,1 +1,0 @@
-"""Who samples: our decoder on the devices of a trainer, or a program outside."""
