@@ -69,7 +69,7 @@ def test_a_whole_run_is_in_the_bucket(whole):
     there = urls.fetched(URL)
     assert toy_storage.results(there) == toy_storage.results(whole)
     checked = run_files.check(there)
-    assert (checked.faults, checked.unproven, checked.later) == ([], [], [])
+    assert checked[1:] == ([], [], [], [])
     assert read_config(there / "config.json")["out"] == URL
     # All of it, and who wrote it.
     local = next(urls.spool().glob("runs/*/run"))
@@ -118,7 +118,8 @@ def test_what_the_bucket_holds_is_whole_after_every_single_write(
         assert run_files.check(folder).faults == []
         snapshots = [p.parent for p in folder.glob("snapshots/*/*/files.json")]
         for snapshot in snapshots:
-            assert integrity.faults_of_files(snapshot, alone=True) == []
+            assert integrity.faults_of_files(snapshot) == []
+            assert integrity.added(snapshot) == []
         of_stage = [int(p.name) for p in snapshots if p.parent.name == "ppo"]
         newest.append(max(of_stage, default=0))
         assert (folder / "config.json").exists() or not folder.exists()
@@ -165,7 +166,9 @@ def test_a_lost_connection_stops_the_run_which_loses_nothing(
     assert toy_storage.results(urls.fetched(URL)) == toy_storage.results(whole)
 
 
-def test_a_snapshot_killed_before_its_list_is_made_again(whole, spool, monkeypatch):
+def test_a_snapshot_killed_before_its_list_gets_one_in_the_bucket(
+    whole, spool, monkeypatch
+):
     stopped_at(3, monkeypatch)
     (next(spool.glob("runs/*/run")) / "snapshots/sft/6/files.json").unlink()
     run("--resume")
@@ -232,6 +235,7 @@ def test_what_a_killed_process_left_of_a_snapshot_goes(whole, monkeypatch):
     assert not system.exists(stray)
     there = urls.fetched(URL)
     assert run_files.check(there).faults == []
+    assert run_files.check(there).added == []
     assert toy_storage.results(there) == toy_storage.results(whole)
 
 
