@@ -9,8 +9,8 @@ the reward model while the KL penalty holds it near the frozen reference. The ta
 the end asks the gold judge, whom nothing was trained on.
 
 Two idle CPU cores take about two minutes. Expect, over seeds 0 to 2, the gold score up
-from -0.11 to 1.12 - 1.21 (its standard deviation in the reference is 0.81), a KL of 2.3
-to 3.7 nats, fluency 0.88 - 0.92 (reference 0.93 - 0.95) and hardly two responses alike.
+from -0.11 to 1.09 - 1.22 (its standard deviation in the reference is 0.81), a KL of 2.2
+to 3.8 nats, fluency 0.86 - 0.91 (reference 0.93 - 0.95) and hardly two responses alike.
 With `--kl-coef 0` the reward-model score is higher still, at a KL of 80 nats where no
 response parses and a fifth are copies. Recorded curves are in `recorded/quickstart`.
 """

@@ -15,6 +15,9 @@ A role other than the policy is at one of these places:
 | `last`, `last:data=2` | the last, which the policy leaves free | its own | device |
 | `cpu` | the host's processor | none | the host's |
 
+A sampler may also be at `auto`: before a run begins, the layout of the policy's devices
+takes its place by which a token takes the least time (`train/rollouts/fastest.py`).
+
 `@pinned_host` after one of the first three keeps parameters in pinned host memory,
 which streams them a layer at a time; alone it stands for `policy@pinned_host`. Roles
 that are on the last devices share them.
@@ -43,18 +46,20 @@ PINNED = "pinned_host"
 class Place:
     """Where a role other than the policy is."""
 
-    devices: Literal["policy", "last", "cpu"] = "policy"
-    """The policy's, the last of all (which the policy leaves free), or the host's."""
+    devices: Literal["policy", "last", "cpu", "auto"] = "policy"
+    """The policy's, the last of all (which the policy leaves free), or the host's; auto
+    is the policy's with the mesh that a sampler is fastest on."""
     mesh: MeshShape | None = None
     """Mesh over those devices; None is the policy's, or the last device alone."""
     memory: Literal["device", "pinned_host"] = "device"
     """Memory that keeps the parameters of a frozen model."""
 
     def __post_init__(self) -> None:
-        if self.devices == "cpu" and (self.mesh is not None or self.memory == PINNED):
+        alone = self.devices in ("cpu", "auto")
+        if alone and (self.mesh is not None or self.memory == PINNED):
             raise InputError(
-                f"place: expected cpu alone, which has neither a mesh nor another "
-                f"memory, got {self}; leave one or the other out"
+                f"place: expected {self.devices} alone, which has neither a mesh nor "
+                f"another memory, got {self}; leave one or the other out"
             )
         if self.devices == "last" and self.mesh == ONE_DEVICE:
             # One place has one record: a resume compares records.
@@ -72,7 +77,7 @@ class Place:
         place_memory: Any = PINNED if at else "device"
         devices, colon, axes = where.partition(":")
         if not at or memory == PINNED:
-            if where in ("policy", "last", "cpu"):
+            if where in ("policy", "last", "cpu", "auto"):
                 return cls(where, memory=place_memory)
             if not colon and "=" in where:
                 return cls("policy", MeshShape.parse(where), place_memory)
@@ -89,7 +94,7 @@ class Place:
     @property
     def apart(self) -> bool:
         """Whether no program can read both this role's arrays and the policy's."""
-        return self.devices != "policy" or self.mesh is not None
+        return self.devices not in ("policy", "auto") or self.mesh is not None
 
     @property
     def num_last(self) -> int:
@@ -152,6 +157,7 @@ def _host() -> SingleDeviceSharding:
 
 
 WITH_POLICY = Place()
+AUTO = Place("auto")
 PlaceOption = Annotated[Place, one_word(Place, metavar="PLACE")]
 """A Place as one option of a command line."""
 
@@ -224,19 +230,29 @@ class ReferencePlacement(PolicyPlacement):
     devices, last or last:MESH for the last devices, or cpu; @pinned_host after it, or
     alone, keeps the reference in host memory."""
 
+    def __post_init__(self) -> None:
+        for role, place in self.places().items():
+            if place == AUTO and role != "sampler":
+                raise InputError(
+                    f"--placement.{role}: expected {FORMS}, got auto, which is for a "
+                    f"sampler; name a place"
+                )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutPlacement(ReferencePlacement):
     """Where the policy, sampler, reference and reward model are."""
 
-    sampler: PlaceOption = WITH_POLICY
+    sampler: PlaceOption = AUTO
     """Place of sampling: policy; a mesh such as data=2,tensor=4 over the policy's
-    devices, to which parameters are resharded once per iteration; or last:MESH, which
-    samples the next responses while these are learned from, one step off-policy."""
+    devices, to which parameters are resharded once per iteration; last:MESH, which
+    samples the next responses while these are learned from, one step off-policy; or
+    auto, the mesh that a token takes the least time on."""
     reward: PlaceOption = WITH_POLICY
     """Place of the reward model, in the forms of --placement.reference."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         mesh = self.sampler.mesh
         if (
             self.sampler.devices == "cpu"

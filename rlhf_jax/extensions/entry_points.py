@@ -79,8 +79,9 @@ def _owner(point: metadata.EntryPoint) -> str:
 
 def _summary(point: metadata.EntryPoint) -> str:
     """The description in its package's pyproject.toml; "module:object" without one."""
-    summary = None if point.dist is None else point.dist.metadata.get("Summary")
-    return summary or point.value
+    if point.dist is None or "Summary" not in point.dist.metadata:
+        return point.value
+    return point.dist.metadata["Summary"]
 
 
 def _missing(point: metadata.EntryPoint) -> str:

@@ -74,7 +74,8 @@ class Linear(nn.Module):
             down: Array = self.get_variable("params", "lora_a")
             up: Array = self.get_variable("params", "lora_b")
             # Two narrow products, [N, r] between them: W + A B is never made.
-            y = y + (x @ down.astype(x.dtype)) @ up.astype(x.dtype)
+            apart, down = layout.apart(x, down.astype(x.dtype))
+            y = y + (apart @ down) @ up.astype(x.dtype)
         if self.use_bias:
             bias = self.param(
                 "bias", nn.initializers.zeros, (self.features,), jnp.float32
@@ -242,14 +243,14 @@ class Block(nn.Module):
     With `model.parallel_residual` x + attention(norm x) + mlp(norm' x), both of the x
     that came in (Wang & Komatsuzaki 2021, GPT-J). With `model.post_norms` what
     attention and MLP return is normed before it is added, and without `model.pre_norms`
-    they read x as it is (OLMo 2, arXiv:2501.00656, section 3.2).
+    they read x as it is (OLMo 2, arXiv:2501.00656).
     `model.residual_scale` multiplies what is added.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
       mask: which columns each new token attends to: the record of S columns, or, with
         a cache, bool[B, T, S] or the pages of each row.
-      rotary: `rotary_table` of the new tokens' positions; None for learned ones.
+      rotary: `rotary_table` of the new tokens' positions; None rotates nothing.
       first: how many columns to leave out; they are attended to all the same.
       cache: keys and values of the columns so far, with room for one more, or None when
         S = T.

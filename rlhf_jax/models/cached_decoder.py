@@ -39,6 +39,18 @@ class Seen(NamedTuple):
     window: Array | Pages  # of local layers
 
 
+def params_to_decode(params: Params, *, model: ModelConfig) -> Params:
+    """The parameters with their output head in `model.dtype`; once, before the loop.
+
+    A GPU's compiler would convert it at every token.
+    """
+    table, name = ("embed", "tokens") if model.tied_head else ("head", "kernel")
+    head = params[table][name]
+    if leaves.is_stored(head):
+        return params
+    return {**params, table: {**params[table], name: head.astype(model.dtype)}}
+
+
 def layers_to_decode(
     params: Params, *, model: ModelConfig, rows: int
 ) -> tuple[Params, ...]:
@@ -48,20 +60,22 @@ def layers_to_decode(
       rows: B, of that step.
 
     Returns:
-      L layers. For more rows than `model.transposed_rows` they are unchanged; for as
-      many or fewer "transposed" [out, in] stands in place of every "kernel" [in, out]
-      that is not stored.
+      L layers, with matrices in `model.dtype` as `params_to_decode` has it. For
+      `model.transposed_rows` or fewer "transposed" [out, in] stands in place of every
+      "kernel" [in, out] that is not stored.
     """
 
-    def transposed(layer: Params) -> Params:
+    def ready(layer: Params) -> Params:
         flat: Any = traverse_util.flatten_dict(layer)
         for path, leaf in tuple(flat.items()):
-            if path[-1] == "kernel" and not leaves.is_stored(leaf):
+            if leaves.is_stored(leaf) or leaf.ndim < 2:  # norms compute in float32
+                continue
+            flat[path] = leaf.astype(model.dtype)
+            if path[-1] == "kernel" and rows <= model.transposed_rows:
                 flat[*path[:-1], "transposed"] = flat.pop(path).T
         return traverse_util.unflatten_dict(flat)
 
-    layers = unstack(params["layers"], num_layers=model.num_layers)
-    return layers if rows > model.transposed_rows else tuple(map(transposed, layers))
+    return tuple(map(ready, unstack(params["layers"], num_layers=model.num_layers)))
 
 
 def decode_step(
@@ -78,7 +92,7 @@ def decode_step(
     """N new tokens of every row, mostly one, against the cache.
 
     Args:
-      params: the parameters; their stacked "layers" are not read.
+      params: from `params_to_decode`; their stacked "layers" are not read.
       layers: from `layers_to_decode`.
       tokens, positions: i32[B, N], the new tokens and how many stand before each.
       attend: what they see; of one new token in a column of all rows bool[B, W], the

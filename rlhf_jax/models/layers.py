@@ -96,7 +96,7 @@ def run(
 
     def scanned(x: Array, one: tuple[Params, Any, Any]) -> tuple[Any, Any]:
         layer, local, unrotated = one
-        sight = window if all(model.local_layers) else everything
+        sight: Sight = window if all(model.local_layers) else everything
         if local is not None:
             rotary = jax.tree.map(
                 lambda narrow, wide: jnp.where(local, narrow, wide),

@@ -6,7 +6,8 @@ the layout that every backend runs well and that compiles in the time of one lay
 and for long ones the flash attention of the backend if that can compute the model's,
 splash on a TPU, cuDNN on an NVIDIA GPU, else blockwise, which runs everywhere.
 `change_if` is how an optimizer's step is made or left out, `product` how a matrix meets
-its weights, `transposed_product` how a few rows do.
+its weights, `transposed_product` how a few rows do, `apart` what stays a product of its
+own.
 
 Seconds of a PPO update by XLA:CPU, 2 cores with AVX-512, jax 0.10, with a loop over the
 layers and with layers one by one:
@@ -228,6 +229,21 @@ def transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:
     """
     y = jnp.matmul(w, x.T, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(y).T  # else XLA undoes both transpositions
+
+
+def apart(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x and w themselves, for a product that is not merged with others of x.
+
+    XLA:GPU merges products that share an operand, and writes their weights side by side
+    first: in a loop over tokens all weights of a layer, for an adapter's few columns.
+    """
+
+    def barrier(*factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.optimization_barrier(factors)
+
+    return jax.lax.platform_dependent(
+        x, w, cuda=barrier, rocm=barrier, default=lambda *factors: factors
+    )
 
 
 def change_if(flag: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tree:

@@ -7,7 +7,8 @@
 The compiler's own `cost_analysis` visits the body of a loop once, and does not tell a
 collective by its size. Counted are matrix products alone (2·m·n·k; a TPU writes them as
 convolutions), and what is read and written outside of fusions: of a slice or an update
-of a larger array only that part, and nothing in a TPU's on-chip memory.
+of a larger array only that part, nothing in a TPU's on-chip memory, and of a GPU no
+result that its second-level cache may hold for the next kernel (`near`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FREE = {
 }
 FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveDone", "Sharding")
 SLICES = ("slice", "dynamic-slice", "gather")
+UPDATES = ("dynamic-update-slice", "scatter")
 
 
 @dataclasses.dataclass
@@ -67,6 +69,7 @@ def cost(
     trips: tuple[int, ...] = (1,),
     named: Mapping[str, float] = MappingProxyType({}),
     per_node: int | None = None,
+    near: int = 0,
 ) -> Cost:
     """The cost of a program.
 
@@ -78,9 +81,13 @@ def cost(
       named: scope (`jax.named_scope`) -> trips of the other such loops, in the mean.
       per_node: devices of a node, whose links are others than those between nodes; None
         is one node of all.
+      near: bytes of a cache. A result that fits there is read from there, so that the
+        bytes are the least; what a loop carries or arguments hold never is.
     """
     computations, entry = parsing.parse(text)
-    walker = functools.partial(_Walker, computations, named=named, per_node=per_node)
+    walker = functools.partial(
+        _Walker, computations, named=named, per_node=per_node, near=near
+    )
     total = walker(trips=trips).of(entry)
     if total.unknown_loops not in (0, len(trips)):
         trips_per_loop = (sum(trips),) * total.unknown_loops
@@ -96,8 +103,10 @@ class _Walker:
         trips: tuple[int, ...],
         named: Mapping[str, float],
         per_node: int | None,
+        near: int,
     ) -> None:
         self._computations = computations
+        self._near = near
         self._named = named
         self._trips = iter(trips)
         self._per_node = per_node
@@ -229,14 +238,28 @@ class _Walker:
             places = (lines[line.operands[0]].result[0], target)
             return sum(target.size for place in places if not place.on_chip)
         if opcode in SLICES:
-            return 2 * line.written
-        if opcode in ("dynamic-update-slice", "scatter"):
+            return line.written + self._far(line, lines)
+        if opcode in UPDATES:
             update = lines[line.operands[1 if opcode != "scatter" else -1]]
             return 2 * update.written
         if opcode == "fusion":
             return self._fusion_bytes(line, lines)
-        read = sum(lines[name].written for name in set(line.operands))
-        return read + line.written
+        read = sum(self._far(lines[name], lines) for name in set(line.operands))
+        return read + self._far(line, lines)
+
+    def _far(self, line: Line, lines: Computation) -> int:
+        """Bytes of a result in the device's memory, where the cache has it not."""
+        return 0 if self._is_near(line, lines) else line.written
+
+    def _is_near(self, line: Line, lines: Computation) -> bool:
+        if line.written > self._near:
+            return False
+        if line.opcode in ("bitcast", "get-tuple-element"):
+            return self._is_near(lines[line.operands[0]], lines)
+        if line.opcode == "fusion":
+            inner = self._called(line)
+            return not any(part.opcode in UPDATES for part in inner.values())
+        return line.opcode not in (*UPDATES, "parameter", "constant", "while", "call")
 
     def _fusion_bytes(self, line: Line, lines: Computation) -> int:
         inner = self._called(line)
@@ -244,14 +267,14 @@ class _Walker:
         for part in inner.values():
             if part.opcode == "parameter":
                 operand = lines[line.operands[int(part.text)]]
-                if operand.written:
-                    total += min(self._read(part, inner), operand.written)
+                if far := self._far(operand, lines):
+                    total += min(self._read(part, inner), far)
         root = instructions.root(inner)
         parts = [root]
         if root.opcode == "tuple":
             parts = [inner[name] for name in root.operands]
         for part, leaf in zip(parts, line.result, strict=False):
-            if not leaf.on_chip:
+            if not leaf.on_chip and not self._is_near(line, lines):
                 total += self._written(part, inner)
         return total
 

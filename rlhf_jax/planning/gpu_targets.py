@@ -56,6 +56,11 @@ def per_node(topology: str) -> int:
     return _shape(topology)[1]
 
 
+def cache(topology: str) -> int:
+    """Bytes of the second-level cache of the topology's GPUs."""
+    return _DESCRIPTIONS[topology.partition(":")[0]].cache
+
+
 def compiler() -> str | None:
     """Package and version of the plug-in that compiles for GPUs; None without one."""
     for name in PLUGINS:

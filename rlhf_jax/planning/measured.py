@@ -38,6 +38,7 @@ class Target(NamedTuple):
     chip: Chip
     compiler: str
     per_node: int | None = None  # GPUs; None where the links reach every chip
+    near: int = 0  # bytes of a cache between kernels, as `cost.cost` has it
 
 
 class Measured(NamedTuple):
@@ -76,8 +77,8 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
         name = topology.partition(":")[0]
         if gpu_targets.is_gpu(topology):
             compiler = f"that of {gpu_targets.compiler()}"
-            per_node = gpu_targets.per_node(topology)
-            return Target(made, name, chips.named(name), compiler, per_node)
+            per_node, near = gpu_targets.per_node(topology), gpu_targets.cache(topology)
+            return Target(made, name, chips.named(name), compiler, per_node, near)
         compiler = f"that of libtpu {importlib.metadata.version('libtpu')}"
         return Target(made, name, chips.named(name), compiler)
     if mesh.size > 1:
@@ -191,7 +192,13 @@ def _compile(
     }
     text, never = done.as_text(), (0,) * len(program.trips)
     total, once = (
-        cost.cost(text, trips=trips, named=visits, per_node=target.per_node)
+        cost.cost(
+            text,
+            trips=trips,
+            named=visits,
+            per_node=target.per_node,
+            near=target.near,
+        )
         for trips in (program.trips, never)
     )
     return Measured(program, sizes, None, total, once)

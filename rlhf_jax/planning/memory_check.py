@@ -116,7 +116,7 @@ def _account(resident: Sequence[Part]) -> dict[Any, dict[str, int]]:
         if mesh is None:
             _add(account, HOST, name, storage.nbytes(shapes))
             continue
-        size = _bytes_per_device(shapes, mesh=mesh)
+        size = bytes_per_device(shapes, mesh=mesh)
         for device in processes.local_devices(mesh):
             _add(account, _place(device), name, size)
     return account
@@ -127,7 +127,7 @@ def _add(account: dict[Any, dict[str, int]], place: Any, name: str, size: int) -
     parts[name] = parts.get(name, 0) + size
 
 
-def _bytes_per_device(shapes: PyTree, *, mesh: Mesh) -> int:
+def bytes_per_device(shapes: PyTree, *, mesh: Mesh) -> int:
     """Bytes on each device of a mesh; what is replicated counts whole."""
     placed = jax.tree.leaves(sharding.shardings(shapes, mesh=mesh))
     return sum(

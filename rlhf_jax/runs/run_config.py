@@ -31,8 +31,7 @@ class RunConfig:
     """
 
     out: Path
-    """Folder of the run, absent or empty unless --resume is given; or gs://BUCKET/NAME
-    or s3://BUCKET/NAME, with the extra cloud."""
+    """Folder or gs:// address, absent or empty but for --resume."""
     seed: int = 0
     """Root of every random number."""
     resume: bool = False

@@ -29,7 +29,6 @@ from rlhf_jax.devices import program_cache, row_sharding, sharding
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.models.generation.sampling import Shaping
-from rlhf_jax.models.lora import merge
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import (
     Frozen,
@@ -194,7 +193,13 @@ class Programs:
             return evaluation.text_stats(params, texts, model=recipe.model)
 
         self._text_stats = jit(on(text_stats))
-        self._drift = jit(self._drift_of)
+        self._drift = jit(
+            bind(
+                drift.of_policy,
+                lora=recipe.lora,
+                of_adapters=models.adapters_are_the_reference,
+            )
+        )
 
     def respond(
         self, policy: Params, *, prompts: Prompts, key: Array, greedy: bool
@@ -396,20 +401,7 @@ class Programs:
         return self._likeliest(policy, reference.stored, tokens[rows], mask[rows])
 
     def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
-        """`drift.weight_drift` of the policy, merged with its base under LoRA."""
+        """`drift.of_policy`, on the reference's mesh."""
         # Onto the reference's mesh, as one program reads both.
         policy = frozen.beside(reference, policy)
         return self._drift(policy, reference, self._models.base)
-
-    def _drift_of(
-        self, policy: Params, reference: Frozen, base: Frozen | None
-    ) -> dict[str, Any]:
-        lora, anchor = self.recipe.lora, reference.stored
-        if base is None or lora is None:
-            return drift.weight_drift(policy, anchor)
-        start = frozen.read(base)
-        if self._models.adapters_are_the_reference:
-            # Where the reference moves it is adapters, too: drift is of the merged
-            # weights.
-            anchor = merge(start, anchor, lora=lora)
-        return drift.weight_drift(merge(start, policy, lora=lora), anchor)

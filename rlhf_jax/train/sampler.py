@@ -90,6 +90,7 @@ class Sampler:
         home: Mesh,
         frozen: FrozenModels = NO_MODELS,
         options: Here = HERE,
+        dtype: str | None = None,
     ) -> None:
         """Compiles nothing yet.
 
@@ -98,6 +99,9 @@ class Sampler:
           home: the policy's mesh, where responses are wanted.
           frozen: of which the base is read, brought to the mesh now, and by a recipe of
             mixtures the reference.
+          options: dtype of the parameters while they are sampled with, and how keys and
+            values are kept.
+          dtype: of those parameters, as a run has it; None is that of `options`.
         """
         check_pages(options, recipe=recipe, mesh=mesh)
         # How the cache is kept belongs to sampling: the trainer's own model is
@@ -110,11 +114,12 @@ class Sampler:
         self.threaded = threaded(mesh, home=home)
         self._store = None
         # Cast before it is moved: fewer bytes travel, and the trained parameters stay.
-        if options.dtype != "float32":
+        dtype = options.dtype if dtype is None else dtype
+        if dtype != "float32":
             self._store = jax.jit(
                 functools.partial(
                     sharding.on(home, store),
-                    dtype=options.dtype,
+                    dtype=dtype,
                     embeddings=options.embeddings,
                     vectors="float32",
                 )
@@ -238,6 +243,7 @@ def make_sampler(
             home=meshes.policy,
             frozen=frozen,
             options=options,
+            dtype=config.sampler_dtype,
         )
     # Here and below, as they are modules that no other run needs.
     from rlhf_jax.samplers.protocol import Retries

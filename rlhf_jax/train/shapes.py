@@ -7,6 +7,7 @@ whether the models and one iteration fit a device, before weights are read.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part, Passing
@@ -46,7 +48,15 @@ def model_of(path: str) -> ModelConfig:
     """The shape of a checkpoint, or of a known name."""
     from rlhf_jax.models.families import registry
 
-    return registry.KNOWN.get(path) or hf.model_config(path)
+    if path in registry.KNOWN:
+        return registry.KNOWN[path]
+    try:
+        return hf.model_config(path)
+    except InputError as error:
+        close = difflib.get_close_matches(path, registry.KNOWN, n=1)
+        if not close or "/" in path:
+            raise
+        raise InputError(f"{error}; the nearest known name is {close[0]}") from error
 
 
 def load(path: str, **_: Any) -> tuple[ModelConfig, Params]:
@@ -136,7 +146,7 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
     options, whole = config.sampler.sampler, storage_of_sampler(config, models)
     sampler_mesh, copies = meshes.sampler, []
     handed_over = placement.sampler.apart or config.staleness > 0
-    rounds = isinstance(options, Here) and options.dtype != "float32"
+    rounds = isinstance(options, Here) and config.sampler_dtype != "float32"
     if handed_over or rounds:
         copies = [Part("policy", whole, sampler_mesh)]
         resident += [
@@ -192,11 +202,11 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
 def storage_of_sampler(config: PolicyGradientConfig, models: Models) -> Params:
     """Shapes of the policy as it is sampled with."""
     options, policy = config.sampler.sampler, models.train.policy
-    if not isinstance(options, Here) or options.dtype == "float32":
+    if not isinstance(options, Here) or config.sampler_dtype == "float32":
         return policy
     store = functools.partial(
         storage.store,
-        dtype=options.dtype,
+        dtype=config.sampler_dtype,
         embeddings=options.embeddings,
         vectors="float32",
     )

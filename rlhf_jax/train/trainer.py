@@ -24,9 +24,11 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
+from rlhf_jax.planning import chips
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
@@ -35,6 +37,7 @@ from rlhf_jax.train.loop import Begun, Loop, improve
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
+from rlhf_jax.train.rollouts import fastest
 from rlhf_jax.train.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
@@ -71,6 +74,18 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     # Shapes and tokenizer, no weights: the memory check needs no more.
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
+    chip = chips.of_device(mesh.devices.flat[0])
+    config, layout = fastest.placed(
+        config,
+        planned,
+        mesh=mesh,
+        chip=chip,
+        prompt=0,  # none is read yet; `fastest.ROOM` has theirs
+        per_node=None if chip is None or chip.network is None else _per_node(),
+    )
+    if layout is not None:
+        print(layout)
+    meshes = Meshes.of(config)
     if config.check_memory:
         shapes.check(config, planned, meshes=meshes)
     # What a user may have got wrong is refused before a weight is read.
@@ -211,7 +226,13 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
             f"held-out score {summary['held_out_score_before']:.3f} before, "
             f"{summary['held_out_score_after']:.3f} after"
         )
-    print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
+    saved = mirror.written(job.folder / "model")
+    print(f"{summary['seconds']:.0f} s; the policy is in {saved}")
+
+
+def _per_node() -> int | None:
+    """GPUs of a node, as far as a process sees it; None is all."""
+    return jax.local_device_count() if jax.process_count() > 1 else None
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:

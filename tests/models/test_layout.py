@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from flax import traverse_util
 
 from rlhf_jax import config, decode, decoder, logprobs, lora, policy
 from rlhf_jax.devices import sharding
@@ -274,6 +275,29 @@ def test_a_turned_product_and_its_gradients(dtype):
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"atol": 1e-5}
     np.testing.assert_allclose(of_x.astype(jnp.float32), g @ w, **tolerance)
     np.testing.assert_allclose(of_w.astype(jnp.float32), g.T @ x, **tolerance)
+
+
+def test_matrices_are_cast_once_before_tokens_are_decoded():
+    """A GPU's compiler would cast float32 at every token; norms compute in it."""
+    model = dataclasses.replace(toys.LLAMA, num_layers=2, dtype="bfloat16")
+    params = toys.params(model)
+    layers = cached_decoder.layers_to_decode(params, model=model, rows=5)
+    for layer in layers:
+        for path, leaf in traverse_util.flatten_dict(layer).items():
+            expected = "bfloat16" if path[-1] == "kernel" else "float32"
+            assert leaf.dtype == expected, path
+    up = params["layers"]["mlp"]["up"]["kernel"][1].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(layers[1]["mlp"]["up"]["kernel"], up)
+    for tied, table in ((True, ("embed", "tokens")), (False, ("head", "kernel"))):
+        model = dataclasses.replace(model, tied_head=tied)
+        params = toys.params(model)
+        ready = cached_decoder.params_to_decode(params, model=model)
+        assert ready[table[0]][table[1]].dtype == jnp.bfloat16
+        assert ready["final_norm"]["scale"].dtype == jnp.float32
+        if not tied:  # an embedding's rows are cast as they are taken
+            assert ready["embed"]["tokens"] is params["embed"]["tokens"]
+    stored = in_int8(params)
+    assert cached_decoder.params_to_decode(stored, model=model) is stored
 
 
 @pytest.mark.slow

@@ -54,6 +54,40 @@ def test_a_loop_of_unknown_length_takes_the_turns_that_are_given():
     assert work.unknown_loops == 1
 
 
+NEAR = """
+HloModule near
+
+%update (p: f32[1024], q: f32[8], i: s32[]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  %q = f32[8]{0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %u = f32[1024]{0} dynamic-update-slice(%p, %q, %i)
+}
+
+ENTRY %main (a: f32[1024], b: f32[8], i: s32[]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %n = f32[1024]{0} negate(%a)
+  %e = f32[1024]{0} exponential(%n)
+  %s = f32[1024]{0} fusion(%a, %b, %i), kind=kLoop, calls=%update
+  ROOT %r = f32[1024]{0} add(%e, %s)
+}
+"""
+
+
+def test_what_a_cache_holds_between_kernels_is_not_counted():
+    size, part = 4 * 1024, 4 * 8
+    everything = cost.cost(NEAR).bytes
+    # Read and written by two kernels, and by the third from two of them; a part of it
+    # read and written, with its place.
+    assert everything == 4 * size + (2 * part + 4) + 3 * size
+    # `a` is an argument, and so is what an update writes a part of.
+    least = size + (2 * part + 4) + size
+    assert cost.cost(NEAR, near=size).bytes == least
+    assert cost.cost(NEAR, near=size - 1).bytes == everything
+
+
 ATTENTION = config.gpt2(
     vocab_size=8, hidden_size=16, num_layers=2, num_heads=2, max_positions=600
 )

@@ -24,6 +24,7 @@ from rlhf_jax.planning import chips, compiled, gpu_targets, measured, workload
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.hlo.exchanges import Collective
 from rlhf_jax.planning.measured import Alive, Measured
+from rlhf_jax.train import shapes
 from rlhf_jax.train.plan import advice, command, job, plan, policy_gradient
 from rlhf_jax.train.plan.job import Options
 
@@ -92,6 +93,19 @@ def test_known_shapes_have_the_published_number_of_parameters(name, parameters):
 
 def test_every_known_shape_is_counted():
     assert [name for name, _ in PUBLISHED] == list(registry.KNOWN)
+
+
+def test_a_name_that_is_not_known_is_refused_with_the_nearest(monkeypatch):
+    def refuse(path):
+        raise InputError(f"no checkpoint {path}")
+
+    monkeypatch.setattr(shapes.hf, "model_config", refuse)
+    nearest = "^no checkpoint olmo-3-8b; the nearest known name is olmo-3-7b$"
+    with pytest.raises(InputError, match=nearest):
+        shapes.model_of("olmo-3-8b")
+    for other in ("runs/olmo-3-8b", "x"):
+        with pytest.raises(InputError, match=f"^no checkpoint {other}$"):
+            shapes.model_of(other)
 
 
 def test_a_chip_is_known_by_its_device_kind():

@@ -154,7 +154,7 @@ KINDS = {
         "sft",
         (
             *("--model=model", "--data=answers.jsonl", "--batch-size=4", *STEPS),
-            "--max-length=32",
+            "--max-length=16",
         ),
     ),
     "sft with adapters": Kind(

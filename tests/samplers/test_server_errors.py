@@ -63,7 +63,7 @@ def url(toy):
 
 
 def sampler(url, **options):
-    return ServerSampler(url, RECIPE, tolerance=1e-4, timeout=5.0, **options)
+    return ServerSampler(url, RECIPE, tolerance=1e-4, timeout=60.0, **options)
 
 
 def test_what_is_asked_and_handed_over(toy, url, tmp_path):
@@ -103,7 +103,7 @@ def test_ids_without_a_token_are_forbidden_to_the_server(toy, url):
     """By a bias in every request; the fixed prompts of the check have none of them."""
     forbidden = {str(i): -100.0 for i in (2, 3, 20, 21, 22, 23)}
     assert "logit_bias" not in completions.request([5], **REQUEST)
-    with ServerSampler(url, UNUSED, tolerance=1e-4, timeout=5.0) as server:
+    with ServerSampler(url, UNUSED, tolerance=1e-4, timeout=60.0) as server:
         # The toy's log-probs are those of all ids, as of a server without the bias.
         with pytest.raises(SelfCheckError, match="after this hand-over"):
             server.hand_over(PARAMS, version=0)

@@ -111,7 +111,7 @@ def test_processes_do_not_load_jax(pool):
 
 
 def test_a_row_that_cannot_be_sent_stops_the_run(pool):
-    with pytest.raises(StopError, match=r"processes that verify do not work: .*pickle"):
+    with pytest.raises(StopError, match=r"that verify do not work: .*<lambda>"):
         pool.submit(texts("row", row={"score": lambda: 1}))
     # The pool is as good as before.
     scores = pool.submit(texts("row", row={"score": np.float32(0.25)})).collect()

@@ -39,11 +39,12 @@ class Decoder(NamedTuple):
     layers: tuple[Params, ...] = ()  # as `step` reads them, of `layers_to_decode`
 
     def to_decode(self, *, rows: int) -> Decoder:
-        """With the layers for a step of so many rows; once, before the loop."""
+        """With parameters for a step of so many rows; once, before the loop."""
         layers = cached_decoder.layers_to_decode(
             self.params, model=self.model, rows=rows
         )
-        return self._replace(layers=layers)
+        params = cached_decoder.params_to_decode(self.params, model=self.model)
+        return self._replace(params=params, layers=layers)
 
 
 class Drawn(NamedTuple):

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import masked
 from rlhf_jax.models import leaves
+from rlhf_jax.models.lora import LoRA, merge
 from rlhf_jax.roles.reference.fingerprint import paths
+from rlhf_jax.roles.reference.frozen import Frozen, read
 
 Array = jax.Array
 Params = Any
@@ -60,6 +62,29 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
         "global_norm": jnp.linalg.norm(moved) / jnp.linalg.norm(size),
         "modules": modules,
     }
+
+
+def of_policy(
+    policy: Params,
+    reference: Frozen,
+    base: Frozen | None,
+    *,
+    lora: LoRA | None,
+    of_adapters: bool = False,
+) -> dict[str, Any]:
+    """`weight_drift` of a policy, whose adapters are merged with their base.
+
+    Args:
+      base: under the adapters; None of a policy without.
+      of_adapters: the reference is adapters over the base too, as where it moves.
+    """
+    anchor = reference.stored
+    if base is None or lora is None:
+        return weight_drift(policy, anchor)
+    start = read(base)
+    if of_adapters:
+        anchor = merge(start, anchor, lora=lora)
+    return weight_drift(merge(start, policy, lora=lora), anchor)
 
 
 def stats(drift: dict[str, Any]) -> masked.Stats:

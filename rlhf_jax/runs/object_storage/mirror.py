@@ -39,6 +39,7 @@ from rlhf_jax.runs.snapshots.integrity import LIST
 
 STATE = "state.json"  # beside the spool: whose it is, and what the bucket has of it
 ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
+FIXED = ("snapshots", "model", "adapter", "reference")  # folders of files that stay
 FIRST = "config.json"  # without it a folder is no run
 Stamp = list[int]  # bytes and time of change [ns] of a local file
 _mirrors: dict[Path, Mirror] = {}  # by spool
@@ -67,9 +68,12 @@ def local(out: Path) -> Path:
 
 
 def written(path: os.PathLike[str]) -> str:
-    """A path as config.json and messages have it: of a spool its address."""
-    mirror = _mirrors.get(Path(path))
-    return os.fspath(path) if mirror is None else mirror.url
+    """A path as config.json and messages have it: of a spool and below its address."""
+    path = Path(path)
+    for spool in (path, *path.parents):
+        if (mirror := _mirrors.get(spool)) is not None:
+            return "/".join((mirror.url, *path.relative_to(spool).parts))
+    return os.fspath(path)
 
 
 def begin(out: Path, *, resume: bool) -> None:
@@ -223,10 +227,10 @@ class Mirror:
 
         def put(name: str) -> None:
             path, at = self._spool / name, f"{self.url}/{name}"
-            if _rank(name) < 2:  # rows are appended meanwhile: what is there by now
-                files.pipe_file(at, path.read_bytes())
-            else:
+            if name.split("/")[0] in FIXED:
                 files.put_file(str(path), at)
+            else:  # rows are appended meanwhile: what is there by now
+                files.pipe_file(at, path.read_bytes())
 
         changed = [name for name in now if self._there.get(name) != now[name]]
         for rank in sorted({*map(_rank, changed)}):
@@ -236,7 +240,9 @@ class Mirror:
         gone = [
             name
             for name in self._there
-            if name.startswith("snapshots/") and name not in now
+            if name.startswith("snapshots/")
+            and name not in now
+            and FIRST in now  # nobody has emptied the spool
         ]
         for rank in sorted({*map(_rank, gone)}, reverse=True):
             urls.each(self._remove, [n for n in gone if _rank(n) == rank])
@@ -302,9 +308,10 @@ def _rank(name: str) -> int:
     parts = name.split("/")
     if name == SUMMARY:
         return 4
-    if parts[-1] == LIST or (len(parts) == 1 and name.endswith(MANIFEST)):
+    makes_valid = name.endswith(MANIFEST) if len(parts) == 1 else parts[-1] == LIST
+    if makes_valid or (parts[0] == "reference" and name.endswith(".json")):
         return 3
-    if parts[0] in ("snapshots", "model", "adapter"):
+    if len(parts) > 1:
         return 2
     return 0 if name == FIRST else 1
 

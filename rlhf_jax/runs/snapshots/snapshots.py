@@ -181,7 +181,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         with write_errors.writing(self._folder):
             for older in self.steps()[: -self._keep]:
                 self._manager.delete(older)
-            self._complete(step)
+            self._list(step)
 
     def set_aside(self, *, after: int) -> list[Path]:
         """Renames the snapshots of later steps than `after`, so that none is in use.
@@ -217,12 +217,14 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
     def _complete(self, step: int) -> None:
         """Waits for orbax to have the snapshot complete, which gets its list then."""
         self._manager.wait_until_finished()
-        if processes.is_first():
-            if not integrity.has_list(self._folder / str(step)):
-                integrity.write_list(self._folder / str(step))
-            self._remove_deleted()
+        self._list(step)
         if self._then is not None:
             self._then()
+
+    def _list(self, step: int) -> None:
+        if processes.is_first() and not integrity.has_list(self._folder / str(step)):
+            integrity.write_list(self._folder / str(step))
+        self._remove_deleted()
 
     def _remove_deleted(self) -> None:
         if processes.is_first():

@@ -197,6 +197,20 @@ class PolicyGradientConfig(RunConfig):
         return self.method.num_epochs * self.method.num_minibatches
 
     @property
+    def sampler_dtype(self) -> str:
+        """What the policy is stored in for a sampler that it is handed over to.
+
+        Samples in bfloat16 are those of matrices that were cast before: fewer bytes
+        travel, and are held.
+        """
+        stored = getattr(self.sampler.sampler, "dtype", "float32")
+        handed_over = self.placement.sampler.apart or self.staleness > 0
+        plain = self.start.lora is None and self.sampler.environment is None
+        if stored == "float32" and handed_over and plain:
+            return self.start.dtype
+        return stored
+
+    @property
     def sampler_tolerance(self) -> float:
         """What sampling adds to the distance to the trainer, nats per token."""
         return self.sampler.sampler.tolerance(self.start.dtype)

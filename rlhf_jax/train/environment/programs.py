@@ -110,7 +110,7 @@ class EpisodePrograms:
         def weights(policy: Params, base: Frozen | None) -> Weights:
             params = adapted_params(policy, base=base, lora=recipe.lora)
             return Weights(
-                params,
+                cached_decoder.params_to_decode(params, model=recipe.model),
                 cached_decoder.layers_to_decode(params, model=recipe.model, rows=own),
             )
 

@@ -27,6 +27,7 @@ from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.train.evaluate import responses, results, scoring
 from rlhf_jax.train.evaluate.episodes import begin_episodes
@@ -224,7 +225,8 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         }
         | profile,
     )
-    print(f"{seconds:.0f} s; results are in {job.folder / 'results.json'}")
+    written = mirror.written(job.folder / "results.json")
+    print(f"{seconds:.0f} s; results are in {written}")
 
 
 def empty(run: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices.placement import AUTO
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
@@ -17,9 +18,11 @@ from rlhf_jax.planning.measured import Target
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Workload
 from rlhf_jax.train import shapes
+from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.supervised import SupervisedConfig
 from rlhf_jax.train.plan import policy_gradient, supervised
+from rlhf_jax.train.rollouts import fastest
 
 Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
 
@@ -94,6 +97,31 @@ def workload_of(
             config, start, mesh=target.mesh, columns=columns, texts=batch
         )
     return policy_gradient.workload_of(config, start, mesh=target.mesh, texts=batch)
+
+
+def placed(
+    config: Config, options: Options, *, target: Target
+) -> tuple[Config, str | None]:
+    """The run with its sampler where a run on these chips has it (`fastest.placed`).
+
+    Raises:
+      InputError: as `workload_of`.
+    """
+    if isinstance(config, SupervisedConfig) or config.placement.sampler != AUTO:
+        return config, None
+    mesh = target.mesh
+    return fastest.placed(
+        config,
+        shapes.of_run(
+            config,
+            meshes=Meshes(mesh, mesh, mesh),
+            start=start_of(config, options, target=target),
+        ),
+        mesh=mesh,
+        chip=target.chip,
+        prompt=options.prompt_length,
+        per_node=target.per_node,
+    )
 
 
 def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:

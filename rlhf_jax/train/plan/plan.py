@@ -67,6 +67,7 @@ def plan(
     mesh = config.placement.policy
     target = measured.target(options.slice, chip=options.chip, mesh=mesh)
     lengths = None if options.lengths is None else histogram.read(options.lengths)
+    config, line = job.placed(config, options, target=target)
     work = job.workload_of(config, options, target=target, lengths=lengths)
     resident = measured.resident(work.parts, target)
     layouts = []
@@ -136,6 +137,8 @@ def plan(
         "advice": [] if fits else advice(config, resident=resident, alive=alive),
         "programs": programs,
     }
+    if line is not None:
+        result["sampler"] = line
     if sampler_mesh is not None:
         result["sampler_mesh"] = dataclasses.asdict(sampler_mesh)
     if layouts:

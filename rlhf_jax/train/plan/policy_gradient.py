@@ -75,7 +75,7 @@ def refuse_apart(config: PolicyGradientConfig) -> None:
     """InputError for a role on devices of its own, which no plan has."""
     for role, place in config.placement.places().items():
         alone = place.mesh is not None and role != "sampler"
-        if place.devices != "policy" or alone:
+        if place.devices not in ("policy", "auto") or alone:
             raise InputError(
                 f"--placement.{role}: expected a plan of one set of chips, got "
                 f"{place}; place it with the policy, or plan without it"

@@ -32,12 +32,12 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.models.lora import merge
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import alarms, folder, metrics, plots, report, run
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.train import shapes
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.reading import read_texts, receipt_of
@@ -133,7 +133,7 @@ def main(task: Task[Any]) -> None:
         summary |= profiled.summary(job.folder, profile=config.profile, flops=flops)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
-    saved = job.folder / "model"
+    saved = mirror.written(job.folder / "model")
     print(f"{summary['seconds']:.0f} s; go on with {task.option} {saved}")
 
 
@@ -219,15 +219,8 @@ class Watcher:
             params = adapted_params(policy, base=base, lora=lora)
             return evaluation.text_stats(params, texts, model=model)
 
-        def moved(
-            policy: Params, anchor: Frozen, base: Frozen | None
-        ) -> dict[str, Any]:
-            if base is not None and lora is not None:
-                policy = merge(frozen.read(base), policy, lora=lora)
-            return drift.weight_drift(policy, anchor.stored)
-
         self._text_stats = jax.jit(sharding.on(session.mesh, text_stats))
-        self._moved = jax.jit(moved)
+        self._moved = jax.jit(functools.partial(drift.of_policy, lora=lora))
 
     def anchored(self, models: Models) -> None:
         """Measures the drift from the reference, or from the base under adapters."""

@@ -508,6 +508,7 @@ def test_both_forms_of_olmo_3_s_rope_options_are_read():
     assert model_of(flat).rope_scaling is None
     del flat["rope_theta"]
     assert model_of(flat).rope_theta == model_of(flat).rope_local_theta == 5e5
+    assert model_of(flat | {"rms_norm_eps": None}).norm_eps == 1e-5
     own = model_of(options_of("olmo3"))
     assert (own.rope_theta, own.rope_local_theta) == (40.0, 50.0)
 

@@ -1,0 +1,79 @@
+"""A decoded token by hand: what a chip must at least read and send for it.
+
+    memory    every matrix of the layers and the head once, a share of tensor;
+              keys and values of all columns, a share of data and tensor
+    links     over tensor: a sum of [rows, D] for the embedding and two per layer, and
+              the logits of its rows, [rows, V]
+
+No compiler is asked. What one says of the same token is more; `tests/programs/gate.py`
+bounds by how much.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.models import decoder
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.planning import workload
+from rlhf_jax.planning.chips import Chip
+
+# Seconds of an exchange of a few bytes: a round number of the size that collectives
+# have been measured at, no maker's figure. It weighs layouts against each other only.
+LATENCY = 1e-5
+
+
+class Token(NamedTuple):
+    """Of one token of every row, on one chip."""
+
+    weights: int  # bytes that are read
+    cache: int  # bytes that are read
+    sent: float  # bytes
+    collectives: int
+
+    def seconds(self, chip: Chip) -> float:
+        """Memory and links at once, and the latency of every collective."""
+        memory = (self.weights + self.cache) / chip.bandwidth
+        return max(memory, self.sent / chip.links) + LATENCY * self.collectives
+
+
+def token(
+    model: ModelConfig,
+    *,
+    mesh: MeshShape,
+    rows: int,
+    columns: int,
+    weight_bytes: int,
+) -> Token:
+    """The least of a token.
+
+    Args:
+      model: with the cache that it is sampled with.
+      mesh: of data and tensor, which divides the key and value heads.
+      rows: that are decoded at a time, of all chips.
+      columns: of a row that are attended to.
+      weight_bytes: of a number of a matrix.
+    """
+    own, others = -(-rows // mesh.data), mesh.tensor - 1
+    activations = own * model.hidden_size * jnp.dtype(model.dtype).itemsize
+    logits = own * model.padded_vocab_size * 4 / mesh.tensor
+    sums = 2 * model.num_layers + 1
+    return Token(
+        weights=weight_bytes * matrix_numbers(model) // mesh.tensor,
+        cache=workload.cache_bytes(model, rows=own, columns=columns) // mesh.tensor,
+        # A sum passes twice, logits go where their rows are drawn.
+        sent=(2 * sums * activations + logits) * others / mesh.tensor,
+        collectives=sums + 1 if others else 0,
+    )
+
+
+def matrix_numbers(model: ModelConfig) -> int:
+    """Numbers of the matrices that a token meets: those of the layers, and the head."""
+    shapes = decoder.shapes(model)
+    layers = jax.tree.leaves(shapes["layers"])
+    head = model.padded_vocab_size * model.hidden_size
+    return head + sum(leaf.size for leaf in layers if len(leaf.shape) > 2)

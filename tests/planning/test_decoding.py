@@ -1,0 +1,128 @@
+"""A decoded token by hand, against the published sizes of a model."""
+
+import dataclasses
+
+import planned
+import pytest
+
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
+from rlhf_jax.models.families import registry
+from rlhf_jax.planning import chips, decoding
+from rlhf_jax.train import shapes
+from rlhf_jax.train.build import Meshes
+from rlhf_jax.train.plan import job
+from rlhf_jax.train.rollouts import fastest
+
+LLAMA = registry.KNOWN["llama-3.1-8b"]
+LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+NUMBERS = 32 * LAYER + 128_256 * 4096
+
+
+def token(data, tensor):
+    model = dataclasses.replace(LLAMA, dtype="bfloat16")
+    mesh = MeshShape(data=data, tensor=tensor)
+    return decoding.token(model, mesh=mesh, rows=64, columns=2048, weight_bytes=2)
+
+
+def test_weights_and_cache_are_read_once():
+    assert decoding.matrix_numbers(LLAMA) == NUMBERS
+    apart, together = token(8, 1), token(1, 8)
+    cache = 32 * 2 * 8 * 128 * 2 * 64 * 2048 // 8
+    assert (apart.weights, apart.cache) == (2 * NUMBERS, cache)
+    assert (together.weights, together.cache) == (2 * NUMBERS // 8, cache)
+
+
+def test_only_devices_that_decode_together_exchange_anything():
+    apart, together = token(8, 1), token(1, 8)
+    assert (apart.sent, apart.collectives) == (0, 0)
+    sums, activations = 2 * 32 + 1, 64 * 4096 * 2
+    logits = 64 * 128_256 * 4 / 8
+    assert together.sent == (2 * sums * activations + logits) * 7 / 8
+    assert together.collectives == sums + 1
+
+
+def test_seconds_are_those_of_memory_and_of_every_collective():
+    h100 = chips.named("h100")
+    apart, together = token(8, 1), token(1, 8)
+    assert apart.seconds(h100) == (apart.weights + apart.cache) / 3.35e12
+    memory = (together.weights + together.cache) / 3.35e12
+    expected = memory + 66 * decoding.LATENCY
+    assert together.seconds(h100) == pytest.approx(expected)
+
+
+WIDE = {"vocab": 32_768, "width": 2048, "layers": 2, "heads": 8}
+
+
+def run(*words, **shape):
+    """(config, options, target) of a run on eight chips."""
+    path = planned.model(**WIDE | shape)
+    own = () if any("policy" in w for w in words) else ("--placement.policy=fsdp=8",)
+    config, options = planned.parsed("grpo", *own, *words, path=path, chip="h100")
+    return config, options, planned.target_of(config, options)
+
+
+def placed(*words, **shape):
+    config, options, target = run(*words, **shape)
+    return job.placed(config, options, target=target)
+
+
+def test_a_sampler_goes_where_a_token_takes_the_least():
+    config, options, target = run()
+    mesh = target.mesh
+    models = shapes.of_run(
+        config,
+        meshes=Meshes(mesh, mesh, mesh),
+        start=job.start_of(config, options, target=target),
+    )
+    meshes = list(fastest.candidates(config, models.recipe.model))
+    assert meshes == [MeshShape(data=8 // n, tensor=n) for n in (1, 2, 4, 8)]
+    seconds = {
+        one: fastest.layout(
+            config, models, one, mesh=mesh, chip=target.chip, prompt=6
+        ).seconds
+        for one in meshes
+    }
+    placed, line = job.placed(config, options, target=target)
+    best = min(seconds, key=lambda one: seconds[one])
+    assert placed.placement.sampler == Place(mesh=best)
+    assert line is not None
+    assert "ms per token at the least" in line
+
+
+def test_chips_that_are_far_apart_do_not_decode_together():
+    config, options, target = run()
+    start = job.start_of(config, options, target=target)
+    near = list(fastest.candidates(config, start.model, per_node=2))
+    assert near == [MeshShape(data=8), MeshShape(data=4, tensor=2)]
+
+
+def test_a_place_that_is_named_stays():
+    config, line = placed("--placement.sampler=policy")
+    assert (config.placement.sampler, line) == (WITH_POLICY, None)
+    config, line = placed("--placement.sampler=data=2,tensor=4")
+    assert config.placement.sampler == Place(mesh=MeshShape(data=2, tensor=4))
+    assert line is None
+
+
+def test_samplers_that_need_it_stay_with_the_policy():
+    config, line = placed("--environment=calculator", "--verifier=None")
+    assert (config.placement.sampler, line) == (WITH_POLICY, None)
+
+
+def test_where_no_chip_is_known_or_none_has_room_it_stays_with_the_policy():
+    config, options, target = run()
+    assert config.placement.sampler == AUTO
+    small = dataclasses.replace(target.chip, memory=2**20)
+    for chip in (None, small):
+        changed = target._replace(chip=chip)
+        config_of, line = job.placed(config, options, target=changed)
+        assert (config_of.placement.sampler, line) == (WITH_POLICY, None)
+
+
+def test_the_mesh_of_the_policy_itself_brings_nothing():
+    # So small that any exchange takes longer than its weights.
+    config, line = placed("--placement.policy=data=8", vocab=256, width=64)
+    assert line is not None
+    assert line.startswith("Sampling on data=8: ")
+    assert config.placement.sampler == WITH_POLICY

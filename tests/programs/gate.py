@@ -1,0 +1,283 @@
+"""What compiled programs of real widths waste, instruction by instruction; JSON.
+
+A program by itself, run by test_gate.py: JAX is told of its platforms once.
+
+    python tests/programs/gate.py h100:1x8 8B fsdp=8 sampling learning -- --lora=rank=16
+
+Two layers of a model are compiled for chips that are not there, and what is wasted is
+named:
+
+    in a loop over tokens    weights that are converted, concatenated, gathered or
+                             copied; a sum of whole logits over devices
+    in every program         float32 logits of whole rows, [B, S, V]
+    in the update            gradients that are summed whole where parameters are shared
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+
+import jax
+import planned
+
+from rlhf_jax.devices import precision
+from rlhf_jax.models.families import registry
+from rlhf_jax.planning import cost, measured, memory_check
+from rlhf_jax.planning.hlo import exchanges, instructions, parsing
+from rlhf_jax.train.plan import job, plan
+
+MODELS = {"8B": "llama-3.1-8b", "1.5B": "qwen2.5-1.5b"}
+LAYERS, ROWS, PROMPT, NEW = 2, 64, 896, 640
+SMALL = 2**17  # bytes of what a loop carries unchanged that it may move about
+
+
+class Reader:
+    """The instructions of a program that run, and what those of its loops read."""
+
+    def __init__(self, text):
+        self.computations, self.entry = parsing.parse(text)
+        fused = {
+            instructions.called(line, "calls")
+            for line in self.lines(*self.computations)
+            if line.opcode == "fusion"
+        }
+        self.running = [name for name in self.computations if name not in fused]
+
+    def lines(self, *names):
+        """The instructions of computations."""
+        return [line for name in names for line in self.computations[name].values()]
+
+    def token_loops(self):
+        """Bodies of the loops that end when every row has stopped."""
+        for line in self.lines(*self.running):
+            if line.opcode == "while" and "known_trip_count" not in line.rest:
+                yield instructions.called(line, "body")
+
+    def inside(self, name):
+        """A computation and all that it calls, but for fusions."""
+        names = [name]
+        for line in self.lines(name):
+            if line.opcode in ("while", "call", "async-start", "conditional"):
+                called = re.findall(
+                    r"(?:body|to_apply|calls)=%?([\w.\-]+)", line.rest
+                ) + (instructions.branches(line) if "branch" in line.rest else [])
+                names += [inner for one in called for inner in self.inside(one)]
+        return names
+
+    def constants(self, body):
+        """What a loop carries unchanged by name, with bytes: weights, above all."""
+        lines = self.computations[body]
+        root = instructions.root(lines)
+        return {
+            line.name: instructions.whole(line)
+            for line in lines.values()
+            if line.opcode == "get-tuple-element"
+            and lines[line.operands[0]].opcode == "parameter"
+            and root.operands[instructions.index(line)] == line.name
+            and instructions.whole(line) >= SMALL
+        }
+
+    def multiplies(self, line):
+        """Whether an instruction is a product, or a fusion with one in it."""
+        if line.opcode == "fusion":
+            return any(map(self.multiplies, self.lines(_called(line))))
+        gemm = line.opcode == "custom-call" and "gemm" in line.rest
+        return gemm or line.opcode in ("dot", "convolution")
+
+    def takes_rows(self, line):
+        """Whether a fusion takes single rows of a table, as an embedding's."""
+        kinds = ("gather", "dynamic-slice")
+        if line.opcode == "fusion":
+            return any(part.opcode in kinds for part in self.lines(_called(line)))
+        return line.opcode in kinds
+
+
+def _called(line):
+    return instructions.called(line, "calls")
+
+
+def moved_weights(reader, body):
+    """Instructions of a loop that write half of a weight, or more, somewhere else."""
+    lines = reader.computations[body]
+    constants = dict(reader.constants(body))
+    for line in lines.values():  # views of a weight are that weight
+        if line.opcode in ("bitcast", "opt-barrier") and line.operands[0] in constants:
+            constants[line.name] = constants[line.operands[0]]
+    free = (
+        "bitcast",
+        "tuple",
+        "get-tuple-element",
+        "while",
+        "copy-start",
+        "opt-barrier",
+    )
+    for line in lines.values():
+        read = [constants[name] for name in line.operands if name in constants]
+        if not read or line.opcode in free or line.opcode.endswith("-done"):
+            continue
+        if reader.multiplies(line) or line.opcode in ("async-start", "slice-start"):
+            continue
+        if line.written >= max(SMALL, min(read) // 2) and not (
+            reader.takes_rows(line) and line.written < max(read) // 2
+        ):
+            yield described(line)
+
+
+def collectives(reader, names):
+    """Exchanges with the computations they stand in, fused ones too."""
+    for name in names:
+        for line in reader.computations[name].values():
+            parts = reader.lines(_called(line)) if line.opcode == "fusion" else [line]
+            for part in parts:
+                kind = part.opcode.removesuffix("-start")
+                if kind in exchanges.COLLECTIVES:
+                    yield kind, part
+
+
+def summed_logits(reader, body, *, vocab):
+    """Sums over devices of whole logits in a loop."""
+    for kind, line in collectives(reader, reader.inside(body)):
+        shapes = [leaf.shape for leaf in line.result]
+        if kind == "all-reduce" and any(shape[-1:] == (vocab,) for shape in shapes):
+            yield described(line)
+
+
+def whole_logits(reader, *, vocab, width, shares):
+    """Arrays of float32 over columns and vocabulary, of a device's share of either."""
+    of_vocab = {vocab // share for share in shares}
+    of_width = {width // share for share in shares}
+    for line in reader.lines(*reader.running):
+        for leaf in line.result:
+            count = math.prod(leaf.shape)
+            if leaf.size != 4 * count:
+                continue
+            for dim in of_vocab & set(leaf.shape):
+                others = count // dim
+                # [V, D] and [D, V] are the head and its gradient.
+                if others >= NEW and not of_width & set(leaf.shape):
+                    yield described(line)
+
+
+def summed_gradients(reader, *, smallest, devices):
+    """Sums of as many numbers as a kernel has, over the devices that share it."""
+    for kind, line in collectives(reader, reader.running):
+        size = max((leaf.size for leaf in line.result), default=0)
+        groups = exchanges.group(line.rest)
+        if kind == "all-reduce" and size >= 2 * smallest and len(groups) >= devices:
+            yield described(line)
+
+
+def described(line):
+    """An instruction, so that it is found in the program."""
+    where = re.search(r'op_name="([^"]*)"', line.rest)
+    shapes = " ".join(str(list(leaf.shape)) for leaf in line.result)
+    return f"{line.opcode} %{line.name} {shapes}, {where[1] if where else 'no op_name'}"
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    topology, size, mesh, *rest = sys.argv[1:]
+    at = rest.index("--")
+    names, words = rest[:at], rest[at + 1 :]
+    shape = dataclasses.replace(registry.KNOWN[MODELS[size]], num_layers=LAYERS)
+    registry.KNOWN["gate"] = shape
+    config, options = planned.parsed(
+        *("grpo", f"--topology={topology}", f"--placement.policy={mesh}"),
+        *("--dtype=bfloat16", "--remat=full", "--reference-storage.dtype=bfloat16"),
+        *(f"--prompt-length={PROMPT}", f"--max-new-tokens={NEW}"),
+        f"--batch-size={ROWS}",
+        *words,
+        path="gate",
+        chip=None,
+    )
+    with precision.of(config.compute_dtype):
+        print(json.dumps(figures(config, options, names)))
+
+
+def figures(config, options, names):
+    """Of each program by name what it wastes, and of sampling the bytes of a token."""
+    target = planned.target_of(config, options)
+    config, line = job.placed(config, options, target=target)
+    work = job.workload_of(config, options, target=target)
+    model, mesh = work.model, config.placement.policy
+    sampling = config.placement.sampler.mesh or mesh
+    texts, count = [], cost.cost
+
+    def counted(text, **settings):
+        texts.append(text)
+        return count(text, **settings)
+
+    cost.cost = counted
+    vocab = model.padded_vocab_size
+    shares = {1, mesh.tensor, mesh.fsdp, mesh.size, sampling.tensor}
+    results = {"layout": line}
+    for program in work.programs:
+        if program.name not in names:
+            continue
+        texts.clear()
+        [one] = measured.measure([program], target, rows=ROWS, waiting=plan.silent)
+        assert one.refused is None, one.refused
+        reader = Reader(texts[0])
+        result = {
+            "float32 logits": sorted(
+                set(
+                    whole_logits(
+                        reader, vocab=vocab, width=model.hidden_size, shares=shares
+                    )
+                )
+            )
+        }
+        if program.stage == "rollout":
+            bodies = list(reader.token_loops())
+            result |= {
+                "loops": len(bodies),
+                "constants": [sum(reader.constants(b).values()) for b in bodies],
+                "moved weights": [x for b in bodies for x in moved_weights(reader, b)],
+                "summed logits": [
+                    x
+                    for b in bodies
+                    for size in {vocab, model.vocab_size}
+                    for x in summed_logits(reader, b, vocab=size)
+                ],
+                # Of the last loop, whose cache is as wide as rows become.
+                "bytes": widest(texts[0], len(program.trips), near=target.near),
+                "seconds": measured.described(one, target.chip)["seconds_of_turn"],
+            }
+        if program.stage == "update":
+            state = program.args[0]
+            kernels = [
+                leaf.size // LAYERS // mesh.tensor
+                for leaf in jax.tree.leaves(state.policy["layers"])
+                if leaf.ndim > 2
+            ]
+            # Adapters are small, and not all of them are shared.
+            shared = mesh.fsdp > 1 and config.start.lora is None
+            result |= {
+                "summed gradients": list(
+                    summed_gradients(reader, smallest=min(kernels), devices=mesh.fsdp)
+                )
+                if shared
+                else [],
+                "donated": one.sizes["alias"],
+                "state": memory_check.bytes_per_device(
+                    state.policy_opt, mesh=target.mesh
+                )
+                + memory_check.bytes_per_device(state.policy, mesh=target.mesh),
+            }
+        results[program.name] = result
+    return results
+
+
+def widest(text, loops, *, near):
+    """Bytes of a turn of the last loop over tokens."""
+    before = (0,) * (loops - 1)
+    none, one = (
+        cost.cost(text, trips=(*before, turns), near=near).bytes for turns in (0, 1)
+    )
+    return one - none
+
+
+if __name__ == "__main__":
+    main()
