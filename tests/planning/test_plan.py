@@ -749,6 +749,7 @@ def test_sampling_has_a_mesh_and_a_storage_of_its_own():
         "--sampler=here,dtype=int8,cache=int8",
     )
     result = plan.plan(*planned.parsed("grpo", *words, *apart))
+    words = (*words, "--placement.sampler=policy")
     plain = plan.plan(*planned.parsed("grpo", *words))
     resharding, one, *_ = result["programs"]
     assert resharding["name"] == "resharding for sampling"
