@@ -66,11 +66,13 @@ def floor(size, *, lora, data, tensor):
 
 
 def test_a_token_reads_weights_and_cache_once(compiled):
-    (_, size, _, lora), found = compiled
+    (topology, size, _, lora), found = compiled
     layout = found["layout"]
     tensor = TOGETHER[size] if f"tensor={TOGETHER[size]}" in layout else 1
     least = floor(size, lora=lora, data=8 // tensor, tensor=tensor)
-    assert 0.95 * least < found["sampling"]["bytes"] < 1.2 * least
+    # A TPU keeps some of them on the chip from token to token.
+    kept = 0.05 if topology == H100 else 0.25
+    assert (1 - kept) * least < found["sampling"]["bytes"] < 1.2 * least
 
 
 def test_weights_stay_where_they_are_from_token_to_token(compiled):
