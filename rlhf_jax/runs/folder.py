@@ -75,8 +75,8 @@ def check_run(config: RunConfig) -> None:
         why = str(error.strerror)
     if why:
         raise InputError(
-            f"--out {mirror.written(out)!r:.200}: expected a folder, absent or one that "
-            f"can be read, got: {why}; give another --out, or see to that one"
+            f"--out {mirror.written(out)!r:.200}: expected a folder, absent or one "
+            f"that can be read, got: {why}; give another --out, or see to that one"
         )
     if not names and not config.resume_from:
         return
