@@ -42,7 +42,7 @@ POLICY_GRADIENTS = ("ppo", "grpo", "reinforce", "online-dpo", "nash-md", "distil
 # Of tyro, pytest, JAX, XLA and vLLM.
 OTHERS_OPTIONS = {"help", "help-all", "dist", "xla", "logdir", "project", "tasks"}
 OTHERS_OPTIONS |= {"generation-config", "load-format", "logprobs-mode", "no-deps"}
-OTHERS_OPTIONS |= {"nbmake"}
+OTHERS_OPTIONS |= {"nbmake", "short"}
 
 
 def relative(file: Path) -> str:

@@ -19,7 +19,7 @@ GB, GIB = 10**9, 2**30
 class Chip:
     """One device as JAX counts them."""
 
-    kind: str  # begins the `device_kind` that JAX gives it
+    kind: str  # the `device_kind` that JAX gives it; of a TPU the beginning
     memory: int  # bytes that programs may take
     reserved: str  # what the rest of the maker's figure is, and who says so
     flops: float  # a second, dense products of bfloat16 accumulated in float32
@@ -63,7 +63,7 @@ CHIPS: dict[str, Chip] = {
     "v5p": _tpu("TPU v5", 95.73, 459, 2765, 600, "v5p"),
     "v6e": _tpu("TPU v6 lite", 31.24, 918, 1600, 400, "v6e"),
     "a100": _gpu("NVIDIA A100-SXM4-80GB", 80 * GIB, 312, 2039, 300, 25, A100),
-    "h100": _gpu("NVIDIA H100", 80 * GIB, 989, 3350, 450, 50, H100),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 989, 3350, 450, 50, H100),
     "h200": _gpu("NVIDIA H200", 141 * GB, 989, 4800, 450, 50, H200),
     "b200": _gpu("NVIDIA B200", 180 * GB, 2250, 8000, 900, 50, B200),
 }
@@ -86,6 +86,14 @@ def of_device(device: Any) -> Chip | None:
 
 
 def of_kind(kind: str) -> Chip | None:
-    """The chip that JAX calls by this `device_kind`; None where the table has none."""
-    matching = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
+    """The chip that JAX calls by this `device_kind`; None where the table has none.
+
+    A GPU's name is compared whole: H100 PCIe and H200 NVL have other rates than the SXM
+    modules of these names.
+    """
+    matching = [
+        chip
+        for chip in CHIPS.values()
+        if kind == chip.kind or (chip.network is None and kind.startswith(chip.kind))
+    ]
     return max(matching, key=lambda chip: len(chip.kind), default=None)

@@ -1,6 +1,7 @@
 """A decoded token by hand, against the published sizes of a model."""
 
 import dataclasses
+from typing import Any
 
 import planned
 import pytest
@@ -62,6 +63,11 @@ def run(*words, **shape):
     return config, options, planned.target_of(config, options)
 
 
+def place(config: Any):
+    """Where a run samples."""
+    return config.placement.sampler
+
+
 def placed(*words, **shape):
     config, options, target = run(*words, **shape)
     return job.placed(config, options, target=target)
@@ -85,7 +91,7 @@ def test_a_sampler_goes_where_a_token_takes_the_least():
     }
     placed, line = job.placed(config, options, target=target)
     best = min(seconds, key=lambda one: seconds[one])
-    assert placed.placement.sampler == Place(mesh=best)
+    assert place(placed) == Place(mesh=best)
     assert line is not None
     assert "ms per token at the least" in line
 
@@ -99,25 +105,25 @@ def test_chips_that_are_far_apart_do_not_decode_together():
 
 def test_a_place_that_is_named_stays():
     config, line = placed("--placement.sampler=policy")
-    assert (config.placement.sampler, line) == (WITH_POLICY, None)
+    assert (place(config), line) == (WITH_POLICY, None)
     config, line = placed("--placement.sampler=data=2,tensor=4")
-    assert config.placement.sampler == Place(mesh=MeshShape(data=2, tensor=4))
+    assert place(config) == Place(mesh=MeshShape(data=2, tensor=4))
     assert line is None
 
 
 def test_samplers_that_need_it_stay_with_the_policy():
     config, line = placed("--environment=calculator", "--verifier=None")
-    assert (config.placement.sampler, line) == (WITH_POLICY, None)
+    assert (place(config), line) == (WITH_POLICY, None)
 
 
 def test_where_no_chip_is_known_or_none_has_room_it_stays_with_the_policy():
     config, options, target = run()
-    assert config.placement.sampler == AUTO
+    assert place(config) == AUTO
     small = dataclasses.replace(target.chip, memory=2**20)
     for chip in (None, small):
         changed = target._replace(chip=chip)
         config_of, line = job.placed(config, options, target=changed)
-        assert (config_of.placement.sampler, line) == (WITH_POLICY, None)
+        assert (place(config_of), line) == (WITH_POLICY, None)
 
 
 def test_the_mesh_of_the_policy_itself_brings_nothing():
@@ -125,4 +131,4 @@ def test_the_mesh_of_the_policy_itself_brings_nothing():
     config, line = placed("--placement.policy=data=8", vocab=256, width=64)
     assert line is not None
     assert line.startswith("Sampling on data=8: ")
-    assert config.placement.sampler == WITH_POLICY
+    assert place(config) == WITH_POLICY

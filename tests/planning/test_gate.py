@@ -31,7 +31,7 @@ TOGETHER = {"8B": 8, "1.5B": 2}
 
 def cases():
     """All of a GPU, of TPUs those that share parameters: a compile takes a minute."""
-    quick = {(H100, "8B", "fsdp=8", LORA), (H100, "1.5B", "fsdp=4,tensor=2", None)}
+    quick = {(H100, "8B", "fsdp=8", None), (H100, "8B", "fsdp=4,tensor=2", LORA)}
     on_gpu = itertools.product([H100], SIZES, MESHES, [None, LORA])
     on_tpu = itertools.product([V5E, V6E], ["8B"], ["fsdp=8"], [None, LORA])
     for case in (*on_gpu, *on_tpu):
@@ -66,11 +66,13 @@ def floor(size, *, lora, data, tensor):
 
 
 def test_a_token_reads_weights_and_cache_once(compiled):
-    (_, size, _, lora), found = compiled
+    (topology, size, _, lora), found = compiled
     layout = found["layout"]
     tensor = TOGETHER[size] if f"tensor={TOGETHER[size]}" in layout else 1
     least = floor(size, lora=lora, data=8 // tensor, tensor=tensor)
-    assert 0.95 * least < found["sampling"]["bytes"] < 1.2 * least
+    # A TPU keeps some of them on the chip from token to token.
+    kept = 0.05 if topology == H100 else 0.25
+    assert (1 - kept) * least < found["sampling"]["bytes"] < 1.2 * least
 
 
 def test_weights_stay_where_they_are_from_token_to_token(compiled):

@@ -108,6 +108,13 @@ def test_a_name_that_is_not_known_is_refused_with_the_nearest(monkeypatch):
             shapes.model_of(other)
 
 
+def test_a_gpu_is_not_known_by_the_name_of_another_module():
+    assert chips.of_kind("NVIDIA H100 80GB HBM3") == chips.CHIPS["h100"]
+    assert chips.of_kind("NVIDIA H200") == chips.CHIPS["h200"]
+    for other in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"):
+        assert chips.of_kind(other) is None
+
+
 def test_a_chip_is_known_by_its_device_kind():
     class Device:
         device_kind = "TPU v5 lite"
@@ -742,6 +749,7 @@ def test_sampling_has_a_mesh_and_a_storage_of_its_own():
         "--sampler=here,dtype=int8,cache=int8",
     )
     result = plan.plan(*planned.parsed("grpo", *words, *apart))
+    words = (*words, "--placement.sampler=policy")
     plain = plan.plan(*planned.parsed("grpo", *words))
     resharding, one, *_ = result["programs"]
     assert resharding["name"] == "resharding for sampling"

@@ -181,7 +181,7 @@ def test_the_mfu_of_a_chip_that_is_known(tmp_path, capsys):
     def work(texts):
         return {"loss": 1e10}
 
-    folder = run_folder(tmp_path, device=f"{chips.named('h100').kind} 80GB HBM3")
+    folder = run_folder(tmp_path, device=chips.named("h100").kind)
     summary = profiled.summary(folder, profile="5:7", flops=work)["profile"]
     assert summary["mfu"] == pytest.approx(2e10 / (100e-6 * 1 * 989e12))
     text = " ".join(capsys.readouterr().out.split())

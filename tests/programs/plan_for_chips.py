@@ -32,6 +32,7 @@ def main():
         # Heads that cuDNN has kernels for, and sizes that every axis divides.
         words = [f"--topology={topology}", f"--placement.policy={mesh}"]
         words += ["--dtype=bfloat16", "--remat=full", "--num-epochs=1"]
+        words += ["--placement.sampler=policy"]  # else it is resharded first
         words += ["--prompt-length=64", "--max-new-tokens=64"]
         # `auto` takes cuDNN from 1,024 tokens on.
         words += ["--attention=cudnn"] if topology.startswith("h100") else []

@@ -39,6 +39,7 @@ from rlhf_jax.runs.snapshots.integrity import LIST
 
 STATE = "state.json"  # beside the spool: whose it is, and what the bucket has of it
 ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
+DELETED = "deleted"  # as of `snapshots.snapshots`, which is slow to load
 FIXED = ("snapshots", "model", "adapter", "reference")  # folders of files that stay
 FIRST = "config.json"  # without it a folder is no run
 Stamp = list[int]  # bytes and time of change [ns] of a local file
@@ -176,10 +177,6 @@ class Mirror:
         """What the spool has stays, but for what was removed from the bucket."""
         for name in then.keys() - there:  # removed from the bucket since
             urls.remove(self._spool / name, root=self._spool)
-        for snapshot in self._spool.glob("snapshots/*/*"):
-            # Complete, and killed before its list: it is made again.
-            if snapshot.name.isdecimal() and not (snapshot / LIST).exists():
-                shutil.rmtree(snapshot)
         now = {name: _stamp(self._spool / name) for name in self._files()}
         self._there = {n: then[n] for n in then if now.get(n) == then[n]}
 
@@ -279,6 +276,7 @@ class Mirror:
             and not name.startswith(".")  # a model that is being written
             and not name.endswith(UNFINISHED)
             and ORBAX_UNFINISHED not in name
+            and f"/{DELETED}/" not in name
         ]
 
     def _owner(self) -> dict[str, Any]:

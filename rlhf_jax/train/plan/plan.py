@@ -67,7 +67,9 @@ def plan(
     mesh = config.placement.policy
     target = measured.target(options.slice, chip=options.chip, mesh=mesh)
     lengths = None if options.lengths is None else histogram.read(options.lengths)
-    config, line = job.placed(config, options, target=target)
+    line = None
+    if not options.find_sampler_mesh:  # which compares all of them
+        config, line = job.placed(config, options, target=target)
     work = job.workload_of(config, options, target=target, lengths=lengths)
     resident = measured.resident(work.parts, target)
     layouts = []

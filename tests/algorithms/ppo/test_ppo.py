@@ -598,6 +598,7 @@ ABOVE = {
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     # test_published.py, test_surrogates.py, test_packed_learning.py
     "surrogate",
+    "off_policy_mask",  # test_left_out.py, test_policy_losses.py
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
 

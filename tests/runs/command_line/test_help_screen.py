@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import textwrap
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -88,7 +89,12 @@ def test_the_options_of_the_screen_and_no_other(option, monkeypatch, capsys):
         f"{'  --lora.rank INT':28}Rank of the adapters. [8]",
         f"{'  --lam FLOAT':28}λ of GAE. [0.95]",
         "Run:",
-        f"{'  --out PATH':28}{help_screen.documented(Config)['out']}",
+        *textwrap.wrap(
+            help_screen.documented(Config)["out"],
+            100,
+            initial_indent=f"{'  --out PATH':28}",
+            subsequent_indent=28 * " ",
+        ),
         f"{'  --seed INT':28}Root of every random number. [0]",
     ]
     assert "--help-all lists every option;" in " ".join(notes.split())

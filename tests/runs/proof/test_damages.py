@@ -185,7 +185,7 @@ def edit_number(path, rng, other):
 
 
 def of_another_run(path, rng, other):
-    if other is None or not other.is_file() or other.read_bytes() == path.read_bytes():
+    if not other.is_file() or other.read_bytes() == path.read_bytes():
         return False
     shutil.copyfile(other, path)
     return True
@@ -216,10 +216,10 @@ def damaged(whole, at, name, kind, rng):
     while True:
         path = rng.choice(rows if rng.random() < 0.3 else files)
         inside = path.relative_to(at / name)
-        other = whole / "other" / inside if name == "run" else None
-        if name == "sweep" and "seed_0" in inside.parts:
+        other = whole / "other" / inside  # an evaluation has some of its names
+        if name == "sweep":
             parts = [part.replace("seed_0", "seed_1") for part in inside.parts]
-            other = (whole / name).joinpath(*parts)
+            other = (whole / name).joinpath(*parts)  # of others the same, and refused
         if kind(path, rng, other):
             return inside
 
