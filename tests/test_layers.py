@@ -213,7 +213,8 @@ UNUSED = (  # by a run of PPO that chooses none of what they are for
     *("devices.critic_devices", "checkpoints.peft", "verification.pool"),
     *("planning.measured", "planning.profiled", "roles.rewards.verifiers"),
     *("environments", "samplers.connection", "samplers.server", "sweeps", "reports"),
-    *("train.packed_rollouts", "train.rollouts", "train.watch.held_out"),
+    *("train.packed_rollouts", "train.watch.held_out"),
+    *(f"train.rollouts.{name}" for name in ("outside", "queue", "waits")),
     *(
         "data.splits",
         "roles.rewards.ensembles",

@@ -27,6 +27,7 @@ from rlhf_jax.devices import precision, processes
 from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, parsing, write_errors
+from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
@@ -64,6 +65,8 @@ def check_run(config: RunConfig) -> None:
     try:
         if "\0" in str(out):
             why = "a name with NUL"
+        elif "[" in str(out.absolute()):  # Orbax takes its own path for a pattern
+            why = "a name with [, in which no snapshot would be restored"
         elif out.exists() and not out.is_dir():
             why = "a file"
         else:
@@ -72,8 +75,8 @@ def check_run(config: RunConfig) -> None:
         why = str(error.strerror)
     if why:
         raise InputError(
-            f"--out {str(out)!r:.200}: expected a folder, absent or one that can be "
-            f"read, got: {why}; give another --out, or see to that one"
+            f"--out {mirror.written(out)!r:.200}: expected a folder, absent or one "
+            f"that can be read, got: {why}; give another --out, or see to that one"
         )
     if not names and not config.resume_from:
         return

@@ -186,6 +186,11 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     assert "got: a file" in refused(Config(out=tmp_path / "run"), tmp_path)
 
 
+def test_a_folder_in_which_orbax_finds_no_snapshot_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"got: a name with \[, in which no snapshot"):
+        folder.check_run(Config(out=tmp_path / "run[1]" / "x"))
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be made"):

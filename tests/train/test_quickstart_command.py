@@ -35,6 +35,13 @@ def test_held_out_prompts_are_in_no_other_file(out):
         assert not held_out & {row["prompt"] for row in rows(out / f"{name}.jsonl")}
 
 
+def test_steps_are_checked_before_files_are_written(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main.main(["quickstart", "--out", str(tmp_path / "new"), "--num-steps", "0"])
+    assert "--num-steps: expected a whole number, 1 or more" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_pairs_are_what_bradley_and_terry_expect(out):
     """The share of pairs whose better side was chosen is the mean of its chance."""
     worths = np.array(

@@ -138,13 +138,21 @@ class Mirror:
         try:
             there = {*urls.names(self.url)} - {lock.NAME}
             owner = self._owner()
+        except InputError:
+            raise
         except Exception as error:  # whatever backends raise
             raise self._refusal(error) from error
+        shown = ", ".join(sorted(there)[:4]) + (", ..." if len(there) > 4 else "")
         if there and not resume:
-            shown = ", ".join(sorted(there)[:4]) + (", ..." if len(there) > 4 else "")
             raise InputError(
                 f"--out {self.url} already holds {shown}; continue that run with "
                 f"--resume, or give another --out"
+            )
+        if there and FIRST not in there:  # perhaps a bucket of many runs
+            raise InputError(
+                f"--resume: expected a run folder, with {FIRST}, in --out, got "
+                f"{self.url:.200}, which holds {shown}; give the --out of the run to "
+                f"continue"
             )
         state = urls.read(self._spool.parent / STATE)
         with lock.hold(self._spool):

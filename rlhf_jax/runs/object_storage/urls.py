@@ -21,7 +21,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, TypeVar
 
 from rlhf_jax.devices import program_cache
@@ -35,6 +35,7 @@ SPOOL = "RLHF_JAX_SPOOL"  # environment variable: the folder of all copies
 PATIENCE = 120.0  # seconds for which what fails is tried again
 # Two letters at least: C:/runs is a path. `Path` makes one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+_NO_BUCKET = re.compile(r"(gs|s3):", re.IGNORECASE)  # what `Path` makes of gs://
 _AT_ONCE = 8  # files
 # As gcsfs, s3fs and botocore tell what no second try changes.
 _FINAL = ("Forbidden", "NoCredentials", "Unable to locate credentials")
@@ -43,7 +44,8 @@ Result = TypeVar("Result")
 
 def of(place: str | os.PathLike[str]) -> str | None:
     """The address that a path or text is, without a last slash; None of another."""
-    match = _URL.fullmatch(os.fspath(place))
+    text = os.fspath(place)
+    match = _URL.fullmatch(f"{text}//" if _NO_BUCKET.fullmatch(text) else text)
     return match and f"{match[1].lower()}://{match[2].rstrip('/')}"
 
 
@@ -51,7 +53,8 @@ def check(url: str) -> str:
     """The address itself, if it can be read here.
 
     Raises:
-      InputError: its scheme is unknown, it has no bucket, or its package is missing.
+      InputError: its scheme is unknown, it has no bucket, it leads out of the folder of
+        its copy, or its package is missing.
     """
     scheme, _, place = url.partition("://")
     if scheme not in SCHEMES or not place:
@@ -59,6 +62,11 @@ def check(url: str) -> str:
             f"{url:.200}: expected a path, or gs://BUCKET/NAME or s3://BUCKET/NAME, "
             f"got {f'the scheme {scheme}://' if place else 'no bucket'}; copy it to "
             f"one of these"
+        )
+    if not _stays_below(place):
+        raise InputError(
+            f"{url!r:.200}: expected an address without . and .. between its slashes, "
+            f"got one with them; write where they lead"
         )
     package = SCHEMES[scheme]
     if importlib.util.find_spec(package) is None:
@@ -155,17 +163,31 @@ def each(call: Callable[[str], object], names: Iterable[str]) -> None:
 def names(url: str) -> dict[str, str]:
     """{name below an address: what changes with its content}; "" is itself a file.
 
-    Raises what the backend does.
+    Raises what the backend does, and InputError of a name that leads out of a folder:
+    others may write to a bucket, and no name of theirs chooses a place on this machine.
     """
     from fsspec.utils import tokenize
 
     files, root = system(url), system(url)._strip_protocol(url)
     infos = tried(lambda: files.find(root, detail=True))
-    return {
+    there = {
         path.removeprefix(root).lstrip("/"): tokenize(info)
         for path, info in infos.items()
         if not path.endswith("/")  # a placeholder of a folder
     }
+    for name in there:
+        if not _stays_below(name):
+            raise InputError(
+                f"{url:.200}: expected names of files that are below it, got "
+                f"{name!r:.200}; remove that object, and see who wrote it"
+            )
+    return there
+
+
+def _stays_below(name: str) -> bool:
+    """Whether a name joined to a folder is a place in it, on any system."""
+    leading = {".", ".."} & {*name.replace("\\", "/").split("/")}
+    return not leading and not PureWindowsPath(name).drive and "\0" not in name
 
 
 def get(url: str, path: Path) -> None:
@@ -218,17 +240,28 @@ def _update(url: str, path: Path, *, only: Sequence[str], but: Sequence[str]) ->
     list_of_copies = path.parent / "copies.json"
     have = read(list_of_copies)
     if "" not in there:
-        if system(url).exists(f"{url}{MANIFEST}"):
-            get(f"{url}{MANIFEST}", path.parent / f"{path.name}{MANIFEST}")
+        manifest = path.parent / f"{path.name}{MANIFEST}"
+        if tried(lambda: system(url).exists(f"{url}{MANIFEST}")):
+            get(f"{url}{MANIFEST}", manifest)
             only = ("*",)
+        else:
+            manifest.unlink(missing_ok=True)
         there = {name: there[name] for name in whole(there)}
-        for name in have.keys() - there.keys():
+        # Also what an update brought that was killed before it wrote its list.
+        for name in _copied(path) - there.keys():
             remove(path / name, root=path)
     wanted = [name for name in there if _chosen(name, only=only, but=but)]
     kept = {n: key for n, key in have.items() if there.get(n) == key}
     missing = [n for n in wanted if n not in kept or not (path / n).exists()]
     each(lambda name: get(f"{url}/{name}".rstrip("/"), path / name), missing)
     write(list_of_copies, kept | {name: there[name] for name in missing})
+
+
+def _copied(folder: Path) -> set[str]:
+    """Files of a copy, without what `get` is writing, perhaps of another process."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix() for path in paths}
+    return {name for name in names if not name.endswith(".tmp")}
 
 
 def _chosen(name: str, *, only: Sequence[str], but: Sequence[str]) -> bool:

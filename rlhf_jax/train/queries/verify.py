@@ -111,7 +111,11 @@ def _of_run(run: Path) -> Outcome:
     has_snapshots = any((run / "snapshots").glob("*/*"))
     of_files = run_files.check(run)
     for path in sorted(run.glob(f"*{MANIFEST}")):
-        of_model = exported.check(path.with_suffix(""))
+        model = path.with_suffix("")
+        proven = (run / run_files.SUMMARY).exists() and path.name not in of_files.added
+        if not path.is_file() or not (proven or model.is_dir()):
+            continue  # the user's own, of that name alone
+        of_model = exported.check(model)
         of_files = of_files._replace(
             whole=of_files.whole + of_model.whole,
             faults=of_files.faults + of_model.faults,

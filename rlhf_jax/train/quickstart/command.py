@@ -50,8 +50,11 @@ def run(out: Path, *, num_steps: int | None = None) -> None:
     Raises:
       SystemExit: a command has failed, and said so.
     """
+    from rlhf_jax.functional import checks
     from rlhf_jax.train.main import COMMANDS
 
+    if num_steps is not None:
+        checks.at_least_one(**{"--num-steps": num_steps})
     started = time.perf_counter()
     written = prepare(out)
     print("wrote", *written, sep="\n  ")

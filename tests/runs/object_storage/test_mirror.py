@@ -226,6 +226,24 @@ def test_a_run_that_is_there_is_refused_before_it_is_copied(spool, capsys):
     assert not spool.exists()
 
 
+def test_a_resume_of_what_is_no_run_copies_nothing(spool, capsys):
+    urls.system(URL).pipe_file(f"{URL}/large/model", b"of another run")
+    assert stopped("--out", URL, *STEPS, "--resume") == 2
+    message = capsys.readouterr().err
+    assert f"in --out, got {URL}, which holds large/model; give the" in message
+    assert not spool.exists()
+
+
+def test_a_name_that_leads_out_of_the_spool_is_refused(spool, capsys):
+    run()
+    shutil.rmtree(spool)
+    store = urls.system(URL).store
+    store["/bucket/run/../../../../evil"] = store["/bucket/run/config.json"]
+    assert stopped("--out", URL, *STEPS, "--resume") == 2
+    assert "got '../../../../evil'; remove that object" in capsys.readouterr().err
+    assert not any(path.is_file() for path in spool.parent.rglob("*"))
+
+
 def test_what_a_killed_process_left_of_a_snapshot_goes(whole, monkeypatch):
     stopped_at(3, monkeypatch)
     system = urls.system(URL)

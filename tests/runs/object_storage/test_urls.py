@@ -30,6 +30,7 @@ def bucket(tmp_path, monkeypatch):
     ("place", "url"),
     [
         ("gs://bucket/run", "gs://bucket/run"),
+        (Path("gs://"), "gs://"),
         ("GS://bucket/run/", "gs://bucket/run"),
         (Path("gs://bucket/run"), "gs://bucket/run"),
         (Path("s3://bucket/a/b"), "s3://bucket/a/b"),
@@ -50,6 +51,8 @@ def test_an_address_is_told_from_a_path(place, url):
     [
         ("foo://bucket/run", "got the scheme foo://; copy it"),
         ("gs://", "got no bucket; copy it"),
+        ("memory://bucket/..", r"without . and .. between its slashes, got one"),
+        ("memory://bucket/../other/./x", "without . and .. between"),
     ],
 )
 def test_what_is_no_address_of_a_bucket_is_refused(url, message):
@@ -90,6 +93,27 @@ def test_a_copy_loses_what_the_address_has_lost(bucket):
     assert [p.name for p in place.rglob("*")] == ["b"]
 
 
+@pytest.mark.parametrize("name", ["../../evil", "a/../../evil", "..\\evil", "C:evil"])
+def test_no_name_in_a_bucket_chooses_a_place_on_this_machine(name, bucket, tmp_path):
+    bucket.pipe_file("memory://bucket/place/a", b"")
+    entry = type(bucket.store["/bucket/place/a"])(bucket, "", b"of somebody else")
+    bucket.store[f"/bucket/place/{name}"] = entry
+    with pytest.raises(InputError, match="expected names of files that are below it"):
+        urls.fetched("memory://bucket/place")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_copy_that_was_half_made_keeps_nothing_old(bucket, monkeypatch):
+    for name in ("old", "new"):
+        bucket.pipe_file(f"memory://bucket/place/{name}", name.encode())
+    with monkeypatch.context() as killed:
+        killed.setattr(urls, "write", lambda *_: None)  # it comes last
+        urls.fetched("memory://bucket/place")
+    bucket.rm_file("memory://bucket/place/old")
+    place = urls.fetched("memory://bucket/place")
+    assert [path.name for path in place.iterdir()] == ["new"]
+
+
 def test_a_model_comes_with_its_manifest_and_is_checked(bucket, tmp_path):
     model = tmp_path / "model"
     toy_files.checkpoint(model)
@@ -105,6 +129,9 @@ def test_a_model_comes_with_its_manifest_and_is_checked(bucket, tmp_path):
     bucket.pipe_file(name, bucket.cat_file(name) + b" ")
     with pytest.raises(InputError, match=r"config\.json: another SHA-256"):
         hf.load(url)
+    # As that message advises where the change is the user's own.
+    bucket.rm_file(f"{url}.sha256")
+    assert hf.load(url)[0] == expected
 
 
 @pytest.mark.parametrize(

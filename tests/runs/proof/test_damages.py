@@ -99,15 +99,17 @@ def test_what_users_add_is_named_and_is_no_damage(whole, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(whole / "run", out)
     shutil.copytree(whole / "evaluation", out / "eval")
-    for name in ("notes.txt", "model/notes.txt", "snapshots/grpo/4/notes.txt"):
+    names = ("notes.txt", "model/notes.txt", "snapshots/grpo/4/notes.txt")
+    for name in (*names, "notes.sha256"):  # not a model's manifest
         (out / name).write_text("mine")
+    (out / "empty.sha256").mkdir()
     report.main(report.Config(runs=(out,), html=out / "report.html"))
     capsys.readouterr()
     assert status("verify", out) == 0
     count = sum(path.is_file() for path in (out / "eval").rglob("*"))
     added = (
-        *(f"eval/ ({count} files)", "notes.txt", "report.html", "model/notes.txt"),
-        "snapshots/grpo/4/notes.txt",
+        *(f"eval/ ({count} files)", "notes.sha256", "notes.txt", "report.html"),
+        *("model/notes.txt", "snapshots/grpo/4/notes.txt"),
     )
     printed = capsys.readouterr().out
     header = f"added after {out} ended, not part of the proof:\n"
