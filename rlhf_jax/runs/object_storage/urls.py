@@ -251,7 +251,7 @@ def _update(url: str, path: Path, *, only: Sequence[str], but: Sequence[str]) ->
     there = names(url)
     if not there:
         raise FileNotFoundError("nothing there")
-    list_of_copies = path.parent / "copies.json"
+    list_of_copies = path.parent / f"{path.name}.copies"  # never `path` itself
     have = read(list_of_copies)
     if "" not in there:
         manifest = path.parent / f"{path.name}{MANIFEST}"

@@ -72,6 +72,13 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         urls.fetched("gs://bucket/data.jsonl")
 
 
+@pytest.mark.parametrize("name", ["copies.json", "place.copies"])
+def test_a_file_of_any_name_is_copied_as_it_is(name, bucket):
+    bucket.pipe_file(f"memory://bucket/{name}", b"[]")
+    for _ in range(2):
+        assert urls.fetched(f"memory://bucket/{name}").read_bytes() == b"[]"
+
+
 def test_data_is_read_and_read_again_once_it_has_changed(bucket):
     url = "memory://bucket/prompts.jsonl"
     bucket.pipe_file(url, b'{"prompt": "a cat"}\n')
