@@ -293,7 +293,7 @@ class Mirror:
             by = (
                 "none"
                 if not owner
-                else f"process {owner['process']} on {owner['host']}"
+                else f"process {owner.get('process')} on {owner.get('host')}"
             )
             raise StopError(
                 f"{self.url}: expected to be the one process that writes this run, got "

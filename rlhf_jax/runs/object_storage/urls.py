@@ -19,6 +19,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
@@ -135,12 +136,14 @@ def why(error: BaseException) -> str:
     return f"{type(error).__name__}: {first:.200}"
 
 
-def tried(call: Callable[[], Result]) -> Result:
+def tried(call: Callable[[], Result], *, over: threading.Event | None = None) -> Result:
     """The call's result; what fails is tried again for `PATIENCE` seconds.
 
-    Raises what the last try did. What is missing or forbidden is not tried again.
+    Raises what the last try did. What is missing or forbidden is not tried again, and
+    nothing once `over` is set.
     """
     end, pause = time.monotonic() + PATIENCE, 1.0
+    over = threading.Event() if over is None else over
     while True:
         try:
             return call()
@@ -148,16 +151,27 @@ def tried(call: Callable[[], Result]) -> Result:
             final = isinstance(error, FileNotFoundError | PermissionError)
             text = f"{type(error).__name__} {error}"
             final = final or any(part in text for part in _FINAL)
-            if final or time.monotonic() + pause > end:
+            if final or time.monotonic() + pause > end or _paused(pause, over):
                 raise
-        time.sleep(pause)
         pause = min(2 * pause, 30.0)
 
 
+def _paused(seconds: float, over: threading.Event) -> bool:
+    """Waits, and says whether it is over."""
+    return over.wait(seconds)
+
+
 def each(call: Callable[[str], object], names: Iterable[str]) -> None:
-    """`tried` calls of all names, several at once; the first error is raised."""
+    """`tried` calls of all names, several at once; the first error is raised.
+
+    That and Ctrl-C end what is tried again: leaving waits for the threads.
+    """
+    over = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(lambda name: tried(lambda: call(name)), names))
+        try:
+            list(pool.map(lambda name: tried(lambda: call(name), over=over), names))
+        finally:
+            over.set()
 
 
 def names(url: str) -> dict[str, str]:
@@ -237,7 +251,7 @@ def _update(url: str, path: Path, *, only: Sequence[str], but: Sequence[str]) ->
     there = names(url)
     if not there:
         raise FileNotFoundError("nothing there")
-    list_of_copies = path.parent / "copies.json"
+    list_of_copies = path.parent / f"{path.name}.copies"  # never `path` itself
     have = read(list_of_copies)
     if "" not in there:
         manifest = path.parent / f"{path.name}{MANIFEST}"

@@ -1,5 +1,9 @@
 """Addresses of object storage, and copies of what is there."""
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -68,6 +72,13 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         urls.fetched("gs://bucket/data.jsonl")
 
 
+@pytest.mark.parametrize("name", ["copies.json", "place.copies"])
+def test_a_file_of_any_name_is_copied_as_it_is(name, bucket):
+    bucket.pipe_file(f"memory://bucket/{name}", b"[]")
+    for _ in range(2):
+        assert urls.fetched(f"memory://bucket/{name}").read_bytes() == b"[]"
+
+
 def test_data_is_read_and_read_again_once_it_has_changed(bucket):
     url = "memory://bucket/prompts.jsonl"
     bucket.pipe_file(url, b'{"prompt": "a cat"}\n')
@@ -132,6 +143,26 @@ def test_a_model_comes_with_its_manifest_and_is_checked(bucket, tmp_path):
     # As that message advises where the change is the user's own.
     bucket.rm_file(f"{url}.sha256")
     assert hf.load(url)[0] == expected
+
+
+def test_ctrl_c_waits_for_no_network(monkeypatch):
+    monkeypatch.setattr(urls, "PATIENCE", 100.0)
+    began = time.monotonic()
+
+    def call(name):
+        if name == "first":
+            raise FileNotFoundError  # stands for Ctrl-C: the one error that is raised
+        raise ConnectionError
+
+    with pytest.raises(FileNotFoundError):
+        urls.each(call, ["first", "second"])
+    monkeypatch.setattr(urls, "_AT_ONCE", 1)
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        urls.each(call, ["second", "third"])
+    interrupt.join()
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
