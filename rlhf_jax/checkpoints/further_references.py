@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rlhf_jax.checkpoints import frozen_models, hf
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.devices.placement import WITH_POLICY, Place
+from rlhf_jax.devices.placement import WITH_POLICY, Place, refuse_auto
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -44,6 +44,7 @@ class FurtherReference:
 
     def __post_init__(self) -> None:
         frozen.check_further(self.name, weight=self.weight)
+        refuse_auto(self.place, option=f"place= of --references {self.name}")
         _ = self.storage  # or raises
 
     @classmethod

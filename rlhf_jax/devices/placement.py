@@ -162,6 +162,15 @@ PlaceOption = Annotated[Place, one_word(Place, metavar="PLACE")]
 """A Place as one option of a command line."""
 
 
+def refuse_auto(place: Place, *, option: str) -> None:
+    """InputError for a role at `auto` that samples nothing."""
+    if place == AUTO:
+        raise InputError(
+            f"{option}: expected {FORMS}, got auto, which is for a sampler; name a "
+            f"place"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyPlacement:
     """Where the policy is, or whichever model is trained; all other roles are there."""
@@ -232,11 +241,8 @@ class ReferencePlacement(PolicyPlacement):
 
     def __post_init__(self) -> None:
         for role, place in self.places().items():
-            if place == AUTO and role != "sampler":
-                raise InputError(
-                    f"--placement.{role}: expected {FORMS}, got auto, which is for a "
-                    f"sampler; name a place"
-                )
+            if role != "sampler":
+                refuse_auto(place, option=f"--placement.{role}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

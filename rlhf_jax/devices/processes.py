@@ -203,7 +203,9 @@ def last_words(text: str) -> Iterator[None]:
         yield
         return
     beside = subprocess.Popen(
-        (sys.executable, "-S", "-c", LAST_WORDS, text), stdin=subprocess.PIPE
+        (sys.executable, "-S", "-c", LAST_WORDS, text),
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for this process, and is no loss
     )
     try:
         yield

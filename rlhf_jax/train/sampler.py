@@ -90,7 +90,6 @@ class Sampler:
         home: Mesh,
         frozen: FrozenModels = NO_MODELS,
         options: Here = HERE,
-        dtype: str | None = None,
     ) -> None:
         """Compiles nothing yet.
 
@@ -101,7 +100,6 @@ class Sampler:
             mixtures the reference.
           options: dtype of the parameters while they are sampled with, and how keys and
             values are kept.
-          dtype: of those parameters, as a run has it; None is that of `options`.
         """
         check_pages(options, recipe=recipe, mesh=mesh)
         # How the cache is kept belongs to sampling: the trainer's own model is
@@ -114,12 +112,11 @@ class Sampler:
         self.threaded = threaded(mesh, home=home)
         self._store = None
         # Cast before it is moved: fewer bytes travel, and the trained parameters stay.
-        dtype = options.dtype if dtype is None else dtype
-        if dtype != "float32":
+        if options.dtype != "float32":
             self._store = jax.jit(
                 functools.partial(
                     sharding.on(home, store),
-                    dtype=dtype,
+                    dtype=options.dtype,
                     embeddings=options.embeddings,
                     vectors="float32",
                 )
@@ -242,8 +239,7 @@ def make_sampler(
             mesh=meshes.sampler,
             home=meshes.policy,
             frozen=frozen,
-            options=options,
-            dtype=config.sampler_dtype,
+            options=dataclasses.replace(options, dtype=config.sampler_dtype),
         )
     # Here and below, as they are modules that no other run needs.
     from rlhf_jax.samplers.protocol import Retries

@@ -75,6 +75,8 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
     chip = chips.of_device(mesh.devices.flat[0])
+    # A resume, which may be on other devices, is compared with what was asked for.
+    recorded = config
     config, layout = fastest.placed(
         config,
         planned,
@@ -85,7 +87,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     )
     if layout is not None:
         print(layout)
-    meshes = Meshes.of(config)
+        meshes = Meshes.of(config)
     if config.check_memory:
         shapes.check(config, planned, meshes=meshes)
     # What a user may have got wrong is refused before a weight is read.
@@ -182,7 +184,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         alarms.check, limits=limits, kl_target=config.kl.kl_control.target_per_response
     )
     with run.Run(
-        config,
+        recorded,
         num_steps={config.name: config.num_steps},
         check=check,
         stops=config.watch.alarms.stops if config.watch.alarms.stop else None,

@@ -67,6 +67,7 @@ def test_a_reference_of_each_form(text, expected):
             "b=x,place=moon",
             "'b=x,place=moon': place: place: expected policy, AXIS=SIZE",
         ),
+        ("b=x,place=auto", "got auto, which is for a sampler; name a place"),
     ],
 )
 def test_a_word_that_is_no_reference_is_told_what_one_is(text, message):

@@ -385,6 +385,36 @@ def test_a_process_that_has_lost_another_ends_within_its_heartbeat_and_says_so()
     assert error.splitlines()[-1] == "stopped: one is lost"
 
 
+INTERRUPTED = """
+import os, signal, time
+import jax
+from rlhf_jax.devices import processes
+jax.process_count = lambda: 2
+with processes.last_words("stopped: one is lost"):
+    time.sleep(1)
+    try:
+        os.killpg(0, signal.SIGINT)
+        time.sleep(1)
+    except KeyboardInterrupt:
+        time.sleep(1)
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_terminal_is_no_loss():
+    """Ctrl-C goes to the process that would say so too."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        env=os.environ | {"PYTHONPATH": places.PYTHONPATH},
+        start_new_session=True,
+        capture_output=True,
+        check=True,
+        timeout=100,
+        text=True,
+    )
+    assert done.stderr == ""
+
+
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
     """PPO in one go, by one process on one device."""

@@ -300,6 +300,20 @@ def test_a_move_back_is_never_left_out():
         np.testing.assert_allclose(gradient, [[-1 / 18, 0.7]], rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_token_of_weight_0_changes_no_other_token_s_loss(name):
+    """Its ratio is still in its response's, clipped by the sign of the response."""
+    weights = (np.arange(MASK.shape[1]) % 3 > 0).astype(np.float32)
+
+    def loss(advantages):
+        arrays = {**ARRAYS, "advantages": advantages, "mask": MASK}
+        return float(LOSSES[name](logprobs=NOW.astype(np.float32), **arrays)[0])
+
+    advantages = ARRAYS["advantages"]
+    parts = [loss(advantages * weight) for weight in (weights, 1 - weights)]
+    assert sum(parts) == pytest.approx(loss(advantages), rel=1e-5)
+
+
 def test_the_mask_of_responses_against_a_loop():
     kept = policy_losses.off_policy_mask(
         logprobs=NOW.astype(np.float32), mask=MASK, threshold=0.01, **ARRAYS

@@ -73,22 +73,24 @@ def placed(*words, **shape):
     return job.placed(config, options, target=target)
 
 
-def test_a_sampler_goes_where_a_token_takes_the_least():
-    config, options, target = run()
+def layouts(config, options, target):
+    """Every mesh that the run might be sampled on."""
     mesh = target.mesh
     models = shapes.of_run(
         config,
         meshes=Meshes(mesh, mesh, mesh),
         start=job.start_of(config, options, target=target),
     )
-    meshes = list(fastest.candidates(config, models.recipe.model))
-    assert meshes == [MeshShape(data=8 // n, tensor=n) for n in (1, 2, 4, 8)]
-    seconds = {
-        one: fastest.layout(
-            config, models, one, mesh=mesh, chip=target.chip, prompt=6
-        ).seconds
-        for one in meshes
-    }
+    return [
+        fastest.layout(config, models, one, mesh=mesh, chip=target.chip, prompt=6)
+        for one in fastest.candidates(config, models.recipe.model)
+    ]
+
+
+def test_a_sampler_goes_where_a_token_takes_the_least():
+    config, options, target = run()
+    seconds = {one.mesh: one.seconds for one in layouts(config, options, target)}
+    assert [*seconds] == [MeshShape(data=8 // n, tensor=n) for n in (1, 2, 4, 8)]
     placed, line = job.placed(config, options, target=target)
     best = min(seconds, key=lambda one: seconds[one])
     assert place(placed) == Place(mesh=best)
@@ -101,6 +103,20 @@ def test_chips_that_are_far_apart_do_not_decode_together():
     start = job.start_of(config, options, target=target)
     near = list(fastest.candidates(config, start.model, per_node=2))
     assert near == [MeshShape(data=8), MeshShape(data=4, tensor=2)]
+
+
+def test_what_a_mesh_does_not_divide_is_not_sampled_on_it():
+    config, _ = placed(positions=1022)  # learned ones, which tensor shards
+    assert config.placement.sampler == Place(mesh=MeshShape(data=4, tensor=2))
+
+
+def test_each_batch_that_is_ahead_has_a_policy_of_its_own():
+    one, three = (layouts(*run(f"--max-staleness={ahead}")) for ahead in (1, 3))
+    matrices = 2 * 12 * 2048**2 + (32_768 + 1024) * 2048
+    for least, most in zip(one, three, strict=True):
+        policy = 4 * matrices / least.mesh.tensor
+        assert most.bytes - least.bytes == pytest.approx(2 * policy, rel=5e-3)
+        assert most.seconds == least.seconds
 
 
 def test_a_place_that_is_named_stays():

@@ -272,6 +272,9 @@ def test_ppo_improves_a_python_reward(finished):
     assert max(np.abs(values).max() for values in last) > 0.05
     assert {row["reference"] for row in samples} != {row["response"] for row in samples}
     assert summary["compiled"]["sample"] == 1  # both respond by one program
+    # What was asked for, not where it sampled: the same command resumes it.
+    config = json.loads((out / "config.json").read_text())["config"]
+    assert config["placement"]["sampler"]["devices"] == "auto"
     model, params = hf.load(out / "model")
     assert model == toy_files.MODEL
     assert fingerprint.fingerprint(params) != start

@@ -31,7 +31,7 @@ def gmpo_loss(
 
     c(x) = min(x, ε_high) where A > 0 and max(x, -ε) where A < 0: the log-ratio of a
     token is clipped before the mean, where GSPO clips the mean. It has a gradient where
-    it is not clipped.
+    it is not clipped. A token with A = 0 is clipped as its response, by Σ_t A.
 
     Args:
       clip_range, clip_range_high: ε and ε_high, nats; published 0.4 both.
@@ -60,9 +60,12 @@ def gmpo_loss(
     log_ratio, advantages = surrogates.masked_inputs(
         logprobs, old_logprobs, advantages, mask
     )
+    checks.shape((None, None), mask=mask)
     checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
+    # An importance weight of 0 leaves out a token's loss, and not its ratio.
+    whole = advantages.sum(axis=1, keepdims=True)
     clipped = jnp.where(
-        advantages < 0,
+        jnp.where(advantages == 0, whole, advantages) < 0,
         jnp.maximum(log_ratio, -clip_range),
         jnp.minimum(log_ratio, clip_range_high),
     )

@@ -15,7 +15,6 @@ deviation on the same samples (`rewards.normalise`, `rlhf-jax reward-model`).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -67,9 +66,11 @@ def combine(
         case "mean_minus_std":
             total = mean - std_coef * spread
         case "entropic":
-            total = -risk * (
-                jax.nn.logsumexp(-members / risk, axis=0) - math.log(len(members))
-            )
+            # Over the least member: no exponential overflows, and where τ is large
+            # nothing is rounded at the size of τ.
+            least = members.min(axis=0)
+            above = jnp.expm1((least[None] - members) / risk).mean(axis=0)
+            total = least - risk * jnp.log1p(above)
     parts = {f"member_{i}": member for i, member in enumerate(members)}
     return Scores(total=total, parts=parts | {"disagreement": spread})
 

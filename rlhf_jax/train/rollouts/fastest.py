@@ -11,6 +11,7 @@ asks the compiler about each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import decoding, memory_check
 from rlhf_jax.planning.chips import Chip
@@ -63,10 +65,13 @@ def placed(
         return config, None
     best = None
     if chip is not None and mesh.size > 1 and _can_move(config):
-        layouts = [
-            layout(config, models, one, mesh=mesh, chip=chip, prompt=prompt)
-            for one in candidates(config, models.recipe.model, per_node=per_node)
-        ]
+        layouts = []
+        for one in candidates(config, models.recipe.model, per_node=per_node):
+            # What an axis does not divide, as learned positions, is not sampled there.
+            with contextlib.suppress(InputError):
+                layouts.append(
+                    layout(config, models, one, mesh=mesh, chip=chip, prompt=prompt)
+                )
         fitting = [one for one in layouts if one.bytes <= ROOM * chip.memory]
         best = min(fitting, key=lambda one: one.seconds, default=None)
     if best is None:
@@ -121,7 +126,11 @@ def layout(
     chip: Chip,
     prompt: int,
 ) -> Layout:
-    """What a mesh takes; the other arguments are those of `placed`."""
+    """What a mesh takes; the other arguments are those of `placed`.
+
+    Raises:
+      InputError: an axis of the mesh does not divide what it shards.
+    """
     options, recipe = config.sampler.sampler, models.recipe
     assert isinstance(options, Here)
     model = options.sampled(recipe.model)
@@ -141,14 +150,17 @@ def layout(
         for part in shapes.parts(config, models, meshes=Meshes(mesh, mesh, mesh))
         if part.mesh is not None and part.shapes is not None
     )
-    copied = 0
+    policy = base = 0
     if shape != config.placement.policy:
         devices = sorted(mesh.devices.flat, key=lambda device: device.id)
-        moved = [shapes.storage_of_sampler(at(config, Place(mesh=shape)), models)]
-        moved += [] if models.base is None else [models.base.stored]
-        copied = memory_check.bytes_per_device(moved, mesh=shape.make(devices))
+        sampling = shape.make(devices)
+        stored = shapes.storage_of_sampler(at(config, Place(mesh=shape)), models)
+        policy = memory_check.bytes_per_device(stored, mesh=sampling)
+        if models.base is not None:
+            base = memory_check.bytes_per_device(models.base.stored, mesh=sampling)
+    copied = base + policy * max(config.staleness, 1)  # one per batch that is ahead
     # Layers are taken apart for the loop: the weights are there once more.
     size = own + copied + token.weights + token.cache
-    brought = copied / chip.links
+    brought = policy / chip.links  # the base once, before the first rollout
     turns = recipe.max_new_tokens * config.batch.batch_size / rows
     return Layout(shape, seconds, seconds * turns + brought, size)
