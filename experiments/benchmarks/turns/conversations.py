@@ -88,6 +88,7 @@ class Tool:
     """Answers after a while with tokens that depend on the row and the turn alone."""
 
     on_failure = "leave_out"  # as `EnvironmentPool.on_failure`: nothing fails
+    counts = ()  # as `EnvironmentPool.counts`
 
     def __init__(self, options: Config) -> None:
         self.latency, self._options = 0.0, options
