@@ -250,10 +250,13 @@ def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
         ("--mixture=1", "mixture: expected a number above 0 and below 1, got"),
         ("--placement.reference=last", "as its mixture draws beside the policy, and"),
         ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
-        ("--fixed-length=3", "expected options of .*, got '--fixed-length"),
+        (
+            "--fixed-length=3",
+            "expected options of rlhf-jax nash-md, got '--fixed-length",
+        ),
         (
             "--continuous-batching=4",
-            "expected options of .*, got '--continuous-batching",
+            "expected options of rlhf-jax nash-md, got '--continuous-batching",
         ),
     ],
 )
@@ -281,7 +284,10 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
             "--references=other=x,weight=1",
             "with rlhf-jax online-dpo, as its loss reads one",
         ),
-        ("--surrogate=sapo", "expected options of .*, got '--surrogate"),
+        (
+            "--surrogate=sapo",
+            "expected options of rlhf-jax online-dpo, got '--surrogate",
+        ),
     ],
 )
 def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message):
