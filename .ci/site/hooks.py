@@ -9,14 +9,19 @@ from typing import Any
 
 import minify_html
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 # Of a link nothing, and of other elements not what is between < and >.
 ARXIV = re.compile(r"<a .*?</a>|<[^>]*>|arXiv:([\d.]+\d|[a-z-]+/\d+)", re.DOTALL)
 # In signatures: names that lead nowhere, and marks of what has no colour of its own.
 TITLED = re.compile(r'<span title="[^"]*">([^<]*)</span>')
 PLAIN = re.compile(r'<span class="[np]">([^<]*|<a [^>]*>[^<]*</a>)</span>')
-# The description of a field that has none.
-NOTHING = re.compile(r'–\s*<div class="doc-md-description">\s*</div>')
+# The description of a field that has none, and what a ¶ says under the pointer.
+NOTHING = re.compile(
+    r'–\s*<div class="doc-md-description">\s*</div>| title="Permanent link"'
+)
+# The same on every page, and needed before it is shown.
+PALETTE = re.compile(r"<script>(var palette=.*?)</script>", re.DOTALL)
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
@@ -38,8 +43,12 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     return markdown
 
 
-def on_post_page(output: str, **kwargs: Any) -> str:
+def on_post_page(output: str, page: Page, config: Any, **kwargs: Any) -> str:
     """Takes out of a page what no browser needs: two thirds of the site."""
+    if palette := PALETTE.search(output):
+        (Path(config["site_dir"]) / "palette.js").write_text(palette[1], "utf-8")
+        address = get_relative_url("palette.js", page.url)
+        output = PALETTE.sub(f'<script src="{address}"></script>', output)
     output = NOTHING.sub("", PLAIN.sub(r"\1", TITLED.sub(r"\1", output)))
     return minify_html.minify(output, keep_html_and_head_opening_tags=True)
 

@@ -7,10 +7,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import rlhf_jax
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_jax"
 # A type without a docstring has no entry to lead to.
 REFERENCE = '<autoref identifier="{0}.{1}" optional><code>{1}</code></autoref>'
+# `from rlhf_jax import losses`: what is looked for first.
+EXPORTED = {f"rlhf_jax.{module}" for module in rlhf_jax._MODULES.values()}
 Nav = list[dict[str, "str | Nav"]]
 
 
@@ -109,7 +113,9 @@ def text_of(file: Path) -> str:
     name = name_of(file)
     known = [one.removeprefix(f"{name}.").split(".")[0] for one, _ in docstrings(file)]
     members = json.dumps([*dict.fromkeys(known[1:])])  # "on" is true in YAML
-    lines = ["---", f"title: {name}", "---", "", f"::: {name}", "    options:"]
+    boost = 2 if name in EXPORTED else 1
+    lines = ["---", f"title: {name}", "search:", f"  boost: {boost}", "---", ""]
+    lines += [f"::: {name}", "    options:"]
     lines += [f"      members: {members}"]
     if exported := exports(file):
         links = ", ".join(REFERENCE.format(name, one) for one in exported)
