@@ -154,7 +154,7 @@ def write(folder: Path) -> None:
         elif target.suffix in (".md", ".ipynb"):
             text, links = linked(text_of(target, out), target)
             guide = target in documents() and target.name != "CHANGELOG.md"
-            out.write_text(HEAD.format(boost=2 if guide else 0.3) + text, "utf-8")
+            out.write_text(HEAD.format(boost=3 if guide else 0.3) + text, "utf-8")
             waiting += links
         else:
             shutil.copyfile(target, out)
