@@ -547,7 +547,8 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
     every = policy_gradient.programs
     monkeypatch.setattr(policy_gradient, "programs", lambda *a, **k: every(*a, **k)[:2])
     file = tmp_path / "plan.json"
-    words = ("--placement.policy=fsdp=8", f"--json={file}")
+    words = ("--placement.policy=fsdp=8", "--placement.sampler=policy")
+    words += (f"--json={file}",)
     plan.run(*planned.parsed("ppo", *words), command="this one")
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["command"] == "this one"

@@ -89,7 +89,7 @@ def dppo_loss(
         (now < old) & (distance > threshold) & (advantages < 0),
     )
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    weight = jnp.where(beyond, 0.0, jnp.minimum(ratio, cap))
+    weight = jax.lax.stop_gradient(jnp.where(beyond, 0.0, jnp.minimum(ratio, cap)))
     loss, stats = aggregate(
         "loss/policy",
         -weight * advantages * jnp.where(mask, logprobs, 0.0),

@@ -79,6 +79,7 @@ def vespo_loss(
     log_kernel = jnp.where(better, power, negative_power) * log_weight
     slowing = jnp.where(better, decay, negative_decay)
     kernel = jnp.exp(log_kernel + slowing * -jnp.expm1(_bounded(log_weight)))
+    kernel = jax.lax.stop_gradient(kernel)  # of the four numbers as well
     loss, stats = aggregate(
         "loss/policy",
         -kernel * advantages * jnp.where(mask, logprobs, 0.0),
