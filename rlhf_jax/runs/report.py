@@ -177,7 +177,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 def _broken(text: str, *, width: int) -> str:
     """A text in lines of a width, whose words end with a blank, / or _."""
     lines = [""]
-    for word in re.findall(r"[^ /_]*[ /_]?", text):
+    for word in re.findall(r"[^ /_]+[ /_]?|[ /_]", text):
         if cell_len(lines[-1] + word.rstrip()) > width and lines[-1]:
             lines.append("")
         lines[-1] += word

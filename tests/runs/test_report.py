@@ -159,6 +159,14 @@ def test_a_narrow_table_breaks_no_word(columns, capsys, monkeypatch):
     assert len(first) == {66: 4, 80: 2}[columns]
 
 
+def test_a_row_of_wide_cells_has_no_empty_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    spread = "0.02242 (0.02205 - 0.02280)"
+    report.table("Times", ("step", "start", "peak"), [3 * [spread]])
+    *_, last = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert "0.02280)" in last
+
+
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
