@@ -82,6 +82,7 @@ class KL:
     weights: str | None = None
     clip: float | None = None
     top_k: int | None = None
+    sampled_tail: bool = False
 
     def exact(self, policy: Table, reference: Table, mask: Array) -> Array:
         output = np.zeros(mask.shape)
@@ -96,6 +97,22 @@ class KL:
             if self.direction == "forward":
                 p, q = q, p
             output[b, t] = math.fsum(p * np.log(p / q))
+        return output
+
+    def with_sampled_tail(
+        self, now: Table, reference: Table, rows: Rows, *, start: Table, own: Array
+    ) -> Array:
+        """Σ_K p log(p/q) and w·x of a token beside K; p and log π move, logs do not."""
+        output = np.zeros(rows.tokens.shape)
+        for b, t in oracles.entries(rows.response_mask):
+            top = np.argsort(-start[b, t], kind="stable")[: self.top_k]
+            x = start[b, t] - reference[b, t]
+            output[b, t] = math.fsum(np.exp(now[b, t, top]) * x[top])
+            token = rows.tokens[b, t]
+            if token not in top:
+                weight = math.exp(own[b, t]) if self.weights == "token" else 1.0
+                moved = now[b, t, token] - start[b, t, token]
+                output[b, t] += weight * x[token] * (1 + moved)
         return output
 
     def terms(
@@ -130,6 +147,8 @@ class KL:
                     "k3": math.exp(-x) - 1 + x,
                     "exact": level,
                 }[estimator]
+                if estimator == "exact" and self.sampled_tail:
+                    own = 0.0  # the tail has it
                 output[b, t] = math.exp(own) * k
         return output
 
@@ -177,11 +196,16 @@ class KL:
             log_weights = target - behaviour
 
         def at(policy: Table, estimator: str) -> dict[tuple[int, int], float]:
+            exact = self.exact(policy, reference, mask)
+            if self.sampled_tail:
+                exact = self.with_sampled_tail(
+                    policy, reference, rows, start=start, own=log_weights
+                )
             return self.terms(
                 estimator,
                 log_ratio=sign * (picked(policy, rows) - ref),
                 log_weights=log_weights,
-                exact=self.exact(policy, reference, mask),
+                exact=exact,
                 rows=rows,
             )
 

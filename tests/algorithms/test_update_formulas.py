@@ -616,6 +616,27 @@ CASES = {
         surrogate=Surrogate(low=0.1, high=0.05, level="sequence_token"),
         kl=KL(value="exact", placement="loss", top_k=3),
     ),
+    "the top 3 of a KL, and a sampled tail": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            penalty=Penalty(
+                "exact",
+                placement="loss",
+                top_k=3,
+                tail="sampled",
+                importance_weights="token",
+            ),
+        ),
+        kl=KL(
+            value="exact",
+            placement="loss",
+            top_k=3,
+            sampled_tail=True,
+            weights="token",
+        ),
+        softcap=1.5,
+    ),
     "weights of tokens, masked, forward KL in the reward": Case(
         recipe=partial(
             grpo.GRPO,

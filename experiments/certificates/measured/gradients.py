@@ -128,7 +128,8 @@ def _finding(
     if claim.gradient in gradients_of_kls:
         errors.append(error_of(gradients_of_kls[claim.gradient]))
     bias = value_error = math.nan
-    if chosen.direction == "reverse" and chosen.top_k is None:
+    bucket = chosen.top_k is not None and chosen.tail == "bucket"
+    if chosen.direction == "reverse" and not bucket:
         name = "kl"
         if chosen.value_estimator == "k2":
             name = "k2 of responses" if chosen.per == "response" else "k2"

@@ -89,6 +89,55 @@ def divergence(
     )
 
 
+def head_and_inside(
+    hidden: Array,
+    head: Array,
+    ref_hidden: Array,
+    ref_head: Array,
+    *,
+    tokens: Array,
+    temperature: checks.Scalar,
+    plan: Plan,
+) -> tuple[Array, Array]:
+    """Σ_{v in K} P_v log(P_v/Q_v) of the k likeliest tokens K, and whose token is in K.
+
+    Args:
+      tokens: i32[B, T], the token drawn at each position.
+      plan: with `head` and k.
+      the others: those of `divergence`.
+
+    Returns:
+      f32[B, T], nats, whose gradient Σ_{v in K} ∇P_v·log(P_v/Q_v) reaches `hidden` and
+      `head`, and bool[B, T], True where the token of a position is in K.
+    """
+    scale = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    policy, reference = Model(hidden, head, scale), Model(ref_hidden, ref_head, scale)
+    of_head, ids = _head(plan, policy, reference)
+    return of_head, jnp.any(ids == tokens[..., None], axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _head(plan: Plan, policy: Model, reference: Model) -> tuple[Array, Array]:
+    result = passes.forward(policy, reference, None, plan)
+    assert result.rest is not None
+    return result.kl, result.rest.alone
+
+
+def _head_forward(plan: Plan, *primals: Any) -> tuple[tuple[Array, Array], _Saved]:
+    policy, reference = jax.tree.map(lambda primal: primal.value, primals)
+    result = passes.forward(policy, reference, None, plan)
+    assert result.rest is not None
+    saved = _Saved(policy, reference, None, result, None)
+    return (result.kl, result.rest.alone), saved
+
+
+def _head_backward(
+    plan: Plan, saved: _Saved, cotangents: tuple[Array | SymbolicZero, Any]
+) -> tuple[Model, None]:
+    for_policy, _, _ = _backward(plan, saved, cotangents[0])
+    return for_policy, None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _divergence(
     plan: Plan, policy: Model, reference: Model, beta: Array | None
@@ -163,6 +212,7 @@ def _backward(
 
 
 _divergence.defvjp(_forward, _backward, symbolic_zeros=True)
+_head.defvjp(_head_forward, _head_backward, symbolic_zeros=True)
 
 
 def _ref_mean(result: Result, beta: checks.Scalar) -> Array:

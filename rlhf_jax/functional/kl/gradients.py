@@ -41,7 +41,8 @@ hold only approximately: k1 in the loss is then not zero, and k1 in the reward i
 full reverse.
 
 Exact KL over a top k and one bucket has the same gradients, for the KL of the bucketed
-distributions ("top-k full reverse").
+distributions ("top-k full reverse"). With a sampled tail, in the loss alone, it has that
+of exact KL.
 
 Source: Tang and Munos 2025, arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555.
 The tests check every row by enumeration, with and without a stop token.
