@@ -83,6 +83,14 @@ class KL:
     clip: float | None = None
     top_k: int | None = None
     sampled_tail: bool = False
+    of_reference: float | None = None
+
+    def to(self, reference: Array, old: Array) -> Array:
+        """Log-probs of what the KL is to: a geometric mixture, not normalised."""
+        share = self.of_reference
+        if share is None:
+            return reference
+        return np.log(np.exp(reference) ** share * np.exp(old) ** (1 - share))
 
     def exact(self, policy: Table, reference: Table, mask: Array) -> Array:
         output = np.zeros(mask.shape)
@@ -159,7 +167,7 @@ class KL:
         self, rows: Rows, old: Array, policy: Table, reference: Table
     ) -> Array:
         """f64[B, S]: what β is multiplied by in the reward of each token."""
-        ref = picked(reference, rows)
+        ref = self.to(picked(reference, rows), old)
         sign = 1 if self.direction == "reverse" else -1
         log_ratio = sign * (old - ref)
         weighted = self.direction == "forward" and self.weights is not None
@@ -188,7 +196,7 @@ class KL:
         weights: Array,
     ) -> tuple[float, float]:
         """(Σ weights·kl, Σ of the values over tokens), values standing still."""
-        mask, ref = rows.response_mask, picked(reference, rows)
+        mask, ref = rows.response_mask, self.to(picked(reference, rows), behaviour)
         sign = 1 if self.direction == "reverse" else -1
         log_weights = np.zeros_like(ref)
         if self.weights is not None:

@@ -50,6 +50,10 @@ class Penalty:
     KL is a lower bound; sampled is the sampled token where it is one of them (EMA-PG),
     unbiased in the loss."""
 
+    reference_share: float | None = None
+    """Share α of the reference in the geometric mixture π_ref^α·π_old^(1−α) with the
+    policy that sampled, to which the KL is taken (DAR); None takes the reference."""
+
     def __post_init__(self) -> None:
         self._check_names()
         if self.grad_estimator is not None and not self.in_loss:
@@ -76,6 +80,7 @@ class Penalty:
                 f"placement {self.placement}; leave it out, or choose top_k and "
                 f"placement loss"
             )
+        self._check_mixture()
         self._check_weights()
 
     def _check_names(self) -> None:
@@ -89,6 +94,27 @@ class Penalty:
             importance_weights=self.importance_weights, among=(None, "token", "prefix")
         )
         checks.one_of(tail=self.tail, among=get_args(Tail))
+
+    def _check_mixture(self) -> None:
+        checks.within(
+            above=0,
+            below=1,
+            advice="at 1 the reference stands alone: leave it out",
+            reference_share=self.reference_share,
+        )
+        # The mixture has no normaliser, which k1 and the slope of k2 do not miss: they
+        # add up two KLs. k3 and an exact KL would be of no distribution.
+        apt = ("k1",) if self.in_reward else ("k1", "k2")
+        unapt = [name for name in self.estimators_used if name not in apt]
+        if self.reference_share is not None and (
+            unapt or self.direction == "forward" or self.placement in (None, "both")
+        ):
+            raise InputError(
+                f"reference_share: expected none but for a reverse KL by k1 in the "
+                f"reward, or by k1 and k2 in the loss, got {self.reference_share:g} "
+                f"with {' and '.join(self.estimators_used)}, {self.direction}, "
+                f"placement {self.placement}; choose another estimator, or leave it out"
+            )
 
     def _check_weights(self) -> None:
         sampled = [name for name in self.estimators_used if name != "exact"]
@@ -160,7 +186,7 @@ class Penalty:
         return both[:1] if both[0] == both[1] else both
 
     @property
-    def terms(self) -> dict[str, int]:
+    def terms(self) -> dict[str, float]:
         """The expected gradient as a sum, {name: factor}; {} is zero.
 
         >>> Penalty(value_estimator="k3").terms
@@ -168,7 +194,8 @@ class Penalty:
         >>> Penalty(placement="loss").terms
         {}
         """
-        return gradients.terms(
+        share = self.reference_share
+        of_reference = gradients.terms(
             in_reward=self.value_estimator if self.in_reward else None,
             in_loss=self.in_gradient if self.in_loss else None,
             direction=self.direction,
@@ -176,6 +203,11 @@ class Penalty:
             importance_weights=self.importance_weights,
             top_k=self.top_k is not None and self.tail == "bucket",
         )
+        # Of the KL to the policy that sampled there is none yet.
+        return {
+            name: times if share is None else times * share
+            for name, times in of_reference.items()
+        }
 
     @property
     def gradient(self) -> str:
