@@ -172,19 +172,20 @@ def of_gradient_penalty(case: Case, rewards: Float64) -> tuple[float, float]:
     """What gradient regularisation adds to the gradient of all minibatches together.
 
     Returns:
-      Of ½∇‖∇V‖², V the mean of the surrogate (RLOO, no clip) by its formula: the largest
-      error of what is added, over γ, of its largest entry; and the share of its norm
-      that is along no multiple of ½∇‖∇E[r]‖². The token ratio's V has the gradient of
-      E[r] where the policy is the sampler's, and other second derivatives.
+      Of ½∇‖∇V‖², V the mean of the surrogate (RLOO, no clip) by its formula: the
+      largest error of what is added, over γ, of its largest entry; and the share of its
+      norm that is along no multiple of ½∇‖∇E[r]‖². The token ratio's V has the gradient
+      of E[r] where the policy is the sampler's, and other second derivatives.
     """
     table = jnp.asarray(rewards, jnp.float32)
     scored = jax.jit(functools.partial(groups.scored_table, case))(table)
     claim = CLAIMS[0]
     measure = groups.finder(claim.recipe, case=case, scored=scored)
 
+    nowhere = jax.tree.map(jnp.zeros_like, case.policy)
+
     def gradient(params: Params) -> Params:
-        ascent = measure(beta=0.0, params=params)
-        return jax.tree.map(jnp.subtract, params, _moved(params, ascent))
+        return _moved(nowhere, -measure(beta=0.0, params=params))
 
     chosen = GradientPenalty(strength=1.0, step=DIFFERENCE, max_norm=None)
     first = gradient(case.policy)

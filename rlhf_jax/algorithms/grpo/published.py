@@ -200,15 +200,6 @@ GRADIENT_PENALTY = GroupRecipe(
 """Ackermann et al. 2026, arXiv:2602.18037, as in the authors' script for RLHF: gradient
 regularisation of strength 0.01, and no KL."""
 
-FRPO = GroupRecipe(
-    penalty=IN_REWARD,
-    temperature=1.0,
-    normalise="group",
-    kl_to_go=True,
-)
-"""Yao et al. 2026, arXiv:2601.10201, abstract: the KL from each token on, beside GRPO's
-advantage. Group size and aggregation are ours."""
-
 OPO = GroupRecipe(
     temperature=1.0,
     group_size=8,

@@ -176,6 +176,8 @@ def head_from_hidden(
     >>> part, inside = head_from_hidden(*models, tokens=jnp.array([[0, 2, 1]]), k=1)
     >>> print(part, inside)
     [[ 0.    -0.177 -0.13 ]] [[False  True False]]
+    >>> print(head_from_hidden(*models, tokens=jnp.array([[0, 2, 1]]), k=3)[0])  # all
+    [[0.    0.16  0.174]]
     """
     checks.shape(hidden.shape[:2], tokens=tokens)
     return _from_hidden(

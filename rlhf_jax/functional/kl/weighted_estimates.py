@@ -130,6 +130,9 @@ def with_sampled_tail(
     >>> inside = jnp.array([[True, False]])
     >>> print(with_sampled_tail(jnp.array([[0.3, 0.4]]), inside, **arrays))
     [[ 0.3   -0.293]]
+    >>> weights = {"log_weights": jnp.log(jnp.array([[2.0, 2.0]]))}
+    >>> print(with_sampled_tail(jnp.array([[0.3, 0.4]]), inside, **arrays, **weights))
+    [[ 0.3   -0.986]]
     """
     checks.same_shape(head=head, inside=inside, logprobs=logprobs)
     x = estimators.k1(logprobs, ref_logprobs)

@@ -20,7 +20,7 @@ of my_verifiers.py in the working directory, in processes of its own and with a 
 limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
 responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
 rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dr-grpo, dppo, vespo, topr,
-opo, frpo, gradient-penalty, ema-pg or reinforce++-baseline.
+opo, gradient-penalty, ema-pg or reinforce++-baseline.
 
 A model that solves none of the prompts learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
@@ -85,7 +85,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vespo": {"method": grpo.VESPO, **WITHOUT_KL},
     "topr": {"method": grpo.TOPR, **WITHOUT_KL},
     "opo": {"method": grpo.OPO, **WITHOUT_KL},
-    "frpo": {"method": grpo.FRPO},
     "gradient-penalty": {
         "method": grpo.GRADIENT_PENALTY,
         "optimizer": Optimizer(learning_rate=5e-6),
