@@ -42,7 +42,7 @@ STALE = (0, 1, 2, 4)  # updates since the samples were drawn
 STEP = 0.05  # norm of the first step: methods have learning rates of their own
 LEAST_BIAS = 1e-3  # of a bias that is claimed, share of the norm of what is measured
 BETA = 0.3
-DIFFERENCE = 0.02  # ε of a gradient penalty
+DIFFERENCE = 5e-4  # ε of a gradient penalty
 SLACK = 0.02  # of what a difference over it is off by, share of the largest entry
 
 

@@ -112,8 +112,8 @@ def head_and_inside(
     """
     scale = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     policy, reference = Model(hidden, head, scale), Model(ref_hidden, ref_head, scale)
-    of_head, ids = _head(plan, policy, reference)
-    return of_head, jnp.any(ids == tokens[..., None], axis=-1)
+    output: Any = _head(plan, policy, reference)
+    return output[0], jnp.any(output[1] == tokens[..., None], axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
