@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from worlds import enumerable
 from worlds.enumerable import Float64
 
@@ -196,7 +197,7 @@ def of_gradient_penalty(case: Case, rewards: Float64) -> tuple[float, float]:
         @jax.jit
         def of(params: Params) -> Array:
             slope = jax.grad(value)(params)
-            return 0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(slope))
+            return 0.5 * optax.tree.norm(slope, squared=True)
 
         return flat(jax.grad(of)(case.policy))
 

@@ -112,50 +112,37 @@ def head_and_inside(
     """
     scale = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     policy, reference = Model(hidden, head, scale), Model(ref_hidden, ref_head, scale)
-    output: Any = _head(plan, policy, reference)
+    output: Any = _divergence(plan, policy, reference, None)
     return output[0], jnp.any(output[1] == tokens[..., None], axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _head(plan: Plan, policy: Model, reference: Model) -> tuple[Array, Array]:
-    result = passes.forward(policy, reference, None, plan)
+def _divergence(plan: Plan, policy: Model, reference: Model, beta: Array | None) -> Any:
+    return _output(passes.forward(policy, reference, beta, plan), plan)
+
+
+def _output(result: Result, plan: Plan) -> Any:
+    """The divergence; of a head with its tokens, which have no gradient."""
+    if not plan.head:
+        return result.kl
     assert result.rest is not None
     return result.kl, result.rest.alone
 
 
-def _head_forward(plan: Plan, *primals: Any) -> tuple[tuple[Array, Array], _Saved]:
-    policy, reference = jax.tree.map(lambda primal: primal.value, primals)
-    result = passes.forward(policy, reference, None, plan)
-    assert result.rest is not None
-    saved = _Saved(policy, reference, None, result, None)
-    return (result.kl, result.rest.alone), saved
-
-
-def _head_backward(
-    plan: Plan, saved: _Saved, cotangents: tuple[Array | SymbolicZero, Any]
-) -> tuple[Model, None]:
-    for_policy, _, _ = _backward(plan, saved, cotangents[0])
-    return for_policy, None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergence(
-    plan: Plan, policy: Model, reference: Model, beta: Array | None
-) -> Array:
-    return passes.forward(policy, reference, beta, plan).kl
-
-
-def _forward(plan: Plan, *primals: Any) -> tuple[Array, _Saved]:
+def _forward(plan: Plan, *primals: Any) -> tuple[Any, _Saved]:
     policy, reference, beta = jax.tree.map(lambda primal: primal.value, primals)
     scalars = (primals[0].temperature, primals[2])
     wanted = any(primal is not None and primal.perturbed for primal in scalars)
     result = passes.forward(policy, reference, beta, plan)
-    return result.kl, _Saved(policy, reference, beta, result, () if wanted else None)
+    saved = _Saved(policy, reference, beta, result, () if wanted else None)
+    return _output(result, plan), saved
 
 
 def _backward(
-    plan: Plan, saved: _Saved, cotangent: Array | SymbolicZero
+    plan: Plan, saved: _Saved, cotangent: Any
 ) -> tuple[Model, None, Array | None]:
+    if plan.head:
+        cotangent, _ = cotangent
     policy, _, beta, result, scalars = saved
     hidden, head, temperature = policy
     if isinstance(cotangent, SymbolicZero):
@@ -212,7 +199,6 @@ def _backward(
 
 
 _divergence.defvjp(_forward, _backward, symbolic_zeros=True)
-_head.defvjp(_head_forward, _head_backward, symbolic_zeros=True)
 
 
 def _ref_mean(result: Result, beta: checks.Scalar) -> Array:
