@@ -175,7 +175,7 @@ def head_from_hidden(
     >>> models = hidden, head, hidden, 2 * head
     >>> part, inside = head_from_hidden(*models, tokens=jnp.array([[0, 2, 1]]), k=1)
     >>> print(part, inside)
-    [[ 0.    -0.177 -0.13 ]] [[False  True False]]
+    [[ 0.    -0.176 -0.108]] [[False  True False]]
     >>> print(head_from_hidden(*models, tokens=jnp.array([[0, 2, 1]]), k=3)[0])  # all
     [[0.    0.16  0.174]]
     """
