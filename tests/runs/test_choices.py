@@ -7,6 +7,7 @@ import typing
 import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
+from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
@@ -92,6 +93,11 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "fixed_length",
         "truncate_after=16",
         "truncate_after=16,reward_only=true",
+    ],
+    GradientPenalty | None: [
+        "None",
+        "strength=0.01",
+        "strength=0.01,step=0.01,max_norm=None",
     ],
     Reset | Mix | None: ["None", "reset,every=10", "mix,every=10,rate=0.5"],
 }

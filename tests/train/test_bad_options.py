@@ -167,6 +167,12 @@ OWN = {
         ("--surrogate=dppo,cap=1", "cap: expected a number above 1"),
         ("--surrogate=vespo,decay_pos=0", "decay_pos: expected"),
         ("--off-policy-mask=0", "off_policy_mask: expected"),
+        ("--gradient-penalty=0", "strength: expected a finite number above 0"),
+        (
+            "--penalty.reference-share=1",
+            "reference_share: expected a number above 0 and below 1",
+        ),
+        ("--penalty.tail=sampled", "tail: expected bucket without top_k"),
         (
             "--surrogate=ppo",
             "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, got 'ppo'",

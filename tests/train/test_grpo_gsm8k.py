@@ -18,6 +18,7 @@ from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.self_check import TOLERANCE
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import tokenization
+from rlhf_jax.roles.reference.lifecycle import Mix
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import build, loop
 from rlhf_jax.train import rows as asked
@@ -304,6 +305,7 @@ def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message)
     [
         *("rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo"),
         *("luspo", "gmpo", "dppo", "vespo", "topr", "opo"),
+        *("ema-pg", "gradient-penalty"),
         "reinforce++-baseline",
     ],
 )
@@ -314,6 +316,8 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
         "--num-minibatches=2",
     )
     small += ("--batch-size=32", "--learning-rate=1e-3", *packing)
+    if preset == "ema-pg":
+        small += ("--batch-size=40", "--penalty.top-k=4")
     if preset == "dapo":
         small += ("--scores.overlong-after=2", "--scores.overlong-buffer=1")
     rlhf_jax.train.methods.grpo.command(
@@ -695,6 +699,8 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
         ("vespo", grpo.VESPO),
         ("topr", grpo.TOPR),
         ("opo", grpo.OPO),
+        ("ema-pg", grpo.EMA_PG),
+        ("gradient-penalty", grpo.GRADIENT_PENALTY),
         ("reinforce++-baseline", grpo.REINFORCE_BASELINE),
     ],
 )
@@ -710,10 +716,13 @@ def test_presets_are_those_of_the_library(preset, recipe):
     parsed = parse(argv=[*needed, "--preset", preset])
     assert parsed.method == recipe
     without = {"gspo", "cispo", "sapo", "dapo", "dr-grpo"}
-    without |= {"luspo", "gmpo", "dppo", "vespo", "topr", "opo"}
+    without |= {"luspo", "gmpo", "dppo", "vespo", "topr", "opo", "gradient-penalty"}
     assert (parsed.reference.reference == "none") == (preset in without)
     default = 0.0 if preset in without else 0.05
-    assert parsed.kl_coef == (0.04 if preset == "deepseekmath" else default)
+    coefs = {"deepseekmath": 0.04, "ema-pg": 0.001}
+    assert parsed.kl_coef == coefs.get(preset, default)
+    move = Mix(every=10, rate=0.1) if preset == "ema-pg" else None
+    assert parsed.reference.lifecycle.move == move
     assert (parsed.sampler.max_redraws > 0) == (preset == "dapo")
     changed = parse(argv=[*needed, "--preset", preset, "--entropy-coef=0.1"])
     assert changed.method == dataclasses.replace(recipe, entropy_coef=0.1)

@@ -31,6 +31,7 @@ def group_experience(
     group_size: int,
     baseline: Baseline,
     normalise: Normalise,
+    kl_to_go: bool = False,
     overlong_mask: OverlongMask = None,
     equal: EqualGroups = "keep",
     stop_ids: tuple[int, ...] = (),
@@ -46,6 +47,13 @@ def group_experience(
         group            R_i - mean(R), over std(R) where normalised by the group
         leave_one_out    R_i - mean of the others
         length_weighted  R_i - Σ_j l_j·R_j / Σ_j l_j, l the tokens of a response
+
+    With `kl_to_go` R_i is the score alone, and token t has beside that advantage
+
+        -β Σ_{s >= t} kl_s
+
+    the reward to go of its KL, whose expected gradient is that of -β·KL whatever the
+    baseline and the std (with k1: full reverse).
 
     Args:
       equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
@@ -63,7 +71,8 @@ def group_experience(
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
     arXiv:2402.14740 (RLOO); Hao et al. 2025, arXiv:2505.23585 (OPO); Yu et al. 2025,
-    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out).
+    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out); Yao et al. 2026,
+    arXiv:2601.10201, abstract (FRPO: the future KL).
     """
     mask = scored.rollout.response_mask
     rewards = token_rewards.token_rewards(
@@ -71,6 +80,9 @@ def group_experience(
     )
     # f32[B]: score and -β·KL of the whole response, which is one action here.
     totals = masked.masked_sum(rewards, mask=mask, axis=1)
+    if kl_to_go:
+        # Not less the KL again: a response without a token has a score all the same.
+        totals = jnp.where(mask.any(axis=1), scored.scores, 0.0)
     if scored.turn_rewards is not None:
         # After the totals: however turns share a score, equal scores stay equal.
         rewards = token_rewards.token_rewards(
@@ -124,6 +136,11 @@ def group_experience(
     advantages = jnp.where(mask, advantages, 0.0)
     if normalise == "rollout":
         advantages = masked.masked_whiten(advantages, mask=mask)
+    if kl_to_go and scored.kl is not None:
+        # After all that baseline, std and whitening do to the score.
+        kl = jnp.where(mask, scored.kl, 0.0)
+        to_go = jnp.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
+        advantages -= jnp.where(mask, kl_coef * to_go, 0.0)
     experience = PolicyExperience(
         tokens=scored.rollout.tokens,
         mask=scored.rollout.mask,

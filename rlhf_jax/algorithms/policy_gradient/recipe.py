@@ -15,6 +15,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     SamplerCorrection,
     Weighted,
 )
+from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
 from rlhf_jax.functional import aggregation, checks, losses
@@ -186,6 +187,10 @@ class PolicyRecipe:
     """Nats per token δ, above which a response with a negative advantage is left out of
     the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None
     disables it."""
+    gradient_penalty: GradientPenalty | None = None
+    """Gradient regularisation in the KL's place: strength=γ weights half the squared
+    norm of the policy's gradient, by a difference over step=0.001 along it, both
+    gradients clipped to max_norm=10; None disables it."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ptx_coef: float = 0.0

@@ -38,6 +38,8 @@ RECIPES = {
     "vespo": grpo.VESPO,
     "topr": grpo.TOPR,
     "opo": grpo.OPO,
+    "ema-pg": grpo.EMA_PG,
+    "gradient-penalty": grpo.GRADIENT_PENALTY,
     "reinforce++-baseline": grpo.REINFORCE_BASELINE,
 }
 STOP = 1
@@ -135,6 +137,8 @@ APART = {
     "vespo": {"surrogate": policy_recipe.VESPO(), "normalise": None},
     "topr": {"surrogate": policy_recipe.TOPR(), "num_minibatches": 1},
     "opo": {"baseline": "length_weighted", "num_epochs": 1},
+    "ema-pg": {"group_size": 5, "penalty": grpo.EMA_PG.penalty},
+    "gradient-penalty": {"gradient_penalty": policy_recipe.GradientPenalty(0.01)},
     "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
 }
 
@@ -264,6 +268,9 @@ def make(recipe, **changes):
 def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
     """Nothing is compiled here."""
     recipe, read = make(RECIPES[name]), {}
+    if name == "ema-pg":  # of a vocabulary as small as the toy's
+        penalty = dataclasses.replace(recipe.penalty, top_k=4)
+        recipe = dataclasses.replace(recipe, penalty=penalty)
 
     def record(function):
         def recorded(**options):
@@ -301,6 +308,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         "cispo": {"clip_range": 1.0, "clip_range_high": 4.0},
         "gspo": {"clip_range": 3e-4, "clip_range_high": 4e-4},
         "dapo": {"clip_range": 0.2, "clip_range_high": 0.28},
+        "ema-pg": {"clip_range": 0.2, "clip_range_high": 0.28},
         "sapo": {"temperature": 1.0, "negative_temperature": 1.05},
         "dr-grpo": {"loss_scale_factor": toys.SIZE},
         "luspo": {"clip_range": 2e-3, "clip_range_high": 2.5e-3}
