@@ -93,7 +93,7 @@ def computed(params, tokens, mask, *, model):
             "of the four alone": head,
             "whose token is of the four": jnp.where(inside, 1.0, 0.0),
             "values": critic.values(scorer, **options, first_column=3),
-            "scores": rewards.model.sequence_scores(scorer, **options),
+            "scores": rewards.sequence_scores(scorer, **options),
         }
 
     def total(params):
