@@ -24,7 +24,7 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
-from rlhf_jax.planning import chips
+from rlhf_jax.planning import chips, memory_check
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
@@ -83,7 +83,8 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         mesh=mesh,
         chip=chip,
         prompt=0,  # none is read yet; `fastest.ROOM` has theirs
-        per_node=None if chip is None or chip.network is None else _per_node(),
+        per_node=_per_node() if chip is not None and chip.is_gpu else None,
+        memory=memory_check.limit(jax.local_devices()[0]),
     )
     if layout is not None:
         print(layout)

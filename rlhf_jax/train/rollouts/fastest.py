@@ -51,6 +51,7 @@ def placed(
     chip: Chip | None,
     prompt: int,
     per_node: int | None = None,
+    memory: int | None = None,
 ) -> tuple[PolicyGradientConfig, str | None]:
     """The run with a place in place of `auto`, and what was chosen, as a line.
 
@@ -60,6 +61,7 @@ def placed(
       chip: that its devices are; None, as of a CPU, samples on the policy's mesh.
       prompt: columns of a prompt.
       per_node: devices whose links are fast; None is all.
+      memory: bytes that a device gives to programs; None is what the chip's table says.
     """
     if config.placement.sampler != AUTO:
         return config, None
@@ -72,7 +74,8 @@ def placed(
                 layouts.append(
                     layout(config, models, one, mesh=mesh, chip=chip, prompt=prompt)
                 )
-        fitting = [one for one in layouts if one.bytes <= ROOM * chip.memory]
+        room = ROOM * (chip.memory if memory is None else memory)
+        fitting = [one for one in layouts if one.bytes <= room]
         best = min(fitting, key=lambda one: one.seconds, default=None)
     if best is None:
         return at(config, WITH_POLICY), None
