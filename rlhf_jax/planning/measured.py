@@ -274,7 +274,7 @@ def least_seconds(
     memory_bytes: float,
     sent_bytes: float,
     network_bytes: float,
-    exchanges: int,
+    exchanges: float,
 ) -> dict[str, float]:
     """Seconds that each of a chip's peak rates takes for its part of a program.
 

@@ -16,6 +16,9 @@ def show(result: dict[str, Any]) -> None:
     chip, programs = result["chip"], result["programs"]
     where = f"{result['chips']} x {chip['name']}"
     print(f"Compiled for {where} by {result['compiler']} compiler, never run")
+    for line in (*result.get("auto", ()), result.get("sampler")):
+        if line is not None:
+            print(line)
     columns = ("argument", "temporary", "output", "alias")
     if "sampler_meshes" in result:
         report.table(

@@ -29,7 +29,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
 from rlhf_jax.runs.object_storage import mirror
-from rlhf_jax.train import shapes
+from rlhf_jax.train import auto, shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
@@ -56,6 +56,10 @@ def main(config: PolicyGradientConfig) -> None:
 def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     """From the config to the summary."""
     started, compiled = time.perf_counter(), program_cache.compiled_so_far()
+    # A resume, which may be on other devices, is compared with what was asked for.
+    recorded = config
+    if config.auto is not None:
+        config = _chosen(config)
     # First of all: a mesh that does not fit the devices costs no minute of loading.
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
@@ -75,8 +79,6 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
     chip = chips.of_device(mesh.devices.flat[0])
-    # A resume, which may be on other devices, is compared with what was asked for.
-    recorded = config
     config, layout = fastest.placed(
         config,
         planned,
@@ -231,6 +233,24 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         )
     saved = mirror.written(job.folder / "model")
     print(f"{summary['seconds']:.0f} s; the policy is in {saved}")
+
+
+def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
+    """The run with what `--auto` chooses, which is printed."""
+    devices = jax.devices()
+    chip = chips.of_device(devices[0])
+    among = auto.Devices(
+        devices,
+        chip,
+        memory=memory_check.limit(jax.local_devices()[0]),
+        per_node=_per_node() if chip is not None and chip.is_gpu else None,
+    )
+    start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
+    # No prompt is read yet: as long as its bucket, or a response.
+    prompt = max(config.data.buckets or (config.batch.max_new_tokens,))
+    config, lines = auto.chosen(config, start, among, prompt=prompt)
+    print(*lines, sep="\n")
+    return config
 
 
 def _per_node() -> int | None:

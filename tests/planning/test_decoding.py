@@ -176,7 +176,7 @@ def test_what_a_device_gives_to_programs_counts_before_the_chip_s_table():
     least = min(one.bytes for one in layouts(config, options, target))
     for memory, moves in ((None, True), (int(least / 0.9) + 1, True), (least, False)):
         config_of, line = fastest.placed(config, models, **known, memory=memory)
-        assert (place(config_of) != WITH_POLICY) == (line is not None) == moves
+        assert (place(config_of) != WITH_POLICY, line is not None) == (moves, moves)
 
 
 def test_the_mesh_of_the_policy_itself_brings_nothing():

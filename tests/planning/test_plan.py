@@ -17,6 +17,7 @@ from tiers import one_in
 
 from rlhf_jax import batch, decoder
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices.placement import AUTO
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import caches
 from rlhf_jax.models.families import registry
@@ -650,7 +651,8 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
 def check(result):
     """The verdict follows from the figures beside it."""
     resident = result["held"]
-    for row, one in zip(result["alive"], result["programs"], strict=True):
+    programs = [one for one in result["programs"] if one["bytes"]]  # that are compiled
+    for row, one in zip(result["alive"], programs, strict=True):
         sizes = one["bytes"]
         assert one["refused"] is None
         assert row["argument"] == sizes["argument"]
@@ -673,7 +675,8 @@ def check(result):
 
 def config_of(result):
     """The run of a recorded plan."""
-    return command.parse(shlex.split(result["command_today"])[2:])
+    line = result.get("command_today", result["command"])
+    return command.parse(shlex.split(line)[2:])
 
 
 def of_issue(result):
@@ -703,6 +706,24 @@ def test_llama_2_7b_fits_64_chips_of_16_gb():
         8 * parameters / 64, rel=0.01
     )
     assert result["held"]["reference"] == pytest.approx(2 * parameters / 64, rel=0.01)
+
+
+def test_on_64_v5e_a_rollout_is_not_bound_by_links_where_its_layout_is_chosen():
+    before, after = (recorded(f"llama-2-7b-v5e-8x8{name}") for name in ("", "-auto"))
+    check(after)
+    config, _ = of_issue(after)
+    assert config.placement.sampler == AUTO
+    seconds = {
+        name: next(
+            one["seconds"] for one in plan["programs"] if one["name"] == "sampling"
+        )
+        for name, plan in (("before", before), ("after", after))
+    }
+    assert seconds["before"]["links"] == seconds["before"]["bound"] > 13
+    assert after["shares"]["rollout"] * after["seconds"] < 6
+    assert seconds["after"]["memory"] > 2 * seconds["after"]["links"]
+    turn = next(one["seconds_of_turn"] for one in after["programs"] if one["turns"])
+    assert 0.8 < turn["by_hand"] / turn["memory"] < 1
 
 
 def test_llama_2_70b_with_adapters_fits_the_smallest_slice_of_v5p():

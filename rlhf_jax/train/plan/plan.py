@@ -67,6 +67,7 @@ def plan(
       each takes and does, `alive` the sum while each runs, `peak` the largest of those,
       `within` what of the temporaries is known from shapes alone.
     """
+    config, choices = job.chosen(config, options)
     mesh = config.placement.policy
     target = measured.target(options.slice, chip=options.chip, mesh=mesh)
     lengths = None if options.lengths is None else histogram.read(options.lengths)
@@ -140,6 +141,8 @@ def plan(
         "advice": [] if fits else advice(config, resident=resident, alive=alive),
         "programs": programs,
     }
+    if choices:
+        result["auto"] = choices
     if line is not None:
         result["sampler"] = line
     if sampler_mesh is not None:

@@ -66,7 +66,7 @@ def placed(
     if config.placement.sampler != AUTO:
         return config, None
     best = None
-    if chip is not None and mesh.size > 1 and _can_move(config):
+    if chip is not None and mesh.size > 1 and can_move(config):
         layouts = []
         for one in candidates(config, models.recipe.model, per_node=per_node):
             # What an axis does not divide, as learned positions, is not sampled there.
@@ -79,12 +79,17 @@ def placed(
         best = min(fitting, key=lambda one: one.seconds, default=None)
     if best is None:
         return at(config, WITH_POLICY), None
-    axes = ((axis, size) for axis, size in vars(best.mesh).items() if size > 1)
-    name = ",".join(f"{axis}={size}" for axis, size in axes)
+    name = written(best.mesh)
     line = f"Sampling on {name}: {best.token * 1e3:.2f} ms per token at the least"
     if best.mesh == config.placement.policy:
         return at(config, WITH_POLICY), line
     return at(config, Place(mesh=best.mesh)), line
+
+
+def written(mesh: MeshShape) -> str:
+    """The axes of a mesh that share anything, as an option takes them."""
+    axes = ((axis, size) for axis, size in vars(mesh).items() if size > 1)
+    return ",".join(f"{axis}={size}" for axis, size in axes) or "1"
 
 
 def at(config: PolicyGradientConfig, place: Place) -> PolicyGradientConfig:
@@ -93,7 +98,7 @@ def at(config: PolicyGradientConfig, place: Place) -> PolicyGradientConfig:
     return dataclasses.replace(config, placement=placement)
 
 
-def _can_move(config: PolicyGradientConfig) -> bool:
+def can_move(config: PolicyGradientConfig) -> bool:
     """Whether a sampler on a mesh of its own goes with the rest of the run."""
     sampler = config.sampler
     return (
