@@ -29,11 +29,12 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
 from rlhf_jax.runs.object_storage import mirror
-from rlhf_jax.train import auto, shapes
+from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Begun, Loop, improve
+from rlhf_jax.train.plan import auto
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
@@ -246,8 +247,10 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
         per_node=_per_node() if chip is not None and chip.is_gpu else None,
     )
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
-    # No prompt is read yet: as long as its bucket, or a response.
-    prompt = max(config.data.buckets or (config.batch.max_new_tokens,))
+    # No prompt is read yet: as long as its bucket, or a response, where both have room.
+    new = config.batch.max_new_tokens
+    room = max(1, start.model.max_positions - new)
+    prompt = min(room, max(config.data.buckets or (new,)))
     config, lines = auto.chosen(config, start, among, prompt=prompt)
     print(*lines, sep="\n")
     return config

@@ -708,6 +708,37 @@ def test_llama_2_7b_fits_64_chips_of_16_gb():
     assert result["held"]["reference"] == pytest.approx(2 * parameters / 64, rel=0.01)
 
 
+LLAMA_8B = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128_256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "prompt", "new"),
+    [
+        ("llama-3.1-8b-lora-h100-1x8", 1, 896, 640),
+        ("llama-3.1-8b-grpo-2k-h100-8x8", 8, 1024, 1024),
+    ],
+)
+def test_a_token_of_8b_on_eight_h100_by_hand(name, data, prompt, new):
+    """64 rows: eight key and value heads are shared by eight GPUs and no more.
+
+    Sixteen would share the weights further, over the network, and two of them would
+    read the same heads.
+    """
+    result = recorded(name)
+    check(result)
+    assert result["sampler"].split()[2].endswith("tensor=8:")
+    sampling = next(one for one in result["programs"] if one["turns"])
+    turn = sampling["seconds_of_turn"]
+    column = 32 * 2 * 8 * 128 * 2
+    cache = column * (64 / data) * ((prompt + 1) + (prompt + new - 1)) / 2
+    by_hand = (2 * LLAMA_8B + cache) / 8 / 3350e9
+    assert turn["by_hand"] == pytest.approx(by_hand)
+    assert 0.9 < turn["by_hand"] / turn["memory"] < 1
+    assert max(turn["memory"], turn["links"]) < 1.7e-3
+    assert turn["latency"] == pytest.approx(6.6e-6 * turn["exchanges"])
+    assert turn["bound"] == pytest.approx(turn["memory"] + turn["latency"])
+
+
 def test_on_64_v5e_a_rollout_is_not_bound_by_links_where_its_layout_is_chosen():
     before, after = (recorded(f"llama-2-7b-v5e-8x8{name}") for name in ("", "-auto"))
     check(after)

@@ -73,6 +73,34 @@ def test_what_the_readme_says_of_the_grid():
     assert f"cuDNN's kernel has {mfu(True, lambda name, _: name == 'cudnn')}" in README
 
 
+def test_64_h100():
+    result = recorded("llama-3.1-8b-grpo-h100-8x8")
+    learning = result["programs"][-1]
+    shares = (f"{part:.0%}" for part in result["shares"].values())
+    expected = {
+        "peak [GiB per GPU, of 60]": f"{result['peak']['total'] / GIB:.1f}",
+        "MFU at the bound: update / step": (
+            f"{learning['mfu']:.0%} / {result['mfu']:.1%}"
+        ),
+        "rollout / score / update [share of the step]": " / ".join(shares),
+        "step [s]; tokens per second and GPU": (
+            f"{result['seconds']:.1f}; {result['tokens_per_second_per_chip']:,.0f}"
+        ),
+    }
+    assert dict(table("| 64 H100 |", README)) == expected
+
+
+def test_where_64_v5e_sample():
+    seconds = []
+    for name in ("", "-auto"):
+        result = recorded(f"llama-2-7b-v5e-8x8{name}")
+        programs = [one for one in result["programs"] if one["name"] == "sampling"]
+        seconds.append(programs[0]["seconds"]["bound"])
+    mesh = result["sampler"].removeprefix("Sampling on ").partition(":")[0]
+    text = "rollout takes {:.1f} s, bound by links, on the training mesh, {:.1f} s on"
+    assert f"{text.format(*seconds)} `{mesh}`, which is chosen." in README
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -15,8 +15,8 @@ from rlhf_jax.devices.placement import AUTO
 from rlhf_jax.models.families import registry
 from rlhf_jax.planning import chips, measured, workload
 from rlhf_jax.runs import metrics
-from rlhf_jax.train import auto, main
-from rlhf_jax.train.plan import job
+from rlhf_jax.train import main
+from rlhf_jax.train.plan import auto, job
 from rlhf_jax.train.rollouts import fastest
 
 WIDE = {"vocab": 32_768, "width": 2048, "layers": 2, "heads": 8}
@@ -164,6 +164,16 @@ def test_rows_of_a_cache_that_has_no_room_are_decoded_in_turns(monkeypatch):
     config, _ = choose("--placement.sampler=policy", memory=100 * GIB)
     assert config.method.continuous_batching is None
     assert tried == [16, 8]
+
+
+def test_a_plan_has_the_choices_of_its_run():
+    path = planned.model(**WIDE)
+    config, options = planned.parsed("grpo", "--auto", path=path, chip="h100")
+    config, lines = job.chosen(config, options)
+    assert made(config) == (MeshShape(data=8), "none", None)
+    assert lines[0] == "--auto, for 8 x cpu and rows of 10 columns:"
+    config, options = planned.parsed("grpo", path=path, chip="h100")
+    assert job.chosen(config, options) == (config, [])
 
 
 def test_activations_by_hand_are_near_the_compiler_s():

@@ -20,11 +20,11 @@ from rlhf_jax.planning import compiled, histogram, measured
 from rlhf_jax.planning.measured import Target
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Workload
-from rlhf_jax.train import auto, shapes
+from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.supervised import SupervisedConfig
-from rlhf_jax.train.plan import policy_gradient, supervised
+from rlhf_jax.train.plan import auto, policy_gradient, supervised
 from rlhf_jax.train.rollouts import fastest
 
 Config: TypeAlias = PolicyGradientConfig | SupervisedConfig

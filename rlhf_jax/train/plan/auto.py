@@ -154,7 +154,9 @@ def _fits(
                     tensor=shape.tensor,
                 )
                 if held + activations <= among.room:
-                    products = PASSES[remat] * forward / shape.size / chip.flops
+                    # The base of adapters has no gradient of its own.
+                    passes = PASSES[remat] - (models.base is not None)
+                    products = passes * forward / shape.size / chip.flops
                     times = config.batch.batch_size // micro
                     sent = _sent(config, models, shape, among, times=times)
                     seconds = config.method.num_epochs * max(products, sent)
