@@ -77,8 +77,12 @@ def test_64_h100():
     result = recorded("llama-3.1-8b-grpo-h100-8x8")
     learning = result["programs"][-1]
     shares = (f"{part:.0%}" for part in result["shares"].values())
+    turn = next(one["seconds_of_turn"] for one in result["programs"] if one["turns"])
+    token = (f"{1e3 * turn[name]:.2f}" for name in ("by_hand", "memory", "bound"))
+    mesh = result["sampler"].removeprefix("Sampling on ").partition(":")[0]
     expected = {
         "peak [GiB per GPU, of 60]": f"{result['peak']['total'] / GIB:.1f}",
+        f"token on `{mesh}` [ms]: by hand; memory; latency added": "; ".join(token),
         "MFU at the bound: update / step": (
             f"{learning['mfu']:.0%} / {result['mfu']:.1%}"
         ),
