@@ -59,15 +59,17 @@ LEAST = "70B", "v5e"  # the model that needs more than GROUP, and int8
 ROW_OF_A_CHIP = {"v5e": 8192}  # tokens, a quarter of it for 70B
 LONGEST_OF_A_CHIP = 32_768  # of the other chips
 LAST_LINES = 3  # of a plan that says why it is refused
-WORK = ("flops", "memory_bytes", "sent_bytes", "network_bytes")
+WORK = ("flops", "memory_bytes", "sent_bytes", "network_bytes", "exchanges")
 PROGRAM_FIELDS = (
     "name",
     "stage",
     "bytes",
     "seconds",
+    "by_hand",
     "model_flops",
     "mfu",
     "turns",
+    "seconds_of_turn",
     *WORK,
 )
 
@@ -210,7 +212,7 @@ def plan(cell: Cell, *, python: Path | None, limit: float) -> dict[str, Any]:
     plan_fields = (
         *("command", "versions", "compiler", "chips", "attention", "fits"),
         *("parameters", "peak", "held", "seconds", "model_flops", "mfu", "tokens"),
-        *("tokens_per_second_per_chip", "shares"),
+        *("tokens_per_second_per_chip", "shares", "within", "advice"),
     )
     return row | {
         **{name: made.get(name) for name in plan_fields},
@@ -235,9 +237,10 @@ def at_rates_of(row: dict[str, Any], chip: str) -> dict[str, Any]:
     figures = chips.named(chip)
     programs = []
     for program in row["programs"]:
-        work = {name: program[name] for name in WORK}
+        # Rows of before have no exchanges.
+        work = {name: program.get(name) or 0 for name in WORK}
         seconds = measured.least_seconds(figures, **work)
-        bound = max(seconds.values())
+        bound = measured.bound_of(seconds, waits=program["stage"] == "rollout")
         mfu = measured.mfu(
             program["model_flops"], seconds=bound, chip=figures, num_chips=row["chips"]
         )

@@ -38,7 +38,7 @@ from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape, one_w
 from rlhf_jax.functional.checks import InputError
 
 Params = Any
-FORMS = "policy, AXIS=SIZE,..., last, last:AXIS=SIZE,... or cpu"
+FORMS = "policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., cpu"
 PINNED = "pinned_host"
 
 
@@ -83,7 +83,10 @@ class Place:
                 return cls("policy", MeshShape.parse(where), place_memory)
             if colon and devices == "last":
                 return cls("last", MeshShape.parse(axes), place_memory)
-        raise InputError(f"place: expected {FORMS}, got {text!r}; @{PINNED} may follow")
+        raise InputError(
+            f"place: expected {FORMS} or, of a sampler, auto, got {text!r}; @{PINNED} "
+            f"may follow"
+        )
 
     def __str__(self) -> str:
         where = self.devices

@@ -11,13 +11,14 @@ import dataclasses
 from typing import Any
 
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
 
 GB, GIB = 10**9, 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device as JAX counts them."""
+    """One device as JAX counts them: half a chip of TPU7x, one of all others."""
 
     kind: str  # the `device_kind` that JAX gives it; of a TPU the beginning
     memory: int  # bytes that programs may take
@@ -26,56 +27,127 @@ class Chip:
     bandwidth: float  # of its memory, bytes a second
     links: float  # to all other chips (of a GPU: of its node), one way, bytes a second
     source: str
+    latency: float  # seconds of an exchange of a few bytes, at the least
     # A GPU's share of its node's network, one way, bytes a second; None where the links
-    # reach every chip.
+    # reach every chip, or where no data sheet has it.
     network: float | None = None
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is one of NVIDIA's."""
+        return not self.kind.startswith("TPU")
 
-TPU = "what the compiler of libtpu 0.0.52 names as available HBM when it refuses"
+
+TPU = "what the compiler of libtpu names as available HBM when it refuses"
 GPU = "0.75 of the memory, which JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
 CLOUD = "https://cloud.google.com/tpu/docs/"
+# One hop, of which an exchange has several: jax-ml.github.io/scaling-book/sharding.
+HOP = 1e-6
+# NCCL's own model of a ring (`baseLatencies` of LL, NCCL 2.28); hops come on top.
+NCCL = 6.6e-6
 
 
 def _tpu(
-    kind: str, gib: float, tflops: int, memory: int, links: int, page: str
+    kind: str, gib: float, tflops: float, memory: int, links: int, page: str
 ) -> Chip:
     """A TPU by its available GiB, TFLOP/s, and GB/s of its memory and its links."""
     rates = (tflops * 1e12, memory * GB, links * GB)
-    return Chip(kind, int(gib * GIB), TPU, *rates, source=CLOUD + page)
+    return Chip(kind, int(gib * GIB), TPU, *rates, source=CLOUD + page, latency=HOP)
 
 
 def _gpu(
-    kind: str, size: int, tflops: int, memory: int, links: int, net: int, source: str
+    kind: str,
+    size: int,
+    tflops: int,
+    memory: int,
+    links: int,
+    net: int | None,
+    source: str,
 ) -> Chip:
-    """A GPU by its bytes, TFLOP/s, and GB/s of its memory, NVLink and network."""
-    rates = (tflops * 1e12, memory * GB, links * GB)
-    return Chip(kind, int(0.75 * size), GPU, *rates, source=source, network=net * GB)
+    """A GPU by its bytes, TFLOP/s, and GB/s of its memory, links and network."""
+    return Chip(
+        kind,
+        int(0.75 * size),
+        GPU,
+        *(tflops * 1e12, memory * GB, links * GB),
+        source=f"NVIDIA's data sheets of {source}",
+        latency=NCCL,
+        network=None if net is None else net * GB,
+    )
 
 
-# Links of a TPU are 1600, 4800 and 3200 Gbit/s. NVLink is 3, 4, 4 and 5, half of what
-# it does both ways; the network is 200 Gbit/s of an A100, and 400 of the others.
-A100 = "NVIDIA A100 80 GB SXM and DGX A100 data sheets"
-H100 = "NVIDIA H100 SXM and DGX H100 data sheets"
-H200 = "NVIDIA H200 and DGX H200 data sheets"
-B200 = "NVIDIA DGX B200 data sheet, an eighth of it"
+# Links of a TPU are 1600, 4800 and 3200 Gbit/s of v5e, v5p and v6e, half of 1200 GB/s
+# of both ways of TPU7x, and six of 50 GB/s of v4. NVLink is 3, 4, 4 and 5, half of what
+# it does both ways, and PCIe of 16 lanes in its place on cards, whose bridges of two do
+# not count. The network is 200 Gbit/s of an A100, 800 of a B300, 400 of the others.
 CHIPS: dict[str, Chip] = {
+    "v4": _tpu("TPU v4", 30.75, 275, 1200, 300, "v4; links: arXiv:2304.01433, table 4"),
     "v5e": _tpu("TPU v5 lite", 15.75, 197, 819, 200, "v5e"),
     "v5p": _tpu("TPU v5", 95.73, 459, 2765, 600, "v5p"),
     "v6e": _tpu("TPU v6 lite", 31.24, 918, 1600, 400, "v6e"),
-    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80 * GIB, 312, 2039, 300, 25, A100),
-    "h100": _gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 989, 3350, 450, 50, H100),
-    "h200": _gpu("NVIDIA H200", 141 * GB, 989, 4800, 450, 50, H200),
-    "b200": _gpu("NVIDIA B200", 180 * GB, 2250, 8000, 900, 50, B200),
+    # Each of a chip's two cores is a device, with half of its rates.
+    "tpu7x": _tpu("TPU7x", 94.75, 2307 / 2, 7380 // 2, 300, "tpu7x"),
+    "a100": _gpu(
+        *("NVIDIA A100-SXM4-80GB", 80 * GIB, 312, 2039, 300, 25),
+        "A100 80 GB SXM and DGX A100",
+    ),
+    "a100-40": _gpu(
+        *("NVIDIA A100-SXM4-40GB", 42_331_013_120, 312, 1555, 300, 25),
+        "A100 40 GB SXM and DGX A100; memory: XLA's a100_sxm_40",
+    ),
+    "l40s": _gpu(
+        *("NVIDIA L40S", 45_589 * 2**20, 362, 864, 32, None),
+        "L40S, PCIe 4.0; memory: as CUDA reports it",
+    ),
+    "h100": _gpu(
+        *("NVIDIA H100 80GB HBM3", 80 * GIB, 989, 3350, 450, 50),
+        "H100 SXM and DGX H100",
+    ),
+    "h100-pcie": _gpu(
+        *("NVIDIA H100 PCIe", 84_942_979_072, 756, 2000, 64, None),
+        "H100 PCIe, PCIe 5.0; memory: XLA's h100_pcie",
+    ),
+    "h100-nvl": _gpu(
+        *("NVIDIA H100 NVL", 94 * GB, 835, 3900, 64, None),
+        "H100 NVL, PCIe 5.0",
+    ),
+    "h200": _gpu(*("NVIDIA H200", 141 * GB, 989, 4800, 450, 50), "H200 and DGX H200"),
+    "gh200": _gpu(
+        *("NVIDIA GH200 480GB", 96 * GB, 989, 4000, 450, None),
+        "GH200 with 96 GB of HBM3",
+    ),
+    "b200": _gpu(
+        *("NVIDIA B200", 180 * GB, 2250, 8000, 900, 50), "DGX B200, an eighth of it"
+    ),
+    "b300": _gpu(
+        *("NVIDIA B300 SXM6 AC", 275_040 * 2**20, 2250, 8000, 900, 100),
+        "DGX B300, an eighth of it; memory: as the driver reports it",
+    ),
+    "gb200": _gpu(
+        *("NVIDIA GB200", 186 * GB, 2500, 8000, 900, None),
+        "GB200 NVL72, a 72nd of it",
+    ),
 }
 """By the name that a topology begins with, or that --chip takes."""
+
+NO_COMPILER = {
+    "mi300x": "neither libtpu nor NVIDIA's plug-in compiles for it, and JAX's plug-in "
+    "for ROCm is none of the compilers that this package is tested with",
+}
+"""Chips that are asked for and have no plan, with the reason."""
 
 
 def named(name: str) -> Chip:
     """The chip of that name.
 
     Raises:
-      InputError: there is none; lists what there is.
+      InputError: there is none; lists what there is, or says why nothing compiles.
     """
+    if name in NO_COMPILER:
+        raise InputError(
+            f"chip: expected one that a compiler here describes, got {name!r}: "
+            f"{NO_COMPILER[name]}; choose another"
+        )
     checks.one_of(chip=name, among=tuple(CHIPS))
     return CHIPS[name]
 
@@ -88,12 +160,12 @@ def of_device(device: Any) -> Chip | None:
 def of_kind(kind: str) -> Chip | None:
     """The chip that JAX calls by this `device_kind`; None where the table has none.
 
-    A GPU's name is compared whole: H100 PCIe and H200 NVL have other rates than the SXM
-    modules of these names.
+    A GPU's name is compared whole: H200 NVL has other rates than the SXM module of this
+    name.
     """
     matching = [
         chip
         for chip in CHIPS.values()
-        if kind == chip.kind or (chip.network is None and kind.startswith(chip.kind))
+        if kind == chip.kind or (not chip.is_gpu and kind.startswith(chip.kind))
     ]
     return max(matching, key=lambda chip: len(chip.kind), default=None)

@@ -73,7 +73,7 @@ def slice_of(topology: str) -> list[Any]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # read as it is loaded
     try:
         description = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology
+            platform="tpu", topology_name=topology, **_of_whole_chips(topology)
         )
     except Exception as error:  # what the plugin raises is its own affair
         raise InputError(
@@ -81,6 +81,11 @@ def slice_of(topology: str) -> list[Any]:
             f"({str(error).strip():.300}); choose another, or leave it out"
         ) from error
     return list(description.devices)
+
+
+def _of_whole_chips(topology: str) -> dict[str, str]:
+    """What makes one device of both cores of a v4, as on the machine itself."""
+    return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 
 def memory(

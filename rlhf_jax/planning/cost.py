@@ -54,6 +54,11 @@ class Cost:
         """Bytes of those that leave the device's node."""
         return sum(one.across * times for one, times in self.collectives.items())
 
+    @property
+    def exchanges(self) -> int:
+        """How often it waits for other devices."""
+        return sum(self.collectives.values())
+
     def add(self, other: Cost, *, times: float = 1) -> None:
         """Adds what a part of the program costs, `times` over."""
         self.flops += times * other.flops

@@ -1,7 +1,8 @@
 """A decoded token by hand: what a chip must at least read and send for it.
 
     memory    every matrix of the layers and the head once, a share of tensor;
-              keys and values of all columns, a share of data and tensor
+              keys and values of the columns, a share of data and of tensor as far as
+              it divides the heads
     links     over tensor: a sum of [rows, D] for the embedding and two per layer, and
               the logits of its rows, [rows, V]
 
@@ -11,6 +12,7 @@ bounds by how much.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -21,10 +23,6 @@ from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import workload
 from rlhf_jax.planning.chips import Chip
-
-# Seconds of an exchange of a few bytes: a round number of the size that collectives
-# have been measured at, no maker's figure. It weighs layouts against each other only.
-LATENCY = 1e-5
 
 
 class Token(NamedTuple):
@@ -38,7 +36,7 @@ class Token(NamedTuple):
     def seconds(self, chip: Chip) -> float:
         """Memory and links at once, and the latency of every collective."""
         memory = (self.weights + self.cache) / chip.bandwidth
-        return max(memory, self.sent / chip.links) + LATENCY * self.collectives
+        return max(memory, self.sent / chip.links) + chip.latency * self.collectives
 
 
 def token(
@@ -64,11 +62,53 @@ def token(
     sums = 2 * model.num_layers + 1
     return Token(
         weights=weight_bytes * matrix_numbers(model) // mesh.tensor,
-        cache=workload.cache_bytes(model, rows=own, columns=columns) // mesh.tensor,
+        cache=workload.cache_bytes(model, rows=own, columns=columns)
+        // heads_devices(model, mesh),
         # A sum passes twice, logits go where their rows are drawn.
         sent=(2 * sums * activations + logits) * others / mesh.tensor,
         collectives=sums + 1 if others else 0,
     )
+
+
+def least_bytes(
+    model: ModelConfig,
+    *,
+    mesh: MeshShape,
+    rows: int | None,
+    prompt: int,
+    turns: int,
+    weight_bytes: int,
+) -> float:
+    """Bytes that a chip reads for a token, the mean of a response: no layout has fewer.
+
+    Matrices are shared by all axes but `data`, which only copies them, and a column of
+    the cache is read from when it is filled.
+
+    Args:
+      mesh: that is sampled on.
+      rows: that are decoded at a time, of all chips; None leaves the cache out.
+      turns: tokens after the first.
+    """
+    shared = mesh.size // mesh.data
+    least = weight_bytes * matrix_numbers(model) / shared
+    if rows is None:
+        return least
+    # Windows make the bytes concave in the columns: no mean is below that of the ends.
+    ends = (
+        workload.cache_bytes(model, rows=rows, columns=columns)
+        for columns in (prompt + 1, prompt + turns)
+    )
+    return least + sum(ends) / 2 / cache_devices(model, mesh)
+
+
+def cache_devices(model: ModelConfig, mesh: MeshShape) -> int:
+    """Devices that share a KV cache, by rows and by heads."""
+    return mesh.data * mesh.fsdp * mesh.context * heads_devices(model, mesh)
+
+
+def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:
+    """Devices of `tensor` that share the key and value heads of a row."""
+    return math.gcd(mesh.tensor, model.num_kv_heads)
 
 
 def matrix_numbers(model: ModelConfig) -> int:

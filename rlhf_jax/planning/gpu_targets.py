@@ -27,22 +27,49 @@ class _Description(NamedTuple):
     name: str
     memory: int  # bytes
     bandwidth: int  # bytes a second
-    capability: int
+    capability: str
     cores: int  # streaming multiprocessors
     units: int  # of float32, in each of them
     clock: float  # GHz
     shared: int  # bytes of shared memory of a multiprocessor; of a block 1 KiB less
     cache: int  # bytes, the second level
+    threads: int = 2048  # of a multiprocessor, at the most
 
 
-_AMPERE = (8, 108, 64, 1.41, 167936, 41943040)
-_HOPPER = (9, 132, 128, 1.98, 233472, 52428800)
-_BLACKWELL = (10, 148, 128, 1.965, 233472, 132644864)
+_AMPERE = ("8.0", 108, 64, 1.41, 167936, 41943040)
+_HOPPER = ("9.0", 132, 128, 1.98, 233472, 52428800)
+_BLACKWELL = ("10.0", 148, 128, 1.965, 233472, 132644864)
+# Where XLA has a description of its own (`xla/backends/gpu/target_config/specs`), it
+# has these figures; L40S, H100 NVL and GH200 are by their data sheets.
 _DESCRIPTIONS = {
     "a100": _Description("NVIDIA A100-SXM4-80GB", 85100068864, 2039040000000, *_AMPERE),
+    "a100-40": _Description(
+        "NVIDIA A100-SXM4-40GB", 42331013120, 1555200000000, *_AMPERE
+    ),
+    "l40s": _Description(  # of the cache of its die, AD102, no more than 96 MiB is on
+        *("NVIDIA L40S", 47803531264, 864000000000),
+        *("8.9", 142, 128, 2.52, 102400, 100663296, 1536),
+    ),
     "h100": _Description("NVIDIA H100 80GB HBM3", 84942979072, 3352320000000, *_HOPPER),
+    "h100-pcie": _Description(
+        *("NVIDIA H100 PCIe", 84942979072, 2039040000000),
+        *("9.0", 114, 128, 1.755, 233472, 52428800),
+    ),
+    "h100-nvl": _Description(
+        *("NVIDIA H100 NVL", 94000000000, 3900000000000),
+        *("9.0", 132, 128, 1.785, 233472, 52428800),
+    ),
     "h200": _Description("NVIDIA H200", 151397597184, 4800000000000, *_HOPPER),
+    "gh200": _Description("NVIDIA GH200 480GB", 96000000000, 4000000000000, *_HOPPER),
     "b200": _Description("NVIDIA B200", 191514411008, 7672320000000, *_BLACKWELL),
+    "b300": _Description(
+        *("NVIDIA B300 SXM6 AC", 297021865984, 7936000000000),
+        *("10.3", 158, 128, 1.965, 233472, 135528448),
+    ),
+    "gb200": _Description(
+        *("NVIDIA GB200", 197897748480, 7928064000000),
+        *("10.0", 152, 128, 2.062, 233472, 135528448),
+    ),
 }
 
 
@@ -102,7 +129,7 @@ def devices(topology: str) -> list[Any]:
 
 
 def _shape(topology: str) -> tuple[int, int]:
-    shape = re.fullmatch(r"\w+:([1-9]\d*)x([1-9]\d*)", topology)
+    shape = re.fullmatch(r"[\w-]+:([1-9]\d*)x([1-9]\d*)", topology)
     if shape is None:
         raise InputError(
             f"topology: expected nodes x GPUs of a node, as h100:8x8 or --chip h100 "
@@ -113,16 +140,18 @@ def _shape(topology: str) -> tuple[int, int]:
 
 def _config(gpu: _Description) -> str:
     """The description in the text form of XLA's GpuTargetConfigProto."""
+    major, minor = gpu.capability.split(".")
     return f"""
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024 threads_per_core_limit: {gpu.threads}
+  threads_per_warp: 32
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   shared_memory_per_block: 49152 shared_memory_per_block_optin: {gpu.shared - 1024}
   shared_memory_per_core: {gpu.shared} registers_per_core_limit: 65536
   registers_per_block_limit: 65536 core_count: {gpu.cores} fpus_per_core: {gpu.units}
   clock_rate_ghz: {gpu.clock} l2_cache_size: {gpu.cache}
   memory_bandwidth: {gpu.bandwidth} device_memory_size: {gpu.memory}
-  cuda_compute_capability {{ major: {gpu.capability} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}

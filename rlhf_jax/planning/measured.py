@@ -73,12 +73,20 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
       InputError: there is no such topology or chip, or the mesh has another size.
     """
     if topology is not None:
+        name, named, _ = topology.partition(":")
+        if named:  # or the compiler says what is missing
+            chips.named(name)
         made = mesh.make(compiled.slice_of(topology))
-        name = topology.partition(":")[0]
         if gpu_targets.is_gpu(topology):
             compiler = f"that of {gpu_targets.compiler()}"
             per_node, near = gpu_targets.per_node(topology), gpu_targets.cache(topology)
-            return Target(made, name, chips.named(name), compiler, per_node, near)
+            figures = chips.named(name)
+            if figures.network is None and per_node < mesh.size:
+                raise InputError(
+                    f"topology: expected one node of {name}, for whose network no data "
+                    f"sheet has a figure, got {topology!r}; plan a node"
+                )
+            return Target(made, name, figures, compiler, per_node, near)
         compiler = f"that of libtpu {importlib.metadata.version('libtpu')}"
         return Target(made, name, chips.named(name), compiler)
     if mesh.size > 1:
@@ -223,14 +231,21 @@ def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any
     """
     total, work = one.cost, _work(one.cost)
     seconds = least_seconds(chip, **work)
-    bound = max(seconds.values())
+    waits = one.program.stage == "rollout"
+    bound = bound_of(seconds, waits=waits)
+    by_hand = {
+        "products": one.program.model_flops / (num_chips * chip.flops),
+        "memory": one.program.least_bytes / chip.bandwidth,
+    }
     first, *others = one.program.trips
     turns = first * one.program.repeats + sum(others) if total.unknown_loops else None
     of_turn = None
     if turns and one.once is not None:
         once = least_seconds(chip, **_work(one.once))
         of_turn = {name: (all_ - once[name]) / turns for name, all_ in seconds.items()}
-        of_turn["bound"] = max(of_turn.values())
+        of_turn["bound"] = bound_of(of_turn, waits=waits)
+        of_turn["by_hand"] = by_hand["memory"] / turns
+        of_turn["exchanges"] = (total.exchanges - one.once.exchanges) / turns
     return {
         "name": one.program.name,
         "stage": one.program.stage,
@@ -238,6 +253,7 @@ def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any
         "bytes": one.sizes,
         **work,
         "seconds": {**seconds, "bound": bound},
+        "by_hand": max(by_hand.values()),
         "model_flops": one.program.model_flops,
         "mfu": mfu(
             one.program.model_flops, seconds=bound, chip=chip, num_chips=num_chips
@@ -258,17 +274,31 @@ def least_seconds(
     memory_bytes: float,
     sent_bytes: float,
     network_bytes: float,
+    exchanges: float,
 ) -> dict[str, float]:
     """Seconds that each of a chip's peak rates takes for its part of a program.
 
-    Of the bytes that are sent to other chips `network_bytes` leave the node.
+    Of the bytes that are sent to other chips `network_bytes` leave the node, and each
+    of the `exchanges` takes the chip's latency.
     """
     return {
         "products": flops / chip.flops,
         "memory": memory_bytes / chip.bandwidth,
         "links": (sent_bytes - network_bytes) / chip.links,
         "network": network_bytes / chip.network if chip.network else 0.0,
+        "latency": exchanges * chip.latency,
     }
+
+
+def bound_of(seconds: dict[str, float], *, waits: bool) -> float:
+    """The least time of a program: its rates go on at once.
+
+    Where it `waits`, as each product of a decoded token does for the exchange before,
+    latencies come on top.
+    """
+    latency = seconds["latency"]
+    rates = max(part for name, part in seconds.items() if name != "latency")
+    return rates + latency if waits else max(rates, latency)
 
 
 def _work(total: Cost) -> dict[str, float]:
@@ -277,6 +307,7 @@ def _work(total: Cost) -> dict[str, float]:
         "memory_bytes": total.bytes,
         "sent_bytes": total.sent,
         "network_bytes": total.across,
+        "exchanges": total.exchanges,
     }
 
 

@@ -51,6 +51,7 @@ def described(one: Measured, target: Target) -> dict[str, Any] | None:
         "memory_bytes": arriving.written,
         "sent_bytes": arriving.bytes,
         "network_bytes": arriving.across,
+        "exchanges": 0,  # as many as there are leaves, once: nothing beside the bytes
     }
     seconds = measured.least_seconds(target.chip, flops=0.0, **moved)
     return {
@@ -61,6 +62,7 @@ def described(one: Measured, target: Target) -> dict[str, Any] | None:
         "flops": 0.0,
         **moved,
         "seconds": {**seconds, "bound": max(seconds.values())},
+        "by_hand": 0.0,
         "model_flops": 0.0,
         "mfu": 0.0,
         "turns": None,

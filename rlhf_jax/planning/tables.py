@@ -16,6 +16,9 @@ def show(result: dict[str, Any]) -> None:
     chip, programs = result["chip"], result["programs"]
     where = f"{result['chips']} x {chip['name']}"
     print(f"Compiled for {where} by {result['compiler']} compiler, never run")
+    for line in (*result.get("auto", ()), result.get("sampler")):
+        if line is not None:
+            print(line)
     columns = ("argument", "temporary", "output", "alias")
     if "sampler_meshes" in result:
         report.table(
@@ -64,8 +67,8 @@ def show(result: dict[str, Any]) -> None:
     )
     report.table(
         "Seconds, at the least (roofline)",
-        ("", *programs[0]["seconds"]),
-        [(one["name"], *one["seconds"].values()) for one in programs],
+        ("", *programs[0]["seconds"], "by hand"),
+        [(one["name"], *one["seconds"].values(), one["by_hand"]) for one in programs],
     )
     report.table(
         "Speed, at the most",
@@ -126,13 +129,15 @@ def _speed(result: dict[str, Any]) -> None:
         turn = one.get("seconds_of_turn")
         if turn is not None:
             rates = ", ".join(
-                f"{name} {1e3 * part:.3g}"
-                for name, part in turn.items()
-                if part and name != "bound"
+                f"{name} {1e3 * turn[name]:.3g}"
+                for name in ("products", "memory", "links", "network", "latency")
+                if turn[name]
             )
             print(
                 f"A token of {one['name']} takes {1e3 * turn['bound']:.3g} ms at the "
-                f"least ({rates}), the mean of {one['turns']}"
+                f"least ({rates}), the mean of {one['turns']}; by hand, weights and "
+                f"filled cache once, {1e3 * turn['by_hand']:.3g} ms; it waits "
+                f"{turn['exchanges']:.0f} times for other chips"
             )
     print(f"A step takes {result['seconds']:.3g} s at the least")
     if not result["seconds"]:

@@ -92,7 +92,7 @@ class RunConfig:
 
 # Of RunConfig, and as experiments call what does not change the numbers either.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
-MAY_DIFFER |= {"stop_timeout", "check_memory", "placement.policy"}
+MAY_DIFFER |= {"stop_timeout", "check_memory", "auto", "placement.policy"}
 MAY_DIFFER |= {"start.save_dtype", "watch.judge_failure", "rewards.num_workers"}
 MAY_DIFFER |= {f"sampler.sampler.{name}" for name in ("model", "weights", "timeout")}
 MAY_DIFFER |= {"sampler.sampler.tolerance", "sampler.sampler.address"}

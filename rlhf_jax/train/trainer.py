@@ -24,7 +24,7 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
-from rlhf_jax.planning import chips
+from rlhf_jax.planning import chips, memory_check
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
@@ -34,6 +34,7 @@ from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Begun, Loop, improve
+from rlhf_jax.train.plan import auto
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
@@ -56,6 +57,10 @@ def main(config: PolicyGradientConfig) -> None:
 def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     """From the config to the summary."""
     started, compiled = time.perf_counter(), program_cache.compiled_so_far()
+    # A resume, which may be on other devices, is compared with what was asked for.
+    recorded = config
+    if config.auto is not None:
+        config = _chosen(config)
     # First of all: a mesh that does not fit the devices costs no minute of loading.
     meshes, receipts = Meshes.of(config), Receipts()
     mesh = meshes.policy
@@ -75,15 +80,14 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
     chip = chips.of_device(mesh.devices.flat[0])
-    # A resume, which may be on other devices, is compared with what was asked for.
-    recorded = config
     config, layout = fastest.placed(
         config,
         planned,
         mesh=mesh,
         chip=chip,
         prompt=0,  # none is read yet; `fastest.ROOM` has theirs
-        per_node=None if chip is None or chip.network is None else _per_node(),
+        per_node=_per_node() if chip is not None and chip.is_gpu else None,
+        memory=memory_check.limit(jax.local_devices()[0]),
     )
     if layout is not None:
         print(layout)
@@ -230,6 +234,26 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         )
     saved = mirror.written(job.folder / "model")
     print(f"{summary['seconds']:.0f} s; the policy is in {saved}")
+
+
+def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
+    """The run with what `--auto` chooses, which is printed."""
+    devices = jax.devices()
+    chip = chips.of_device(devices[0])
+    among = auto.Devices(
+        devices,
+        chip,
+        memory=memory_check.limit(jax.local_devices()[0]),
+        per_node=_per_node() if chip is not None and chip.is_gpu else None,
+    )
+    start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
+    # No prompt is read yet: as long as its bucket, or a response, where both have room.
+    new = config.batch.max_new_tokens
+    room = max(1, start.model.max_positions - new)
+    prompt = min(room, max(config.data.buckets or (new,)))
+    config, lines = auto.chosen(config, start, among, prompt=prompt)
+    print(*lines, sep="\n")
+    return config
 
 
 def _per_node() -> int | None:

@@ -48,8 +48,33 @@ def test_seconds_are_those_of_memory_and_of_every_collective():
     apart, together = token(8, 1), token(1, 8)
     assert apart.seconds(h100) == (apart.weights + apart.cache) / 3.35e12
     memory = (together.weights + together.cache) / 3.35e12
-    expected = memory + 66 * decoding.LATENCY
+    expected = memory + 66 * 6.6e-6
     assert together.seconds(h100) == pytest.approx(expected)
+
+
+def test_by_hand_a_column_is_read_from_when_it_is_filled():
+    """Of 3 + 5 columns after the first token, 4 to 7: 5.5 in the mean of four turns."""
+    model = dataclasses.replace(LLAMA, dtype="bfloat16")
+    column = 32 * 2 * 8 * 128 * 2
+
+    def least(mesh, rows: int | None = 64, model=model):
+        return decoding.least_bytes(
+            model, mesh=mesh, rows=rows, prompt=3, turns=4, weight_bytes=2
+        )
+
+    cache = column * 64 * 5.5
+    assert least(MeshShape()) == 2 * NUMBERS + cache
+    assert least(MeshShape(), rows=None) == 2 * NUMBERS
+    # Copies are read whole; all other axes share the weights, and all share the rows.
+    shared = least(MeshShape(data=2, fsdp=2, context=2, tensor=4))
+    assert shared == 2 * NUMBERS / 16 + cache / 32
+    # Eight heads of keys and values: sixteen devices have each of them twice.
+    assert least(MeshShape(tensor=16)) == 2 * NUMBERS / 16 + cache / 8
+    # A window of 5 is full after two of the turns: below their mean, 4.75.
+    all_layers = (True,) * model.num_layers
+    windowed = dataclasses.replace(model, sliding_window=5, local_layers=all_layers)
+    at_least = 2 * NUMBERS + column * 64 * 4.5
+    assert least(MeshShape(), model=windowed) == at_least
 
 
 WIDE = {"vocab": 32_768, "width": 2048, "layers": 2, "heads": 8}
@@ -140,6 +165,18 @@ def test_where_no_chip_is_known_or_none_has_room_it_stays_with_the_policy():
         changed = target._replace(chip=chip)
         config_of, line = job.placed(config, options, target=changed)
         assert (place(config_of), line) == (WITH_POLICY, None)
+
+
+def test_what_a_device_gives_to_programs_counts_before_the_chip_s_table():
+    config, options, target = run()
+    mesh = target.mesh
+    start = job.start_of(config, options, target=target)
+    models = shapes.of_run(config, meshes=Meshes(mesh, mesh, mesh), start=start)
+    known = {"mesh": mesh, "chip": target.chip, "prompt": 6}
+    least = min(one.bytes for one in layouts(config, options, target))
+    for memory, moves in ((None, True), (int(least / 0.9) + 1, True), (least, False)):
+        config_of, line = fastest.placed(config, models, **known, memory=memory)
+        assert (place(config_of) != WITH_POLICY, line is not None) == (moves, moves)
 
 
 def test_the_mesh_of_the_policy_itself_brings_nothing():

@@ -13,7 +13,10 @@ CHOICE = "error: {1}: expected one of .*, got '{0}'; choose one"
 WHOLE = "error: {}: expected (None or )?a whole number, got '{}'; "
 FINITE = "expected finite numbers .* got {}"
 MESH = "mesh: expected sizes of data, fsdp, context, tensor,"
-PLACE = "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,... or cpu,"
+PLACE = (
+    "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., cpu or, of a "
+    "sampler, auto,"
+)
 
 # Of every trainer.
 EVERYWHERE = [

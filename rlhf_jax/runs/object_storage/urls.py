@@ -37,6 +37,7 @@ PATIENCE = 120.0  # seconds for which what fails is tried again
 # Two letters at least: C:/runs is a path. `Path` makes one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _NO_BUCKET = re.compile(r"(gs|s3):", re.IGNORECASE)  # what `Path` makes of gs://
+_NO_SLASH = re.compile(r"(gs|s3):([^/].*)", re.IGNORECASE | re.DOTALL)
 _AT_ONCE = 8  # files
 # As gcsfs, s3fs and botocore tell what no second try changes.
 _FINAL = ("Forbidden", "NoCredentials", "Unable to locate credentials")
@@ -44,8 +45,19 @@ Result = TypeVar("Result")
 
 
 def of(place: str | os.PathLike[str]) -> str | None:
-    """The address that a path or text is, without a last slash; None of another."""
+    """The address that a path or text is, without a last slash; None of another.
+
+    Raises:
+      InputError: an address without its slashes, which would be a folder of that name.
+    """
     text = os.fspath(place)
+    if (short := _NO_SLASH.fullmatch(text)) is not None:
+        scheme = short[1].lower()
+        raise InputError(
+            f"{text:.200}: expected {scheme}://BUCKET/NAME, or a path, got an address "
+            f"without slashes; write {scheme}://{short[2]:.200}, or give a folder "
+            f"another name"
+        )
     match = _URL.fullmatch(f"{text}//" if _NO_BUCKET.fullmatch(text) else text)
     return match and f"{match[1].lower()}://{match[2].rstrip('/')}"
 

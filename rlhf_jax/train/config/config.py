@@ -10,7 +10,7 @@ On the command line groups have no prefix, but for `placement.`, `lifecycle.` an
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import optax
@@ -32,6 +32,7 @@ from rlhf_jax.train.config.rewards import Environment, Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling
 from rlhf_jax.train.config.watch import Watch
 
+AutoChoice = Literal["mesh", "remat", "micro-batch", "cache"]
 FLAT = tyro.conf.arg(name="")  # of a group whose options have no prefix
 
 
@@ -64,6 +65,10 @@ class PolicyGradientConfig(RunConfig):
     stop_timeout: float = 20.0
     """Seconds that sampling, rewards and judge may still take after SIGTERM or Ctrl-C.
     Then the state from before this step is saved, and the run ends."""
+    auto: tuple[AutoChoice, ...] | None = None
+    """Choices that are made by hand from model, devices and lengths, and printed: mesh
+    of the policy, remat, micro-batch, and rows of the KV cache (cache); --auto alone
+    makes all of them. Options that are not at their default stay."""
     check_memory: bool = True
     """Whether a run that cannot fit is refused before weights are read."""
 

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import jax
+
 from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import AUTO
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.planning import histogram
+from rlhf_jax.planning import compiled, histogram, measured
 from rlhf_jax.planning.measured import Target
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Workload
@@ -21,7 +24,7 @@ from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.supervised import SupervisedConfig
-from rlhf_jax.train.plan import policy_gradient, supervised
+from rlhf_jax.train.plan import auto, policy_gradient, supervised
 from rlhf_jax.train.rollouts import fastest
 
 Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
@@ -97,6 +100,25 @@ def workload_of(
             config, start, mesh=target.mesh, columns=columns, texts=batch
         )
     return policy_gradient.workload_of(config, start, mesh=target.mesh, texts=batch)
+
+
+def chosen(config: Config, options: Options) -> tuple[Config, list[str]]:
+    """The run with what its `--auto` chooses of these chips, and lines that say what.
+
+    Raises:
+      InputError: as `measured.target`.
+    """
+    if isinstance(config, SupervisedConfig) or config.auto is None:
+        return config, []
+    among = jax.devices() if options.slice is None else compiled.slice_of(options.slice)
+    every = MeshShape(data=len(among))
+    target = measured.target(options.slice, chip=options.chip, mesh=every)
+    return auto.chosen(
+        config,
+        start_of(config, options, target=target),
+        auto.Devices(among, target.chip, per_node=target.per_node),
+        prompt=options.prompt_length,
+    )
 
 
 def placed(

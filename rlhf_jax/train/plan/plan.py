@@ -9,9 +9,11 @@ it is.
 
 Seconds are a roofline, a lower bound: matrix products at the chip's peak in bfloat16,
 its memory and its links (of GPUs NVLink inside a node, and the network between nodes)
-at their peak rates, and all of it at once. Sampling goes on to the last token. Without
-a topology this machine's own compiler stands in for the chip's (`--chip`); its layouts
-and fusions are others, and the plan says so.
+at their peak rates, and all of it at once; of a decoded token the latency of every
+exchange comes on top. `by_hand` is what no program is below: model FLOPs, and of
+sampling weights and filled cache once per token. Sampling goes on to the last token.
+Without a topology this machine's own compiler stands in for the chip's (`--chip`); its
+layouts and fusions are others, and the plan says so.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from rlhf_jax.devices import precision
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, layout
 from rlhf_jax.planning import (
+    decoding,
     gpu_targets,
     histogram,
     measured,
@@ -64,6 +67,7 @@ def plan(
       each takes and does, `alive` the sum while each runs, `peak` the largest of those,
       `within` what of the temporaries is known from shapes alone.
     """
+    config, choices = job.chosen(config, options)
     mesh = config.placement.policy
     target = measured.target(options.slice, chip=options.chip, mesh=mesh)
     lengths = None if options.lengths is None else histogram.read(options.lengths)
@@ -111,13 +115,11 @@ def plan(
         brought = resharding.described(one, target)
         programs += [] if brought is None else [brought]
         programs.append(measured.described(one, target.chip, num_chips=chips))
-    row_devices = mesh.data * mesh.fsdp
-    within = {name: size // row_devices for name, size in work.within.items()}
-    if "KV cache" in within:  # whose rows lie on `context` too
-        within["KV cache"] //= mesh.context
-    if sampler_mesh is not None and "KV cache" in within:
-        heads = math.gcd(sampler_mesh.tensor, work.model.num_kv_heads)
-        shared = sampler_mesh.data * sampler_mesh.fsdp * heads
+    within = {
+        name: size // (mesh.data * mesh.fsdp) for name, size in work.within.items()
+    }
+    if "KV cache" in within:
+        shared = decoding.cache_devices(work.model, sampler_mesh or mesh)
         within["KV cache"] = work.within["KV cache"] // shared
     result: dict[str, Any] = {
         "command": command,
@@ -139,6 +141,8 @@ def plan(
         "advice": [] if fits else advice(config, resident=resident, alive=alive),
         "programs": programs,
     }
+    if choices:
+        result["auto"] = choices
     if line is not None:
         result["sampler"] = line
     if sampler_mesh is not None:

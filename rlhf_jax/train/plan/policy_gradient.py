@@ -23,7 +23,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import continuous_batching, row_shares
-from rlhf_jax.planning import model_flops, workload
+from rlhf_jax.planning import decoding, model_flops, workload
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.workload import Program, Workload
 from rlhf_jax.roles import rewards
@@ -144,6 +144,9 @@ def programs(
             ),
             trips=turns,
             repeats=repeats,
+            least_bytes=_least_bytes(
+                config, sampler, prompt=texts.prompt, turns=turns, repeats=repeats
+            ),
             mesh=mesh,
             resharded=() if mesh is None else (0,),
         )
@@ -282,6 +285,34 @@ def _learning(
         stage="update",
         model_flops=learning,
         donate=(0,),
+    )
+
+
+def _least_bytes(
+    config: PolicyGradientConfig,
+    recipe: PolicyGradient,
+    *,
+    prompt: int,
+    turns: tuple[int, ...],
+    repeats: int,
+) -> float:
+    """Bytes that a device reads for all tokens after the first, by hand."""
+    first, *others = turns
+    number = first * repeats + sum(others)
+    options, model = config.sampler.sampler, recipe.model
+    dtype = model.dtype
+    if isinstance(options, Here) and options.dtype == "int8":
+        dtype = "int8"
+    # Places of continuous batching are filled in no order that is known here.
+    plain = recipe.continuous_batching is None
+    mesh: MeshShape = config.placement.sampler.mesh or config.placement.policy
+    return number * decoding.least_bytes(
+        model,
+        mesh=mesh,
+        rows=config.batch.batch_size if plain else None,
+        prompt=prompt,
+        turns=number,
+        weight_bytes=jnp.dtype(dtype).itemsize,
     )
 
 

@@ -115,7 +115,7 @@ def compare(
             return refused(one.refused)
         total = measured.alive(one, resident).total
         brought = resharding.described(one, target)
-        drawn = measured.described(one, target.chip)
+        drawn = measured.described(one, target.chip, num_chips=target.mesh.size)
         seconds, token = drawn["seconds"]["bound"], drawn["seconds_of_turn"]
         if brought is not None:
             seconds += brought["seconds"]["bound"]

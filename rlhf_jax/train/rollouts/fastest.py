@@ -51,6 +51,7 @@ def placed(
     chip: Chip | None,
     prompt: int,
     per_node: int | None = None,
+    memory: int | None = None,
 ) -> tuple[PolicyGradientConfig, str | None]:
     """The run with a place in place of `auto`, and what was chosen, as a line.
 
@@ -60,11 +61,12 @@ def placed(
       chip: that its devices are; None, as of a CPU, samples on the policy's mesh.
       prompt: columns of a prompt.
       per_node: devices whose links are fast; None is all.
+      memory: bytes that a device gives to programs; None is what the chip's table says.
     """
     if config.placement.sampler != AUTO:
         return config, None
     best = None
-    if chip is not None and mesh.size > 1 and _can_move(config):
+    if chip is not None and mesh.size > 1 and can_move(config):
         layouts = []
         for one in candidates(config, models.recipe.model, per_node=per_node):
             # What an axis does not divide, as learned positions, is not sampled there.
@@ -72,16 +74,22 @@ def placed(
                 layouts.append(
                     layout(config, models, one, mesh=mesh, chip=chip, prompt=prompt)
                 )
-        fitting = [one for one in layouts if one.bytes <= ROOM * chip.memory]
+        room = ROOM * (chip.memory if memory is None else memory)
+        fitting = [one for one in layouts if one.bytes <= room]
         best = min(fitting, key=lambda one: one.seconds, default=None)
     if best is None:
         return at(config, WITH_POLICY), None
-    axes = ((axis, size) for axis, size in vars(best.mesh).items() if size > 1)
-    name = ",".join(f"{axis}={size}" for axis, size in axes)
+    name = written(best.mesh)
     line = f"Sampling on {name}: {best.token * 1e3:.2f} ms per token at the least"
     if best.mesh == config.placement.policy:
         return at(config, WITH_POLICY), line
     return at(config, Place(mesh=best.mesh)), line
+
+
+def written(mesh: MeshShape) -> str:
+    """The axes of a mesh that share anything, as an option takes them."""
+    axes = ((axis, size) for axis, size in vars(mesh).items() if size > 1)
+    return ",".join(f"{axis}={size}" for axis, size in axes) or "1"
 
 
 def at(config: PolicyGradientConfig, place: Place) -> PolicyGradientConfig:
@@ -90,7 +98,7 @@ def at(config: PolicyGradientConfig, place: Place) -> PolicyGradientConfig:
     return dataclasses.replace(config, placement=placement)
 
 
-def _can_move(config: PolicyGradientConfig) -> bool:
+def can_move(config: PolicyGradientConfig) -> bool:
     """Whether a sampler on a mesh of its own goes with the rest of the run."""
     sampler = config.sampler
     return (

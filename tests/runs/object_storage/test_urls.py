@@ -50,6 +50,18 @@ def test_an_address_is_told_from_a_path(place, url):
     assert urls.of(place) == url
 
 
+@pytest.mark.parametrize("place", ["gs:bucket", Path("S3:bucket/run")])
+def test_an_address_without_slashes_makes_no_folder_of_its_name(place, capsys):
+    scheme, rest = str(place).lower().split(":")
+    advice = f"got an address without slashes; write {scheme}://{rest}, or give a fold"
+    with pytest.raises(InputError, match=f"^{place}: expected .*{advice}"):
+        urls.of(place)
+    with pytest.raises(SystemExit):
+        main(["sft", "--model=m", "--data=d", f"--out={place}"])
+    assert f"write {scheme}://{rest}" in capsys.readouterr().err.replace("\n", " ")
+    assert not Path(place).exists()
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -1,0 +1,285 @@
+"""What `--auto` chooses: how the devices share a run, of shapes alone.
+
+    mesh          all devices: data, data by nodes and fsdp inside of them, or fsdp
+    remat         none, dots or full
+    micro-batch   rows of a forward and backward pass
+    cache         all rows decoded at a time, or fewer where no layout has room
+
+Of what fits, the update that takes the least time by hand: its products, those that are
+rematerialised too, or what it sends. The layout to sample on is `rollouts/fastest.py`.
+Models and optimizers count to the byte (`memory_check`), activations by hand
+(`workload.activation_bytes`). An option that is not at its default stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
+from rlhf_jax.devices.placement import AUTO
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import layout
+from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.planning import memory_check, model_flops, workload
+from rlhf_jax.planning.chips import Chip
+from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.train import shapes
+from rlhf_jax.train.build import Meshes, Models
+from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.rollouts import fastest
+
+GIB = 2**30
+# Forward passes of an update: full remat repeats all of one, dots attention and norms.
+PASSES: dict[Remat, float] = {"none": 3.0, "dots": 3.1, "full": 4.0}
+
+
+class Devices(NamedTuple):
+    """What a run may take."""
+
+    devices: Sequence[Any]
+    chip: Chip | None  # None is one of which nothing is known, as a CPU
+    memory: int | None = None  # bytes for programs; None is what the chip's table says
+    per_node: int | None = None  # whose links are fast; None is all
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device for what is counted."""
+        assert self.chip is not None
+        memory = self.chip.memory if self.memory is None else self.memory
+        return fastest.ROOM * memory
+
+    def rate(self, devices: int) -> float:
+        """Bytes a second between so many neighbours."""
+        assert self.chip is not None
+        far = self.per_node is not None and devices > self.per_node
+        return self.chip.network if far and self.chip.network else self.chip.links
+
+
+class Fit(NamedTuple):
+    """An update that fits."""
+
+    mesh: MeshShape
+    remat: Remat
+    micro: int  # rows
+    seconds: float  # of a pass over a batch, at the least
+    held: int  # bytes of a device: models, optimizers and gradients
+    activations: int  # bytes of a device
+
+
+def chosen(
+    config: PolicyGradientConfig, start: Pretrained, among: Devices, *, prompt: int
+) -> tuple[PolicyGradientConfig, list[str]]:
+    """The run with what `--auto` chooses, and lines that say what and why.
+
+    Args:
+      start: --model without parameters.
+      prompt: columns of a prompt.
+    """
+    if config.auto is None:
+        return config, []
+    count, kind = len(among.devices), among.devices[0].device_kind
+    if among.chip is None:
+        return config, [
+            f"--auto: no figures of {kind} are known, so that every option stays; the "
+            f"policy is on {config.placement.policy.size} of {count} devices"
+        ]
+    columns = prompt + config.batch.max_new_tokens
+    head = f"--auto, for {count} x {kind} and rows of {columns:,} columns:"
+    fits = list(_fits(config, start, among, columns=columns))
+    if not fits:
+        return config, [
+            head,
+            "  every option stays, as no mesh and remat have room for an update: --lora"
+            " 16, a bfloat16 reference or more devices take less of each",
+        ]
+    best = min(fits, key=lambda fit: fit.seconds)
+    placement = dataclasses.replace(config.placement, policy=best.mesh)
+    policy = dataclasses.replace(config.start, remat=best.remat)
+    micro = None if best.micro == _rows(config) else best.micro
+    method = dataclasses.replace(config.method, micro_batch_size=micro)
+    made: Any = dataclasses.replace(
+        config, placement=placement, start=policy, method=method
+    )
+    lines = [
+        head,
+        f"  --placement.policy {fastest.written(best.mesh)}: models, optimizers and "
+        f"gradients take {best.held / GIB:.2f} GiB of {among.room / GIB:.2f} a device",
+        f"  --remat {best.remat} --micro-batch-size {best.micro}: activations take "
+        f"about {best.activations / GIB:.2f} GiB, an update {best.seconds:.2g} s at "
+        f"the least",
+    ]
+    if idle := count - best.mesh.size - _taken(config):
+        lines.append(
+            f"  {idle} of {count} devices are idle: the {_rows(config)} rows of an "
+            f"update and the heads are shared by {best.mesh.size} at the most"
+        )
+    made, line = _places(made, start, among, prompt=prompt)
+    return made, [*lines, *line]
+
+
+def _fits(
+    config: PolicyGradientConfig, start: Pretrained, among: Devices, *, columns: int
+) -> Iterator[Fit]:
+    """Of every mesh and remat the micro-batch of the most rows that has room."""
+    chip = among.chip
+    assert chip is not None
+    one = ONE_DEVICE.make(list(among.devices[:1]))
+    models = shapes.of_run(config, meshes=Meshes(one, one, one), start=start)
+    model = dataclasses.replace(start.model, dtype=config.start.dtype)
+    engine = layout.choose(
+        dataclasses.replace(model, attention=config.start.attention),
+        columns=columns,
+        backend=start.backend,
+        context=config.placement.policy.context,
+    ).engine
+    rows, new = _rows(config), config.batch.max_new_tokens
+    texts = Texts(columns - new, (new,) * config.batch.batch_size)
+    forward = model_flops.forward(model, texts, head=True)
+    for shape in _meshes(config, model, among):
+        held, shares = _held(config, models, shape, among), shape.data * shape.fsdp
+        for remat in _remats(config):
+            ran = dataclasses.replace(model, attention=engine, remat=remat)
+            for micro in _micros(config, rows, shares):
+                activations = workload.activation_bytes(
+                    ran,
+                    rows=micro // shares,
+                    columns=columns // shape.context,
+                    tensor=shape.tensor,
+                )
+                if held + activations <= among.room:
+                    # The base of adapters has no gradient of its own.
+                    passes = PASSES[remat] - (models.base is not None)
+                    products = passes * forward / shape.size / chip.flops
+                    times = config.batch.batch_size // micro
+                    sent = _sent(config, models, shape, among, times=times)
+                    seconds = config.method.num_epochs * max(products, sent)
+                    yield Fit(shape, remat, micro, seconds, held, activations)
+                    break  # fewer rows take no less time
+
+
+def _held(
+    config: PolicyGradientConfig, models: Models, shape: MeshShape, among: Devices
+) -> int:
+    """Bytes of a device: all models and optimizers, and gradients in float32."""
+    mesh = shape.make(list(among.devices)[: shape.size])
+    parts = shapes.parts(config, models, meshes=Meshes(mesh, mesh, mesh))
+    trained = (models.train.policy, models.train.critic)
+    return memory_check.bytes_per_device(trained, mesh=mesh) + sum(
+        memory_check.bytes_per_device(part.shapes, mesh=part.mesh)
+        for part in parts
+        if part.mesh is not None and part.shapes is not None
+    )
+
+
+def _meshes(
+    config: PolicyGradientConfig, model: ModelConfig, among: Devices
+) -> Iterator[MeshShape]:
+    """The mesh that is given, or those of as many devices as rows and heads divide."""
+    given = config.placement.policy
+    if given != ONE_DEVICE or not _may("mesh", config):
+        yield given
+        return
+    free = len(among.devices) - _taken(config)
+    shares = math.gcd(free, _rows(config))
+    tensor = math.gcd(free // shares, model.num_heads, model.num_kv_heads)
+    yield MeshShape(data=shares, tensor=tensor)
+    near = among.per_node or shares
+    if near < shares and shares % near == 0:
+        yield MeshShape(data=shares // near, fsdp=near, tensor=tensor)
+    if shares > 1:
+        yield MeshShape(fsdp=shares, tensor=tensor)
+
+
+def _remats(config: PolicyGradientConfig) -> tuple[Remat, ...]:
+    given = config.start.remat
+    free = given == "none" and _may("remat", config)
+    return ("none", "dots", "full") if free else (given,)
+
+
+def _micros(config: PolicyGradientConfig, rows: int, shares: int) -> list[int]:
+    """Rows of a pass that the devices divide, the most first."""
+    given = config.method.micro_batch_size
+    if given is not None or not _may("micro-batch", config):
+        sizes = [given or rows]
+    else:
+        sizes = range(rows, 0, -1)
+    return [n for n in sizes if rows % n == 0 and n % shares == 0]
+
+
+def _sent(
+    config: PolicyGradientConfig,
+    models: Models,
+    mesh: MeshShape,
+    among: Devices,
+    *,
+    times: int,
+) -> float:
+    """Seconds of a pass over a batch in so many micro-batches.
+
+    Weights of fsdp are gathered forward and backward, and their gradients summed, for
+    every micro-batch; gradients over data once per update.
+    """
+    size = jnp.dtype(config.start.dtype).itemsize
+    trained = _count((models.train.policy, models.train.critic))
+    read = trained + (0 if models.base is None else _count(models.base.stored))
+    gathered = times * (1 - 1 / mesh.fsdp) * (2 * size * read + 4 * trained)
+    summed = config.method.num_minibatches * (1 - 1 / mesh.data) * 2 * 4 * trained
+    inner = mesh.fsdp * mesh.tensor
+    return gathered / mesh.tensor / among.rate(inner) + summed / inner / among.rate(
+        mesh.size
+    )
+
+
+def _places(
+    config: PolicyGradientConfig, start: Pretrained, among: Devices, *, prompt: int
+) -> tuple[PolicyGradientConfig, list[str]]:
+    """The run with as many rows decoded at a time as a layout has room for."""
+    shape, rows = config.placement.policy, config.batch.batch_size
+    mesh = shape.make(list(among.devices)[: shape.size])
+    tried, known = config, among._asdict()
+    del known["devices"]
+    given = config.method.continuous_batching is not None
+    here = config.placement.sampler == AUTO and fastest.can_move(config)
+    if given or not here or not _may("cache", config):
+        return config, []
+    while rows >= shape.size > 1:
+        models = shapes.of_run(tried, meshes=Meshes(mesh, mesh, mesh), start=start)
+        _, fits = fastest.placed(tried, models, mesh=mesh, prompt=prompt, **known)
+        if fits is not None and tried is config:
+            return config, [f"  KV cache: all {rows} rows are decoded at a time"]
+        if fits is not None:
+            why = f"as no layout has room for {config.batch.batch_size} rows"
+            return tried, [f"  --continuous-batching {rows}: {why} of KV cache"]
+        rows //= 2
+        method: Any = dataclasses.replace(config.method, continuous_batching=rows)
+        try:
+            tried = dataclasses.replace(config, method=method)
+        except InputError:  # an environment, say, which has rows of its own
+            break
+    return config, []
+
+
+def _may(choice: str, config: PolicyGradientConfig) -> bool:
+    """Whether --auto is asked for it: without names for all."""
+    return config.auto is not None and (not config.auto or choice in config.auto)
+
+
+def _rows(config: PolicyGradientConfig) -> int:
+    """Of an update."""
+    return config.batch.batch_size // config.method.num_minibatches
+
+
+def _taken(config: PolicyGradientConfig) -> int:
+    """The last devices, which other roles take."""
+    return max((at.num_last for at in config.placement.places().values()), default=0)
+
+
+def _count(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,120 @@
+"""Tables of plans are what `recorded/plans` holds, number by number."""
+
+import json
+import re
+
+import places
+import pytest
+
+PLANS = places.RECORDED / "plans"
+GIB = 2**30
+README = (places.ROOT / "rlhf_jax" / "planning" / "README.md").read_text("utf-8")
+GRID = (PLANS / "grid.md").read_text("utf-8")
+
+
+def recorded(name):
+    return json.loads((PLANS / f"{name}.json").read_text("utf-8"))
+
+
+def rows():
+    """{(model, tokens, chip): row} of the grid; the last of each counts."""
+    lines = (PLANS / "grid.jsonl").read_text("utf-8").splitlines()
+    made = map(json.loads, lines)
+    return {tuple(row["cell"].values()): row for row in made}
+
+
+def table(heading, text):
+    """The cells of the table whose first row begins so, without its heading."""
+    [_, after] = text.split(f"\n{heading}")
+    lines = after.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_the_grid_s_table():
+    every = rows()
+    cells = table("| model, tokens |", GRID)
+    assert len(cells) == 8
+    for name, *figures in cells:
+        model, length = name.split(", ")
+        for chip, figure in zip(("v5e", "v5p", "h100"), figures, strict=True):
+            row = every[model, length, chip]
+            expected = "–"
+            if row["fits"]:
+                tokens, mfu = row["tokens_per_second_per_chip"], row["mfu"]
+                expected = f"{tokens:,.0f} ({mfu:.0%})"
+            assert figure == expected, (name, chip)
+
+
+def test_what_the_readme_says_of_the_grid():
+    every = rows()
+    bounds = [every["8B", "2k", c] for c in ("v5e", "v5p", "h100")]
+    figures = tuple(f"{one['tokens_per_second_per_chip']:,.0f}" for one in bounds)
+    text = "the bound is {} tokens per second and chip on v5e, {} on v5p and {} on H100"
+    assert text.format(*figures) in README
+    long = [row for (_, n, _), row in every.items() if n in ("32k", "128k")]
+    shares = [row["shares"]["rollout"] for row in long]
+    most = f"the rollout takes {min(shares):.0%} to {max(shares):.0%} of a step"
+    assert most in README
+
+    def mfu(gpus, kernels):
+        """Least and most of the updates."""
+        found = [
+            one["mfu"]
+            for (_, length, chip), row in every.items()
+            for one in row["programs"]
+            if one["name"] == "learning" and (chip[0] == "h") == gpus and one["mfu"]
+            if kernels(row["attention"], "context" in row["meshes"])
+        ]
+        return f"{min(found):.0%} to {max(found):.0%}"
+
+    shared = {gpus: mfu(gpus, lambda _, context: context) for gpus in (False, True)}
+    assert f"TPUs have {shared[False]} MFU of the update" in README
+    assert f"GPUs {shared[True]} (`blockwise`)" in README
+    assert f"cuDNN's kernel has {mfu(True, lambda name, _: name == 'cudnn')}" in README
+
+
+def test_64_h100():
+    result = recorded("llama-3.1-8b-grpo-h100-8x8")
+    learning = result["programs"][-1]
+    shares = (f"{part:.0%}" for part in result["shares"].values())
+    turn = next(one["seconds_of_turn"] for one in result["programs"] if one["turns"])
+    token = (f"{1e3 * turn[name]:.2f}" for name in ("by_hand", "memory", "bound"))
+    mesh = result["sampler"].removeprefix("Sampling on ").partition(":")[0]
+    expected = {
+        "peak [GiB per GPU, of 60]": f"{result['peak']['total'] / GIB:.1f}",
+        f"token on `{mesh}` [ms]: by hand; memory; latency added": "; ".join(token),
+        "MFU at the bound: update / step": (
+            f"{learning['mfu']:.0%} / {result['mfu']:.1%}"
+        ),
+        "rollout / score / update [share of the step]": " / ".join(shares),
+        "step [s]; tokens per second and GPU": (
+            f"{result['seconds']:.1f}; {result['tokens_per_second_per_chip']:,.0f}"
+        ),
+    }
+    assert dict(table("| 64 H100 |", README)) == expected
+
+
+def test_where_64_v5e_sample():
+    seconds = []
+    for name in ("", "-auto"):
+        result = recorded(f"llama-2-7b-v5e-8x8{name}")
+        programs = [one for one in result["programs"] if one["name"] == "sampling"]
+        seconds.append(programs[0]["seconds"]["bound"])
+    mesh = result["sampler"].removeprefix("Sampling on ").partition(":")[0]
+    text = "rollout takes {:.1f} s, bound by links, on the training mesh, {:.1f} s on"
+    assert f"{text.format(*seconds)} `{mesh}`, which is chosen." in README
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama-2-7b-v5e-8x8", "Llama 2 7B takes {:.2f} of {:.2f} GiB on 64 v5e"),
+        ("llama-2-7b-v5p-2x2x4", "{:.2f} of {:.2f} on 16 v5p"),
+        ("llama-2-70b-full-v5p-2x4x4", "Llama 2 70B {:.1f} on 32 v5p"),
+        ("llama-2-70b-lora-v5p-2x2x1", "with adapters {:.1f} on 4"),
+    ],
+)
+def test_what_others_take(name, text):
+    result = recorded(name)
+    peak, most = result["peak"]["total"] / GIB, result["chip"]["memory"] / GIB
+    assert re.search(re.escape(text.format(peak, most)), README)

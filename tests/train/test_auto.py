@@ -1,0 +1,244 @@
+"""`--auto`: what is chosen for eight devices of a chip that is made up."""
+
+import dataclasses
+import json
+import shutil
+import signal
+
+import jax
+import kill_kinds
+import planned
+import pytest
+
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices.placement import AUTO
+from rlhf_jax.models.families import registry
+from rlhf_jax.planning import chips, measured, workload
+from rlhf_jax.runs import metrics
+from rlhf_jax.train import main
+from rlhf_jax.train.plan import auto, job
+from rlhf_jax.train.rollouts import fastest
+
+WIDE = {"vocab": 32_768, "width": 2048, "layers": 2, "heads": 8}
+PARAMETERS = 32_768 * 2048 + 1024 * 2048 + 2 * (12 * 2048**2 + 13 * 2048) + 2 * 2048
+STATE = 4 * 4 * PARAMETERS  # float32: a policy, two moments of Adam and gradients
+REFERENCE = 4 * PARAMETERS
+GIB = 2**30
+
+
+def run(*words, heads=8):
+    """(config, start): 16 rows of 6 + 4 tokens."""
+    path = planned.model(**WIDE | {"heads": heads})
+    config, options = planned.parsed("grpo", *words, path=path, chip="h100")
+    target = measured.target(None, chip="h100", mesh=MeshShape(data=8))
+    return config, job.start_of(config, options, target=target)
+
+
+def choose(*words, memory, heads=8, prompt=6, **others):
+    config, start = run("--auto", *words, heads=heads)
+    among = auto.Devices(jax.devices()[:8], chips.CHIPS["h100"], memory, **others)
+    return auto.chosen(config, start, among, prompt=prompt)
+
+
+def made(config):
+    return (
+        config.placement.policy,
+        config.start.remat,
+        config.method.micro_batch_size,
+    )
+
+
+def room_for(held, *, remat, rows, columns=10):
+    """Bytes of a device whose room is what is held and activations, to the byte."""
+    _, start = run()
+    model = dataclasses.replace(start.model, remat=remat, attention="xla")
+    activations = workload.activation_bytes(model, rows=rows, columns=columns)
+    return int((held + activations) / fastest.ROOM) + 2
+
+
+def test_copies_of_the_state_go_where_they_fit():
+    config, lines = choose(memory=100 * GIB)
+    assert made(config) == (MeshShape(data=8), "none", None)
+    assert lines[0] == "--auto, for 8 x cpu and rows of 10 columns:"
+    held = (STATE + REFERENCE) / GIB
+    assert "--placement.policy data=8: models, optimizers and gradi" in lines[1]
+    assert f"take {held:.2f} GiB of 90.00 a device" in lines[1]
+    assert "--remat none --micro-batch-size 16: activations take about " in lines[2]
+
+
+def test_what_does_not_fit_as_copies_is_shared():
+    """At just so much memory of a copy; a few bytes less, and fsdp shares it."""
+    enough = room_for(STATE + REFERENCE, remat="full", rows=1)
+    config, _ = choose(memory=enough + 64)  # bytes of counters
+    assert made(config) == (MeshShape(data=8), "full", 8)
+    config, _ = choose(memory=enough - 64)
+    assert made(config) == (MeshShape(fsdp=8), "none", None)
+
+
+def test_remat_and_micro_batches_give_way_to_what_has_room():
+    shared = (STATE + REFERENCE) // 8
+    given, eight = "--placement.policy=fsdp=8", "--micro-batch-size=8"
+    for words, remat, rows, micro in (
+        (("micro-batch", given), "none", 2, None),
+        (("micro-batch", given), "none", 1, 8),
+        ((given, eight), "none", 1, 8),
+        ((given, eight), "dots", 1, 8),
+        ((given, eight), "full", 1, 8),
+    ):
+        # Vectors are not shared by the devices: a MiB, beside activations of hundreds.
+        memory = room_for(shared, remat=remat, rows=rows, columns=510) + 2**21
+        config, _ = choose(*words, memory=memory, prompt=506)
+        assert made(config) == (MeshShape(fsdp=8), remat, micro), (words, remat)
+    config, lines = choose(given, memory=int(shared / fastest.ROOM))
+    assert made(config) == (MeshShape(fsdp=8), "none", None)
+    assert "no mesh and remat have room for an update" in lines[1]
+
+
+def test_what_is_given_or_not_asked_for_stays():
+    words = ("--placement.policy=data=2,fsdp=4", "--remat=dots")
+    config, _ = choose(*words, "--micro-batch-size=8", memory=100 * GIB)
+    assert made(config) == (MeshShape(data=2, fsdp=4), "dots", 8)
+    enough = room_for(STATE + REFERENCE, remat="full", rows=1) + 64
+    config, start = run()
+    among = auto.Devices(jax.devices()[:8], chips.CHIPS["h100"], enough)
+    for names, mesh, remat, micro in (
+        (("mesh",), MeshShape(fsdp=8), "none", None),
+        (("mesh", "remat"), MeshShape(fsdp=8), "none", None),
+        (("remat",), MeshShape(), "none", None),  # on one device, where nothing fits
+        (None, MeshShape(), "none", None),
+    ):
+        asked = dataclasses.replace(config, auto=names)
+        result, lines = auto.chosen(asked, start, among, prompt=6)
+        assert made(result) == (mesh, remat, micro), names
+        assert bool(lines) == (names is not None)
+
+
+def test_devices_that_rows_do_not_divide_share_heads_or_are_idle():
+    twelve = ("--batch-size=12", "--group-size=4")
+    config, _ = choose(*twelve, memory=100 * GIB)
+    assert config.placement.policy == MeshShape(data=4, tensor=2)
+    config, lines = choose(*twelve, memory=100 * GIB, heads=1)
+    assert config.placement.policy == MeshShape(data=4)
+    idle = "4 of 8 devices are idle: the 12 rows of an update and the heads are shared"
+    assert any(idle in line for line in lines)
+
+
+def test_gpus_of_several_nodes_share_weights_inside_of_them():
+    shared = (STATE + REFERENCE) // 4
+    enough = room_for(shared, remat="none", rows=2) + 2**20
+    config, _ = choose(memory=enough, per_node=4)
+    assert config.placement.policy == MeshShape(data=2, fsdp=4)
+
+
+def test_of_a_device_without_figures_nothing_is_chosen():
+    config, start = run("--auto")
+    among = auto.Devices(jax.devices()[:8], None)
+    same, lines = auto.chosen(config, start, among, prompt=6)
+    assert same == config
+    assert lines == [
+        "--auto: no figures of cpu are known, so that every option stays; the policy "
+        "is on 1 of 8 devices"
+    ]
+
+
+def test_rows_of_a_cache_that_has_no_room_are_decoded_in_turns(monkeypatch):
+    """As if a layout had room for four rows."""
+    tried = []
+
+    def placed(config, models, **known):
+        rows = models.recipe.continuous_batching or config.batch.batch_size
+        tried.append(rows)
+        assert known["prompt"] == 6
+        return config, "Sampling on data=8" if rows <= 8 else None
+
+    monkeypatch.setattr(fastest, "placed", placed)
+    config, lines = choose(memory=100 * GIB)
+    assert tried == [16, 8]
+    assert config.method.continuous_batching == 8
+    assert (
+        "  --continuous-batching 8: as no layout has room for 16 rows of" in lines[-1]
+    )
+    assert config.placement.sampler == AUTO  # chosen when the run begins
+    config, _ = choose("--continuous-batching=16", memory=100 * GIB)
+    assert config.method.continuous_batching == 16
+    config, _ = choose("--placement.sampler=policy", memory=100 * GIB)
+    assert config.method.continuous_batching is None
+    assert tried == [16, 8]
+
+
+def test_a_plan_has_the_choices_of_its_run():
+    path = planned.model(**WIDE)
+    config, options = planned.parsed("grpo", "--auto", path=path, chip="h100")
+    config, lines = job.chosen(config, options)
+    assert made(config) == (MeshShape(data=8), "none", None)
+    assert lines[0] == "--auto, for 8 x cpu and rows of 10 columns:"
+    config, options = planned.parsed("grpo", path=path, chip="h100")
+    assert job.chosen(config, options) == (config, [])
+
+
+def test_activations_by_hand_are_near_the_compiler_s():
+    """Those that planning/README.md has of a v5e: 4 x 512 tokens of GPT-2 small."""
+    model = dataclasses.replace(registry.KNOWN["gpt2"], attention="xla")
+    for remat, mib in (("none", 3056), ("dots", 892), ("full", 316)):
+        ran = dataclasses.replace(model, remat=remat)
+        by_hand = workload.activation_bytes(ran, rows=4, columns=512)
+        assert by_hand / 2**20 == pytest.approx(mib, rel=0.1), remat
+        # Heads and MLP are shared, the width of the model is not.
+        halved = workload.activation_bytes(ran, rows=4, columns=512, tensor=2)
+        assert 0.5 < halved / by_hand < 0.75
+
+
+STOPPING = """
+import signal
+calls = 0
+
+def score(prompts, responses, rows):
+    global calls
+    calls += 1
+    if calls == 2:  # in step 1: the rehearsal's call is step 0's
+        signal.raise_signal(signal.SIGTERM)
+    return [float(len(set(response.split()))) for response in responses]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_run_goes_on_with_what_was_asked_for_not_with_what_was_chosen(
+    tmp_path, monkeypatch, capsys
+):
+    """Chosen for eight devices of a chip; then, on a CPU, the options as they were."""
+    kill_kinds.write_files(tmp_path)
+    (tmp_path / "stopping_at_one.py").write_text(STOPPING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ("--prompts=many.jsonl", "--model=model", "--num-steps=3")
+    options += ("--batch-size=16", "--group-size=4", "--max-new-tokens=4")
+    options += ("--reward=stopping_at_one:score", "--no-progress")
+
+    def grpo(folder, *words):
+        main.main(["grpo", *options, f"--out={folder}", *words])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chips, "of_device", lambda _: chips.CHIPS["h100"])
+        with pytest.raises(SystemExit) as stopped:
+            grpo("run", "--auto")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    text = capsys.readouterr().out
+    assert "--auto, for 8 x cpu and rows of 8 columns:" in text
+    assert "  --placement.policy data=8: models, optimizers and gradients take" in text
+    assert "Sampling on data=8" in text
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert config["auto"] == []
+    assert config["placement"]["policy"] == vars(MeshShape())
+    assert config["placement"]["sampler"]["devices"] == "auto"
+    assert config["start"]["remat"] == "none"
+    assert config["method"]["micro_batch_size"] is None
+    shutil.copytree("run", "other")
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    for folder, words in (("run", ("--auto",)), ("other", ())):
+        grpo(folder, *words, "--resume")
+        after = metrics.read(tmp_path / folder / "metrics.jsonl")
+        assert after[: len(rows)] == rows
+        assert len(after) == 3
+        told = "no figures of cpu are known" in capsys.readouterr().out
+        assert told == bool(words)
