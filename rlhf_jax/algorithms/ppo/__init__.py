@@ -1,6 +1,6 @@
 """PPO: a critic, generalised advantages and a clipped loss."""
 
-from rlhf_jax.algorithms.policy_gradient.critic import values
+from rlhf_jax.algorithms.policy_gradient.algorithm import values
 from rlhf_jax.algorithms.policy_gradient.iteration import (
     iteration,
     learn,
