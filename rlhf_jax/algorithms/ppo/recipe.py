@@ -1,7 +1,7 @@
 """The options of PPO, and what it brings to the policy gradient.
 
 `Recipe` is an option group of a command line. `PPO` adds shapes and optimizers, and
-brings GAE (`experience`), the value loss (`loss`) and the critic.
+brings GAE and the value loss (`loss`) and the critic.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.algorithm import CriticRecipe, PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import Clip, FixedLength, PolicyRecipe
-from rlhf_jax.algorithms.ppo.experience import Whiten, gae_experience
-from rlhf_jax.algorithms.ppo.loss import ppo_loss, whitened
+from rlhf_jax.algorithms.ppo.loss import Whiten, gae_experience, ppo_loss, whitened
 from rlhf_jax.algorithms.state import LossFunction, Optimizer
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError, one_of
