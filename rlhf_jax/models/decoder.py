@@ -22,10 +22,10 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import axes, blocks, context, layers, layout, leaves
+from rlhf_jax.models import axes, blocks, layers, layout, leaves
 from rlhf_jax.models.attention import AttentionMask, KeyValue, mask_of
+from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.context import Cut
 from rlhf_jax.models.positions import angles, positions_of
 
 Array = jax.Array
@@ -128,7 +128,7 @@ def hidden_states(
         segments=segments,
         prefixes=prefixes,
         first_column=first_column,
-        cut=context.cut_of(tokens.shape[0]),
+        cut=axes.cut_of(tokens.shape[0]),
     )
     return hidden
 
@@ -179,7 +179,7 @@ def _run(
     if cut is not None:
         room = cut.width(columns) - columns
         tokens, mask, segments, prefixes = jax.tree.map(
-            lambda x: context.padded(x, room), (tokens, mask, segments, prefixes)
+            lambda x: axes.padded(x, room), (tokens, mask, segments, prefixes)
         )
     # i32[B, S], counted over tokens: left padding does not shift a prompt's positions.
     positions = positions_of(mask, segments=segments, prefixes=prefixes)

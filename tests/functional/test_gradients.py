@@ -348,7 +348,7 @@ WITHOUT_A_SLOPE = {
     "best_of_n.selection_weights": "counts scores",
     "kl.controllers.scalar": "a number",
     "kl.penalty.reward_kl": "stops the gradient",
-    "kl.weighted_estimates.estimates": "stops the gradient of values",
+    "kl.penalty.weighted_estimates": "stops the gradient of values",
     "masked.centred": "a number that has no gradient, and what is left",
     "masked.lengths_to_mask": "bool",
     "unused_ids.contain": "bool",

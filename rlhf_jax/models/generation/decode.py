@@ -28,9 +28,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.caches import Caches, growing_widths, widened
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import loop
-from rlhf_jax.models.generation.loop import Decoder, Draw, Drawn
-from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.generation import sampling
+from rlhf_jax.models.generation.sampling import Decoder, Draw, Drawn, Shaping
 
 if TYPE_CHECKING:
     from rlhf_jax.models.generation.places import Responses
@@ -203,7 +202,7 @@ def start(
             max_new_tokens=max_new_tokens,
             temperature=draw.temperature,
         )
-        last, cache = loop.read_prompts(
+        last, cache = sampling.read_prompts(
             decoder,
             tokens=tokens,
             mask=mask,
@@ -250,7 +249,7 @@ def finish(
 
     def advance(state: Decoding, width: int) -> Decoding:
         so_far, column = state.generated, state.prompt_size + state.step - 1
-        drawn, caches = loop.step(
+        drawn, caches = sampling.step(
             ready,
             state.caches,
             tokens=jax.lax.dynamic_index_in_dim(
@@ -274,7 +273,7 @@ def finish(
             widened(cache, model=decoder.model, columns=width)
             for decoder, cache in zip(decoders, state.caches, strict=True)
         )
-        state = loop.run(
+        state = sampling.run(
             dataclasses.replace(state, caches=caches),
             advance=functools.partial(advance, width=width),
             more=functools.partial(more, width=width),

@@ -25,8 +25,8 @@ from jax.sharding import AxisType, PartitionSpec
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import continuous_batching, page_table
-from rlhf_jax.models.generation.loop import Draw
 from rlhf_jax.models.generation.places import Responses
+from rlhf_jax.models.generation.sampling import Draw
 
 Array = jax.Array
 Params = Any
