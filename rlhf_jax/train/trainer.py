@@ -24,6 +24,7 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
+from rlhf_jax.devices.placement import AUTO, WITH_POLICY
 from rlhf_jax.planning import chips
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
@@ -37,7 +38,6 @@ from rlhf_jax.train.loop import Begun, Loop, improve
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.rollouts import fastest
 from rlhf_jax.train.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
@@ -77,17 +77,23 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     chip = chips.of_device(mesh.devices.flat[0])
     # A resume, which may be on other devices, is compared with what was asked for.
     recorded = config
-    config, layout = fastest.placed(
-        config,
-        planned,
-        mesh=mesh,
-        chip=chip,
-        prompt=0,  # none is read yet; `fastest.ROOM` has theirs
-        per_node=None if chip is None or chip.network is None else _per_node(),
-    )
-    if layout is not None:
-        print(layout)
-        meshes = Meshes.of(config)
+    if config.placement.sampler == AUTO:
+        if chip is None or mesh.size == 1:  # there is nothing to choose from
+            config = config.sampled_at(WITH_POLICY)
+        else:
+            from rlhf_jax.train.rollouts import fastest
+
+            config, layout = fastest.placed(
+                config,
+                planned,
+                mesh=mesh,
+                chip=chip,
+                prompt=0,  # none is read yet; `fastest.ROOM` has theirs
+                per_node=None if chip.network is None else _per_node(),
+            )
+            if layout is not None:
+                print(layout)
+                meshes = Meshes.of(config)
     if config.check_memory:
         shapes.check(config, planned, meshes=meshes)
     # What a user may have got wrong is refused before a weight is read.

@@ -12,7 +12,6 @@ asks the compiler about each.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -75,19 +74,13 @@ def placed(
         fitting = [one for one in layouts if one.bytes <= ROOM * chip.memory]
         best = min(fitting, key=lambda one: one.seconds, default=None)
     if best is None:
-        return at(config, WITH_POLICY), None
+        return config.sampled_at(WITH_POLICY), None
     axes = ((axis, size) for axis, size in vars(best.mesh).items() if size > 1)
     name = ",".join(f"{axis}={size}" for axis, size in axes)
     line = f"Sampling on {name}: {best.token * 1e3:.2f} ms per token at the least"
     if best.mesh == config.placement.policy:
-        return at(config, WITH_POLICY), line
-    return at(config, Place(mesh=best.mesh)), line
-
-
-def at(config: PolicyGradientConfig, place: Place) -> PolicyGradientConfig:
-    """The run with its sampler at a place."""
-    placement = dataclasses.replace(config.placement, sampler=place)
-    return dataclasses.replace(config, placement=placement)
+        return config.sampled_at(WITH_POLICY), line
+    return config.sampled_at(Place(mesh=best.mesh)), line
 
 
 def _can_move(config: PolicyGradientConfig) -> bool:
@@ -154,7 +147,7 @@ def layout(
     if shape != config.placement.policy:
         devices = sorted(mesh.devices.flat, key=lambda device: device.id)
         sampling = shape.make(devices)
-        stored = shapes.storage_of_sampler(at(config, Place(mesh=shape)), models)
+        stored = shapes.storage_of_sampler(config.sampled_at(Place(mesh=shape)), models)
         policy = memory_check.bytes_per_device(stored, mesh=sampling)
         if models.base is not None:
             base = memory_check.bytes_per_device(models.base.stored, mesh=sampling)
