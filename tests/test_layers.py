@@ -30,8 +30,8 @@ PURE = [
 MAX_FILES = 16  # in a folder, without its __init__.py
 # What a pure module may import: nothing here opens a file or reads a clock.
 PURE_IMPORTS = {
-    *("__future__", "abc", "collections", "copy", "dataclasses", "decimal", "fnmatch"),
-    *("functools", "hashlib", "itertools", "math", "re"),
+    *("__future__", "abc", "collections", "contextlib", "copy", "dataclasses"),
+    *("decimal", "fnmatch", "functools", "hashlib", "itertools", "math", "re"),
     *("typing", "warnings", "chex", "flax", "jax", "jaxtyping", "numpy", "optax"),
     "rlhf_jax",
 }

@@ -23,6 +23,7 @@ from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
@@ -63,17 +64,13 @@ class DistillRecipe(ReinforceRecipe):
             advice="at 0 and 1 the divergence is 0: take forward or reverse",
             jsd_beta=self.jsd_beta,
         )
-        mixed = self.divergence == "jensen_shannon"
-        for name, unread in {
-            "jsd_beta": self.jsd_beta != HALF and not mixed,
-            "top_k": self.top_k is not None and self.divergence is None,
-        }.items():
-            if unread:
-                raise InputError(
-                    f"{name}: expected none with divergence {self.divergence}, which "
-                    f"does not read it, got {getattr(self, name)}; leave it out, or "
-                    f"choose another divergence"
-                )
+        reads_beta = self.divergence == "jensen_shannon" or self.jsd_beta == HALF
+        expect_none(
+            f"with divergence {self.divergence}, which does not read it",
+            advice="leave it out, or choose another divergence",
+            jsd_beta=None if reads_beta else self.jsd_beta,
+            top_k=self.top_k if self.divergence is None else None,
+        )
         checks.positive(top_k=self.top_k)
         if self.penalty.in_loss or self.penalty.needs_logits:
             raise InputError(
@@ -106,12 +103,11 @@ class DistillRecipe(ReinforceRecipe):
         unread = [n for n in OF_THE_POLICY_LOSS if getattr(self, n) != defaults[n]]
         if self.weighted is not None:
             unread.append("sampler_correction")
-        for name in unread:
-            raise InputError(
-                f"{name}: expected none without a reward, where the divergence is "
-                f"the whole loss, got {getattr(self, name)}; leave it out, or give "
-                f"a reward"
-            )
+        expect_none(
+            "without a reward, where the divergence is the whole loss",
+            advice="leave it out, or give a reward",
+            **{name: getattr(self, name) for name in unread},
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,11 +150,11 @@ class Distill(DistillRecipe, PolicyGradient):
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PolicyExperience, LossFunction]:
         """`distillation_loss` of the parts; a student has one teacher alone."""
-        if frozen.further:
-            raise InputError(
-                f"further: expected no references beside the teacher, got "
-                f"{', '.join(frozen.further)}; leave them out"
-            )
+        expect_none(
+            "beside the teacher",
+            advice="leave them out",
+            further=", ".join(frozen.further) or None,
+        )
         return super().minibatch_loss(minibatch, kl_coef=kl_coef, frozen=frozen)
 
     def terms(self, policy: Any, **part: Unpack[Part]) -> tuple[Array, masked.Stats]:

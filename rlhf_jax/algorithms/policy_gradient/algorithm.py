@@ -31,6 +31,7 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
 from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
@@ -256,11 +257,11 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             ("stop_approxkl", self.stop_approxkl, "it ends the updates of both"),
             ("max_ratio_mean", self.max_ratio_mean, "it leaves out a step of both"),
         ):
-            if value is not None:
-                raise InputError(
-                    f"{name}: expected none where the critic is trained apart from the "
-                    f"policy, got {value}: {why}; leave it out, or train them together"
-                )
+            expect_none(
+                "where the critic is trained apart from the policy",
+                advice=f"{why}: leave it out, or train them together",
+                **{name: value},
+            )
 
     def refuse_turns(self, turns: Array | None) -> None:
         """Raises InputError for rewards of turns where a response is cut at a stop."""

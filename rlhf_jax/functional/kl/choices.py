@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.kl import estimators, gradients
 from rlhf_jax.functional.kl.gradients import Estimator
 
@@ -81,13 +82,12 @@ class Penalty:
                 f"for samples of the policy; choose importance_weights, the exact "
                 f"estimator, or direction reverse"
             )
-        if self.importance_weights is None:
-            return
         if self.direction == "reverse" and not self.in_loss:
-            raise InputError(
-                f"importance_weights: expected none where a reverse KL is only in the "
-                f"reward, got {self.importance_weights}; the policy that samples "
-                f"is the one whose KL is penalised there, so each weight is 1"
+            expect_none(
+                "where a reverse KL is only in the reward",
+                advice="the policy that samples is the one whose KL is penalised "
+                "there, so each weight is 1",
+                importance_weights=self.importance_weights,
             )
         if self.importance_weights == "token" and (
             self.per == "response" or not sampled

@@ -40,7 +40,7 @@ from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.data.text import Question
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.functional import masked
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models import config as models
 from rlhf_jax.models import decoder, layout
@@ -242,7 +242,7 @@ class SFT(Task[Config]):
 def fresh(options: Start) -> Pretrained:
     """A model of the tokenizer's vocabulary, without parameters."""
     assert options.tokenizer is not None  # checked by Start
-    with hub.named("--tokenizer"):
+    with located("--tokenizer", hub.NoCheckpoint):
         tokenizer = tokenization.load_tokenizer(options.tokenizer)
     vocab_size = 1 + max(tokenizer.get_vocab().values())
     model = models.gpt2(
