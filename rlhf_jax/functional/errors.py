@@ -6,7 +6,7 @@ This module loads no JAX.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -56,3 +56,17 @@ def expect_none(because: str, *, advice: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise InputError(f"{name}: expected none {because}, got {value}; {advice}")
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """InputError with every fault, a line each; nothing where there is none.
+
+    >>> refuse([])
+    >>> refuse(["top_k: expected 1 or more, got 0", "top_p: expected 1, got 2"])
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: top_k: expected 1 or more, got 0
+    top_p: expected 1, got 2
+    """
+    if message := "\n".join(faults):
+        raise InputError(message)

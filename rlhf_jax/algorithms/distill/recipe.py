@@ -10,6 +10,7 @@ reference (`objective/kl`) is of the teacher.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal, Unpack, get_args
 
 import jax
@@ -22,8 +23,8 @@ from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
 from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.checks import InputError, one_of
-from rlhf_jax.functional.errors import expect_none
+from rlhf_jax.functional.checks import one_of
+from rlhf_jax.functional.errors import expect_none, refuse
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
@@ -72,14 +73,17 @@ class DistillRecipe(ReinforceRecipe):
             top_k=self.top_k if self.divergence is None else None,
         )
         checks.positive(top_k=self.top_k)
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if self.penalty.in_loss or self.penalty.needs_logits:
-            raise InputError(
+            yield (
                 f"penalty: expected k1, k2 or k3 in the reward or nowhere, got "
                 f"{self.penalty.value_estimator} in the {self.penalty.placement}; "
                 f"choose a divergence for the loss, which is exact"
             )
         if self.divergence is None and not self.penalty.in_reward:
-            raise InputError(
+            yield (
                 "divergence: expected one, or penalty.placement reward, got neither, "
                 "so that nothing would be learned from the teacher; choose either"
             )

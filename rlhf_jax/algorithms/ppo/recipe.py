@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -21,6 +22,7 @@ from rlhf_jax.algorithms.ppo.loss import Whiten, gae_experience, ppo_loss, white
 from rlhf_jax.algorithms.state import LossFunction, Optimizer
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
@@ -69,8 +71,11 @@ class Recipe(PolicyRecipe):
             among=("rollout", "minibatch", None),
         )
         one_of(whiten_ddof=self.whiten_ddof, among=(0, 1))
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if self.whiten_rewards == "minibatch" and self.whiten_advantages == "rollout":
-            raise InputError(
+            yield (
                 "whiten_rewards: expected 'rollout' or None where advantages are "
                 "whitened over the rollout, got 'minibatch': they do not exist before "
                 "the minibatch then; set whiten_advantages='minibatch'"
@@ -80,7 +85,7 @@ class Recipe(PolicyRecipe):
             self.whiten_rewards,
             self.whiten_advantages,
         ):
-            raise InputError(
+            yield (
                 "sampler_correction: expected whitening over the rollout or none with "
                 "weights, as advantages of a minibatch are estimated after they were "
                 "weighted, got 'minibatch'; choose 'rollout', or the correction ratio"

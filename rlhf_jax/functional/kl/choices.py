@@ -9,11 +9,11 @@ response   kl        0   0   0  k    0      k(x_1 + x_2 + x_3), at the last toke
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.errors import expect_none
+from rlhf_jax.functional.errors import expect_none, refuse
 from rlhf_jax.functional.kl import estimators, gradients
 from rlhf_jax.functional.kl.gradients import Estimator
 
@@ -47,20 +47,22 @@ class Penalty:
 
     def __post_init__(self) -> None:
         self._check_names()
+        checks.positive(clip=self.clip)
+        refuse((*self._faults(), *self._faults_of_weights()))
+
+    def _faults(self) -> Iterator[str]:
         if self.grad_estimator is not None and not self.in_loss:
-            raise InputError(
+            yield (
                 f"grad_estimator: expected None where nothing is in the loss "
                 f"(placement {self.placement}), got {self.grad_estimator}; choose "
                 f"placement loss or both, or leave it out"
             )
-        checks.positive(clip=self.clip)
         if self.top_k is not None and (self.top_k < 1 or not self.needs_logits):
-            raise InputError(
+            yield (
                 f"top_k: expected 1 token or more, and an exact estimator, got "
                 f"{self.top_k} with {' and '.join(self.estimators_used)}; choose "
                 f"value_estimator exact, or leave top_k out"
             )
-        self._check_weights()
 
     def _check_names(self) -> None:
         known = get_args(Estimator)
@@ -73,10 +75,10 @@ class Penalty:
             importance_weights=self.importance_weights, among=(None, "token", "prefix")
         )
 
-    def _check_weights(self) -> None:
+    def _faults_of_weights(self) -> Iterator[str]:
         sampled = [name for name in self.estimators_used if name != "exact"]
         if self.direction == "forward" and self.importance_weights is None and sampled:
-            raise InputError(
+            yield (
                 f"importance_weights: expected token or prefix for {sampled[0]} of a "
                 f"forward KL, which is a mean over samples of the reference, got none "
                 f"for samples of the policy; choose importance_weights, the exact "
@@ -93,7 +95,7 @@ class Penalty:
             self.per == "response" or not sampled
         ):
             what = "one response" if self.per == "response" else "an exact estimator"
-            raise InputError(
+            yield (
                 f"importance_weights: expected prefix or none for {what}, got token; a "
                 f"token's own weight does not correct the tokens before it"
             )

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import logprobs, unused_ids
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.functional.unused_ids import Ranges
 from rlhf_jax.models import axes, cached_decoder, decoder
 from rlhf_jax.models.cached_decoder import Seen, prefill
@@ -47,11 +47,14 @@ class Shaping:
     min_p: float | None = None  # keep tokens of at least this share of the largest
 
     def __post_init__(self) -> None:
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"expected top_k >= 1, got {self.top_k}; None is off")
+            yield f"expected top_k >= 1, got {self.top_k}; None is off"
         for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
             if value is not None and not 0 < value <= 1:
-                raise InputError(f"expected 0 < {name} <= 1, got {value}; None is off")
+                yield f"expected 0 < {name} <= 1, got {value}; None is off"
 
 
 def sample_token(
