@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -203,28 +202,24 @@ def check_dpo(
         advice="choose another: from 0.5 on the rejected response would be better",
         label_smoothing=None if soft else label_smoothing,
     )
-    refuse(_faults(kind, label_smoothing, soft=soft, reference_free=reference_free))
-
-
-def _faults(
-    kind: DPOKind, label_smoothing: Any, *, soft: bool, reference_free: bool
-) -> Iterator[str]:
     number = checks.number(label_smoothing)
     got = number if number is not None else "one for each pair" if soft else "an array"
+    faults: list[str] = []
     if kind == "robust" and (soft or (number is not None and number <= 0)):
-        yield (
+        faults.append(
             f"label_smoothing: expected a number above 0 with kind 'robust', the rate "
             f"at which labels are flipped, got {got}; give it, or choose sigmoid"
         )
     if kind in ("ipo", "hinge") and number != 0:
-        yield (
+        faults.append(
             f"label_smoothing: expected 0 with kind {kind!r}, which does not read it, "
             f"got {got}; leave it out, or choose sigmoid"
         )
     if kind == "ipo" and reference_free:
-        yield (
+        faults.append(
             "kind: expected sigmoid, robust or hinge without a reference, got 'ipo', "
             "which holds every pair to one lead over the reference: over none, that is "
             "a claim about the lengths of responses; choose another, or give the "
             "reference"
         )
+    refuse(faults)
