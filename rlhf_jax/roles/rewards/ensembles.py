@@ -66,13 +66,15 @@ def combine(
         case "minimum":
             total = members.min(axis=0)
         case "mean_minus_std":
-            total = mean - (1.0 if std_coef is None else std_coef) * spread
+            std_coef = 1.0 if std_coef is None else std_coef
+            total = mean - std_coef * spread
         case "entropic":
             # Over the least member: no exponential overflows, and where τ is large
             # nothing is rounded at the size of τ.
-            least, tau = members.min(axis=0), 1.0 if risk is None else risk
-            above = jnp.expm1((least[None] - members) / tau).mean(axis=0)
-            total = least - tau * jnp.log1p(above)
+            risk = 1.0 if risk is None else risk
+            least = members.min(axis=0)
+            above = jnp.expm1((least[None] - members) / risk).mean(axis=0)
+            total = least - risk * jnp.log1p(above)
     parts = {f"member_{i}": member for i, member in enumerate(members)}
     return Scores(total=total, parts=parts | {"disagreement": spread})
 
