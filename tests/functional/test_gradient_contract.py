@@ -158,15 +158,15 @@ CASES = {
         {"penalty": Penalty("exact", placement="loss")},
     ),
     "kl.penalty.reward_kl": ("", {"penalty": Penalty("k3")}),
-    "kl.weighted_estimates.estimates": (
+    "kl.penalty.weighted_estimates": (
         "log_ratio",
         {"penalty": IN_LOSS, "estimator": "k2"},
     ),
-    "kl.weighted_estimates.estimates exact": (
+    "kl.penalty.weighted_estimates exact": (
         "exact",
         {"penalty": IN_LOSS, "estimator": "exact"},
     ),
-    "kl.weighted_estimates.with_sampled_tail": (
+    "kl.penalty.with_sampled_tail": (
         "head logprobs",
         {"head": normal(ROWS, COLUMNS), "inside": MASK},
     ),

@@ -33,7 +33,7 @@ from rlhf_jax import frozen, grpo
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
-from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.ppo import gae_experience
 from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 
@@ -169,7 +169,7 @@ def finder(
 
     def learned(scored: Scored, rows: Array, beta: Array) -> PolicyExperience:
         if critic:
-            return experience.gae_experience(
+            return gae_experience(
                 take(scored, rows),
                 kl_coef=beta,
                 gamma=1.0,

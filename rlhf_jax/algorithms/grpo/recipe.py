@@ -23,6 +23,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 
 Array = jax.Array
@@ -63,11 +64,12 @@ class GroupRecipe(PolicyRecipe):
         one_of(normalise=self.normalise, among=("group", "rollout", None))
         one_of(overlong_mask=self.overlong_mask, among=("loss", "group", None))
         one_of(equal_groups=self.equal_groups, among=("keep", "leave_out"))
-        if self.overlong_mask is not None and self.truncates_reward_only:
-            raise InputError(
-                f"overlong_mask: expected none with reward_only of fixed_length, where "
-                f"the policy is trained on tokens after the stop token, got "
-                f"{self.overlong_mask!r}; leave one of them out"
+        if self.truncates_reward_only:
+            expect_none(
+                "with reward_only of fixed_length, where the policy is trained on "
+                "tokens after the stop token",
+                advice="leave one of them out",
+                overlong_mask=self.overlong_mask,
             )
         checks.groups(self.group_size, group_size=self.group_size, least=2)
         if self.kl_to_go and not self.penalty.in_reward:

@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms import batch, flow
-from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient, critic_of
 from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
-from rlhf_jax.algorithms.policy_gradient.critic import critic_of
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked

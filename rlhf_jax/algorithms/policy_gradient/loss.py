@@ -13,7 +13,7 @@ from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
-from rlhf_jax.functional.kl.weighted_estimates import with_sampled_tail
+from rlhf_jax.functional.kl.penalty import with_sampled_tail
 from rlhf_jax.models.packing import Packing, Texts, texts_of
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference.frozen import (

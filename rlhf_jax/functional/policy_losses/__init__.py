@@ -8,13 +8,12 @@
 All are aggregated, and report ratios, as `losses.policy_loss` does.
 """
 
-from rlhf_jax.functional.policy_losses.divergence_masks import Divergence, dppo_loss
+from rlhf_jax.functional.policy_losses.divergence_masks import dppo_loss
 from rlhf_jax.functional.policy_losses.geometric_mean import gmpo_loss
 from rlhf_jax.functional.policy_losses.response_weights import topr_loss, vespo_loss
 from rlhf_jax.functional.policy_losses.sequence_mask import off_policy_mask
 
 __all__ = [
-    "Divergence",
     "dppo_loss",
     "gmpo_loss",
     "off_policy_mask",

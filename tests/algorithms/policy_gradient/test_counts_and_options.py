@@ -12,7 +12,7 @@ import pytest
 import toys
 
 from rlhf_jax.algorithms import batch, reinforce, sft, state
-from rlhf_jax.algorithms.policy_gradient import algorithm, loss, minibatch_gradients
+from rlhf_jax.algorithms.policy_gradient import algorithm, loss, update
 from rlhf_jax.algorithms.policy_gradient.corrections import Reject, Truncate
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional.kl.control import Adaptive
@@ -419,7 +419,7 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
 
     monkeypatch.setattr(sft, "loss", loss)
     params = {"w": jnp.float32(3)}
-    gradient, stats = minibatch_gradients.ptx_gradient(
+    gradient, stats = update.ptx_gradient(
         params, texts, recipe=recipe, frozen=NO_MODELS
     )
     assert float(gradient["w"]) == 0.5

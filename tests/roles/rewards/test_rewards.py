@@ -628,6 +628,9 @@ def test_ensembles_that_are_refused():
         rewards.combine(MEMBERS, how="mean_minus_std", std_coef=-1.0)
     with pytest.raises(InputError, match=r"risk: expected .* above 0"):
         rewards.combine(list(MEMBERS), how="entropic", risk=0.0)
+    for unread in ({"std_coef": 1.0}, {"risk": 1.0}):
+        with pytest.raises(InputError, match="expected none with how 'mean', which"):
+            rewards.ensemble([lengths, lengths], how="mean", **unread)
     with pytest.raises(ValueError, match=r"member_1 \(3,\)"):
         rewards.combine([MEMBERS[0], MEMBERS[1][1:]], how="mean")
 
