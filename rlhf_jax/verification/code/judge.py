@@ -17,10 +17,10 @@ import os
 import sys
 import types
 
+from rlhf_jax.verification.code import wire
 from rlhf_jax.verification.code.link import Link
 from rlhf_jax.verification.isolation import confined
 from rlhf_jax.verification.unit_tests import Names
-from rlhf_jax.verification.values import codec
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def main() -> None:
         os.write(report, f"{task['nonce']} {what}\n".encode("utf-8", "replace"))
 
     try:
-        codec.receive(replies)
+        wire.receive(link.replies)
         say("ready")
     except EOFError:
         os._exit(1)
