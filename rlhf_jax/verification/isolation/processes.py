@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,12 +124,9 @@ def started(
         errors = stack.enter_context(tempfile.TemporaryFile())  # before it is ready
         inside = ways.INSIDE if way == "bubblewrap" else place
         settings = {**limits, "folder": inside, "numpy": ways.numpy_folder()}
-        before, package, ruleset = [], OURS, []
+        before, package = [], OURS
         if way == "bubblewrap":
             before, package = ways.bubblewrap(place), ways.PACKAGE
-        elif way == "landlock":
-            ruleset = [opened(ways.landlock(place), "rb").fileno()]
-        settings["ruleset"] = ruleset[0] if ruleset else None
         settings["filter"] = "" if way == "none" else ways.seccomp().hex()
         to_read, requests = pipe()
         replies, to_write = pipe()
@@ -144,7 +142,10 @@ def started(
 
         script = START.format(code)
         words = [*before, *INTERPRETER, script, package]
-        start(words, {}, stdin=to_read, stdout=to_write, pass_fds=ruleset)
+        with ThreadPoolExecutor(1) as thread:  # one of its own, for Landlock
+            if way == "landlock":
+                thread.submit(ways.landlock, place).result()
+            thread.submit(start, words, {}, stdin=to_read, stdout=to_write).result()
         words = [*INTERPRETER, START.format(judge), OURS]
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "pass_fds": pipes}
         judging = start(words, {"pipes": pipes}, stdout=subprocess.DEVNULL, **options)
