@@ -140,10 +140,13 @@ def started(
 
         script = START.format(code)
         words = [*before, *INTERPRETER, script, package]
-        with ThreadPoolExecutor(1) as thread:  # one of its own, for Landlock
-            if way == "landlock":
+        begin = functools.partial(start, words, {}, stdin=to_read, stdout=to_write)
+        if way == "landlock":  # it holds for a thread and what that starts
+            with ThreadPoolExecutor(1) as thread:
                 thread.submit(ways.landlock, place).result()
-            thread.submit(start, words, {}, stdin=to_read, stdout=to_write).result()
+                thread.submit(begin).result()
+        else:  # `bwrap` would end with such a thread
+            begin()
         words = [*INTERPRETER, START.format(judge), OURS]
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "pass_fds": pipes}
         judging = start(words, {"pipes": pipes}, stdout=subprocess.DEVNULL, **options)
