@@ -84,7 +84,7 @@ class HeldOut:
           `eval/greedy_score`, the mean score of the likeliest responses. With samples
           `eval/score`, their mean score; `eval/pass_at_k`, the share of rows of whose k
           samples one scores above 0; `eval/kl`, k1 to the reference, nats per response;
-          and `eval/length`, tokens. `eval/greedy_reward/NAME` and `eval/reward/NAME` are
+          and `eval/length`, tokens. `eval/greedy_reward/NAME`, `eval/reward/NAME`:
           the means of every part of the scores: the rewards of --rewards, before their
           weights, which have `eval/pass_at_k_reward/NAME` too, and what each counts, as
           `eval/reward/refused`.
