@@ -307,8 +307,8 @@ WIRES = {  # what our own processes say to each other, and what Python has parse
     "verification.code.judge": "a task of `trial`, and tests, which it runs",
     "verification.code.runner": "the limits that `verifier` starts it with",
     "verification.code.trial": "what `judge` reports",
+    "verification.code.wire": "a wire with a format and limits of its own",
     "verification.unit_tests": "tests, which are run",
-    "verification.values.codec": "a wire with a format and limits of its own",
 }
 
 
