@@ -160,6 +160,8 @@ class PolicyExperience:
     )
     # Of all tokens that were drawn; None keeps no ledger of them.
     sampled: Sampled | None = flax.struct.field(default=None, kw_only=True)
+    # Of `token_choice`: tokens that have an advantage, or that KL-Cov holds. None: all.
+    chosen: Bool[Array, "B S"] | None = flax.struct.field(default=None, kw_only=True)
 
     @property
     def behaviour_logprobs(self) -> Array:

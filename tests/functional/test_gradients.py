@@ -303,6 +303,12 @@ CASES = {
         )[0],
         (PER_TOKEN,),
     ),
+    "policy_losses.token_choice.kl_cov_loss": (
+        lambda x: policy_losses.kl_cov_loss(
+            logprobs=x, old_logprobs=jnp.full(PER_TOKEN, 9.0), chosen=MASK, mask=MASK
+        )[0],
+        (PER_TOKEN,),
+    ),
     "surrogates.masked_inputs": (
         lambda x: surrogates.masked_inputs(x, jnp.zeros(PER_TOKEN), x, MASK)[0],
         (PER_TOKEN,),
@@ -359,6 +365,8 @@ WITHOUT_A_SLOPE = {
     "policy_losses.response_weights.topr_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.vespo_loss": "stops the gradient of its weight",
     "policy_losses.sequence_mask.off_policy_mask": "bool",
+    "policy_losses.token_choice.covariances": "stops the gradient",
+    "policy_losses.token_choice.top_share": "bool",
     "surrogates.cispo_loss": "stops the gradient of its weight",
     "surrogates.ratio_stats": "statistics",
     "masked.sum_stats": "a dictionary of masked sums",

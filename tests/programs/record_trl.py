@@ -100,7 +100,7 @@ def loss(arrays, loss_type, importance_sampling_level="token", **numbers):
         max_completion_length=COLUMNS,
         current_gradient_accumulation_steps=1,
         off_policy_mask_threshold=numbers.get("off_policy_mask_threshold"),
-        top_entropy_quantile=1.0,
+        top_entropy_quantile=numbers.get("top_entropy_quantile", 1.0),
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         aux_loss_enabled=False,
@@ -110,15 +110,19 @@ def loss(arrays, loss_type, importance_sampling_level="token", **numbers):
         accelerator=types.SimpleNamespace(
             num_processes=1,
             gather=lambda x: x,
+            pad_across_processes=lambda x, **_: x,
             reduce=lambda x, reduction: x,
             sync_gradients=False,
         ),
         _metrics={"train": collections.defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *_, **__: (
             logprobs,
-            torch.zeros_like(logprobs),
+            tensors.get("entropy", torch.zeros_like(logprobs)),
             None,
         ),
+    )
+    trainer.get_high_entropy_mask = types.MethodType(
+        trl.GRPOTrainer.get_high_entropy_mask, trainer
     )
     nothing = torch.zeros((ROWS, 0), dtype=torch.int64)
     value = trl.GRPOTrainer._compute_loss(

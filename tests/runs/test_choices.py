@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
+from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
 from rlhf_jax.models.lora import LoRA
@@ -77,6 +78,13 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "vespo",
         "vespo,power_pos=1.0,decay_neg=3.0",
         "topr",
+    ],
+    TokenChoice | None: [
+        "None",
+        "top_entropy",
+        "top_entropy,share=0.1",
+        "clip_cov,low=0.5,high=2.0",
+        "kl_cov,share=0.0002,coef=2.0",
     ],
     SamplerCorrection | None: [
         "None",

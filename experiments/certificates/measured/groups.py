@@ -30,9 +30,10 @@ from certificates.group_claims import CLAIMS, Claim, Recipe
 from certificates.measured import expected_gradients
 from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import frozen, grpo
-from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.batch import PolicyExperience, Rollout, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.algorithms.policy_gradient.token_choice import choose
 from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
@@ -176,6 +177,11 @@ def finder(
             )
         return algorithm.experience(take(scored, rows), kl_coef=beta)[0]
 
+    def chosen(minibatch: PolicyExperience, rollout: Rollout) -> PolicyExperience:
+        """Of every minibatch its own tokens, as if it were the whole rollout."""
+        step, choice = jnp.int32(0), algorithm.token_choice
+        return choose(minibatch, rollout=rollout, step=step, choice=choice)[0]
+
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def gradients(params: Params, beta: Array, within: Array, scores: Array) -> Params:
         rescored = dataclasses.replace(scored, scores=scores)
@@ -186,9 +192,12 @@ def finder(
             experience = learned(rescored, pairs.reshape(-1), beta)
             advantages = jnp.where(within[None, :], experience.advantages, 0.0)
             experience = dataclasses.replace(experience, advantages=advantages)
-            minibatches = jax.tree.map(
-                lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), experience
+            rollout = take(rescored, pairs.reshape(-1)).rollout
+            minibatches, rollouts = jax.tree.map(
+                lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]),
+                (experience, rollout),
             )
+            minibatches = jax.vmap(chosen)(minibatches, rollouts)
 
             def loss(params: Params, minibatch: PolicyExperience) -> Array:
                 mask = minibatch.response_mask

@@ -27,7 +27,7 @@ from worlds.enumerable import Float64
 from certificates.cases import Case, flat
 from certificates.measured import groups
 from certificates.penalty_claims import TOLERANCE
-from certificates.ratio_claims import CLAIMS, ENDED, Claim
+from certificates.ratio_claims import CLAIMS, ENDED, Batch, Claim
 from rlhf_jax import grpo
 from rlhf_jax.functional.kl.penalty import Penalty
 
@@ -205,6 +205,7 @@ def _named_gradient(
     lengths = mask.sum(axis=1, dtype=jnp.float32)
     chance = jnp.exp(old.sum(axis=1))
     advantage = claim.advantage(table, ended)
+    tokens = enumerable.every_tokens(stop_ids)[:, enumerable.PROMPT :]
     weight = claim.weight(lengths, ended)
 
     def value(params: Params) -> Array:
@@ -213,6 +214,9 @@ def _named_gradient(
         worth = claim.surrogate(
             x[:, None, :], logprobs[:, None, :], advantage[:, :, None], lengths
         )
+        if claim.chosen is not None:
+            batch = Batch(jnp.where(mask, old, 0.0), tokens, mask, advantage)
+            worth = claim.chosen(worth, x[:, None, :], batch)
         of_pairs = jnp.where(mask[:, None, :], worth, 0.0).sum(axis=2) * weight
         return chance @ of_pairs @ chance
 

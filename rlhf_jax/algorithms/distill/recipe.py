@@ -31,7 +31,9 @@ Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
 # Options of the policy loss, which nothing reads where there is no reward.
-OF_THE_POLICY_LOSS = ("scores", "whiten_advantages", "surrogate", "off_policy_mask")
+OF_THE_POLICY_LOSS = (
+    *("scores", "whiten_advantages", "surrogate", "off_policy_mask", "token_choice"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,13 @@
 from rlhf_jax.algorithms.grpo.experience import group_experience
 from rlhf_jax.algorithms.grpo.published import (
     CISPO,
+    CLIP_COV,
     DAPO,
     DPPO,
     DR_GRPO,
     GMPO,
     GSPO,
+    KL_COV,
     LUSPO,
     OPO,
     PUBLISHED,
@@ -15,6 +17,7 @@ from rlhf_jax.algorithms.grpo.published import (
     RLOO,
     RLOO_MASKED,
     SAPO,
+    TOP_ENTROPY,
     TOPR,
     VESPO,
 )
@@ -31,12 +34,14 @@ from rlhf_jax.roles.rewards import Reward
 
 __all__ = [
     "CISPO",
+    "CLIP_COV",
     "DAPO",
     "DPPO",
     "DR_GRPO",
     "GMPO",
     "GRPO",
     "GSPO",
+    "KL_COV",
     "LUSPO",
     "OPO",
     "PUBLISHED",
@@ -45,6 +50,7 @@ __all__ = [
     "RLOO_MASKED",
     "SAPO",
     "TOPR",
+    "TOP_ENTROPY",
     "VESPO",
     "GroupRecipe",
     "Reward",

@@ -21,6 +21,7 @@ from rlhf_jax.algorithms import batch, flow
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
 from rlhf_jax.algorithms.policy_gradient.critic import critic_of
+from rlhf_jax.algorithms.policy_gradient.token_choice import choose
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
@@ -290,6 +291,10 @@ def make_experience(
     # Read before the update, which moves the controller: one β for the whole iteration.
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
+    # Before importance weights: the covariances of Clip-Cov are of advantages.
+    experience, choice_stats = choose(
+        experience, rollout=rollout, step=state.step, choice=recipe.token_choice
+    )
     ref_hidden = None
     # [B, S, D] in every minibatch is costly: only distillation keeps it.
     if ref_output is not None and recipe.reads_ref_hidden:
@@ -322,6 +327,7 @@ def make_experience(
         ),
         rewards.part_stats(recipe.reported(returned)),
         experience_stats,
+        choice_stats,
         flow.ledger.duplicates(rollout, rows=rows),
     )
     return dataclasses.replace(state, scores=moments), experience, stats, scored

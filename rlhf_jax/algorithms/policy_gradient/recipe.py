@@ -16,6 +16,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     Weighted,
 )
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
+from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
@@ -186,6 +187,12 @@ class PolicyRecipe:
     """Nats per token δ, above which a response with a negative advantage is left out of
     the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None
     disables it."""
+    token_choice: TokenChoice | None = None
+    """Which tokens of a batch the policy loss is of: with top_entropy the share=0.2
+    with the largest entropies; with clip_cov all but up to share=0.0002, drawn among
+    those whose covariance of log-prob and advantage is from low=1 to high=5; with
+    kl_cov all, and coef=1 times |log π − log π_old| at the share=0.002 with the largest
+    covariances. None is all."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ptx_coef: float = 0.0

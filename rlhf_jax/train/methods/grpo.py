@@ -20,7 +20,7 @@ of my_verifiers.py in the working directory, in processes of its own and with a 
 limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
 responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
 rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dr-grpo, dppo, vespo, topr,
-opo or reinforce++-baseline.
+opo, top-entropy, clip-cov, kl-cov or reinforce++-baseline.
 
 A model that solves none of the prompts learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
@@ -45,6 +45,13 @@ from rlhf_jax.train.config.sampler import Sampling
 
 RECIPE = GroupRecipe(temperature=1.0)
 WITHOUT_KL = {"reference": Reference(reference="none")}
+
+OF_DAPO: dict[str, Any] = {
+    "batch": Batch(batch_size=8192, max_new_tokens=20_480),
+    "sampler": Sampling(max_redraws=10),
+    "optimizer": Optimizer(learning_rate=1e-6),
+    **WITHOUT_KL,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,13 +91,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vespo": {"method": grpo.VESPO, **WITHOUT_KL},
     "topr": {"method": grpo.TOPR, **WITHOUT_KL},
     "opo": {"method": grpo.OPO, **WITHOUT_KL},
-    "dapo": {
-        "method": grpo.DAPO,
-        "batch": Batch(batch_size=8192, max_new_tokens=20_480),
-        "sampler": Sampling(max_redraws=10),
-        "optimizer": Optimizer(learning_rate=1e-6),
-        **WITHOUT_KL,
-    },
+    "clip-cov": {"method": grpo.CLIP_COV, **WITHOUT_KL},
+    "kl-cov": {"method": grpo.KL_COV, **WITHOUT_KL},
+    "dapo": {"method": grpo.DAPO, **OF_DAPO},
+    "top-entropy": {"method": grpo.TOP_ENTROPY, **OF_DAPO},
     "dr-grpo": {
         "method": grpo.DR_GRPO,
         "batch": Batch(batch_size=1024, max_new_tokens=3000),

@@ -18,6 +18,7 @@ from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
+from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
 from rlhf_jax.functional import advantages, policy_losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
@@ -38,6 +39,9 @@ RECIPES = {
     "vespo": grpo.VESPO,
     "topr": grpo.TOPR,
     "opo": grpo.OPO,
+    "clip-cov": grpo.CLIP_COV,
+    "kl-cov": grpo.KL_COV,
+    "top-entropy": grpo.TOP_ENTROPY,
     "reinforce++-baseline": grpo.REINFORCE_BASELINE,
 }
 STOP = 1
@@ -135,6 +139,9 @@ APART = {
     "vespo": {"surrogate": policy_recipe.VESPO(), "normalise": None},
     "topr": {"surrogate": policy_recipe.TOPR(), "num_minibatches": 1},
     "opo": {"baseline": "length_weighted", "num_epochs": 1},
+    "clip-cov": {"token_choice": ClipCov(2e-4, low=1.0, high=5.0)},
+    "kl-cov": {"token_choice": KLCov(2e-3, coef=1.0)},
+    "top-entropy": {"token_choice": TopEntropy(0.2), "equal_groups": "leave_out"},
     "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
 }
 
@@ -311,6 +318,9 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         "vespo": {"power": 2.0, "decay": 3.0}
         | {"negative_power": 3.0, "negative_decay": 2.0},
         "topr": {},
+        "clip-cov": {"clip_range": 1.0},
+        "kl-cov": {"clip_range": 1.0, "clip_range_high": 1e6},
+        "top-entropy": {"clip_range": 0.2, "clip_range_high": 0.28},
     }.get(name, {"clip_range": 0.2})
     assert {key: read[key] for key in bounds} == bounds
 
