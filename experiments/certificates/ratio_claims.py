@@ -18,7 +18,7 @@ from rlhf_jax import grpo
 from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
-from rlhf_jax.functional.kl.penalty import IN_REWARD
+from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD
 
 Array = jax.Array
 # (x f32[N, 1, 4] log-ratios, logprobs f32[N, 1, 4], A f32[N, N, 1], lengths f32[N])
@@ -193,6 +193,22 @@ def deviation(rewards: Array, ended: Array) -> Array:
     return mean(rewards, ended) / (spread + 1e-6)
 
 
+WEIGHTS = (1.0, 0.5)
+
+
+def two_rewards(rewards: Array) -> tuple[Array, Array]:
+    """Tables of two rewards of which, by WEIGHTS, these are the sum."""
+    return rewards - WEIGHTS[1] * rewards[::-1], rewards[::-1]
+
+
+def decoupled(rewards: Array, ended: Array) -> Array:
+    """Σ_k w_k·A_k over its own deviation: Liu et al. 2026, a batch being a pair."""
+    one, other = (deviation(reward, ended) for reward in two_rewards(rewards))
+    total = WEIGHTS[0] * one + WEIGHTS[1] * other
+    # The two are opposites, about 0.
+    return total / (jnp.abs(total) * jnp.sqrt(2.0) + 1e-6)
+
+
 def among_ended(rewards: Array, ended: Array) -> Array:
     """r_i - r_j where both have ended: neither trained on nor a baseline else."""
     return jnp.where(ended[:, None] & ended[None, :], others(rewards, ended), 0.0)
@@ -289,6 +305,15 @@ CLAIMS = (
         "the std, and by the length of each response",
         advantage=deviation,
         weight=by_length,
+    ),
+    Claim(
+        "two rewards, each by its std, the sum by that of the batch (GDPO)",
+        _recipe(baseline="group", normalise="each", penalty=IN_LOSS),
+        TOKENS,
+        NO,
+        None,
+        "the stds: of each reward, and of their sum",
+        advantage=decoupled,
     ),
     Claim(
         "GRPO with the std alone",

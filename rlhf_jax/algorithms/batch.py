@@ -121,6 +121,9 @@ class Scored:
     # Responses that have a score: the others have no token, and count nowhere. None is
     # all.
     row_mask: Bool[Array, " B"] | None = None
+    # What `scores` are the weighted sum of, before their shaping; () where it is one.
+    rewards: tuple[Float32[Array, " B"], ...] = ()
+    weights: tuple[float, ...] = flax.struct.field(pytree_node=False, default=())
 
 
 @flax.struct.dataclass

@@ -108,6 +108,11 @@ WEIGHTS = Weights(jnp.exp(normal(ROWS, COLUMNS)), MASK, MASK)
 
 # The arguments that a gradient reaches, and what is passed beside `ARRAYS`, `SCALARS`.
 CASES = {
+    "advantages.decoupled": (
+        "rewards weights eps",
+        {"rewards": normal(2, ROWS), "weights": jnp.array([1.0, 0.5])}
+        | {"group_size": 4},
+    ),
     "advantages.equal_groups": ("", {"group_size": 2}),
     "advantages.gae": ("rewards values gamma lam", {}),
     "advantages.group_relative": ("scores eps", {"group_size": 4}),

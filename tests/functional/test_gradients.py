@@ -73,6 +73,12 @@ CASES = {
         ),
         (PER_ROW,),
     ),
+    "advantages.decoupled": (
+        lambda r: advantages.decoupled(
+            r, weights=jnp.array([1.0, 0.5, -0.3, 2.0]), group_size=5
+        ),
+        (PER_TOKEN,),
+    ),
     "advantages.leave_one_out": (
         lambda s: advantages.leave_one_out(s, group_size=2),
         (PER_ROW,),

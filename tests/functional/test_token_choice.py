@@ -15,7 +15,7 @@ from rlhf_jax.functional.checks import InputError
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
-RECORDED = dict(np.load(FIXTURES / "token_choices.npz"))
+RECORDED = dict(np.load(FIXTURES / "regularisers.npz"))
 MASK = RECORDED["mask"]
 ARRAYS = {
     name: jnp.asarray(RECORDED[name]) for name in ("logprobs", "old_logprobs", "mask")

@@ -161,11 +161,12 @@ def advantages(trainer_type, config_type, rewards, **options):
         )
     )
     prompts = [{"prompt": "the cat"}, {"prompt": "a dog"}]
+    of_each = rewards if isinstance(rewards[0], list) else [rewards]
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_type(
             model=model,
             processing_class=tokenizer,
-            reward_funcs=lambda completions, **_: rewards,
+            reward_funcs=[lambda completions, of=of, **_: of for of in of_each],
             train_dataset=datasets.Dataset.from_list(prompts),
             args=config_type(
                 output_dir=folder,

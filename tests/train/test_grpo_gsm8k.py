@@ -304,7 +304,7 @@ def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message)
     [
         *("rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo"),
         *("luspo", "gmpo", "dppo", "vespo", "topr", "opo", "clip-cov", "kl-cov"),
-        "top-entropy",
+        *("top-entropy", "gdpo"),
         "reinforce++-baseline",
     ],
 )
@@ -696,6 +696,7 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
         ("vespo", grpo.VESPO),
         ("topr", grpo.TOPR),
         ("opo", grpo.OPO),
+        ("gdpo", grpo.GDPO),
         ("clip-cov", grpo.CLIP_COV),
         ("kl-cov", grpo.KL_COV),
         ("top-entropy", grpo.TOP_ENTROPY),
@@ -715,7 +716,7 @@ def test_presets_are_those_of_the_library(preset, recipe):
     assert parsed.method == recipe
     without = {"gspo", "cispo", "sapo", "dapo", "dr-grpo"}
     without |= {"luspo", "gmpo", "dppo", "vespo", "topr", "opo"}
-    without |= {"clip-cov", "kl-cov", "top-entropy"}
+    without |= {"clip-cov", "kl-cov", "top-entropy", "gdpo"}
     assert (parsed.reference.reference == "none") == (preset in without)
     default = 0.0 if preset in without else 0.05
     assert parsed.kl_coef == (0.04 if preset == "deepseekmath" else default)

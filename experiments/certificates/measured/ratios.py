@@ -13,6 +13,7 @@ old.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ from worlds.enumerable import Float64
 from certificates.cases import Case, flat
 from certificates.measured import groups
 from certificates.penalty_claims import TOLERANCE
-from certificates.ratio_claims import CLAIMS, ENDED, Batch, Claim
+from certificates.ratio_claims import CLAIMS, ENDED, WEIGHTS, Batch, Claim, two_rewards
 from rlhf_jax import grpo
 from rlhf_jax.functional.kl.penalty import Penalty
 
@@ -88,6 +89,9 @@ def certify(
 
 def _finding(claim: Claim, case: Case, table: Array) -> Finding:
     scored = jax.jit(functools.partial(groups.scored_table, case))(table)
+    if claim.recipe.normalise == "each":
+        both = {"rewards": two_rewards(table), "weights": WEIGHTS}
+        scored = dataclasses.replace(scored, **both)
     measure = groups.finder(claim.recipe, case=case, scored=scored)
     old_logprobs = scored.rollout.old_logprobs
     ended = _ended(case)

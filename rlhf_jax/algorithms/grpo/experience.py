@@ -11,6 +11,7 @@ from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.flow.score import ended
 from rlhf_jax.functional import aggregation, masked, token_rewards
 from rlhf_jax.functional.advantages import (
+    decoupled,
     equal_groups,
     group_relative,
     leave_one_out,
@@ -19,7 +20,7 @@ from rlhf_jax.functional.advantages import (
 
 Array = jax.Array
 Baseline = Literal["group", "leave_one_out", "length_weighted"]
-Normalise = Literal["group", "rollout"] | None
+Normalise = Literal["group", "rollout", "each"] | None
 OverlongMask = Literal["loss", "group"] | None
 EqualGroups = Literal["keep", "leave_out"]
 
@@ -47,6 +48,8 @@ def group_experience(
         leave_one_out    R_i - mean of the others
         length_weighted  R_i - Σ_j l_j·R_j / Σ_j l_j, l the tokens of a response
 
+    With normalise "each" it is `advantages.decoupled` of `scored.rewards`.
+
     Args:
       equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
         divided by what the others have.
@@ -62,8 +65,9 @@ def group_experience(
       responses out: share of those that they do.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
-    arXiv:2402.14740 (RLOO); Hao et al. 2025, arXiv:2505.23585 (OPO); Yu et al. 2025,
-    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out).
+    arXiv:2402.14740 (RLOO); Hao et al. 2025, arXiv:2505.23585 (OPO); Liu et al. 2026,
+    arXiv:2601.05242 (GDPO); Yu et al. 2025, arXiv:2503.14476, sections 3.2 and 3.4
+    (DAPO: what is left out).
     """
     mask = scored.rollout.response_mask
     rewards = token_rewards.token_rewards(
@@ -87,23 +91,21 @@ def group_experience(
         # the loss leaves out, which biases it.
         if overlong_mask == "group":
             row_mask = finished if row_mask is None else finished & row_mask
-    if baseline == "group":
-        of_rows = group_relative(
-            totals,
-            group_size=group_size,
-            normalise=normalise == "group",
-            row_mask=row_mask,
-        )
+    groups = {"group_size": group_size, "row_mask": row_mask}
+    alike = equal_groups(totals, **groups)
+    if normalise == "each":
+        each = scored.rewards or (totals,)
+        weights = jnp.array(scored.weights or (1.0,), jnp.float32)
+        of_rows = decoupled(jnp.stack(each), weights=weights, **groups)
+        # Equal sums of rewards may teach something.
+        alike = jnp.stack([equal_groups(one, **groups) for one in each]).all(axis=0)
+    elif baseline == "group":
+        of_rows = group_relative(totals, normalise=normalise == "group", **groups)
     elif baseline == "length_weighted":
-        of_rows = length_weighted(
-            totals,
-            lengths=mask.sum(axis=1, dtype=jnp.float32),
-            group_size=group_size,
-            row_mask=row_mask,
-        )
+        lengths = mask.sum(axis=1, dtype=jnp.float32)
+        of_rows = length_weighted(totals, lengths=lengths, **groups)
     else:
-        of_rows = leave_one_out(totals, group_size=group_size, row_mask=row_mask)
-    alike = equal_groups(totals, group_size=group_size, row_mask=row_mask)
+        of_rows = leave_one_out(totals, **groups)
     # `scored.row_mask`, not `row_mask`: cut-off responses have a reward to report.
     stats = _group_stats(totals, alike, group_size=group_size, row_mask=scored.row_mask)
     trained = finished

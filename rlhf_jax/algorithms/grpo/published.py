@@ -123,6 +123,15 @@ KL_COV = GroupRecipe(
 """The same paper, with the share of a model of 7B (2e-4 for 32B): no clip, and no other
 KL. Groups and minibatches are ours."""
 
+GDPO = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise="each",
+    aggregation="sequence_mean",
+)
+"""Liu et al. 2026, arXiv:2601.05242: each of several rewards over the deviation of its
+group, and their sum over that of the batch. Groups are ours."""
+
 DR_GRPO = GroupRecipe(
     temperature=1.0,
     group_size=8,

@@ -12,6 +12,7 @@ from typing import get_args
 import jax
 
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.flow.shaping import AS_THEY_ARE
 from rlhf_jax.algorithms.grpo.experience import (
     Baseline,
     EqualGroups,
@@ -43,7 +44,8 @@ class GroupRecipe(PolicyRecipe):
     normalise: Normalise = None
     """Standard deviation by which advantages are divided: group is that of their group
     (GRPO as published), rollout that of all tokens, whose mean is subtracted first;
-    None does not divide."""
+    each divides every reward by that of its group, and their weighted sum by that of
+    all responses (GDPO). None does not divide."""
     overlong_mask: OverlongMask = None
     """What a response without a stop token is left out of: loss is the loss (DAPO),
     group the mean and deviation of its group as well; None trains on it."""
@@ -56,7 +58,7 @@ class GroupRecipe(PolicyRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(baseline=self.baseline, among=get_args(Baseline))
-        one_of(normalise=self.normalise, among=("group", "rollout", None))
+        one_of(normalise=self.normalise, among=("group", "rollout", "each", None))
         one_of(overlong_mask=self.overlong_mask, among=("loss", "group", None))
         one_of(equal_groups=self.equal_groups, among=("keep", "leave_out"))
         if self.overlong_mask is not None and self.truncates_reward_only:
@@ -66,11 +68,18 @@ class GroupRecipe(PolicyRecipe):
                 f"{self.overlong_mask!r}; leave one of them out"
             )
         checks.groups(self.group_size, group_size=self.group_size, least=2)
-        if self.normalise == "group" and self.baseline != "group":
+        if self.normalise in ("group", "each") and self.baseline != "group":
             raise InputError(
                 f"normalise: expected 'rollout' or None with baseline "
-                f"{self.baseline!r}, got 'group', whose deviation is about the mean "
-                f"that is not taken off; choose baseline='group'"
+                f"{self.baseline!r}, got {self.normalise!r}, whose deviation is about "
+                f"the mean that is not taken off; choose baseline='group'"
+            )
+        added = self.penalty.in_reward or self.scores != AS_THEY_ARE
+        if self.normalise == "each" and added:
+            raise InputError(
+                "normalise: expected another than 'each' with a KL in the reward or "
+                "options of scores, which are about the sum of the rewards; choose "
+                "penalty.placement='loss', and give what is charged as a reward"
             )
 
 

@@ -284,7 +284,12 @@ def make_experience(
         row_mask=row_mask,
         **scoring,
     )
-    scored = dataclasses.replace(scored, turn_ends=returned.turn_ends)
+    scored = dataclasses.replace(
+        scored,
+        turn_ends=returned.turn_ends,
+        rewards=tuple(returned.parts[name] for name, _ in returned.weights),
+        weights=tuple(weight for _, weight in returned.weights),
+    )
     scored, further = flow.objective.add_further(
         scored, further=frozen.further, **scoring
     )

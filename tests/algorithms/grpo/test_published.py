@@ -39,6 +39,7 @@ RECIPES = {
     "vespo": grpo.VESPO,
     "topr": grpo.TOPR,
     "opo": grpo.OPO,
+    "gdpo": grpo.GDPO,
     "clip-cov": grpo.CLIP_COV,
     "kl-cov": grpo.KL_COV,
     "top-entropy": grpo.TOP_ENTROPY,
@@ -107,6 +108,28 @@ def test_a_group_s_mean_and_deviation_are_of_what_is_kept():
     np.testing.assert_allclose(of_rows(output), expected, rtol=1e-4)
 
 
+def test_each_of_several_rewards_is_normalised_alone():
+    """Of equal sums some have an advantage, and groups are equal in all rewards."""
+    one = np.array([1, 0, 0.5, 0, 3, 3, 3, 3], np.float32)
+    parts = (toys.array(one), toys.array((4 - one) * 10))
+    several = {"rewards": parts, "weights": (1.0, 0.1)}
+    batch = dataclasses.replace(scored(np.full(8, 4.0, np.float32)), **several)
+    options = {"baseline": "group", "group_size": 4, "kl_coef": 0.0}
+    output, stats = grpo.group_experience(batch, normalise="each", **options)
+    expected = advantages.decoupled(
+        jnp.stack(parts), weights=jnp.array([1.0, 0.1]), group_size=4
+    )
+    np.testing.assert_array_equal(of_rows(output), expected)
+    assert 0.5 < abs(float(expected[0])) < 2
+    means = masked.mean_stats(stats)
+    assert float(means["group/equal_fraction"]) == 0.5
+    alone, _ = experience(SCORES, normalise="each")
+    of_one = advantages.decoupled(
+        toys.array(SCORES[None]), weights=jnp.ones(1), group_size=4
+    )
+    np.testing.assert_array_equal(of_rows(alone), of_one)
+
+
 def test_a_mean_over_prompts_scales_the_tokens_of_each():
     for aggregation, scaled in (("prompt_mean", True), ("token_mean", False)):
         recipe = make(grpo.RLOO, aggregation=aggregation)
@@ -139,6 +162,7 @@ APART = {
     "vespo": {"surrogate": policy_recipe.VESPO(), "normalise": None},
     "topr": {"surrogate": policy_recipe.TOPR(), "num_minibatches": 1},
     "opo": {"baseline": "length_weighted", "num_epochs": 1},
+    "gdpo": {"normalise": "each", "aggregation": "sequence_mean"},
     "clip-cov": {"token_choice": ClipCov(2e-4, low=1.0, high=5.0)},
     "kl-cov": {"token_choice": KLCov(2e-3, coef=1.0)},
     "top-entropy": {"token_choice": TopEntropy(0.2), "equal_groups": "leave_out"},
@@ -388,6 +412,18 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
         (
             lambda: policy_recipe.SAPO(temperature_pos=0.0),
             "temperature_pos: expected a finite number above 0",
+        ),
+        (
+            lambda: dataclasses.replace(grpo.GDPO, baseline="leave_one_out"),
+            "normalise: expected 'rollout' or None with baseline 'leave_one_out'",
+        ),
+        (
+            lambda: dataclasses.replace(grpo.GDPO, penalty=grpo.RLOO.penalty),
+            "normalise: expected another than 'each' with a KL in the reward",
+        ),
+        (
+            lambda: dataclasses.replace(grpo.GDPO, scores=ScoreShaping(clip=1.0)),
+            "options of scores, which are about the sum of the rewards",
         ),
         (
             lambda: grpo.GroupRecipe(overlong_mask="all"),

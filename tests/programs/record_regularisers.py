@@ -1,15 +1,16 @@
-"""Records what TRL and verl compute where some tokens alone are trained on.
+"""Records what TRL and verl compute: tokens that are chosen, several rewards.
 
-    python tests/programs/record_token_choices.py FOLDER
+    python tests/programs/record_regularisers.py FOLDER
 
 Recorded with trl 1.16.0, verl 0.9.1, torch 2.13.0, Python 3.11, into
-`tests/fixtures/token_choices.npz`. It is run by hand in an environment with trl. FOLDER
+`tests/fixtures/regularisers.npz`. It is run by hand in an environment with trl. FOLDER
 holds verl's wheel unpacked, as for `record_policy_losses.py`.
 
 Inputs are those of `record_trl.py`, with entropies, f32[8, 6] nats. For each CASE
 `CASE/loss` f32[] and `CASE/gradient` f32[8, 6], by the log-probs. Shares are of the 30
 tokens; those of Clip-Cov are as many as there are within its bounds, of which verl then
 draws none by chance. verl reads the covariances of the log-probs that learn.
+`gdpo` f32[8] are the advantages of `several` f32[2, 8], weighted 1 and 0.5.
 """
 
 import sys
@@ -20,6 +21,7 @@ import numpy as np
 import record_policy_losses
 import record_trl
 import torch
+import trl
 from places import FIXTURES
 
 NO_CLIP = 1e3
@@ -65,7 +67,16 @@ def main(folder: Path) -> None:
         recorded |= {f"{name}/loss": loss, f"{name}/gradient": gradient}
     loss, gradient = record_trl.loss(arrays, "dapo", top_entropy_quantile=0.2)
     recorded |= {"top_entropy/loss": loss, "top_entropy/gradient": gradient}
-    np.savez(FIXTURES / "token_choices.npz", **recorded)
+    several = [[1, 0, 0.5, 0, 1, 1, 0.25, 1], [3, 9, 3, 1, 2, 2, 2, 7]]
+    recorded["several"] = np.array(several, "f4")
+    recorded["gdpo"] = record_trl.advantages(
+        trl.GRPOTrainer,
+        trl.GRPOConfig,
+        several,
+        multi_objective_aggregation="normalize_then_sum",
+        reward_weights=[1.0, 0.5],
+    )
+    np.savez(FIXTURES / "regularisers.npz", **recorded)
 
 
 if __name__ == "__main__":
