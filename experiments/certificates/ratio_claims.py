@@ -163,6 +163,12 @@ def hesitant(worth: Array, _: Array, batch: Batch, *, share: float) -> Array:
     return jnp.where(largest(x, batch, share), worth, 0.0)
 
 
+def with_entropy(worth: Array, x: Array, batch: Batch, *, coef: float) -> Array:
+    """Beside it coef·H(π) at the prefixes of the sampler: He et al. 2025."""
+    now = jnp.where(batch.mask, x[:, 0, :] + batch.logprobs, 0.0)
+    return worth + coef * entropies(batch._replace(logprobs=now))[:, None, :]
+
+
 def without_covariance(
     worth: Array, _: Array, batch: Batch, *, low: float, high: float
 ) -> Array:
@@ -253,6 +259,7 @@ class Claim(NamedTuple):
     weight: Weight = sums
     binary: bool = False  # rewards of 0 and 1
     chosen: Choice | None = None  # what a choice of tokens makes of them
+    optimum: bool = True  # it leaves π* as it is, the KL in the reward
 
 
 REWARD, ENDED, NO = "∇E[r]", "P(it ends)²·∇E[r | it ends]", "of no objective"
@@ -411,6 +418,16 @@ CLAIMS = (
         functools.partial(without_mistakes, most=0.01),
         REWARD,
         1.0,
+    ),
+    Claim(
+        "an entropy bonus, however it is controlled (Skywork-OR1)",
+        _recipe(entropy_coef=0.1),
+        TOKENS,
+        NO,
+        None,
+        "the entropy of single tokens, along the prefixes of the sampler",
+        chosen=functools.partial(with_entropy, coef=0.1),
+        optimum=False,
     ),
     Claim(
         "half of the tokens, of the largest entropies",

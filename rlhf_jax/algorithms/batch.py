@@ -163,6 +163,10 @@ class PolicyExperience:
     )
     # Of all tokens that were drawn; None keeps no ledger of them.
     sampled: Sampled | None = flax.struct.field(default=None, kw_only=True)
+    # Reward units per nat, equal in all rows; None: that of the recipe.
+    entropy_coef: Float32[Array, " B"] | None = flax.struct.field(
+        default=None, kw_only=True
+    )
     # Of `token_choice`: tokens that have an advantage, or that KL-Cov holds. None: all.
     chosen: Bool[Array, "B S"] | None = flax.struct.field(default=None, kw_only=True)
 

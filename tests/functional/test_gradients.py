@@ -370,6 +370,7 @@ WITHOUT_A_SLOPE = {
     "policy_losses.divergence_masks.dppo_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.topr_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.vespo_loss": "stops the gradient of its weight",
+    "entropy_control.controlled": "stops the gradient",
     "policy_losses.sequence_mask.off_policy_mask": "bool",
     "policy_losses.token_choice.covariances": "stops the gradient",
     "policy_losses.token_choice.top_share": "bool",

@@ -7,6 +7,7 @@ import typing
 import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
+from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
 from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional.checks import InputError
@@ -78,6 +79,11 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "vespo",
         "vespo,power_pos=1.0,decay_neg=3.0",
         "topr",
+    ],
+    EntropyTarget | None: [
+        "None",
+        "entropy_target",
+        "target=0.3,increment=0.01,largest=0.5",
     ],
     TokenChoice | None: [
         "None",

@@ -46,6 +46,7 @@ SHARED = {
     "surrogate": Clip(0.2, clip_range_high=None, dual_clip=None),  # cliprange
     "off_policy_mask": None,
     "token_choice": None,
+    "entropy_control": None,
     "entropy_coef": 0.0,
     "ptx_coef": 0.0,
     "critic_warmup": 0,

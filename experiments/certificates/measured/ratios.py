@@ -58,7 +58,7 @@ class Finding(NamedTuple):
     stale: tuple[Stale, ...]  # of `STALE`
     # Where the policy is π* of E[r] - β·KL, the KL in the reward: largest entry of the
     # gradient, of the largest of the same method's without the KL. NaN with a std,
-    # which divides rounding by rounding there.
+    # which divides rounding by rounding there, and where π* is not claimed to stay.
     at_optimum: float
     on_policy: (
         float  # error against share·target, as `Stale.error`; of a bias `outside`
@@ -127,7 +127,7 @@ def _finding(claim: Claim, case: Case, table: Array) -> Finding:
                 on_policy = float(np.abs(measured - share * target).max() / largest)
         params = _moved(params, learning_rate * measured)
     at_optimum = math.nan
-    if claim.recipe.normalise is None:
+    if claim.recipe.normalise is None and claim.optimum:
         ref_logprobs = scored.ref_logprobs
         assert ref_logprobs is not None
         best = BETA * (old_logprobs - ref_logprobs).sum(axis=1)

@@ -98,7 +98,8 @@ class DistillRecipe(ReinforceRecipe):
         """Whether the policy loss is a term: else its head is not differentiated."""
         guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
         learns = rewarded or self.penalty.in_reward
-        return learns or guards or self.entropy_coef != 0
+        bonus = self.entropy_coef != 0 or self.entropy_control is not None
+        return learns or guards or bonus
 
     def check_read(self, *, rewarded: bool) -> None:
         """Checks that the options of the policy loss are left alone without one."""

@@ -11,6 +11,7 @@ import dataclasses
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.grpo.recipe import GroupRecipe
 from rlhf_jax.algorithms.policy_gradient import recipe, token_choice
+from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 PUBLISHED = GroupRecipe(
@@ -122,6 +123,17 @@ KL_COV = GroupRecipe(
 )
 """The same paper, with the share of a model of 7B (2e-4 for 32B): no clip, and no other
 KL. Groups and minibatches are ours."""
+
+SKYWORK_OR1 = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise="group",
+    equal_groups="leave_out",
+    entropy_control=EntropyTarget(0.2),
+)
+"""He et al. 2025, arXiv:2505.22312: GRPO with the mean over tokens, groups of equal
+rewards left out, an entropy bonus where the entropy is at most 0.2 nats per token, and
+no KL. Groups are ours."""
 
 GDPO = GroupRecipe(
     temperature=1.0,

@@ -46,6 +46,7 @@ class OnlineDPORecipe(PolicyRecipe):
     off_policy_mask: ClassVar[None] = None
     token_choice: ClassVar[None] = None
     entropy_coef: ClassVar[float] = 0.0
+    entropy_control: ClassVar[None] = None
     aggregation: ClassVar[losses.Aggregation] = "token_mean"
     loss_scale_factor: ClassVar[None] = None
     stop_approxkl: ClassVar[None] = None

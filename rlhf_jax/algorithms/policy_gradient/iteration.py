@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms import batch, flow
+from rlhf_jax.algorithms.policy_gradient import entropy_control
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
 from rlhf_jax.algorithms.policy_gradient.critic import critic_of
@@ -300,6 +301,9 @@ def make_experience(
     experience, choice_stats = choose(
         experience, rollout=rollout, step=state.step, choice=recipe.token_choice
     )
+    state, experience, control_stats = entropy_control.control(
+        state, experience, rollout=rollout, target=recipe.entropy_control
+    )
     ref_hidden = None
     # [B, S, D] in every minibatch is costly: only distillation keeps it.
     if ref_output is not None and recipe.reads_ref_hidden:
@@ -333,6 +337,7 @@ def make_experience(
         rewards.part_stats(recipe.reported(returned)),
         experience_stats,
         choice_stats,
+        control_stats,
         flow.ledger.duplicates(rollout, rows=rows),
     )
     return dataclasses.replace(state, scores=moments), experience, stats, scored

@@ -155,11 +155,14 @@ def policy_terms(
         )
         loss, stats = loss + recipe.token_choice.coef * held, stats | held_stats
     # A static number: at 0 the term is not in the program.
-    if recipe.entropy_coef:
+    controlled = experience.entropy_coef
+    if recipe.entropy_coef or controlled is not None:
         bonus, bonus_stats = losses.entropy_bonus(
             entropy=texts.padded(entropy), mask=mask, **counts
         )
-        loss, stats = loss + recipe.entropy_coef * bonus, stats | bonus_stats
+        # The largest, as rows that a part does not hold have 0.
+        coef = recipe.entropy_coef if controlled is None else controlled.max()
+        loss, stats = loss + coef * bonus, stats | bonus_stats
     if recipe.penalty.in_loss and experience.ref_logprobs is not None:
 
         def of_reference(

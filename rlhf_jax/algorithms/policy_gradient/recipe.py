@@ -15,6 +15,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     SamplerCorrection,
     Weighted,
 )
+from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
 from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
@@ -194,7 +195,11 @@ class PolicyRecipe:
     kl_cov all, and coef=1 times |log π − log π_old| at the share=0.002 with the largest
     covariances. None is all."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_control the first one."""
+    entropy_control: EntropyTarget | None = None
+    """Entropy, nats per token, at or below which there is a bonus: its weight grows by
+    increment=0.005 in each iteration, up to largest=1, and shrinks by as much in those
+    with more entropy (Skywork-OR1: 0.2). None keeps entropy_coef."""
     ptx_coef: float = 0.0
     """Weight of a language-model loss on texts mixed in (InstructGPT: 27.8)."""
     aggregation: losses.Aggregation = "token_mean"

@@ -17,6 +17,7 @@ from rlhf_jax import batch, grpo, kl_control, losses, masked, ppo, rewards, stat
 from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
+from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
 from rlhf_jax.functional import advantages, policy_losses
@@ -40,6 +41,7 @@ RECIPES = {
     "topr": grpo.TOPR,
     "opo": grpo.OPO,
     "gdpo": grpo.GDPO,
+    "skywork-or1": grpo.SKYWORK_OR1,
     "clip-cov": grpo.CLIP_COV,
     "kl-cov": grpo.KL_COV,
     "top-entropy": grpo.TOP_ENTROPY,
@@ -111,7 +113,8 @@ def test_a_group_s_mean_and_deviation_are_of_what_is_kept():
 def test_each_of_several_rewards_is_normalised_alone():
     """Of equal sums some have an advantage, and groups are equal in all rewards."""
     one = np.array([1, 0, 0.5, 0, 3, 3, 3, 3], np.float32)
-    parts = (toys.array(one), toys.array((4 - one) * 10))
+    other = np.array([2, 2, 2, 2, 10, 10, 10, 20], np.float32)
+    parts = (toys.array(one), toys.array(other))
     several = {"rewards": parts, "weights": (1.0, 0.1)}
     batch = dataclasses.replace(scored(np.full(8, 4.0, np.float32)), **several)
     options = {"baseline": "group", "group_size": 4, "kl_coef": 0.0}
@@ -121,8 +124,11 @@ def test_each_of_several_rewards_is_normalised_alone():
     )
     np.testing.assert_array_equal(of_rows(output), expected)
     assert 0.5 < abs(float(expected[0])) < 2
-    means = masked.mean_stats(stats)
-    assert float(means["group/equal_fraction"]) == 0.5
+    assert float(masked.mean_stats(stats)["group/equal_fraction"]) == 0
+    parts = (parts[0], toys.array(np.where(np.arange(8) < 4, other, 7)))
+    equal = dataclasses.replace(batch, rewards=parts)
+    _, stats = grpo.group_experience(equal, normalise="each", **options)
+    assert float(masked.mean_stats(stats)["group/equal_fraction"]) == 0.5
     alone, _ = experience(SCORES, normalise="each")
     of_one = advantages.decoupled(
         toys.array(SCORES[None]), weights=jnp.ones(1), group_size=4
@@ -162,6 +168,7 @@ APART = {
     "vespo": {"surrogate": policy_recipe.VESPO(), "normalise": None},
     "topr": {"surrogate": policy_recipe.TOPR(), "num_minibatches": 1},
     "opo": {"baseline": "length_weighted", "num_epochs": 1},
+    "skywork-or1": {"entropy_control": EntropyTarget(0.2, 0.005, 1.0)},
     "gdpo": {"normalise": "each", "aggregation": "sequence_mean"},
     "clip-cov": {"token_choice": ClipCov(2e-4, low=1.0, high=5.0)},
     "kl-cov": {"token_choice": KLCov(2e-3, coef=1.0)},
@@ -315,6 +322,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
             policy=toys.params(),
             policy_optimizer=MADE["policy_optimizer"],
             kl=kl_control.fixed(0.1),
+            entropy_coef=0.0,
         ),
         prompts=prompts,
         frozen=FrozenModels(reference=toys.freeze(toys.params(seed=3))),
