@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from places import FIXTURES
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.entropy_control import controlled
@@ -26,6 +27,16 @@ def test_coefficients_are_those_of_a_loop():
         found.append((float(applied), float(ours)))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-8)
     assert {applied for applied, _ in expected} > {0.0, 0.03}
+
+
+def test_coefficients_are_trl_s():
+    recorded = np.load(FIXTURES / "regularisers.npz")
+    coef, coefs = jnp.float32(0.005), []
+    for entropy in recorded["entropies"]:
+        _, coef = controlled(coef, entropy=jnp.asarray(entropy), **OPTIONS)
+        coefs.append(float(coef))
+    np.testing.assert_allclose(coefs, recorded["entropy_coefs"], atol=1e-6)
+    assert {0.03, 0.0} < {round(x, 6) for x in coefs}
 
 
 def test_a_batch_without_an_entropy_changes_nothing():

@@ -11,8 +11,11 @@ Inputs are those of `record_trl.py`, with entropies, f32[8, 6] nats. For each CA
 tokens; those of Clip-Cov are as many as there are within its bounds, of which verl then
 draws none by chance. verl reads the covariances of the log-probs that learn.
 `gdpo` f32[8] are the advantages of `several` f32[2, 8], weighted 1 and 0.5.
+`entropy_coefs` f32[10] are those after steps with entropies `entropies` f32[10], from
+0.005 and with the options of `CONTROL`.
 """
 
+import collections
 import sys
 import types
 from pathlib import Path
@@ -54,6 +57,39 @@ def of_verl(library, arrays, name):
     return loss.detach().numpy(), logprobs.grad.numpy()
 
 
+CONTROL = {"entropy_target": 0.5, "entropy_coef_delta": 0.01}
+CONTROL |= {"entropy_coef_min": 0.0, "entropy_coef_max": 0.03}
+
+
+def entropy_coefs(arrays, entropies):
+    """The coefficients of TRL's `use_adaptive_entropy`, each after a step."""
+    coefs, coef = [], 0.005
+    for entropy in entropies:
+        metrics = {"train": collections.defaultdict(list)}
+        record_trl.loss(
+            arrays | {"entropy": np.full(arrays["mask"].shape, entropy, "f4")},
+            "dapo",
+            args=CONTROL,
+            trainer={
+                "_entropy_bonus_enabled": True,
+                "use_adaptive_entropy": True,
+                "entropy_coef": coef,
+                "_last_world_entropy": 9.0,
+                "_entropy_window_stats": None,
+                "_metrics": metrics,
+                "accelerator": types.SimpleNamespace(
+                    num_processes=1,
+                    gather=lambda x: x,
+                    reduce=lambda x, reduction: x,
+                    sync_gradients=True,
+                ),
+            },
+        )
+        (coef,) = metrics["train"]["entropy_coef"]
+        coefs.append(coef)
+    return coefs
+
+
 def main(folder: Path) -> None:
     """Writes the file."""
     arrays = record_trl.inputs()
@@ -76,6 +112,11 @@ def main(folder: Path) -> None:
         multi_objective_aggregation="normalize_then_sum",
         reward_weights=[1.0, 0.5],
     )
+    recorded["entropies"] = np.array(
+        [0.4, 0.5, 0.3, 0.2, 0.1, 0.51, 0.9, 0.8, 0.7, 0.6], "f4"
+    )
+    coefs = entropy_coefs(arrays, recorded["entropies"])
+    recorded["entropy_coefs"] = np.array(coefs, "f4")
     np.savez(FIXTURES / "regularisers.npz", **recorded)
 
 

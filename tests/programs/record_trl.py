@@ -121,6 +121,8 @@ def loss(arrays, loss_type, importance_sampling_level="token", **numbers):
             None,
         ),
     )
+    vars(args).update(numbers.get("args", {}))
+    vars(trainer).update(numbers.get("trainer", {}))
     trainer.get_high_entropy_mask = types.MethodType(
         trl.GRPOTrainer.get_high_entropy_mask, trainer
     )
