@@ -420,6 +420,13 @@ CLAIMS = (
         1.0,
     ),
     Claim(
+        "a response of its own as the baseline (ReMax, of any choice of it)",
+        _recipe(baseline="greedy"),
+        TOKENS,
+        REWARD,
+        1.0,
+    ),
+    Claim(
         "an entropy bonus, however it is controlled (Skywork-OR1)",
         _recipe(entropy_coef=0.1),
         TOKENS,

@@ -265,6 +265,46 @@ def length_weighted(
     return jnp.where(trained, groups - baseline, 0.0).reshape(scores.shape)
 
 
+def over_greedy(
+    scores: Float32[Array, " B"],
+    *,
+    group_size: int,
+    row_mask: Bool[Array, " B"] | None = None,
+) -> Float32[Array, " B"]:
+    """A_i = s_i - s_greedy, the greedy response being the last row of its group.
+
+        row        0  1  2            group_size = 3: two samples, and the greedy one
+        scores     1  0  2
+        A         -1 -2  0
+
+    The baseline holds no sample, so that the expected policy gradient is the true one,
+    with aggregation "constant" or responses of one length.
+
+    Args:
+      row_mask: bool[B], responses that count: without its greedy one a group has no
+        advantages. None keeps all.
+
+    Returns:
+      f32[B], reward units. The gradient reaches `scores`.
+
+    Source: Li et al. 2023 (ReMax), arXiv:2310.10505.
+
+    >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
+    >>> print(over_greedy(scores, group_size=3))
+    [-1. -2.  0.  0.  0.  0.]
+    >>> print(over_greedy(scores, group_size=2))
+    [ 1.  0. -2.  0.  0.  0.]
+    """
+    groups = _groups(scores, group_size)
+    within = _within(scores, row_mask, group_size)
+    if within is None:
+        return (groups - groups[:, -1:]).reshape(scores.shape)
+    both = within & within[:, -1:]
+    # Selected before the difference: a score that is missing may be NaN.
+    groups = jnp.where(both, groups, 0.0)
+    return jnp.where(both, groups - groups[:, -1:], 0.0).reshape(scores.shape)
+
+
 def decoupled(
     rewards: Float32[Array, "K B"],
     *,

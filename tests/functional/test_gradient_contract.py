@@ -120,6 +120,7 @@ CASES = {
     "advantages.gae": ("rewards values gamma lam", {}),
     "advantages.group_relative": ("scores eps", {"group_size": 4}),
     "advantages.leave_one_out": ("scores", {"group_size": 4}),
+    "advantages.over_greedy": ("scores", {"group_size": 4}),
     "advantages.length_weighted": (
         "scores",
         {"group_size": 4, "lengths": jnp.arange(1.0, 1.0 + ROWS)},

@@ -67,6 +67,10 @@ CASES = {
         lambda s: advantages.group_relative(s, group_size=2, normalise=False),
         (PER_ROW,),
     ),
+    "advantages.over_greedy": (
+        lambda s: advantages.over_greedy(s, group_size=2),
+        (PER_ROW,),
+    ),
     "advantages.length_weighted": (
         lambda s: advantages.length_weighted(
             s, lengths=jnp.arange(1.0, 1.0 + PER_ROW[0]), group_size=2

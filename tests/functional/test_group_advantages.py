@@ -66,6 +66,18 @@ def test_a_baseline_by_lengths_is_verl_s():
     np.testing.assert_allclose(ours, recorded["opo"], atol=1e-6)
 
 
+def test_advantages_over_a_greedy_response():
+    expected = SCORES - np.repeat(SCORES[7::8], 8)
+    output = advantages.over_greedy(SCORES, group_size=8)
+    np.testing.assert_array_equal(output, expected)
+    kept = ~np.isin(np.arange(24), (2, 15))  # a sample, and a greedy response
+    output = advantages.over_greedy(
+        np.where(kept, SCORES, np.nan).astype("f4"), group_size=8, row_mask=kept
+    )
+    counted = kept & (np.arange(24) // 8 != 1)
+    np.testing.assert_array_equal(output, np.where(counted, expected, 0))
+
+
 WEIGHTS = np.array([1.0, 0.5], np.float32)
 
 

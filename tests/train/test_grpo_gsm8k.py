@@ -304,7 +304,7 @@ def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message)
     [
         *("rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo"),
         *("luspo", "gmpo", "dppo", "vespo", "topr", "opo", "clip-cov", "kl-cov"),
-        *("top-entropy", "gdpo", "skywork-or1"),
+        *("top-entropy", "gdpo", "skywork-or1", "remax"),
         "reinforce++-baseline",
     ],
 )
@@ -331,7 +331,7 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
     assert rows[0]["policy/grad_norm"] > 0
     gated, masked = "policy/gate" in rows[0], "response/masked" in rows[0]
     assert gated == (preset in ("sapo", "vespo"))
-    left_out = of_dapo or preset in ("rloo-masked", "skywork-or1")
+    left_out = of_dapo or preset in ("rloo-masked", "skywork-or1", "remax")
     assert masked == left_out
     assert ("group/redraws" in rows[0]) == of_dapo
     chooses = preset in ("top-entropy", "clip-cov", "kl-cov")
@@ -703,6 +703,7 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
         ("opo", grpo.OPO),
         ("gdpo", grpo.GDPO),
         ("skywork-or1", grpo.SKYWORK_OR1),
+        ("remax", grpo.REMAX),
         ("clip-cov", grpo.CLIP_COV),
         ("kl-cov", grpo.KL_COV),
         ("top-entropy", grpo.TOP_ENTROPY),

@@ -16,10 +16,11 @@ from rlhf_jax.functional.advantages import (
     group_relative,
     leave_one_out,
     length_weighted,
+    over_greedy,
 )
 
 Array = jax.Array
-Baseline = Literal["group", "leave_one_out", "length_weighted"]
+Baseline = Literal["group", "leave_one_out", "length_weighted", "greedy"]
 Normalise = Literal["group", "rollout", "each"] | None
 OverlongMask = Literal["loss", "group"] | None
 EqualGroups = Literal["keep", "leave_out"]
@@ -48,6 +49,8 @@ def group_experience(
         leave_one_out    R_i - mean of the others
         length_weighted  R_i - Σ_j l_j·R_j / Σ_j l_j, l the tokens of a response
 
+        greedy           R_i - R of the greedy response, the last row of the group
+
     With normalise "each" it is `advantages.decoupled` of `scored.rewards`.
 
     Args:
@@ -65,9 +68,9 @@ def group_experience(
       responses out: share of those that they do.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
-    arXiv:2402.14740 (RLOO); Hao et al. 2025, arXiv:2505.23585 (OPO); Liu et al. 2026,
-    arXiv:2601.05242 (GDPO); Yu et al. 2025, arXiv:2503.14476, sections 3.2 and 3.4
-    (DAPO: what is left out).
+    arXiv:2402.14740 (RLOO); Li et al. 2023, arXiv:2310.10505 (ReMax); Hao et al. 2025,
+    arXiv:2505.23585 (OPO); Liu et al. 2026, arXiv:2601.05242 (GDPO); Yu et al. 2025,
+    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out).
     """
     mask = scored.rollout.response_mask
     rewards = token_rewards.token_rewards(
@@ -104,11 +107,16 @@ def group_experience(
     elif baseline == "length_weighted":
         lengths = mask.sum(axis=1, dtype=jnp.float32)
         of_rows = length_weighted(totals, lengths=lengths, **groups)
+    elif baseline == "greedy":
+        of_rows = over_greedy(totals, **groups)
     else:
         of_rows = leave_one_out(totals, **groups)
     # `scored.row_mask`, not `row_mask`: cut-off responses have a reward to report.
     stats = _group_stats(totals, alike, group_size=group_size, row_mask=scored.row_mask)
     trained = finished
+    if baseline == "greedy":
+        sampled = jnp.arange(len(totals)) % group_size != group_size - 1
+        trained = sampled if trained is None else trained & sampled
     if equal == "leave_out":
         mixed = jnp.repeat(~alike, group_size)
         trained = mixed if trained is None else trained & mixed

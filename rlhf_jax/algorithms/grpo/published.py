@@ -124,6 +124,17 @@ KL_COV = GroupRecipe(
 """The same paper, with the share of a model of 7B (2e-4 for 32B): no clip, and no other
 KL. Groups and minibatches are ours."""
 
+REMAX = GroupRecipe(
+    penalty=IN_REWARD,
+    temperature=1.0,
+    group_size=2,
+    baseline="greedy",
+    normalise=None,
+    aggregation="constant",
+)
+"""Li et al. 2023, arXiv:2310.10505: one sample, and a greedy response whose reward is
+the baseline. Without bias."""
+
 SKYWORK_OR1 = GroupRecipe(
     temperature=1.0,
     group_size=16,

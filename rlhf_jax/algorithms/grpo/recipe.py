@@ -7,11 +7,11 @@ is that of the policy alone.
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 
-from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
 from rlhf_jax.algorithms.flow.shaping import AS_THEY_ARE
 from rlhf_jax.algorithms.grpo.experience import (
     Baseline,
@@ -20,13 +20,17 @@ from rlhf_jax.algorithms.grpo.experience import (
     OverlongMask,
     group_experience,
 )
+from rlhf_jax.algorithms.grpo.greedy import rollout_with_greedy, without_greedy
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 Array = jax.Array
+Params = Any
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,9 @@ class GroupRecipe(PolicyRecipe):
     baseline: Baseline = "group"
     """Baseline subtracted from a response's reward: group is the mean of its group
     (GRPO), leave_one_out that of the others in it (RLOO), length_weighted the mean of
-    the group by the lengths of its responses (OPO)."""
+    the group by the lengths of its responses (OPO), greedy the reward of one more
+    response, the last of the group, which is decoded greedily and not trained on
+    (ReMax)."""
     normalise: Normalise = None
     """Standard deviation by which advantages are divided: group is that of their group
     (GRPO as published), rollout that of all tokens, whose mean is subtracted first;
@@ -120,11 +126,35 @@ class GRPO(GroupRecipe, PolicyGradient):
             prompt_mean=self.aggregation == "prompt_mean",
         )
 
+    def rollout(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        key: Array,
+        frozen: FrozenModels = NO_MODELS,
+        version: Array | None = None,
+    ) -> Rollout:
+        """The policy's responses; of baseline greedy the last of a group is greedy."""
+        if self.baseline != "greedy":
+            return super().rollout(
+                policy, prompts=prompts, key=key, frozen=frozen, version=version
+            )
+        return rollout_with_greedy(
+            policy, prompts=prompts, key=key, recipe=self, version=version
+        )
+
+    def reported(self, rows: Tree) -> Tree:
+        """All rows, but those of greedy responses."""
+        if self.baseline != "greedy":
+            return rows
+        return without_greedy(rows, group_size=self.group_size)
+
     @property
     def leaves_out(self) -> bool:
         """Whether some responses of a rollout are not trained on."""
         left_out = self.overlong_mask is not None or self.equal_groups == "leave_out"
-        return left_out or super().leaves_out
+        return left_out or self.baseline == "greedy" or super().leaves_out
 
     @property
     def rows_per_prompt(self) -> int:

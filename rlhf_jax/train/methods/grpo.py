@@ -20,7 +20,7 @@ of my_verifiers.py in the working directory, in processes of its own and with a 
 limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
 responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
 rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dr-grpo, dppo, vespo, topr,
-opo, gdpo, skywork-or1, top-entropy, clip-cov, kl-cov or reinforce++-baseline.
+opo, remax, gdpo, skywork-or1, top-entropy, clip-cov, kl-cov or reinforce++-baseline.
 
 A model that solves none of the prompts learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
@@ -91,6 +91,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vespo": {"method": grpo.VESPO, **WITHOUT_KL},
     "topr": {"method": grpo.TOPR, **WITHOUT_KL},
     "opo": {"method": grpo.OPO, **WITHOUT_KL},
+    "remax": {"method": grpo.REMAX},
     "skywork-or1": {"method": grpo.SKYWORK_OR1, **WITHOUT_KL},
     "gdpo": {"method": grpo.GDPO, **WITHOUT_KL},
     "clip-cov": {"method": grpo.CLIP_COV, **WITHOUT_KL},

@@ -42,6 +42,7 @@ RECIPES = {
     "opo": grpo.OPO,
     "gdpo": grpo.GDPO,
     "skywork-or1": grpo.SKYWORK_OR1,
+    "remax": grpo.REMAX,
     "clip-cov": grpo.CLIP_COV,
     "kl-cov": grpo.KL_COV,
     "top-entropy": grpo.TOP_ENTROPY,
@@ -136,6 +137,42 @@ def test_each_of_several_rewards_is_normalised_alone():
     np.testing.assert_array_equal(of_rows(alone), of_one)
 
 
+def test_a_greedy_response_is_a_baseline_and_is_not_trained_on():
+    output, stats = experience(baseline="greedy")
+    nan = np.nan
+    np.testing.assert_allclose(of_rows(output), [1, 0, 2, nan, 1, 3, 0, nan])
+    assert float(masked.mean_stats(stats)["response/masked"]) == 2 / 8
+
+
+def test_greedy_responses_are_those_of_the_decoder():
+    """The last of each group whatever the key; the others are samples."""
+    recipe = make(grpo.REMAX)
+    prompts = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4, 2))
+    )
+    prompts = dataclasses.replace(prompts, sample=jnp.arange(8) % 4)
+    draw = toys.jit(grpo.sample, static_argnames=("recipe",))
+    params = toys.params()
+    first, second = (
+        draw(params, prompts=prompts, key=jax.random.key(seed), recipe=recipe)
+        for seed in (0, 1)
+    )
+    for name in ("index", "sample"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(prompts, name))
+    np.testing.assert_array_equal(first.tokens[3::4], second.tokens[3::4])
+    assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
+    logits = toys.logits(params, model=toys.GPT2, tokens=first.tokens, mask=first.mask)
+    best = np.argmax(np.asarray(logits), axis=-1)
+    within = np.asarray(first.response_mask)
+    for row in (3, 7):
+        columns = np.flatnonzero(within[row])
+        np.testing.assert_array_equal(
+            first.tokens[row, columns], best[row, columns - 1]
+        )
+    reported = recipe.reported({"sample": first.sample, "all": jnp.float32(1)})
+    np.testing.assert_array_equal(reported["sample"], [0, 1, 2, 0, 1, 2])
+
+
 def test_a_mean_over_prompts_scales_the_tokens_of_each():
     for aggregation, scaled in (("prompt_mean", True), ("token_mean", False)):
         recipe = make(grpo.RLOO, aggregation=aggregation)
@@ -168,6 +205,7 @@ APART = {
     "vespo": {"surrogate": policy_recipe.VESPO(), "normalise": None},
     "topr": {"surrogate": policy_recipe.TOPR(), "num_minibatches": 1},
     "opo": {"baseline": "length_weighted", "num_epochs": 1},
+    "remax": {"group_size": 2, "baseline": "greedy", "aggregation": "constant"},
     "skywork-or1": {"entropy_control": EntropyTarget(0.2, 0.005, 1.0)},
     "gdpo": {"normalise": "each", "aggregation": "sequence_mean"},
     "clip-cov": {"token_choice": ClipCov(2e-4, low=1.0, high=5.0)},
