@@ -82,6 +82,15 @@ class KL:
     weights: str | None = None
     clip: float | None = None
     top_k: int | None = None
+    sampled_tail: bool = False
+    of_reference: float | None = None
+
+    def to(self, reference: Array, old: Array) -> Array:
+        """Log-probs of what the KL is to: a geometric mixture, not normalised."""
+        share = self.of_reference
+        if share is None:
+            return reference
+        return np.log(np.exp(reference) ** share * np.exp(old) ** (1 - share))
 
     def exact(self, policy: Table, reference: Table, mask: Array) -> Array:
         output = np.zeros(mask.shape)
@@ -96,6 +105,22 @@ class KL:
             if self.direction == "forward":
                 p, q = q, p
             output[b, t] = math.fsum(p * np.log(p / q))
+        return output
+
+    def with_sampled_tail(
+        self, now: Table, reference: Table, rows: Rows, *, start: Table, own: Array
+    ) -> Array:
+        """Σ_K p log(p/q) and w·x of a token beside K; p and log π move, logs do not."""
+        output = np.zeros(rows.tokens.shape)
+        for b, t in oracles.entries(rows.response_mask):
+            top = np.argsort(-start[b, t], kind="stable")[: self.top_k]
+            x = start[b, t] - reference[b, t]
+            output[b, t] = math.fsum(np.exp(now[b, t, top]) * x[top])
+            token = rows.tokens[b, t]
+            if token not in top:
+                weight = math.exp(own[b, t]) if self.weights == "token" else 1.0
+                moved = now[b, t, token] - start[b, t, token]
+                output[b, t] += weight * x[token] * (1 + moved)
         return output
 
     def terms(
@@ -130,6 +155,8 @@ class KL:
                     "k3": math.exp(-x) - 1 + x,
                     "exact": level,
                 }[estimator]
+                if estimator == "exact" and self.sampled_tail:
+                    own = 0.0  # the tail has it
                 output[b, t] = math.exp(own) * k
         return output
 
@@ -140,7 +167,7 @@ class KL:
         self, rows: Rows, old: Array, policy: Table, reference: Table
     ) -> Array:
         """f64[B, S]: what β is multiplied by in the reward of each token."""
-        ref = picked(reference, rows)
+        ref = self.to(picked(reference, rows), old)
         sign = 1 if self.direction == "reverse" else -1
         log_ratio = sign * (old - ref)
         weighted = self.direction == "forward" and self.weights is not None
@@ -169,7 +196,7 @@ class KL:
         weights: Array,
     ) -> tuple[float, float]:
         """(Σ weights·kl, Σ of the values over tokens), values standing still."""
-        mask, ref = rows.response_mask, picked(reference, rows)
+        mask, ref = rows.response_mask, self.to(picked(reference, rows), behaviour)
         sign = 1 if self.direction == "reverse" else -1
         log_weights = np.zeros_like(ref)
         if self.weights is not None:
@@ -177,11 +204,16 @@ class KL:
             log_weights = target - behaviour
 
         def at(policy: Table, estimator: str) -> dict[tuple[int, int], float]:
+            exact = self.exact(policy, reference, mask)
+            if self.sampled_tail:
+                exact = self.with_sampled_tail(
+                    policy, reference, rows, start=start, own=log_weights
+                )
             return self.terms(
                 estimator,
                 log_ratio=sign * (picked(policy, rows) - ref),
                 log_weights=log_weights,
-                exact=self.exact(policy, reference, mask),
+                exact=exact,
                 rows=rows,
             )
 

@@ -16,7 +16,8 @@ optimum  Where the policy is π* ∝ π_ref exp(r/β), with the KL in the reward
 
 And of groups that are drawn until their rewards differ (dynamic sampling): the gradient
 of the reward keeps its direction, and becomes 1/P(mixed) as large; that of a KL in the
-loss does not.
+loss does not. And of gradient regularisation, that what it adds is half the gradient of
+the surrogate's squared gradient, which is not that of E[r].
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, report, run, run_config
 
 KL_OF_MIXED = "dynamic sampling biases a KL in the loss"
+
+PENALTY = "gradient regularisation adds γ/2·∇‖∇V‖² of the surrogate V"
 
 NOT_COVERED = (
     "groups of more than two responses, several prompts in a minibatch",
@@ -139,6 +142,12 @@ def main(options: Config) -> None:
             print(f"{KL_OF_MIXED}: {beside:.3f} of it is beside that of all groups")
             shown[f"{KL_OF_MIXED}, seed {seed}"] = beside > ratios.LEAST_BIAS
             rows.append({"seed": seed, "name": KL_OF_MIXED, "outside": beside})
+            error, beside = ratios.of_gradient_penalty(case, rewards)
+            print(f"{PENALTY}: within {error:.0e}; {beside:.3f} is beside that of E[r]")
+            shown[f"{PENALTY}, seed {seed}"] = error < ratios.SLACK
+            rows.append(
+                {"seed": seed, "name": PENALTY, "error": error, "outside": beside}
+            )
     conclusion.conclude(
         job.folder,
         list(shown.items()),

@@ -21,7 +21,8 @@ class Claim(NamedTuple):
     name: str
     recipe: Recipe
     share: float | None  # None: no multiple of it, for the reason in `bias`
-    in_loss: str | None = None  # the gradient of the KL in the loss
+    # The gradient of the KL in the loss, or beside the advantage.
+    in_loss: str | None = None
     bias: str = ""
     critic: bool = False  # PPO's: GAE at lam = 1 about values of noise, not groups
 
@@ -72,6 +73,19 @@ CLAIMS = (
         _recipe(LOSS(value_estimator="k3"), **MEAN),
         OWN_SHARE,
         FIXED_FORWARD,
+    ),
+    Claim(
+        "GRPO, the KL to go beside the mean",
+        _recipe(IN_REWARD, kl_to_go=True, **MEAN),
+        OWN_SHARE,
+        FULL_REVERSE,
+    ),
+    Claim(
+        "FRPO: by the std, the KL to go beside it",
+        _recipe(IN_REWARD, kl_to_go=True, normalise="group", **MEAN),
+        None,
+        FULL_REVERSE,
+        "the std: groups pull alike, however little their rewards differ",
     ),
     Claim(
         "GRPO as published: by the std, k3 in the loss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from rlhf_jax.functional.kl.gradients import (
@@ -16,6 +17,8 @@ ZERO = "zero"
 NONE = "none of these"
 KLS = (FULL_REVERSE, FULL_FORWARD, FIXED_REVERSE, FIXED_FORWARD)
 TOP_K = 2  # of the 4 words
+MIXTURE = Penalty("k2", placement="loss", reference_share=0.4)
+SAMPLED_TAIL = Penalty("exact", placement="loss", top_k=TOP_K, tail="sampled")
 
 
 class Claim(NamedTuple):
@@ -124,6 +127,20 @@ OTHERS = (
     Claim(Penalty(value_estimator="exact", placement="reward", top_k=TOP_K)),
     Claim(Penalty(value_estimator="exact", placement="loss", top_k=TOP_K)),
     Claim(Penalty(value_estimator="exact", placement="both", top_k=TOP_K)),
+    # To a mixture of the reference and the policy that sampled (DAR).
+    Claim(Penalty(reference_share=0.4)),
+    Claim(MIXTURE),
+    Claim(
+        dataclasses.replace(MIXTURE, per="response", importance_weights="prefix"),
+        older=True,
+    ),
+    # The likeliest words, and the sampled one for the rest (EMA-PG).
+    Claim(SAMPLED_TAIL, FIXED_REVERSE),
+    Claim(
+        dataclasses.replace(SAMPLED_TAIL, importance_weights="prefix"),
+        FIXED_REVERSE,
+        older=True,
+    ),
 )
 """Claims beside the table; those without a name are held to `Penalty.terms`."""
 
@@ -170,6 +187,10 @@ class Finding(NamedTuple):
             words.append(f"gradient {chosen.grad_estimator}")
         if chosen.top_k is not None:
             words.append(f"top {chosen.top_k}")
+        if chosen.tail == "sampled":
+            words.append("sampled tail")
+        if chosen.reference_share is not None:
+            words.append(f"{chosen.reference_share:g} of the reference")
         if chosen.direction == "forward":
             words.append("forward")
         if chosen.importance_weights is not None:

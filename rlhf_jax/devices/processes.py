@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -84,6 +85,7 @@ class Group:
                 None if self.coordinator == AUTO else self.coordinator,
                 self.num_processes,
                 self.process_id,
+                [] if _alone_on_host() else None,
                 heartbeat_timeout_seconds=self.heartbeat,
                 initialization_timeout=self.join_timeout,
             )
@@ -94,6 +96,18 @@ class Group:
                 f"{str(error).splitlines()[0]}; start them all, or name HOST:PORT "
                 f"where auto finds nothing"
             ) from error
+
+
+def _alone_on_host() -> bool:
+    """Whether Slurm or Open MPI has started one process per host.
+
+    JAX gives each process of theirs the one GPU that has its number on the host. One
+    that is alone is to have all GPUs: an empty list of numbers means that.
+    """
+    names = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    counts = [os.environ[name] for name in names if name in os.environ]
+    chosen = "JAX_LOCAL_DEVICE_IDS" in os.environ  # by the user
+    return not chosen and any(re.fullmatch(r"1(\(x\d+\))?", one) for one in counts)
 
 
 def check_platform() -> None:

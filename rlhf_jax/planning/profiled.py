@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Flops = Callable[[Sequence[Text]], dict[str, float]]
 FORMULA = "model FLOPs / (seconds · devices · peak FLOPs per second of a device)"
+UNNAMED = "device work"  # the row of a trace that names the scope of less than half
 
 
 def policy_gradient_flops(
@@ -112,8 +113,10 @@ def summary(
     times = None
     with contextlib.suppress(OSError, ValueError):  # it is gone, or not whole
         times = trace.times(run_folder / profiled.trace)
-    if times is not None and not times.scopes:
-        times = None
+    if times is not None and times.unscoped > times.busy / 2:
+        # Seen on a GPU: of 2.6 s a step 1.6 ms had a name. What the rest is of is not
+        # known, and a scope's share of it would be wrong.
+        times = times._replace(scopes={}, unscoped=times.busy)
     devices = profiled.processes * times.devices if times else profiled.devices
     work: dict[str, float] = defaultdict(float)
     if flops is not None:
@@ -180,7 +183,9 @@ def _tell(
     devices, kind = figures["devices"], figures["device"]
     source = "device time by named scope, from the trace"
     if figures["source"] != "trace":
-        source = "phases of timings.jsonl, as the trace names no scope"
+        source = "phases of timings.jsonl, as the trace is not there or not whole"
+    elif UNNAMED in figures["seconds"]:
+        source = "device time, whose scopes the trace does not name, so in one row"
     print(f"seconds: {source}; {devices} × {kind}")
     if figures["tokens_per_second"] is not None:
         print(
@@ -220,7 +225,7 @@ def _seconds(
         idle = max(profiled.seconds - times.busy - times.waited, 0.0)
         return {
             **times.scopes,
-            "other device work": times.unscoped,
+            "other device work" if times.scopes else UNNAMED: times.unscoped,
             "waiting for the reward": times.waited,
             "devices idle": idle,
         }

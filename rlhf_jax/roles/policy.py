@@ -179,7 +179,8 @@ def exact_kl(
     direction: kl.Direction = "reverse",
     top_k: int | None = None,
     jsd_beta: float | None = None,
-) -> Array:
+    tokens: Array | None = None,
+) -> Any:
     """KL over the vocabulary at every position, from hidden states that are at hand.
 
     Args:
@@ -191,10 +192,12 @@ def exact_kl(
         the KL is a lower bound; None takes every token.
       jsd_beta: share of the reference in the mixture of the generalised Jensen-Shannon
         divergence, which then stands in place of the KL; None takes the KL.
+      tokens: i32[B, S] of the rows, for the part of the top k alone
+        (`kl.head_from_hidden`); None takes the KL.
 
     Returns:
       f32[B, S], nats; column t is about the distribution tokens[:, t] was drawn from.
-      0 at padding and at the first token of a row.
+      0 at padding and at the first token of a row. With `tokens` also bool[B, S].
     """
     head = decoder.vocabulary_head(params, model=model)
     ref_model = model if ref_model is None else ref_model
@@ -206,10 +209,9 @@ def exact_kl(
     ref_hidden = decoder.read_by_head(ref_hidden, model=ref_model)
 
     def computed(
-        hidden: Array, ref_hidden: Array, tokens: Array, *, first_column: int
-    ) -> Array:
-        del tokens
-        options = {
+        hidden: Array, ref_hidden: Array, about: Array, *, first_column: int
+    ) -> Any:
+        options: dict[str, Any] = {
             "temperature": temperature,
             "vocab_size": model.vocab_size,
             "softcap": model.logit_softcap,
@@ -223,19 +225,22 @@ def exact_kl(
             return kl.jensen_shannon_from_hidden(
                 *models, beta=jsd_beta, k=top_k, **options
             )
+        if tokens is not None and top_k is not None:
+            return kl.head_from_hidden(*models, tokens=about, k=top_k, **options)
         options["direction"] = direction
         if top_k is None:
             return kl.exact_from_hidden(*models, **options)
         return kl.top_k_from_hidden(*models, k=top_k, **options)
 
-    divergence = context.per_prediction(
+    results = context.per_prediction(
         computed,
         hidden,
         ref_hidden,
-        tokens=mask.astype(jnp.int32),
+        tokens=mask.astype(jnp.int32) if tokens is None else tokens,
         first_column=first_column,
     )
-    return jnp.where(_predicted(mask), divergence, 0.0)
+    predicted = _predicted(mask)
+    return jax.tree.map(lambda x: jnp.where(predicted, x, jnp.zeros_like(x)), results)
 
 
 def _max_logits(hidden: Array) -> int:

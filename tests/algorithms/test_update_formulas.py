@@ -197,6 +197,7 @@ class Case:
     scale: float | None = None
     advantages: str = "groups"
     groups: tuple[tuple[str, Any], ...] = ()
+    kl_to_go: bool = False
     whiten: bool = False
     # (correction of `oracles.importance_weights`, cap, floor); None has no weights.
     weights: tuple[str, float, float | None] | None = None
@@ -239,18 +240,25 @@ class Oracle:
             options: dict[str, Any] = {"baseline": "group", "normalise": None}
             options |= {"overlong_mask": None, "equal_groups": "keep"}
             options |= dict(case.groups)
-            of_rows, trained = oracle_updates.over_groups(
-                everything, self.rewards, **options
-            )
+            alone = self.rewards
+            if case.kl_to_go:
+                nothing = np.zeros_like(kl)
+                alone = oracles.token_rewards(
+                    shaped, nothing, everything.response_mask, 0.0
+                )
+            of_rows, trained = oracle_updates.over_groups(everything, alone, **options)
             leaves_out = options["overlong_mask"] or options["equal_groups"] != "keep"
             ended = everything.finished
             self.of_groups = oracle_statistics.of_groups(
                 everything,
-                self.rewards,
+                alone,
                 counted=[options["overlong_mask"] != "group" or end for end in ended],
                 trained=list(trained) if leaves_out else None,
             )
             advantages += of_rows[:, None]
+            if case.kl_to_go:
+                paid = -self.beta * kl
+                advantages += oracle_updates.to_go(everything, paid, whiten=False)
         elif case.advantages == "gae":
             self.values = old_values()
             advantages, self.returns = oracles.gae(
@@ -615,6 +623,53 @@ CASES = {
         ),
         surrogate=Surrogate(low=0.1, high=0.05, level="sequence_token"),
         kl=KL(value="exact", placement="loss", top_k=3),
+    ),
+    "the top 3 of a KL, and a sampled tail": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            penalty=Penalty(
+                "exact",
+                placement="loss",
+                top_k=3,
+                tail="sampled",
+                importance_weights="token",
+            ),
+        ),
+        kl=KL(
+            value="exact",
+            placement="loss",
+            top_k=3,
+            sampled_tail=True,
+            weights="token",
+        ),
+        softcap=1.5,
+    ),
+    "the KL to go beside the std, to a mixture with the sampler": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            normalise="group",
+            kl_to_go=True,
+            penalty=Penalty(reference_share=0.6),
+        ),
+        groups=(("normalise", "group"),),
+        kl_to_go=True,
+        kl=KL(of_reference=0.6),
+    ),
+    "k2 of responses, to a mixture with the sampler": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            penalty=Penalty(
+                "k1",
+                grad_estimator="k2",
+                placement="loss",
+                per="response",
+                reference_share=0.4,
+            ),
+        ),
+        kl=KL(grad="k2", placement="loss", per="response", of_reference=0.4),
     ),
     "weights of tokens, masked, forward KL in the reward": Case(
         recipe=partial(

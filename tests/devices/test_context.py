@@ -76,14 +76,24 @@ def computed(params, tokens, mask, *, model):
             )
             for k in (None, 4)
         }
+        head, inside = policy.exact_kl(
+            *(params, hidden, reference, ref_hidden),
+            model=model,
+            mask=mask,
+            first_column=3,
+            top_k=4,
+            tokens=tokens,
+        )
         scorer = {"trunk": params, "score": score}
         return {
             "log-probs": logprobs,
             "entropy": entropy,
             "exact KL": kl[None],
             "KL of four": kl[4],
+            "of the four alone": head,
+            "whose token is of the four": jnp.where(inside, 1.0, 0.0),
             "values": critic.values(scorer, **options, first_column=3),
-            "scores": rewards.model.sequence_scores(scorer, **options),
+            "scores": rewards.sequence_scores(scorer, **options),
         }
 
     def total(params):

@@ -546,6 +546,33 @@ def test_groups_that_are_none(options, message):
         Group(**options)
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, []),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, []),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, []),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1,2"}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
+        ({}, None),
+    ],
+)
+def test_a_process_alone_on_its_host_has_all_gpus(monkeypatch, environment, expected):
+    """None: JAX chooses, under Slurm and Open MPI one GPU."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    given = []
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **_: given.append(args)
+    )
+    Group("auto").join()
+    assert given == [(None, None, None, expected)]
+
+
 def test_one_process_is_the_first_and_agrees_with_itself():
     assert processes.is_first()
     processes.agree("the config", "anything")

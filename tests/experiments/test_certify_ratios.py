@@ -66,6 +66,15 @@ def test_mixed_groups_bias_a_kl_in_the_loss(case):
     assert ratios.bias_of_mixed_groups(case, rewards) > 0.01
 
 
+@pytest.mark.long
+def test_gradient_regularisation_is_of_the_surrogate(case):
+    rewards = np.random.default_rng(4).normal(
+        size=len(enumerable.every_tokens(case.stop_ids))
+    )
+    error, beside = ratios.of_gradient_penalty(case, rewards)
+    assert error < ratios.SLACK < beside
+
+
 @pytest.mark.slow
 def test_formulas_by_hand():
     """At a ratio of 2 and an advantage of 1, and of -1."""

@@ -99,6 +99,7 @@ PLAN = logprob_chunks.plan(vocab_size=VOCAB, rows=VOCAB, positions=ROWS, max_log
 EXACT = passes.Plan(vocab_size=VOCAB, chunk=4, forward=False, k=None)
 FEW = {"max_logits": 2 * ROWS * COLUMNS * 4}  # two chunks of the vocabulary
 MODELS = "hidden head temperature"
+HEAD_OF = {"tokens": jnp.ones((ROWS, COLUMNS), jnp.int32)}
 TEXTS = {
     "logprobs": normal(ROWS),
     "ref_logprobs": normal(ROWS),
@@ -138,6 +139,10 @@ CASES = {
     "best_of_n.log_ratio": ("below equal", {"n": 3}),
     "best_of_n.selection_weights": ("", {"n": 2}),
     "kl.chunks.divergence": (MODELS, {"plan": EXACT, "beta": None}),
+    "kl.chunks.head_and_inside": (
+        "hidden head",
+        {"plan": EXACT._replace(k=2, head=True), **HEAD_OF},
+    ),
     "kl.chunks.divergence mixture": (f"{MODELS} beta", {"plan": EXACT}),
     "kl.control.fixed": ("kl_coef", {}),
     "kl.controllers.scalar": ("number", {}),
@@ -152,6 +157,7 @@ CASES = {
         {"k": 2, "direction": "forward"},
     ),
     "kl.hidden_states.exact_from_hidden": (MODELS, FEW),
+    "kl.hidden_states.head_from_hidden": ("hidden head", {"k": 2, **FEW, **HEAD_OF}),
     "kl.hidden_states.jensen_shannon_from_hidden": (f"{MODELS} beta", FEW),
     "kl.hidden_states.top_k_from_hidden": (MODELS, {"k": 2, **FEW}),
     "kl.mixtures.jensen_shannon": ("logits beta temperature", {}),
@@ -169,6 +175,10 @@ CASES = {
     "kl.weighted_estimates.estimates exact": (
         "exact",
         {"penalty": IN_LOSS, "estimator": "exact"},
+    ),
+    "kl.weighted_estimates.with_sampled_tail": (
+        "head logprobs",
+        {"head": normal(ROWS, COLUMNS), "inside": MASK},
     ),
     "logprob_chunks.logprobs_and_entropy": (MODELS, {"plan": PLAN, **FLAT}),
     "logprobs.entropy": ("logits temperature", {}),

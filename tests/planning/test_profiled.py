@@ -189,11 +189,29 @@ def test_the_mfu_of_a_chip_that_is_known(tmp_path, capsys):
     assert "50.6%" in text  # of the 40 µs of the loss alone
 
 
-@pytest.mark.parametrize("broken", ["names no scope", "is gone", "is cut off"])
-def test_without_scopes_the_table_has_the_host_s_phases(tmp_path, capsys, broken):
-    folder = run_folder(
-        tmp_path, scopes=() if broken == "names no scope" else ("loss",)
+@pytest.mark.parametrize("scopes", [(), ("rollout",)])
+def test_a_trace_that_names_less_than_half_is_not_split(tmp_path, capsys, scopes):
+    """A GPU's may: the loss would have the MFU of no time at all."""
+    device = chips.named("h100").kind
+    folder = run_folder(tmp_path, device=device, scopes=scopes)
+    summary = profiled.summary(folder, profile="5:7", flops=flops_of)["profile"]
+    assert summary["source"] == "trace"
+    assert summary["seconds"] == pytest.approx(
+        {
+            "device work": 37.5e-6,
+            "waiting for the reward": 2e-6,
+            "devices idle": 10.5e-6,
+        }
     )
+    assert summary["reference_share"] is None
+    text = " ".join(capsys.readouterr().out.split())
+    assert "whose scopes the trace does not name" in text
+    assert "rollout" not in text
+
+
+@pytest.mark.parametrize("broken", ["is gone", "is cut off"])
+def test_without_a_trace_the_table_has_the_host_s_phases(tmp_path, capsys, broken):
+    folder = run_folder(tmp_path)
     trace = folder / "profile" / "a.xplane.pb"
     if broken == "is gone":
         trace.unlink()
@@ -207,7 +225,7 @@ def test_without_scopes_the_table_has_the_host_s_phases(tmp_path, capsys, broken
     assert summary["model_flops_per_step"] is None
     assert summary["tokens_per_second"] == pytest.approx(490_000)
     text = " ".join(capsys.readouterr().out.split())
-    assert "phases of timings.jsonl, as the trace names no scope" in text
+    assert "phases of timings.jsonl, as the trace is not there or not whole" in text
     assert "unknown: model FLOPs are not counted for this command" in text
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
 from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
+from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
 from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional.checks import InputError
@@ -106,6 +107,11 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "fixed_length",
         "truncate_after=16",
         "truncate_after=16,reward_only=true",
+    ],
+    GradientPenalty | None: [
+        "None",
+        "strength=0.01",
+        "strength=0.01,step=0.01,max_norm=None",
     ],
     Reset | Mix | None: ["None", "reset,every=10", "mix,every=10,rate=0.5"],
 }

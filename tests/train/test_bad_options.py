@@ -170,6 +170,12 @@ OWN = {
         ("--entropy-control=0", "target: expected"),
         ("--token-choice=top_entropy,share=0", "share: expected"),
         ("--token-choice=clip_cov,low=5", "high: expected a number above 5"),
+        ("--gradient-penalty=0", "strength: expected a finite number above 0"),
+        (
+            "--penalty.reference-share=1",
+            "reference_share: expected a number above 0 and below 1",
+        ),
+        ("--penalty.tail=sampled", "tail: expected bucket without top_k"),
         (
             "--surrogate=ppo",
             "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, got 'ppo'",

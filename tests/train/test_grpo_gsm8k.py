@@ -18,6 +18,7 @@ from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.self_check import TOLERANCE
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import tokenization
+from rlhf_jax.roles.reference.lifecycle import Mix
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import build, loop
 from rlhf_jax.train import rows as asked
@@ -305,6 +306,7 @@ def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message)
         *("rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo"),
         *("luspo", "gmpo", "dppo", "vespo", "topr", "opo", "clip-cov", "kl-cov"),
         *("top-entropy", "gdpo", "skywork-or1", "remax"),
+        *("ema-pg", "gradient-penalty"),
         "reinforce++-baseline",
     ],
 )
@@ -316,6 +318,8 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
     )
     small += ("--batch-size=32", "--learning-rate=1e-3", *packing)
     of_dapo = preset in ("dapo", "top-entropy")
+    if preset == "ema-pg":
+        small += ("--batch-size=40", "--penalty.top-k=4")
     if of_dapo:
         small += ("--scores.overlong-after=2", "--scores.overlong-buffer=1")
     rlhf_jax.train.methods.grpo.command(
@@ -707,6 +711,8 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
         ("clip-cov", grpo.CLIP_COV),
         ("kl-cov", grpo.KL_COV),
         ("top-entropy", grpo.TOP_ENTROPY),
+        ("ema-pg", grpo.EMA_PG),
+        ("gradient-penalty", grpo.GRADIENT_PENALTY),
         ("reinforce++-baseline", grpo.REINFORCE_BASELINE),
     ],
 )
@@ -722,11 +728,14 @@ def test_presets_are_those_of_the_library(preset, recipe):
     parsed = parse(argv=[*needed, "--preset", preset])
     assert parsed.method == recipe
     without = {"gspo", "cispo", "sapo", "dapo", "dr-grpo"}
-    without |= {"luspo", "gmpo", "dppo", "vespo", "topr", "opo"}
+    without |= {"luspo", "gmpo", "dppo", "vespo", "topr", "opo", "gradient-penalty"}
     without |= {"clip-cov", "kl-cov", "top-entropy", "gdpo", "skywork-or1"}
     assert (parsed.reference.reference == "none") == (preset in without)
     default = 0.0 if preset in without else 0.05
-    assert parsed.kl_coef == (0.04 if preset == "deepseekmath" else default)
+    coefs = {"deepseekmath": 0.04, "ema-pg": 0.001}
+    assert parsed.kl_coef == coefs.get(preset, default)
+    move = Mix(every=10, rate=0.1) if preset == "ema-pg" else None
+    assert parsed.reference.lifecycle.move == move
     of_dapo = preset in ("dapo", "top-entropy")
     assert (parsed.sampler.max_redraws > 0) == of_dapo
     changed = parse(argv=[*needed, "--preset", preset, "--entropy-coef=0.1"])

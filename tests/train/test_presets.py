@@ -47,6 +47,7 @@ SHARED = {
     "off_policy_mask": None,
     "token_choice": None,
     "entropy_control": None,
+    "gradient_penalty": None,
     "entropy_coef": 0.0,
     "ptx_coef": 0.0,
     "critic_warmup": 0,

@@ -63,6 +63,11 @@ def certify(
         case.policy, reference, temperature=temperature, **case.options
     )
     claims = tuple(claims)
+    to_older = {}
+    if any(c.older and c.penalty.reference_share is not None for c in claims):
+        to_older = expected_gradients.of_penalties(
+            case.policy, case.older, temperature=temperature, **case.options
+        )
     samples = {
         older: sample(case, older=older, temperature=temperature)
         for older in {claim.older for claim in claims}
@@ -90,6 +95,7 @@ def certify(
             temperature=temperature,
             stops=bool(case.stop_ids),
             known=known,
+            to_older=to_older,
             values=values,
         )
 
@@ -105,6 +111,7 @@ def _finding(
     temperature: float,
     stops: bool,
     known: dict[expected_gradients.Key, Params],
+    to_older: dict[expected_gradients.Key, Params],
     values: dict[str, float],
 ) -> Finding:
     chosen = claim.penalty
@@ -124,11 +131,19 @@ def _finding(
 
     terms = {} if chosen.placement is None else chosen.terms
     parts = [times * expected(name, chosen.per) for name, times in terms.items()]
+    share = chosen.reference_share
+    if claim.older and share is not None:
+        # The rest is to the policy that sampled, which the policy has left.
+        parts += [
+            times / share * (1 - share) * BETA * flat(to_older[name, chosen.per])
+            for name, times in terms.items()
+        ]
     errors = [error_of(sum(parts, start=nothing))]
     if claim.gradient in gradients_of_kls:
         errors.append(error_of(gradients_of_kls[claim.gradient]))
     bias = value_error = math.nan
-    if chosen.direction == "reverse" and chosen.top_k is None:
+    bucket = chosen.top_k is not None and chosen.tail == "bucket"
+    if chosen.direction == "reverse" and not bucket and share is None:
         name = "kl"
         if chosen.value_estimator == "k2":
             name = "k2 of responses" if chosen.per == "response" else "k2"

@@ -100,7 +100,9 @@ def certify(
         in_loss = np.zeros_like(measured)
         if claim.in_loss is not None:
             in_loss = BETA * flat(kls[claim.in_loss, claim.recipe.penalty.per])
-        by_reward = of_reward - BETA * of_kl * claim.recipe.penalty.in_reward
+        # One beside the advantage is in the reward by name alone.
+        with_score = claim.recipe.penalty.in_reward and claim.in_loss is None
+        by_reward = of_reward - BETA * of_kl * with_score
         share = claim.share
         if share is None:  # whatever the scale, it is not this direction
             share = (measured + in_loss) @ by_reward / (by_reward @ by_reward)

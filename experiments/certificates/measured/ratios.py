@@ -16,12 +16,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from worlds import enumerable
 from worlds.enumerable import Float64
 
@@ -30,6 +31,10 @@ from certificates.measured import groups
 from certificates.penalty_claims import TOLERANCE
 from certificates.ratio_claims import CLAIMS, ENDED, WEIGHTS, Batch, Claim, two_rewards
 from rlhf_jax import grpo
+from rlhf_jax.algorithms.policy_gradient.gradient_penalty import (
+    GradientPenalty,
+    penalised,
+)
 from rlhf_jax.functional.kl.penalty import Penalty
 
 Array = jax.Array
@@ -39,6 +44,8 @@ STALE = (0, 1, 2, 4)  # updates since the samples were drawn
 STEP = 0.05  # norm of the first step: methods have learning rates of their own
 LEAST_BIAS = 1e-3  # of a bias that is claimed, share of the norm of what is measured
 BETA = 0.3
+DIFFERENCE = 5e-4  # ε of a gradient penalty
+SLACK = 0.02  # of what a difference over it is off by, share of the largest entry
 
 
 class Stale(NamedTuple):
@@ -166,6 +173,51 @@ def bias_of_mixed_groups(case: Case, rewards: Float64) -> float:
     return outside(parts["leave_out"], parts["keep"])
 
 
+def of_gradient_penalty(case: Case, rewards: Float64) -> tuple[float, float]:
+    """What gradient regularisation adds to the gradient of all minibatches together.
+
+    Returns:
+      Of ½∇‖∇V‖², V the mean of the surrogate (RLOO, no clip) by its formula: the
+      largest error of what is added, over γ, of its largest entry; and the share of its
+      norm that is along no multiple of ½∇‖∇E[r]‖². The token ratio's V has the gradient
+      of E[r] where the policy is the sampler's, and other second derivatives.
+    """
+    table = jnp.asarray(rewards, jnp.float32)
+    scored = jax.jit(functools.partial(groups.scored_table, case))(table)
+    claim = CLAIMS[0]
+    measure = groups.finder(claim.recipe, case=case, scored=scored)
+
+    nowhere = jax.tree.map(jnp.zeros_like, case.policy)
+
+    def gradient(params: Params) -> Params:
+        return _moved(nowhere, -measure(beta=0.0, params=params))
+
+    chosen = GradientPenalty(strength=1.0, step=DIFFERENCE, max_norm=None)
+    first = gradient(case.policy)
+    output = penalised(gradient, case.policy, first, penalty=chosen)
+    added = flat(output) - flat(first)
+
+    def half_square(value: Any) -> Float64:
+        @jax.jit
+        def of(params: Params) -> Array:
+            slope = jax.grad(value)(params)
+            return 0.5 * optax.tree.norm(slope, squared=True)
+
+        return flat(jax.grad(of)(case.policy))
+
+    def expected_reward(params: Params) -> Array:
+        log_policy = enumerable.log_probabilities(
+            params, temperature=1.0, **case.options
+        )
+        return jnp.exp(log_policy) @ table
+
+    named = half_square(
+        _surrogate(scored.rollout.old_logprobs, table, _ended(case), claim, case)
+    )
+    error = float(np.abs(added - named).max() / np.abs(named).max())
+    return error, outside(named, half_square(expected_reward))
+
+
 def _moved(params: Params, step: Float64) -> Params:
     """The parameters after a step that is flat."""
     leaves, structure = jax.tree.flatten(params)
@@ -204,12 +256,19 @@ def _named_gradient(
     stop_ids,
 ) -> Params:
     case = Case(params, params, params, None, model, stop_ids)  # type: ignore[arg-type]
+    return jax.grad(_surrogate(old_logprobs, table, ended, claim, case))(params)
+
+
+def _surrogate(
+    old_logprobs: Array, table: Array, ended: Array, claim: Claim, case: Case
+) -> Callable[[Params], Array]:
+    """The mean of a claim's surrogate over all pairs, as its formula has it."""
     old = old_logprobs[:, enumerable.PROMPT :]
-    mask = enumerable.every_mask(stop_ids)[:, enumerable.PROMPT :]
+    mask = enumerable.every_mask(case.stop_ids)[:, enumerable.PROMPT :]
     lengths = mask.sum(axis=1, dtype=jnp.float32)
     chance = jnp.exp(old.sum(axis=1))
     advantage = claim.advantage(table, ended)
-    tokens = enumerable.every_tokens(stop_ids)[:, enumerable.PROMPT :]
+    tokens = enumerable.every_tokens(case.stop_ids)[:, enumerable.PROMPT :]
     weight = claim.weight(lengths, ended)
 
     def value(params: Params) -> Array:
@@ -224,7 +283,7 @@ def _named_gradient(
         of_pairs = jnp.where(mask[:, None, :], worth, 0.0).sum(axis=2) * weight
         return chance @ of_pairs @ chance
 
-    return jax.grad(value)(params)
+    return value
 
 
 def _named(

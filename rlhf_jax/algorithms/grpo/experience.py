@@ -33,6 +33,7 @@ def group_experience(
     group_size: int,
     baseline: Baseline,
     normalise: Normalise,
+    kl_to_go: bool = False,
     overlong_mask: OverlongMask = None,
     equal: EqualGroups = "keep",
     stop_ids: tuple[int, ...] = (),
@@ -53,6 +54,13 @@ def group_experience(
 
     With normalise "each" it is `advantages.decoupled` of `scored.rewards`.
 
+    With `kl_to_go` R_i is the score alone, and token t has beside that advantage
+
+        -β Σ_{s >= t} kl_s
+
+    the reward to go of its KL, whose expected gradient is that of -β·KL whatever the
+    baseline and the std (with k1: full reverse).
+
     Args:
       equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
         divided by what the others have.
@@ -70,7 +78,8 @@ def group_experience(
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
     arXiv:2402.14740 (RLOO); Li et al. 2023, arXiv:2310.10505 (ReMax); Hao et al. 2025,
     arXiv:2505.23585 (OPO); Liu et al. 2026, arXiv:2601.05242 (GDPO); Yu et al. 2025,
-    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out).
+    arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out); Yao et al. 2026,
+    arXiv:2601.10201, abstract (FRPO: the future KL).
     """
     mask = scored.rollout.response_mask
     rewards = token_rewards.token_rewards(
@@ -78,6 +87,9 @@ def group_experience(
     )
     # f32[B]: score and -β·KL of the whole response, which is one action here.
     totals = masked.masked_sum(rewards, mask=mask, axis=1)
+    if kl_to_go:
+        # Not less the KL again: a response without a token has a score all the same.
+        totals = jnp.where(mask.any(axis=1), scored.scores, 0.0)
     if scored.turn_rewards is not None:
         # After the totals: however turns share a score, equal scores stay equal.
         rewards = token_rewards.token_rewards(
@@ -134,6 +146,11 @@ def group_experience(
     advantages = jnp.where(mask, advantages, 0.0)
     if normalise == "rollout":
         advantages = masked.masked_whiten(advantages, mask=mask)
+    if kl_to_go and scored.kl is not None:
+        # After all that baseline, std and whitening do to the score.
+        kl = jnp.where(mask, scored.kl, 0.0)
+        to_go = jnp.cumsum(kl[:, ::-1], axis=1)[:, ::-1]
+        advantages -= jnp.where(mask, kl_coef * to_go, 0.0)
     experience = PolicyExperience(
         tokens=scored.rollout.tokens,
         mask=scored.rollout.mask,

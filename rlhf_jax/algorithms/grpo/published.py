@@ -232,6 +232,34 @@ TOPR = GroupRecipe(
 """Le Roux et al. 2025, arXiv:2503.14286: worse responses are weighted by their ratio up
 to 1, and no KL. Its rewards are 1 and -1; a group's mean is the baseline here."""
 
+EMA_PG = GroupRecipe(
+    penalty=Penalty(
+        value_estimator="exact",
+        placement="loss",
+        top_k=32,
+        tail="sampled",
+        importance_weights="token",
+    ),
+    temperature=1.0,
+    group_size=5,
+    normalise="group",
+    surrogate=recipe.Clip(clip_range=0.2, clip_range_high=0.28),
+    num_minibatches=2,
+)
+"""Zhang and Ba 2026, arXiv:2602.04417, as in the authors' script for search: KL over
+the top 32 tokens with a sampled tail, to a reference that is a moving average of the
+policy."""
+
+GRADIENT_PENALTY = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    normalise=None,
+    aggregation="sequence_mean",
+    gradient_penalty=recipe.GradientPenalty(strength=0.01),
+)
+"""Ackermann et al. 2026, arXiv:2602.18037, as in the authors' script for RLHF: gradient
+regularisation of strength 0.01, and no KL."""
+
 OPO = GroupRecipe(
     temperature=1.0,
     group_size=8,

@@ -52,6 +52,10 @@ class GroupRecipe(PolicyRecipe):
     (GRPO as published), rollout that of all tokens, whose mean is subtracted first;
     each divides every reward by that of its group, and their weighted sum by that of
     all responses (GDPO). None does not divide."""
+    kl_to_go: bool = False
+    """Whether each token has the KL in the reward of itself and of those after it,
+    beside an advantage of the score alone (FRPO); else baseline and deviation are of
+    both."""
     overlong_mask: OverlongMask = None
     """What a response without a stop token is left out of: loss is the loss (DAPO),
     group the mean and deviation of its group as well; None trains on it."""
@@ -74,6 +78,12 @@ class GroupRecipe(PolicyRecipe):
                 f"{self.overlong_mask!r}; leave one of them out"
             )
         checks.groups(self.group_size, group_size=self.group_size, least=2)
+        if self.kl_to_go and not self.penalty.in_reward:
+            raise InputError(
+                f"kl_to_go: expected a KL in the reward to credit, got placement "
+                f"{self.penalty.placement}; choose penalty.placement reward, or leave "
+                f"it out"
+            )
         if self.normalise in ("group", "each") and self.baseline != "group":
             raise InputError(
                 f"normalise: expected 'rollout' or None with baseline "
@@ -120,6 +130,7 @@ class GRPO(GroupRecipe, PolicyGradient):
             group_size=self.group_size,
             baseline=self.baseline,
             normalise=self.normalise,
+            kl_to_go=self.kl_to_go,
             overlong_mask=self.overlong_mask,
             equal=self.equal_groups,
             stop_ids=self.stop_ids,

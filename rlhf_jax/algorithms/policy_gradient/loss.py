@@ -14,6 +14,7 @@ from rlhf_jax.algorithms.policy_gradient.token_choice import KLCov
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
+from rlhf_jax.functional.kl.weighted_estimates import with_sampled_tail
 from rlhf_jax.models.packing import Packing, Texts, texts_of
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference.frozen import (
@@ -173,6 +174,15 @@ def policy_terms(
             # forward pass of the policy serves both.
             if recipe.penalty.loss_needs_logits:
                 exact = _exact_kl(params, hidden, texts, reference, recipe)
+                if recipe.penalty.tail == "sampled":
+                    exact = with_sampled_tail(
+                        *exact,
+                        logprobs=logprobs,
+                        ref_logprobs=ref_logprobs,
+                        log_weights=logprobs - experience.behaviour_logprobs
+                        if recipe.penalty.weights_tail
+                        else None,
+                    )
             return penalty.kl_loss(
                 penalty=recipe.penalty,
                 logprobs=logprobs,
@@ -235,7 +245,7 @@ def _exact_kl(
     texts: Texts,
     reference: Frozen | None,
     recipe: PolicyGradient,
-) -> Array:
+) -> Any:
     if reference is None:
         raise InputError(
             "expected the reference itself for exact KL in the loss, got log-probs "
@@ -257,8 +267,9 @@ def _exact_kl(
         first_column=texts.first_column,
         direction=recipe.penalty.direction,
         top_k=recipe.penalty.top_k,
+        tokens=texts.tokens if recipe.penalty.tail == "sampled" else None,
     )
-    return texts.padded(exact)
+    return jax.tree.map(texts.padded, exact)
 
 
 def mean_distance(left: Array, right: Array, *, mask: Array) -> tuple[Array, Array]:

@@ -16,6 +16,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     Weighted,
 )
 from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
+from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
 from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
@@ -194,6 +195,10 @@ class PolicyRecipe:
     those whose covariance of log-prob and advantage is from low=1 to high=5; with
     kl_cov all, and coef=1 times |log π − log π_old| at the share=0.002 with the largest
     covariances. None is all."""
+    gradient_penalty: GradientPenalty | None = None
+    """Gradient regularisation in the KL's place: strength=γ weights half the squared
+    norm of the policy's gradient, by a difference over step=0.001 along it, both
+    gradients clipped to max_norm=10; None disables it."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; with entropy_control the first one."""
     entropy_control: EntropyTarget | None = None

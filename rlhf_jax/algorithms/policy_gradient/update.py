@@ -19,6 +19,7 @@ import optax
 from rlhf_jax.algorithms.batch import PolicyExperience, RolloutPacking, Sequences
 from rlhf_jax.algorithms.flow import ledger
 from rlhf_jax.algorithms.policy_gradient.algorithm import MinibatchLoss, PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.gradient_penalty import penalised
 from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import (
     PackedParts,
     accumulate_packed,
@@ -214,14 +215,22 @@ def _step(
 ) -> tuple[TrainState, Array, masked.Stats]:
     """One optimizer step, or none; True where the updates of this batch are to end."""
     minibatch, loss = loss_of(minibatch)
-    trained = state.policy, state.critic
-    if parts is None:
-        (policy_grads, critic_grads), stats = accumulate(
+
+    def gradients(policy: Params) -> tuple[tuple[Params, Params], masked.Stats]:
+        trained = policy, state.critic
+        if parts is not None:
+            return accumulate_packed(loss, trained, minibatch, parts=parts)
+        return accumulate(
             loss, trained, minibatch, micro_batch_size=recipe.micro_batch_size
         )
-    else:
-        (policy_grads, critic_grads), stats = accumulate_packed(
-            loss, trained, minibatch, parts=parts
+
+    (policy_grads, critic_grads), stats = gradients(state.policy)
+    if recipe.gradient_penalty is not None:
+        policy_grads = penalised(
+            lambda policy: gradients(policy)[0][0],
+            state.policy,
+            policy_grads,
+            penalty=recipe.gradient_penalty,
         )
     if ptx is not None:
         grads, ptx_stats = ptx_gradient(state.policy, ptx, recipe=recipe, frozen=frozen)

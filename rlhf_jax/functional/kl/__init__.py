@@ -12,6 +12,7 @@ from rlhf_jax.functional.kl.estimators import Direction, exact, k1, k2, k3, top_
 if TYPE_CHECKING:
     from rlhf_jax.functional.kl.hidden_states import (
         exact_from_hidden,
+        head_from_hidden,
         jensen_shannon_from_hidden,
         top_k_from_hidden,
     )
@@ -21,6 +22,7 @@ __all__ = [
     "Direction",
     "exact",
     "exact_from_hidden",
+    "head_from_hidden",
     "jensen_shannon",
     "jensen_shannon_from_hidden",
     "k1",

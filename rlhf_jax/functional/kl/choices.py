@@ -16,6 +16,8 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import estimators, gradients
 from rlhf_jax.functional.kl.gradients import Estimator
 
+Tail = Literal["bucket", "sampled"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Penalty:
@@ -41,8 +43,16 @@ class Penalty:
     """Largest absolute value of one estimate, its weight included, nats; None does not
     clip."""
     top_k: int | None = None
-    """Number of the policy's most likely tokens that exact KL treats one by one, with
-    one bucket for all others; None treats every token one by one."""
+    """Number of the policy's most likely tokens that exact KL treats one by one; None
+    treats every token one by one."""
+    tail: Tail = "bucket"
+    """With top_k, what stands for all other tokens: bucket is one outcome, so that the
+    KL is a lower bound; sampled is the sampled token where it is one of them (EMA-PG),
+    unbiased in the loss."""
+
+    reference_share: float | None = None
+    """Share α of the reference in the geometric mixture π_ref^α·π_old^(1−α) with the
+    policy that sampled, to which the KL is taken (DAR); None takes the reference."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -59,6 +69,18 @@ class Penalty:
                 f"{self.top_k} with {' and '.join(self.estimators_used)}; choose "
                 f"value_estimator exact, or leave top_k out"
             )
+        if self.tail == "sampled" and not (
+            self.top_k is not None
+            and self.direction == "reverse"
+            and self.placement == "loss"
+        ):
+            raise InputError(
+                f"tail: expected bucket without top_k, for a forward KL and outside of "
+                f"the loss, got sampled with top_k {self.top_k}, {self.direction}, "
+                f"placement {self.placement}; leave it out, or choose top_k and "
+                f"placement loss"
+            )
+        self._check_mixture()
         self._check_weights()
 
     def _check_names(self) -> None:
@@ -71,6 +93,28 @@ class Penalty:
         checks.one_of(
             importance_weights=self.importance_weights, among=(None, "token", "prefix")
         )
+        checks.one_of(tail=self.tail, among=get_args(Tail))
+
+    def _check_mixture(self) -> None:
+        checks.within(
+            above=0,
+            below=1,
+            advice="at 1 the reference stands alone: leave it out",
+            reference_share=self.reference_share,
+        )
+        # The mixture has no normaliser, which k1 and the slope of k2 do not miss: they
+        # add up two KLs. k3 and an exact KL would be of no distribution.
+        apt = ("k1",) if self.in_reward else ("k1", "k2")
+        unapt = [name for name in self.estimators_used if name not in apt]
+        if self.reference_share is not None and (
+            unapt or self.direction == "forward" or self.placement in (None, "both")
+        ):
+            raise InputError(
+                f"reference_share: expected none but for a reverse KL by k1 in the "
+                f"reward, or by k1 and k2 in the loss, got {self.reference_share:g} "
+                f"with {' and '.join(self.estimators_used)}, {self.direction}, "
+                f"placement {self.placement}; choose another estimator, or leave it out"
+            )
 
     def _check_weights(self) -> None:
         sampled = [name for name in self.estimators_used if name != "exact"]
@@ -90,7 +134,7 @@ class Penalty:
                 f"is the one whose KL is penalised there, so each weight is 1"
             )
         if self.importance_weights == "token" and (
-            self.per == "response" or not sampled
+            self.per == "response" or not (sampled or self.tail == "sampled")
         ):
             what = "one response" if self.per == "response" else "an exact estimator"
             raise InputError(
@@ -131,13 +175,18 @@ class Penalty:
         return self.in_loss and self.needs_logits
 
     @property
+    def weights_tail(self) -> bool:
+        """True if weights of tokens are those of a sampled tail, not of its head."""
+        return self.tail == "sampled" and self.importance_weights == "token"
+
+    @property
     def estimators_used(self) -> tuple[Estimator, ...]:
         """The distinct estimators of value and gradient, that of the value first."""
         both = (self.value_estimator, self.in_gradient)
         return both[:1] if both[0] == both[1] else both
 
     @property
-    def terms(self) -> dict[str, int]:
+    def terms(self) -> dict[str, float]:
         """The expected gradient as a sum, {name: factor}; {} is zero.
 
         >>> Penalty(value_estimator="k3").terms
@@ -145,14 +194,20 @@ class Penalty:
         >>> Penalty(placement="loss").terms
         {}
         """
-        return gradients.terms(
+        share = self.reference_share
+        of_reference = gradients.terms(
             in_reward=self.value_estimator if self.in_reward else None,
             in_loss=self.in_gradient if self.in_loss else None,
             direction=self.direction,
             per_response=self.per == "response",
             importance_weights=self.importance_weights,
-            top_k=self.top_k is not None,
+            top_k=self.top_k is not None and self.tail == "bucket",
         )
+        # Of the KL to the policy that sampled there is none yet.
+        return {
+            name: times if share is None else times * share
+            for name, times in of_reference.items()
+        }
 
     @property
     def gradient(self) -> str:

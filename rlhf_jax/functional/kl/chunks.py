@@ -89,24 +89,60 @@ def divergence(
     )
 
 
+def head_and_inside(
+    hidden: Array,
+    head: Array,
+    ref_hidden: Array,
+    ref_head: Array,
+    *,
+    tokens: Array,
+    temperature: checks.Scalar,
+    plan: Plan,
+) -> tuple[Array, Array]:
+    """Σ_{v in K} P_v log(P_v/Q_v) of the k likeliest tokens K, and whose token is in K.
+
+    Args:
+      tokens: i32[B, T], the token drawn at each position.
+      plan: with `head` and k.
+      the others: those of `divergence`.
+
+    Returns:
+      f32[B, T], nats, whose gradient Σ_{v in K} ∇P_v·log(P_v/Q_v) reaches `hidden` and
+      `head`, and bool[B, T], True where the token of a position is in K.
+    """
+    scale = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    policy, reference = Model(hidden, head, scale), Model(ref_hidden, ref_head, scale)
+    output: Any = _divergence(plan, policy, reference, None)
+    return output[0], jnp.any(output[1] == tokens[..., None], axis=-1)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergence(
-    plan: Plan, policy: Model, reference: Model, beta: Array | None
-) -> Array:
-    return passes.forward(policy, reference, beta, plan).kl
+def _divergence(plan: Plan, policy: Model, reference: Model, beta: Array | None) -> Any:
+    return _output(passes.forward(policy, reference, beta, plan), plan)
 
 
-def _forward(plan: Plan, *primals: Any) -> tuple[Array, _Saved]:
+def _output(result: Result, plan: Plan) -> Any:
+    """The divergence; of a head with its tokens, which have no gradient."""
+    if not plan.head:
+        return result.kl
+    assert result.rest is not None
+    return result.kl, result.rest.alone
+
+
+def _forward(plan: Plan, *primals: Any) -> tuple[Any, _Saved]:
     policy, reference, beta = jax.tree.map(lambda primal: primal.value, primals)
     scalars = (primals[0].temperature, primals[2])
     wanted = any(primal is not None and primal.perturbed for primal in scalars)
     result = passes.forward(policy, reference, beta, plan)
-    return result.kl, _Saved(policy, reference, beta, result, () if wanted else None)
+    saved = _Saved(policy, reference, beta, result, () if wanted else None)
+    return _output(result, plan), saved
 
 
 def _backward(
-    plan: Plan, saved: _Saved, cotangent: Array | SymbolicZero
+    plan: Plan, saved: _Saved, cotangent: Any
 ) -> tuple[Model, None, Array | None]:
+    if plan.head:
+        cotangent, _ = cotangent
     policy, _, beta, result, scalars = saved
     hidden, head, temperature = policy
     if isinstance(cotangent, SymbolicZero):

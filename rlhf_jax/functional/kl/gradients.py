@@ -41,7 +41,8 @@ hold only approximately: k1 in the loss is then not zero, and k1 in the reward i
 full reverse.
 
 Exact KL over a top k and one bucket has the same gradients, for the KL of the bucketed
-distributions ("top-k full reverse").
+distributions ("top-k full reverse"). With a sampled tail it has that of exact KL in the
+loss.
 
 Source: Tang and Munos 2025, arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555.
 The tests check every row by enumeration, with and without a stop token.
@@ -132,7 +133,7 @@ def terms(
     )
 
 
-def name(terms: Mapping[str, int]) -> str:
+def name(terms: Mapping[str, float]) -> str:
     """The sum in words.
 
     >>> name({"full reverse": 1, "fixed-state forward": -1})
@@ -142,12 +143,12 @@ def name(terms: Mapping[str, int]) -> str:
     """
     signed = []
     for gradient, times in sorted(terms.items(), key=lambda term: -term[1]):
-        factor = "" if abs(times) == 1 else f"{abs(times)} × "
+        factor = "" if abs(times) == 1 else f"{abs(times):g} × "
         signed.append(f"{'-' if times < 0 else '+'} {factor}{gradient}")
     return " ".join(signed).removeprefix("+ ") or "zero"
 
 
-def is_kl(terms: Mapping[str, int]) -> bool:
+def is_kl(terms: Mapping[str, float]) -> bool:
     """Whether the sum is the gradient of one KL, or a positive multiple of it.
 
     >>> is_kl({"full reverse": 1})

@@ -5,11 +5,11 @@ Columns shift by one here, as in `logprobs`: position t - 1 predicts token t.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Float32
+from jaxtyping import Bool, Float, Float32, Int32
 
 from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.kl import chunks, passes
@@ -138,6 +138,64 @@ def top_k_from_hidden(
     )
 
 
+def head_from_hidden(
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "rows D"],
+    ref_hidden: Float[Array, "B S ref_D"],
+    ref_head: Float[Array, "ref_rows ref_D"],
+    *,
+    tokens: Int32[Array, "B S"],
+    k: int,
+    temperature: Scalar = 1.0,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    ref_softcap: float | None = None,
+    first_column: int = 1,
+    max_logits: int = 2**24,
+    unused: unused_ids.Ranges = (),
+) -> tuple[Float32[Array, "B S"], Bool[Array, "B S"]]:
+    """Σ_{v in K} P_v log(P_v/Q_v) of the policy's k most likely tokens K.
+
+    P and Q are of the whole vocabulary. `weighted_estimates.with_sampled_tail` adds an
+    estimate of the other tokens' part of the KL.
+
+    Args:
+      tokens: i32[B, S], of the rows: column t is about tokens[:, t].
+      k: tokens of K, 1 to V.
+      the others: as `exact_from_hidden`.
+
+    Returns:
+      f32[B, S], nats, of either sign, and bool[B, S], True where tokens[:, t] is in K.
+      The gradient, Σ_{v in K} ∇P_v·log(P_v/Q_v), reaches `hidden` and `head`.
+
+    Source: Zhang and Ba 2026, arXiv:2602.04417, top-k KL.
+
+    >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
+    >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
+    >>> models = hidden, head, hidden, 2 * head
+    >>> part, inside = head_from_hidden(*models, tokens=jnp.array([[0, 2, 1]]), k=1)
+    >>> print(part, inside)
+    [[ 0.    -0.176 -0.108]] [[False  True False]]
+    >>> print(head_from_hidden(*models, tokens=jnp.array([[0, 2, 1]]), k=3)[0])  # all
+    [[0.    0.16  0.174]]
+    """
+    checks.shape(hidden.shape[:2], tokens=tokens)
+    return _from_hidden(
+        (hidden, head),
+        (ref_hidden, ref_head),
+        k=k,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        ref_softcap=ref_softcap,
+        first_column=first_column,
+        direction="reverse",
+        max_logits=max_logits,
+        tokens=tokens,
+        unused=unused,
+    )
+
+
 def jensen_shannon_from_hidden(
     hidden: Float[Array, "B S D"],
     head: Float[Array, "rows D"],
@@ -207,7 +265,8 @@ def _from_hidden(
     max_logits: int,
     unused: unused_ids.Ranges,
     beta: Scalar | None = None,
-) -> Array:
+    tokens: Array | None = None,
+) -> Any:
     (hidden, head), (ref_hidden, ref_head) = policy, reference
     checks.shape((None, None, None), hidden=hidden)
     batch, columns, _ = hidden.shape
@@ -245,25 +304,30 @@ def _from_hidden(
     )
     before = ((0, 0), (min(first_column, columns), 0))
     if first_column >= columns:
-        return jnp.zeros((batch, columns), jnp.float32)
-    divergences = chunks.divergence(
-        hidden[:, first_column - 1 : -1],
-        head,
-        ref_hidden[:, first_column - 1 : -1],
-        ref_head,
-        temperature=temperature,
-        plan=passes.Plan(
-            vocab_size=vocab_size,
-            chunk=_chunk(vocab_size, max_logits // (2 * batch * columns)),
-            forward=direction == "forward",
-            k=k,
-            softcap=softcap,
-            ref_softcap=ref_softcap,
-            unused=unused,
-        ),
-        beta=beta,
+        nothing = jnp.zeros((batch, columns), jnp.float32)
+        return nothing if tokens is None else (nothing, nothing > 0)
+    plan = passes.Plan(
+        vocab_size=vocab_size,
+        chunk=_chunk(vocab_size, max_logits // (2 * batch * columns)),
+        forward=direction == "forward",
+        k=k,
+        head=tokens is not None,
+        softcap=softcap,
+        ref_softcap=ref_softcap,
+        unused=unused,
     )
-    return jnp.pad(divergences, before)
+    preceding = slice(first_column - 1, -1)
+    models = hidden[:, preceding], head, ref_hidden[:, preceding], ref_head
+    if tokens is None:
+        results = chunks.divergence(
+            *models, temperature=temperature, plan=plan, beta=beta
+        )
+    else:
+        tokens = tokens[:, first_column:]
+        results = chunks.head_and_inside(
+            *models, tokens=tokens, temperature=temperature, plan=plan
+        )
+    return jax.tree.map(lambda x: jnp.pad(x, before), results)
 
 
 def _chunk(vocab_size: int, most: int) -> int:

@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     k: int | None  # tokens that stand alone, the rest in one bucket; None is all
     softcap: float | None = None  # c, of the policy's c·tanh(logit / c); None is none
     ref_softcap: float | None = None  # of the reference's
+    head: bool = False  # the k tokens of a reverse KL, without a bucket of the rest
     beta: float | None = None  # of a Jensen-Shannon divergence, if it is no array
     unused: unused_ids.Ranges = ()  # ids that are no part of either distribution
 
@@ -56,7 +57,8 @@ class Rest(NamedTuple):
     """What tells the buckets of a top-k KL apart."""
 
     alone: Array  # i32[B, T, k], tokens that are a bucket each
-    difference: Array  # f32[B, T], d of the bucket of all other tokens
+    difference: Array  # f32[B, T], d of the bucket of all other tokens, or for a head
+    # the level, so that none of them has a term
 
 
 class Result(NamedTuple):
@@ -197,6 +199,12 @@ def _top_k(
     empty = _Sum(no_rest, jnp.zeros(shape, jnp.float32))
     total, terms, _ = _add(empty, z)
     ref_total, ref_terms, _ = _add(empty, y)
+    if plan.head:
+        level = total.log - ref_total.log
+        shares = terms[..., :-1] / total.total[..., None]
+        log_ratios = difference[..., :-1] - level[..., None]
+        head = jnp.sum(shares * log_ratios, axis=-1)
+        return Result(head, total.log, ref_total.log, head + level, Rest(ids, level))
     rest = Rest(ids, difference[..., -1])
     if beta is not None:
         sums = total.log, ref_total.log

@@ -77,6 +77,7 @@ def reward_kl(
     [[ 0.   1.  -0.5]] 0.5
     """
     _check(mask, exact, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    ref_logprobs = _mixed(penalty, ref_logprobs, logprobs)
     log_ratio = _log_ratio(penalty.direction, logprobs, ref_logprobs)
     # The samples are the policy's own: only a forward KL has weights here, π_ref/π.
     weighted = penalty.direction == "forward" and penalty.importance_weights is not None
@@ -152,6 +153,7 @@ def kl_loss(
     floats = {"logprobs": logprobs, "old_logprobs": old_logprobs}
     floats |= {"ref_logprobs": ref_logprobs, "weights": weights}
     _check(mask, exact, **floats)
+    ref_logprobs = _mixed(penalty, ref_logprobs, old_logprobs)
     log_weights = None
     if penalty.importance_weights is not None:
         target = logprobs if penalty.direction == "reverse" else ref_logprobs
@@ -174,6 +176,22 @@ def kl_loss(
     if "k3" in penalty.estimators_used or log_weights is not None:
         stats["loss/kl_overflowfrac"] = weighted_kl.overflowfrac
     return loss, jax.lax.stop_gradient(stats)
+
+
+def _mixed(penalty: Penalty, ref_logprobs: Array, old_logprobs: Array) -> Array:
+    """Log-probs of what the KL is to: α·log π_ref + (1 - α)·log π_old, or log π_ref.
+
+    Without a normaliser, x is α·log(π/π_ref) + (1 - α)·log(π/π_old), and its mean the
+    sum of two KLs, to the reference and to the policy of the iteration. On the samples
+    of that policy, before it moves, the second has no gradient.
+
+    Source: He et al. 2026, arXiv:2602.11523 (DAR): the reference alone, not the
+    regression that its authors train by.
+    """
+    share = penalty.reference_share
+    if share is None:
+        return ref_logprobs
+    return share * _possible(ref_logprobs) + (1 - share) * _possible(old_logprobs)
 
 
 def _log_ratio(

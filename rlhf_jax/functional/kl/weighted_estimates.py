@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
-from rlhf_jax.functional import masked, surrogates
+from rlhf_jax.functional import checks, masked, surrogates
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import estimators
 from rlhf_jax.functional.kl.choices import Penalty
@@ -65,7 +65,14 @@ def estimates(
     if exact is not None:
         exact = _placed(penalty, exact, mask, cells)
     log_weights = _log_importance(penalty, log_weights, mask, cells)
-    value = _weighted(penalty.value_estimator, x, exact, log_weights)
+    # The tail of a sampled one has its tokens' weights already.
+    of_exact = jnp.zeros_like(x) if penalty.weights_tail else log_weights
+
+    def weighted(estimator: Estimator) -> Array:
+        own = of_exact if estimator == "exact" else log_weights
+        return _weighted(estimator, x, exact, own)
+
+    value = weighted(penalty.value_estimator)
     unclipped = cells
     if penalty.clip is not None:
         unclipped = cells & (jnp.abs(value) <= penalty.clip)
@@ -73,7 +80,7 @@ def estimates(
         # Before the estimator: an infinite slope times 0 would be NaN.
         x = jnp.where(unclipped, x, 0.0)
         exact = None if exact is None else jnp.where(unclipped, exact, 0.0)
-    slope = _weighted(estimator, x, exact, log_weights)
+    slope = weighted(estimator)
     slope = jnp.where(unclipped, slope - jax.lax.stop_gradient(slope), 0.0)
     clipped = jnp.sum(cells & ~unclipped, dtype=jnp.float32)
     # Reported, as a penalty that hits float32's end no longer grows with the distance.
@@ -88,6 +95,53 @@ def estimates(
         clipfrac=(clipped, num_estimates),
         overflowfrac=(jnp.sum(capped & unclipped, dtype=jnp.float32), num_estimates),
     )
+
+
+def with_sampled_tail(
+    head: Float32[Array, "B S"],
+    inside: Bool[Array, "B S"],
+    *,
+    logprobs: Float32[Array, "B S"],
+    ref_logprobs: Float32[Array, "B S"],
+    log_weights: Float32[Array, "B S"] | None = None,
+) -> Float32[Array, "B S"]:
+    """Top-k KL with a sampled tail: head + 1[token not in K]·w·x, x = log(π/π_ref).
+
+    The tail has the gradient w·x·∇log π. So value and gradient are unbiased for the KL
+    at a prefix and Σ_v ∇π(v)·log(π(v)/π_ref(v)), its gradient, for every k: the head
+    has the tokens of K, and the samples all others.
+
+    Args:
+      head, inside: those of `kl.head_from_hidden`, with the head's gradient.
+      logprobs, ref_logprobs: f32[B, S], nats, of the sampled tokens.
+      log_weights: f32[B, S], nats, log w of each token, π over its sampler; None is
+        w = 1.
+
+    Returns:
+      f32[B, S], nats. The gradient reaches `head` and `logprobs`.
+
+    Source: Zhang and Ba 2026, arXiv:2602.04417, top-k KL. The authors' code
+    differentiates the head's P_v log(P_v/Q_v) whole, and the tail as here: its gradient
+    has Σ_{v in K} ∇P_v beside that of the KL. Here neither has that term, whose sum
+    over all tokens is 0.
+
+    >>> arrays = {"logprobs": jnp.log(jnp.array([[0.5, 0.1]]))}
+    >>> arrays |= {"ref_logprobs": jnp.log(jnp.array([[0.25, 0.2]]))}
+    >>> inside = jnp.array([[True, False]])
+    >>> print(with_sampled_tail(jnp.array([[0.3, 0.4]]), inside, **arrays))
+    [[ 0.3   -0.293]]
+    >>> weights = {"log_weights": jnp.log(jnp.array([[2.0, 2.0]]))}
+    >>> print(with_sampled_tail(jnp.array([[0.3, 0.4]]), inside, **arrays, **weights))
+    [[ 0.3   -0.986]]
+    """
+    checks.same_shape(head=head, inside=inside, logprobs=logprobs)
+    x = estimators.k1(logprobs, ref_logprobs)
+    if log_weights is None:
+        log_weights = jnp.zeros_like(x)
+    tail = jax.lax.stop_gradient(_times(x, log_weights))
+    # 1 in value: the score of the sampled token.
+    score = 1.0 + logprobs - jax.lax.stop_gradient(logprobs)
+    return head + jnp.where(inside, 0.0, tail * score)
 
 
 def _weighted(

@@ -123,6 +123,33 @@ def after_step(
             return frozen
 
 
+def within_program(
+    frozen: Frozen, params: Params, *, step: Array, lifecycle: Lifecycle
+) -> Frozen:
+    """`after_step` for a step that is traced: an EMA reference in a scan of iterations.
+
+        state, stats, _ = ppo.iteration(state, frozen=FrozenModels(reference), ...)
+        reference = within_program(reference, state.policy, step=step, lifecycle=moves)
+
+    Args:
+      step: i32[], from 0; both branches are compiled, and one of them runs.
+      the others: those of `after_step`, whose bits these are, up to how a compiler
+        rounds a mixture.
+
+    Source: Zhang and Ba 2026, arXiv:2602.04417: π_ema with θ_ema ← η·θ_ema + (1 − η)·θ,
+    `Mix(every=N, rate=1 − η)`.
+    """
+    if lifecycle.move is None:
+        return frozen
+    # The last step of a period is due, whatever the step.
+    due = lifecycle.move.every - 1
+    return jax.lax.cond(
+        (step + 1) % lifecycle.move.every == 0,
+        lambda: after_step(frozen, params, step=due, lifecycle=lifecycle),
+        lambda: frozen,
+    )
+
+
 def reset(frozen: Frozen, params: Params) -> Frozen:
     """ref <- policy, stored as the reference was: a copy with digests of its own.
 

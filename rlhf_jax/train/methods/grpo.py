@@ -20,7 +20,8 @@ of my_verifiers.py in the working directory, in processes of its own and with a 
 limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
 responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
 rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dr-grpo, dppo, vespo, topr,
-opo, remax, gdpo, skywork-or1, top-entropy, clip-cov, kl-cov or reinforce++-baseline.
+opo, remax, gdpo, skywork-or1, top-entropy, clip-cov, kl-cov, gradient-penalty, ema-pg
+or reinforce++-baseline.
 
 A model that solves none of the prompts learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
@@ -36,6 +37,7 @@ from rlhf_jax.algorithms import grpo
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.functional import checks
+from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
 from rlhf_jax.train.config.models import KL, Reference
@@ -98,6 +100,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl-cov": {"method": grpo.KL_COV, **WITHOUT_KL},
     "dapo": {"method": grpo.DAPO, **OF_DAPO},
     "top-entropy": {"method": grpo.TOP_ENTROPY, **OF_DAPO},
+    "gradient-penalty": {
+        "method": grpo.GRADIENT_PENALTY,
+        "optimizer": Optimizer(learning_rate=5e-6),
+        **WITHOUT_KL,
+    },
+    "ema-pg": {
+        "method": grpo.EMA_PG,
+        "kl": KL(kl_coef=0.001),
+        "reference": Reference(lifecycle=Lifecycle(move=Mix(every=10, rate=0.1))),
+        "batch": Batch(batch_size=2560, max_new_tokens=500),
+        "optimizer": Optimizer(learning_rate=1e-6),
+    },
     "dr-grpo": {
         "method": grpo.DR_GRPO,
         "batch": Batch(batch_size=1024, max_new_tokens=3000),

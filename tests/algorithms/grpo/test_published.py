@@ -46,6 +46,8 @@ RECIPES = {
     "clip-cov": grpo.CLIP_COV,
     "kl-cov": grpo.KL_COV,
     "top-entropy": grpo.TOP_ENTROPY,
+    "ema-pg": grpo.EMA_PG,
+    "gradient-penalty": grpo.GRADIENT_PENALTY,
     "reinforce++-baseline": grpo.REINFORCE_BASELINE,
 }
 STOP = 1
@@ -211,6 +213,8 @@ APART = {
     "clip-cov": {"token_choice": ClipCov(2e-4, low=1.0, high=5.0)},
     "kl-cov": {"token_choice": KLCov(2e-3, coef=1.0)},
     "top-entropy": {"token_choice": TopEntropy(0.2), "equal_groups": "leave_out"},
+    "ema-pg": {"group_size": 5, "penalty": grpo.EMA_PG.penalty},
+    "gradient-penalty": {"gradient_penalty": policy_recipe.GradientPenalty(0.01)},
     "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
 }
 
@@ -340,6 +344,9 @@ def make(recipe, **changes):
 def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
     """Nothing is compiled here."""
     recipe, read = make(RECIPES[name]), {}
+    if name == "ema-pg":  # of a vocabulary as small as the toy's
+        penalty = dataclasses.replace(recipe.penalty, top_k=4)
+        recipe = dataclasses.replace(recipe, penalty=penalty)
 
     def record(function):
         def recorded(**options):
@@ -378,6 +385,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         "cispo": {"clip_range": 1.0, "clip_range_high": 4.0},
         "gspo": {"clip_range": 3e-4, "clip_range_high": 4e-4},
         "dapo": {"clip_range": 0.2, "clip_range_high": 0.28},
+        "ema-pg": {"clip_range": 0.2, "clip_range_high": 0.28},
         "sapo": {"temperature": 1.0, "negative_temperature": 1.05},
         "dr-grpo": {"loss_scale_factor": toys.SIZE},
         "luspo": {"clip_range": 2e-3, "clip_range_high": 2.5e-3}

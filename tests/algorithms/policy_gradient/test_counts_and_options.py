@@ -188,6 +188,7 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
         "first_column": 2,
         "direction": direction,
         "top_k": top_k,
+        "tokens": None,  # of a sampled tail
     }
 
 

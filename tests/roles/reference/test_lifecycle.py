@@ -290,3 +290,42 @@ def test_matrices_of_one_row_or_column_keep_their_int8_axis(shape):
     )
     moved = lifecycle.reset(frozen.freeze(old, dtype="int8"), new)
     same_bits(moved.stored, storage.store(new, dtype="int8"))
+
+
+@pytest.mark.parametrize(
+    "move", [Mix(every=2, rate=0.1), pytest.param(Reset(3), marks=pytest.mark.slow)]
+)
+def test_a_reference_moves_within_a_program_as_between_programs(move):
+    """A scan of six steps whose policy moves, and the same by hand."""
+    moves = Lifecycle(move=move)
+    start = frozen.freeze(START)
+
+    def policy_of(step):
+        return jax.tree.map(lambda x, y: x + step * y, START, POLICY)
+
+    def body(reference, step):
+        now = policy_of(step.astype(jnp.float32))
+        moved = lifecycle.within_program(reference, now, step=step, lifecycle=moves)
+        return moved, moved.source_digests
+
+    output, digests = jax.jit(
+        lambda reference: jax.lax.scan(body, reference, jnp.arange(6))
+    )(start)
+    reference = start
+    for step in range(6):
+        now = policy_of(np.float32(step))
+        reference = lifecycle.after_step(reference, now, step=step, lifecycle=moves)
+    chex.assert_trees_all_close(output.stored, reference.stored, rtol=1e-6)
+    frozen.verify(output)
+    # It stood still where nothing was due.
+    still = np.all(np.asarray(digests[1:]) == np.asarray(digests[:-1]), axis=(1, 2))
+    np.testing.assert_array_equal(
+        still, [(s + 1) % move.every != 0 for s in range(1, 6)]
+    )
+
+
+def test_a_frozen_reference_stays_within_a_program():
+    start = frozen.freeze(START)
+    step = jnp.int32(1)
+    moved = lifecycle.within_program(start, POLICY, step=step, lifecycle=Lifecycle())
+    assert moved is start

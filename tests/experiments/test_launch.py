@@ -1,0 +1,138 @@
+"""Recipes that start a run on clusters, with tools that only write down what they do.
+
+`tests/devices/test_slurm.py` runs the one for Slurm by Slurm.
+"""
+
+import os
+import shlex
+import subprocess
+
+import places
+import pytest
+import yaml
+
+from rlhf_jax.devices import processes
+from rlhf_jax.train import main, trainer
+
+LAUNCH = places.EXPERIMENTS / "launch"
+GRPO = (
+    *("grpo", "--model", "m", "--prompts", "my prompts.jsonl", "--verifier", "gsm8k"),
+    *("--placement.policy", "fsdp=1"),
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a recipe; its status, and what each tool was called with."""
+
+    def run(recipe, *argv, statuses=None, **variables):
+        folder = tmp_path / "tools"
+        folder.mkdir(exist_ok=True)
+        for tool in ("srun", "scontrol", "xpk", "gcloud"):
+            file = folder / tool
+            status = (statuses or {}).get(tool, 0)
+            file.write_text(
+                f"#!/bin/bash\nprintf '%s\\0' {tool} \"$@\" >> {tmp_path}/calls\n"
+                f"printf '\\n\\0' >> {tmp_path}/calls\nexit {status}\n"
+            )
+            file.chmod(0o700)
+        (tmp_path / "calls").write_text("")
+        done = subprocess.run(
+            ["bash", str(LAUNCH / recipe), *argv],
+            env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables,
+            cwd=tmp_path,
+        )
+        calls = (tmp_path / "calls").read_text().split("\n\0")
+        return done.returncode, [call.split("\0")[:-1] for call in calls[:-1]]
+
+    return run
+
+
+def config_of(words, monkeypatch):
+    """The config of a command line of rlhf-jax, in which processes join first."""
+    configs, joined = [], []
+    monkeypatch.setattr(trainer, "main", configs.append)
+    monkeypatch.setattr(processes.Group, "join", lambda self: joined.append(self))
+    assert words[0].rpartition("/")[2] == "rlhf-jax"
+    main.main(words[1:])
+    (config,) = configs
+    assert config.resume
+    assert [group.coordinator for group in joined] in ([], ["auto"])
+    return config, bool(joined)
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "requeued"),
+    [
+        (0, None, False),
+        (1, None, False),
+        (2, "1", False),
+        (143, None, True),
+        (143, "70", True),
+        (134, None, True),
+        (137, "4", True),
+        (137, "5", False),
+    ],
+)
+def test_slurm_queues_again_what_a_signal_ended(
+    run, monkeypatch, status, restarts, requeued
+):
+    variables = {} if restarts is None else {"SLURM_RESTART_COUNT": restarts}
+    ended, (srun, *others) = run(
+        *("slurm.sbatch", "runs/grpo", *GRPO),
+        statuses={"srun": status},
+        SLURM_JOB_ID="7",
+        **variables,
+    )
+    assert ended == status
+    assert others == ([["scontrol", "requeue", "7"]] if requeued else [])
+    config, joins = config_of(srun[2:], monkeypatch)
+    assert (str(config.out), joins) == ("runs/grpo", True)
+
+
+def test_xpk_has_the_command_as_one_word(run, monkeypatch):
+    variables = {"CLUSTER": "c", "ZONE": "z", "PROJECT": "p", "IMAGE": "i"}
+    ended, ((*words, flag, command),) = run(
+        "xpk.sh", "/runs/grpo", *GRPO, XPK_FLAGS="--dry-run", **variables
+    )
+    assert (ended, flag) == (0, "--command")
+    assert words[:3] == ["xpk", "workload", "create"]
+    assert "--dry-run" in words
+    config, joins = config_of(shlex.split(command), monkeypatch)
+    assert (str(config.out), joins) == ("/runs/grpo", True)
+    assert "my prompts.jsonl" in str(config.data)
+
+
+VERBS = {"create", "describe", "delete", "ssh"}
+
+
+def test_a_pod_of_tpus_is_made_and_used(run, monkeypatch):
+    """One that was preempted is deleted first."""
+    variables = {"ZONE": "z", "CHIPS": "v5litepod-16", "RUNTIME": "r", "CODE": "c"}
+    for step, verbs in {
+        "disk": ["create"],
+        "pod": ["describe", "delete", "create"],
+        "install": ["describe", "ssh", "ssh"],
+    }.items():
+        ended, calls = run("tpu_pod.sh", step, **variables)
+        assert ended == 0
+        assert [[word for word in call if word in VERBS] for call in calls] == [
+            [verb] for verb in verbs
+        ]
+        assert all("--zone=z" in call for call in calls)
+    ended, (call,) = run("tpu_pod.sh", "run", *GRPO, "--out", "grpo", **variables)
+    assert (ended, call[-2]) == (0, "--worker=all")
+    command = call[-1].partition("nohup ")[2].partition(" > ")[0]
+    config, joins = config_of(shlex.split(command), monkeypatch)
+    assert (str(config.out), joins) == ("grpo", True)
+
+
+def test_skypilot_runs_one_process_on_all_gpus_of_a_machine(monkeypatch):
+    recipe = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert recipe["resources"]["accelerators"] == "H100:8"
+    command = recipe["run"].replace("\\\n", "").replace("$BUCKET", "runs/grpo")
+    program, *words = shlex.split(command, comments=True)
+    assert program == "exec"  # so that it has the signals
+    config, joins = config_of(words, monkeypatch)
+    assert not joins
+    assert config.placement.policy.fsdp == 8
