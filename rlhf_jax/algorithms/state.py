@@ -47,6 +47,8 @@ class TrainState:
     kl: KLController
     scores: RunningMoments  # of every score so far
     skipped: Array  # i32[], updates skipped in a row for a gradient not finite
+    # f32[], reward units per nat, of `entropy_control`; None without one.
+    entropy_coef: Array | None = None
 
 
 @flax.struct.dataclass
@@ -66,25 +68,41 @@ def ppo_state(
     policy_optimizer: Optimizer,
     critic_optimizer: Optimizer,
     kl: KLController,
+    entropy_coef: float | None = None,
 ) -> TrainState:
     """The state before the first iteration.
 
     Args:
       policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
         copies), as both are donated.
+      entropy_coef: that of `grpo_state`.
     """
     # The policy is checked by `grpo_state`, which makes the rest of the state.
     _check_float32({"critic": critic})
-    state = grpo_state(policy=policy, policy_optimizer=policy_optimizer, kl=kl)
+    state = grpo_state(
+        policy=policy,
+        policy_optimizer=policy_optimizer,
+        kl=kl,
+        entropy_coef=entropy_coef,
+    )
     return dataclasses.replace(
         state, critic=critic, critic_opt=critic_optimizer.init(critic)
     )
 
 
 def grpo_state(
-    *, policy: Params, policy_optimizer: Optimizer, kl: KLController
+    *,
+    policy: Params,
+    policy_optimizer: Optimizer,
+    kl: KLController,
+    entropy_coef: float | None = None,
 ) -> TrainState:
-    """The state before the first iteration without a critic, or beside one apart."""
+    """The state before the first iteration without a critic, or beside one apart.
+
+    Args:
+      entropy_coef: reward units per nat, the first one of a recipe with
+        `entropy_control`; None without that.
+    """
     _check_float32({"policy": policy})
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -95,6 +113,7 @@ def grpo_state(
         kl=kl,
         scores=rewards.no_moments(),
         skipped=jnp.zeros((), jnp.int32),
+        entropy_coef=None if entropy_coef is None else jnp.float32(entropy_coef),
     )
 
 

@@ -33,7 +33,9 @@ Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
 # Options of the policy loss, which nothing reads where there is no reward.
-OF_THE_POLICY_LOSS = ("scores", "whiten_advantages", "surrogate", "off_policy_mask")
+OF_THE_POLICY_LOSS = (
+    *("scores", "whiten_advantages", "surrogate", "off_policy_mask", "token_choice"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,8 @@ class DistillRecipe(ReinforceRecipe):
         """Whether the policy loss is a term: else its head is not differentiated."""
         guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
         learns = rewarded or self.penalty.in_reward
-        return learns or guards or self.entropy_coef != 0
+        bonus = self.entropy_coef != 0 or self.entropy_control is not None
+        return learns or guards or bonus
 
     def check_read(self, *, rewarded: bool) -> None:
         """Checks that the options of the policy loss are left alone without one."""

@@ -46,7 +46,9 @@ class OnlineDPORecipe(PolicyRecipe):
     sampler_correction: ClassVar[None] = None
     surrogate: ClassVar[Surrogate] = CLIP
     off_policy_mask: ClassVar[None] = None
+    token_choice: ClassVar[None] = None
     entropy_coef: ClassVar[float] = 0.0
+    entropy_control: ClassVar[None] = None
     aggregation: ClassVar[losses.Aggregation] = "token_mean"
     loss_scale_factor: ClassVar[None] = None
     stop_approxkl: ClassVar[None] = None

@@ -166,6 +166,8 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
             ),
             further={},
             sampled=None,
+            chosen=None,
+            entropy_coef=None,
         ),
         kl_coef=0.3,
         num_tokens=jnp.float32(7),
@@ -218,6 +220,8 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
                 advantages=zeros,
                 ref_logprobs=jnp.where(MASK, 0.4, 0.0),
                 sampled=None,
+                chosen=None,
+                entropy_coef=None,
                 further={
                     name: Further(None, jnp.where(MASK, 1.2, 0.0), 0.5)
                     for name in further
