@@ -171,6 +171,10 @@ OWN = {
         ("--surrogate=vespo,decay_pos=0", "decay_pos: expected"),
         ("--off-policy-mask=0", "off_policy_mask: expected"),
         ("--entropy-control=0", "target: expected"),
+        (
+            "--entropy-control=0.2,largest=0.5 --entropy-coef=0.6",
+            "entropy_coef: expected a number of at most 0.5, got 0.6; lower it",
+        ),
         ("--token-choice=top_entropy,share=0", "share: expected"),
         ("--token-choice=clip_cov,low=5", "high: expected a number above 5"),
         ("--gradient-penalty=0", "strength: expected a finite number above 0"),
