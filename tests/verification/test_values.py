@@ -63,9 +63,9 @@ PLAIN = [
     *(collections.deque([1, 2], 5), collections.Counter("aab")),
     *(decimal.Decimal("1.10"), fractions.Fraction(1, 3), datetime.date(2024, 2, 29)),
     *(datetime.datetime(2024, 1, 1, 2), datetime.timedelta(1, 2, 3)),
-    *(datetime.timezone.utc, datetime.timezone(datetime.timedelta(hours=-1), "X")),
-    datetime.datetime(2024, 1, 1, 2, fold=1, tzinfo=datetime.timezone.utc),
-    *(datetime.time(2, fold=1), datetime.time(2, tzinfo=datetime.timezone.utc)),
+    *(datetime.UTC, datetime.timezone(datetime.timedelta(hours=-1), "X")),
+    datetime.datetime(2024, 1, 1, 2, fold=1, tzinfo=datetime.UTC),
+    *(datetime.time(2, fold=1), datetime.time(2, tzinfo=datetime.UTC)),
 ]
 
 
