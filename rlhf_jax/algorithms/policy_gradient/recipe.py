@@ -237,6 +237,12 @@ class PolicyRecipe:
             continuous_batching=self.continuous_batching,
         )
         checks.non_negative(entropy_coef=self.entropy_coef, ptx_coef=self.ptx_coef)
+        if self.entropy_control is not None:
+            checks.within(
+                most=self.entropy_control.largest,
+                advice="entropy_control starts from it: lower it, or raise largest",
+                entropy_coef=self.entropy_coef,
+            )
         checks.within(
             above=1,
             advice="a ratio starts at 1: choose another, or leave it out",

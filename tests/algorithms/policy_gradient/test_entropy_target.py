@@ -115,3 +115,5 @@ def test_a_state_without_a_coefficient_is_refused():
         experience(1.4, coef=None)
     with pytest.raises(InputError, match="target: expected a finite number above 0"):
         EntropyTarget(0.0)
+    with pytest.raises(InputError, match=r"entropy_coef: expected .* at most 0\.5"):
+        dataclasses.replace(RECIPE, entropy_coef=0.6)
