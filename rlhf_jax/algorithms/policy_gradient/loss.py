@@ -179,6 +179,7 @@ def policy_terms(
                         *exact,
                         logprobs=logprobs,
                         ref_logprobs=ref_logprobs,
+                        mask=mask,
                         log_weights=logprobs - experience.behaviour_logprobs
                         if recipe.penalty.weights_tail
                         else None,
