@@ -104,6 +104,10 @@ def test_the_table_is_short_and_every_row_has_a_command_line():
     [
         ("grpo --normalise each --max-redraws 2", ("redraws", "no known groups")),
         ("grpo --baseline greedy --sampler process", ("draws beside", "mixture apart")),
+        (
+            "grpo --token-choice top_entropy --sampler http://localhost:1,model=m",
+            ("server", "order of the decoder"),
+        ),
     ],
 )
 def test_other_options_of_the_same_features(words, pair):
