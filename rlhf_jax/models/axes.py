@@ -344,7 +344,7 @@ def per_prediction(
 
     def shifted(x: Array) -> Array:
         x = jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
-        return jnp.where(predicted[None], x, 0)
+        return jnp.where(predicted[None], x, jnp.zeros_like(x))
 
     return jax.tree.map(shifted, results)
 

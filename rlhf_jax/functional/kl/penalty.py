@@ -164,6 +164,7 @@ def with_sampled_tail(
     """
     _check(mask, head, logprobs=logprobs, ref_logprobs=ref_logprobs)
     checks.same_shape(inside=inside, mask=mask)
+    checks.boolean(inside=inside)
     sampled = mask & ~inside
     # Before the product: NaN of a masked token times a cotangent of 0 is NaN.
     x = jnp.where(sampled, _log_ratio("reverse", logprobs, ref_logprobs), 0.0)
