@@ -118,7 +118,7 @@ def test_a_level_that_all_logits_share_costs_no_digits():
 
 
 def test_what_a_mask_hides_and_what_no_model_draws_is_finite():
-    """-inf counts as -10000, as it does in `kl_loss`; NaN under the mask is not read."""
+    """-inf counts as -10000, as in `kl_loss`; NaN under the mask is not read."""
     mask = np.array([[False, True, True, True]])
     inside = np.array([[False, False, False, True]])
     rest = {"mask": mask, "log_weights": toys.array([[np.nan, 0.0, 0.5, np.inf]])}
