@@ -127,27 +127,25 @@ def rows_spread(logits: Array) -> Array:
 
 
 def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
-    """An adapter of one layer, whole where its kernel is: else every product sums it.
+    """An adapter of one layer, sharded over `tensor` as its kernel is and no further.
 
-    `devices/sharding.py` spreads the side of an adapter that no rule shards, as the
-    rows of lora_a on a mesh of `tensor` alone. Activations would follow it, and a token
-    meet ten exchanges per layer instead of two:
+    `devices/sharding.py` may store the other side in parts as well, as the rows of
+    query's lora_a on a mesh of data and tensor. The compiler then shards activations
+    to match, and decodes with ten exchanges per layer instead of two:
 
-        query, key, value, gate, up    x (A B_s)      A whole, no exchange
-        output, down                   (x_s A_s) B    B whole, summed with x_s W_s
+        query, key, value, gate, up    (x A) B_s        A whole: no exchange
+        output, down                   (x_s A_s) B      one sum, that of x_s W_s too
 
     Args:
-      leaf: [in, r] or [r, out]; other parameters, and on meshes where rules shard both
-        sides, stay as they are.
+      leaf: [in, r] or [r, out] of an adapter; other parameters are returned unchanged,
+        and so are all on a mesh whose `fsdp` or `context` holds that other side.
       path: as in ("attention", "query", "lora_a").
     """
     names, sizes = of(path), _auto_axes()
-    shares_layers = any(sizes.get(axis, 1) > 1 for axis in (ROW_AXES[1], CONTEXT_AXIS))
-    if path[-1] not in LORA or names is None or shares_layers:
+    sharding = {axis for axis, size in sizes.items() if size > 1} - {"data"}
+    if path[-1] not in LORA or names is None or sharding != {VOCABULARY_AXIS}:
         return leaf
-    if sizes.get(VOCABULARY_AXIS, 1) == 1:
-        return leaf
-    at = (VOCABULARY_AXIS if name not in (None, "embed") else None for name in names[1:])
+    at = (None if name in (None, "embed") else VOCABULARY_AXIS for name in names[1:])
     return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*at))
 
 
