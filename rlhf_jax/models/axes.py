@@ -142,8 +142,8 @@ def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
       path: as in ("attention", "query", "lora_a").
     """
     names, sizes = of(path), _auto_axes()
-    sharding = {axis for axis, size in sizes.items() if size > 1} - {"data"}
-    if path[-1] not in LORA or names is None or sharding != {VOCABULARY_AXIS}:
+    shared = {axis for axis, size in sizes.items() if size > 1} - {"data"}
+    if path[-1] not in LORA or names is None or shared != {VOCABULARY_AXIS}:
         return leaf
     at = (None if name in (None, "embed") else VOCABULARY_AXIS for name in names[1:])
     return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*at))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toys
 
-from rlhf_jax import config, decode, decoder, lora
+from rlhf_jax import config, decode, lora
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.planning import decoding
@@ -74,8 +74,6 @@ def test_a_token_of_adapters_takes_the_exchanges_of_its_base(shape):
     assert token.collectives <= len(kinds) <= token.collectives + FEW
     expected, output = jax.jit(responses)(BASE, ADAPTERS), program(*placed)
     np.testing.assert_array_equal(output.tokens, expected.tokens)
-    np.testing.assert_allclose(
-        output.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(output.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
     plain = of_base(*placed_base)
     assert np.abs(plain.logprobs - expected.logprobs).max() > 0.01
