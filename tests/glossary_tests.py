@@ -83,6 +83,14 @@ BY_TEST = {
     "test_worse_responses_that_the_policy_has_left_are_not_in_the_loss": (
         "policy/off_policy_masked",
     ),
+    "tests/algorithms/policy_gradient/test_entropy_target.py::"
+    "test_the_entropy_of_a_rollout_sets_its_bonus_and_the_next": (
+        "objective/entropy_coef",
+    ),
+    "tests/algorithms/policy_gradient/test_chosen_tokens.py::"
+    "test_the_largest_entropies_alone_are_trained": ("policy/chosen",),
+    "tests/algorithms/policy_gradient/test_chosen_tokens.py::"
+    "test_kl_cov_holds_the_largest_covariances": ("loss/kl_cov",),
     "tests/algorithms/test_update_formulas.py::test_an_update_is_that_of_its_formula": (
         "objective/scores",
         "objective/kl",

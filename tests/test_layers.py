@@ -30,8 +30,8 @@ PURE = [
 MAX_FILES = 16  # in a folder, without its __init__.py
 # What a pure module may import: nothing here opens a file or reads a clock.
 PURE_IMPORTS = {
-    *("__future__", "abc", "collections", "copy", "dataclasses", "decimal", "fnmatch"),
-    *("functools", "hashlib", "itertools", "math", "re"),
+    *("__future__", "abc", "collections", "contextlib", "copy", "dataclasses"),
+    *("decimal", "fnmatch", "functools", "hashlib", "itertools", "math", "re"),
     *("typing", "warnings", "chex", "flax", "jax", "jaxtyping", "numpy", "optax"),
     "rlhf_jax",
 }
@@ -211,17 +211,27 @@ UNUSED = (  # by a run of PPO that chooses none of what they are for
     *("models.generation.continuous_batching", "models.generation.page_table"),
     *("data.layouts", "data.tables", "data.text.chat", "data.text.templates"),
     *("devices.critic_devices", "checkpoints.peft", "verification.pool"),
-    *("planning.measured", "planning.profiled", "roles.rewards.verifiers"),
+    *(
+        "planning.decoding",
+        "planning.measured",
+        "planning.profiled",
+        "roles.rewards.verifiers",
+    ),
     *("environments", "samplers.connection", "samplers.server", "sweeps", "reports"),
     *("train.packed_rollouts", "train.watch.held_out"),
-    *(f"train.rollouts.{name}" for name in ("outside", "queue", "waits")),
+    *(f"train.rollouts.{name}" for name in ("fastest", "outside", "queue", "waits")),
     *(
         "data.splits",
         "roles.rewards.ensembles",
         "runs.loggers",
         "runs.profile.profiler",
     ),
-    *("samplers.protocol", "train.config.supervised", "verification.user_objects"),
+    *(
+        "train.plan.auto",
+        "samplers.protocol",
+        "train.config.supervised",
+        "verification.user_objects",
+    ),
 )
 
 
@@ -302,8 +312,8 @@ WIRES = {  # what our own processes say to each other, and what Python has parse
     "verification.code.judge": "a task of `trial`, and tests, which it runs",
     "verification.code.runner": "the limits that `verifier` starts it with",
     "verification.code.trial": "what `judge` reports",
+    "verification.code.wire": "a wire with a format and limits of its own",
     "verification.unit_tests": "tests, which are run",
-    "verification.values.codec": "a wire with a format and limits of its own",
 }
 
 

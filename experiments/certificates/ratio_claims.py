@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from rlhf_jax import grpo
 from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
+from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
-from rlhf_jax.functional.kl.penalty import IN_REWARD
+from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD
 
 Array = jax.Array
 # (x f32[N, 1, 4] log-ratios, logprobs f32[N, 1, 4], A f32[N, N, 1], lengths f32[N])
@@ -27,6 +28,19 @@ Surrogate = Callable[[Array, Array, Array, Array], Array]
 Advantage = Callable[[Array, Array], Array]
 # (lengths f32[N], ended bool[N]) -> f32[N, N]: the weight of a token of i beside j
 Weight = Callable[[Array, Array], Array]
+
+
+class Batch(NamedTuple):
+    """All responses, as the sampler drew them; a minibatch is a pair (i, j) of them."""
+
+    logprobs: Array  # f32[N, 4], 0 outside the mask
+    tokens: Array  # i32[N, 4]
+    mask: Array  # bool[N, 4]
+    advantage: Array  # f32[N, N], of i beside j
+
+
+# (worth f32[N, N, 4], x f32[N, 1, 4], Batch) -> f32[N, N, 4]
+Choice = Callable[[Array, Array, Batch], Array]
 
 
 def clip(x: Array, _: Array, advantage: Array, __: Array, *, low: float, high: float):
@@ -109,6 +123,66 @@ def without_mistakes(
     return jnp.where(kept, worth, 0.0)
 
 
+def covariance(batch: Batch) -> Array:
+    """f32[N, N, 4], of the tokens of i beside j: Cui et al. 2025."""
+    lengths = batch.mask.sum(axis=1)
+    count = lengths[:, None] + lengths[None, :]
+    total = batch.logprobs.sum(axis=1)
+    of_logprobs = (total[:, None] + total[None, :]) / count
+    by_row = batch.advantage * lengths[:, None]
+    of_advantages = (by_row + by_row.T) / count
+    about = batch.logprobs[:, None, :] - of_logprobs[:, :, None]
+    return about * (batch.advantage - of_advantages)[:, :, None]
+
+
+def entropies(batch: Batch) -> Array:
+    """f32[N, 4], Σ over continuations y of P(y | prefix)·(-log π(y_t))."""
+    agree = batch.tokens[:, None, :] == batch.tokens[None, :, :]
+    before = jnp.cumprod(agree, axis=2)[:, :, :-1]
+    same = jnp.pad(before, ((0, 0), (0, 0), (1, 0)), constant_values=1)
+    ahead = jnp.exp(jnp.cumsum(batch.logprobs[:, ::-1], axis=1)[:, ::-1])
+    each = jnp.where(batch.mask, -batch.logprobs * ahead, 0.0)
+    return (same * each[None]).sum(axis=1)
+
+
+def largest(x: Array, batch: Batch, share: float) -> Array:
+    """bool[N, N, 4]: of the tokens of i and j the share with the largest x."""
+    inside = jnp.broadcast_to(batch.mask[:, None, :], x.shape)
+    mine = jnp.where(inside, x, -jnp.inf)
+    both = jnp.concatenate([mine, mine.swapaxes(0, 1)], axis=2)
+    lengths = batch.mask.sum(axis=1)
+    count = jnp.floor(share * (lengths[:, None] + lengths[None, :]) + 1e-6)
+    above = (both[:, :, None, :] > mine[:, :, :, None]).sum(axis=3)
+    return inside & (above < jnp.maximum(count, 1)[:, :, None])
+
+
+def hesitant(worth: Array, _: Array, batch: Batch, *, share: float) -> Array:
+    """The tokens with the largest entropies alone: Wang et al. 2025."""
+    entropy = entropies(batch)
+    x = jnp.broadcast_to(entropy[:, None, :], worth.shape)
+    return jnp.where(largest(x, batch, share), worth, 0.0)
+
+
+def with_entropy(worth: Array, x: Array, batch: Batch, *, coef: float) -> Array:
+    """Beside it coef·H(π) at the prefixes of the sampler: He et al. 2025."""
+    now = jnp.where(batch.mask, x[:, 0, :] + batch.logprobs, 0.0)
+    return worth + coef * entropies(batch._replace(logprobs=now))[:, None, :]
+
+
+def without_covariance(
+    worth: Array, _: Array, batch: Batch, *, low: float, high: float
+) -> Array:
+    """Clip-Cov where it leaves out all that are within its bounds: Cui et al. 2025."""
+    x = covariance(batch)
+    return jnp.where((x > low) & (x < high), 0.0, worth)
+
+
+def held(worth: Array, x: Array, batch: Batch, *, share: float, coef: float) -> Array:
+    """KL-Cov: -coef·|log π/π_old| at the largest covariances: Cui et al. 2025."""
+    chosen = largest(covariance(batch), batch, share) & (jnp.abs(x) > 1e-5)
+    return worth - jnp.where(chosen, coef * jnp.abs(x), 0.0)
+
+
 def others(rewards: Array, _: Array) -> Array:
     """r_i - r_j, of leave-one-out in groups of two."""
     return rewards[:, None] - rewards[None, :]
@@ -123,6 +197,22 @@ def deviation(rewards: Array, ended: Array) -> Array:
     """The same over the deviation of the two, |r_i - r_j|/√2."""
     spread = jnp.abs(others(rewards, ended)) / jnp.sqrt(2.0)
     return mean(rewards, ended) / (spread + 1e-6)
+
+
+WEIGHTS = (1.0, 0.5)
+
+
+def two_rewards(rewards: Array) -> tuple[Array, Array]:
+    """Tables of two rewards of which, by WEIGHTS, these are the sum."""
+    return rewards - WEIGHTS[1] * rewards[::-1], rewards[::-1]
+
+
+def decoupled(rewards: Array, ended: Array) -> Array:
+    """Σ_k w_k·A_k over its own deviation: Liu et al. 2026, a batch being a pair."""
+    one, other = (deviation(reward, ended) for reward in two_rewards(rewards))
+    total = WEIGHTS[0] * one + WEIGHTS[1] * other
+    # The two are opposites, about 0.
+    return total / (jnp.abs(total) * jnp.sqrt(2.0) + 1e-6)
 
 
 def among_ended(rewards: Array, ended: Array) -> Array:
@@ -168,6 +258,8 @@ class Claim(NamedTuple):
     advantage: Advantage = others
     weight: Weight = sums
     binary: bool = False  # rewards of 0 and 1
+    chosen: Choice | None = None  # what a choice of tokens makes of them
+    optimum: bool = True  # it leaves π* as it is, the KL in the reward
 
 
 REWARD, ENDED, NO = "∇E[r]", "P(it ends)²·∇E[r | it ends]", "of no objective"
@@ -220,6 +312,15 @@ CLAIMS = (
         "the std, and by the length of each response",
         advantage=deviation,
         weight=by_length,
+    ),
+    Claim(
+        "two rewards, each by its std, the sum by that of the batch (GDPO)",
+        _recipe(baseline="group", normalise="each", penalty=IN_LOSS),
+        TOKENS,
+        NO,
+        None,
+        "the stds: of each reward, and of their sum",
+        advantage=decoupled,
     ),
     Claim(
         "GRPO with the std alone",
@@ -317,6 +418,49 @@ CLAIMS = (
         functools.partial(without_mistakes, most=0.01),
         REWARD,
         1.0,
+    ),
+    Claim(
+        "a response of its own as the baseline (ReMax, of any choice of it)",
+        _recipe(baseline="greedy"),
+        TOKENS,
+        REWARD,
+        1.0,
+    ),
+    Claim(
+        "an entropy bonus, however it is controlled (Skywork-OR1)",
+        _recipe(entropy_coef=0.1),
+        TOKENS,
+        NO,
+        None,
+        "the entropy of single tokens, along the prefixes of the sampler",
+        chosen=functools.partial(with_entropy, coef=0.1),
+        optimum=False,
+    ),
+    Claim(
+        "half of the tokens, of the largest entropies",
+        _recipe(token_choice=TopEntropy(0.5)),
+        TOKENS,
+        NO,
+        None,
+        "the tokens that it leaves out",
+        chosen=functools.partial(hesitant, share=0.5),
+    ),
+    Claim(
+        "Clip-Cov, all covariances from 0.2 to 2",
+        _recipe(token_choice=ClipCov(1.0, low=0.2, high=2.0)),
+        TOKENS,
+        NO,
+        None,
+        "the tokens that it leaves out",
+        chosen=functools.partial(without_covariance, low=0.2, high=2.0),
+    ),
+    Claim(
+        "KL-Cov, a third of the tokens",
+        _recipe(token_choice=KLCov(1 / 3, coef=0.1)),
+        TOKENS,
+        REWARD,
+        1.0,
+        chosen=functools.partial(held, share=1 / 3, coef=0.1),
     ),
     Claim(
         "OPO: the group's mean by the lengths of its responses",

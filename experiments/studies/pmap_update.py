@@ -42,7 +42,7 @@ from rlhf_jax import config, critic, decoder, frozen, kl, kl_control, masked, pp
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.algorithms.batch import Experience, Rollout
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.ppo import gae_experience
 from rlhf_jax.algorithms.state import LossFunction, TrainState
 from rlhf_jax.data import batches
 from rlhf_jax.functional import checks
@@ -213,7 +213,7 @@ def to_experience(
         max_new_tokens=algorithm.max_new_tokens,
         temperature=algorithm.temperature,
     )
-    made = experience.gae_experience(
+    made = gae_experience(
         scored, kl_coef=train.kl.kl_coef, gamma=algorithm.gamma, lam=algorithm.lam
     )
     return made, scored.scores.mean()

@@ -122,25 +122,23 @@ def every_response(
     temperature: float,
     stop_ids: tuple[int, ...] = (),
 ) -> batch.Rollout:
-    """Each response once, in the order of its index, as if the policy had sampled it.
-
-    Its entropy, which only logs read, is 0.
-    """
+    """Each response once, by its index, as if the policy had sampled it."""
     tokens, mask = every_tokens(stop_ids), every_mask(stop_ids)
     rows = len(tokens)
+    old_logprobs, entropy = policy.logprobs_and_entropy(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        temperature=temperature,
+        first_column=PROMPT,
+    )
     return batch.Rollout(
         tokens=tokens,
         mask=mask,
         response_mask=mask.at[:, :PROMPT].set(False),
-        old_logprobs=policy.logprobs(
-            params,
-            model=model,
-            tokens=tokens,
-            mask=mask,
-            temperature=temperature,
-            first_column=PROMPT,
-        ),
-        entropy=jnp.zeros(tokens.shape, jnp.float32),
+        old_logprobs=old_logprobs,
+        entropy=entropy,
         index=jnp.zeros(rows, jnp.int32),
         sample=jnp.arange(rows, dtype=jnp.int32),
     )

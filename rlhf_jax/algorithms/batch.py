@@ -121,6 +121,9 @@ class Scored:
     # Responses that have a score: the others have no token, and count nowhere. None is
     # all.
     row_mask: Bool[Array, " B"] | None = None
+    # What `scores` are the weighted sum of, before their shaping; () where it is one.
+    rewards: tuple[Float32[Array, " B"], ...] = ()
+    weights: tuple[float, ...] = flax.struct.field(pytree_node=False, default=())
 
 
 @flax.struct.dataclass
@@ -160,6 +163,12 @@ class PolicyExperience:
     )
     # Of all tokens that were drawn; None keeps no ledger of them.
     sampled: Sampled | None = flax.struct.field(default=None, kw_only=True)
+    # Reward units per nat, equal in all rows; None: that of the recipe.
+    entropy_coef: Float32[Array, " B"] | None = flax.struct.field(
+        default=None, kw_only=True
+    )
+    # Of `token_choice`: tokens that have an advantage, or that KL-Cov holds. None: all.
+    chosen: Bool[Array, "B S"] | None = flax.struct.field(default=None, kw_only=True)
 
     @property
     def behaviour_logprobs(self) -> Array:

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlhf_jax.algorithms.batch import RolloutPacking
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import KLController
 from rlhf_jax.models import layout
 from rlhf_jax.models.lora import LoRA
+from rlhf_jax.models.packing import Packing, SizedPacking, at_size
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
@@ -45,6 +47,8 @@ class TrainState:
     kl: KLController
     scores: RunningMoments  # of every score so far
     skipped: Array  # i32[], updates skipped in a row for a gradient not finite
+    # f32[], reward units per nat, of `entropy_control`; None without one.
+    entropy_coef: Array | None = None
 
 
 @flax.struct.dataclass
@@ -64,25 +68,41 @@ def ppo_state(
     policy_optimizer: Optimizer,
     critic_optimizer: Optimizer,
     kl: KLController,
+    entropy_coef: float | None = None,
 ) -> TrainState:
     """The state before the first iteration.
 
     Args:
       policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
         copies), as both are donated.
+      entropy_coef: that of `grpo_state`.
     """
     # The policy is checked by `grpo_state`, which makes the rest of the state.
     _check_float32({"critic": critic})
-    state = grpo_state(policy=policy, policy_optimizer=policy_optimizer, kl=kl)
+    state = grpo_state(
+        policy=policy,
+        policy_optimizer=policy_optimizer,
+        kl=kl,
+        entropy_coef=entropy_coef,
+    )
     return dataclasses.replace(
         state, critic=critic, critic_opt=critic_optimizer.init(critic)
     )
 
 
 def grpo_state(
-    *, policy: Params, policy_optimizer: Optimizer, kl: KLController
+    *,
+    policy: Params,
+    policy_optimizer: Optimizer,
+    kl: KLController,
+    entropy_coef: float | None = None,
 ) -> TrainState:
-    """The state before the first iteration without a critic, or beside one apart."""
+    """The state before the first iteration without a critic, or beside one apart.
+
+    Args:
+      entropy_coef: reward units per nat, the first one of a recipe with
+        `entropy_control`; None without that.
+    """
     _check_float32({"policy": policy})
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -93,6 +113,7 @@ def grpo_state(
         kl=kl,
         scores=rewards.no_moments(),
         skipped=jnp.zeros((), jnp.int32),
+        entropy_coef=None if entropy_coef is None else jnp.float32(entropy_coef),
     )
 
 
@@ -174,6 +195,81 @@ def accumulate(
         # Gradients are carried, one buffer for all parts; stats are stacked, as they
         # are few.
         return jax.tree.map(jnp.add, total, grads), stats
+
+    grads, stats = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+    return grads, masked.total_stats(stats)
+
+
+@flax.struct.dataclass
+class PackedParts:
+    """How the rows of one minibatch are packed, in C parts of whole responses."""
+
+    packing: SizedPacking  # every leaf [C, ...]
+    members: Array  # bool[C, b], the responses of each part
+
+
+def packed_parts(packing: RolloutPacking | None, *, steps: int) -> PackedParts | None:
+    """The parts of all minibatches of an update, every leaf [steps, C, ...]."""
+    if packing is None:
+        return None
+    if packing.members.shape[0] != steps:
+        raise InputError(
+            f"packing: expected {steps} minibatches, epochs times num_minibatches, got "
+            f"{packing.members.shape[0]}; make it by data.layouts for this recipe"
+        )
+    return PackedParts(packing.minibatches, packing.members)
+
+
+@jax.named_scope("loss")
+def accumulate_packed(
+    loss: LossFunction, params: Params, minibatch: Any, *, parts: PackedParts
+) -> tuple[Params, masked.Stats]:
+    """`accumulate`, of parts that hold tokens rather than rows: ∇L = Σ_parts ∇L_part.
+
+    The rows of a minibatch that a part does not hold are all 0 and False in it: they
+    weigh nothing. Padded arrays of numbers per token are small beside the model's. A
+    part without responses is not computed.
+
+    Args:
+      loss: (params, rows, packing=) -> (loss f32[], stats), divided by the counts of
+        the whole minibatch.
+      minibatch: a pytree whose leaves have b rows.
+      parts: of this minibatch, every leaf [C, ...], of `packed_parts`.
+
+    Returns:
+      The gradient, of the structure of `params`, and the stats of all parts together.
+    """
+    # Stats are the auxiliary output: no gradient flows through what is logged.
+    gradient = jax.grad(loss, has_aux=True)
+
+    def of_part(part: PackedParts, rows: Any) -> tuple[Params, masked.Stats]:
+        def at(packing: Packing | None) -> tuple[Params, masked.Stats]:
+            return gradient(params, rows, packing=packing)
+
+        # Each size of packed rows is a branch with shapes of its own, inside the scan.
+        return at_size(part.packing, at)
+
+    # One part holds all responses: neither selection nor a second buffer of gradients.
+    if parts.members.shape[0] == 1:
+        return of_part(jax.tree.map(lambda leaf: leaf[0], parts), minibatch)
+
+    def add(total: Params, part: PackedParts) -> tuple[Params, masked.Stats]:
+        def own(leaf: Array) -> Array:
+            members = part.members.reshape(-1, *[1] * (leaf.ndim - 1))
+            # All rows stay, others as zeros: shapes must not depend on how many a part
+            # holds.
+            return jnp.where(members, leaf, jnp.zeros_like(leaf))
+
+        def compute(total: Params) -> tuple[Params, masked.Stats]:
+            grads, stats = of_part(part, jax.tree.map(own, minibatch))
+            return jax.tree.map(jnp.add, total, grads), stats
+
+        def leave(total: Params) -> tuple[Params, masked.Stats]:
+            _, stats = jax.eval_shape(compute, total)
+            return total, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
+
+        # Parts are as many as the fullest minibatch needs; elsewhere some are empty.
+        return jax.lax.cond(part.members.any(), compute, leave, total)
 
     grads, stats = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
     return grads, masked.total_stats(stats)

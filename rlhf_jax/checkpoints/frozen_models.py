@@ -21,7 +21,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import hub, tokenization
 from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles import critic
@@ -46,11 +46,7 @@ class Storage:
     def __post_init__(self) -> None:
         checks.one_of(dtype=self.dtype, among=(*hf.SAVE_DTYPES, "int8"))
         checks.one_of(embeddings=self.embeddings, among=(*hf.SAVE_DTYPES, None))
-        if self.embeddings is not None and self.dtype != "int8":
-            raise InputError(
-                f"embeddings: expected None where dtype is {self.dtype}, got "
-                f"{self.embeddings}; they have a dtype of their own beside int8 only"
-            )
+        storage.check_embeddings(self.embeddings, dtype=self.dtype)
 
     def shapes(self, params: Params) -> Params:
         """Shapes of a copy of parameters with these shapes; nothing is allocated."""
@@ -136,7 +132,7 @@ def load_reference(
     """
     if path_or_repo_id is None:
         return storage.freeze(policy.params, place=place, policy=mesh)
-    with hub.named(option):
+    with located(option, hub.NoCheckpoint):
         model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_tokens(path_or_repo_id, model=model, policy=policy, role="reference")
     shape = reference_shape(model, policy=policy)
@@ -198,13 +194,15 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
       InputError: there is no such checkpoint, or the teacher has other token ids, a
         smaller vocabulary or a shorter context.
     """
-    with hub.named("--model"):  # or the tokenizer is blamed for what is missing
+    with located(
+        "--model", hub.NoCheckpoint
+    ):  # or the tokenizer is blamed for what is missing
         shape = hf.model_config(student)
-    with hub.named("--model" if tokenizer is None else "--tokenizer"):
+    with located("--model" if tokenizer is None else "--tokenizer", hub.NoCheckpoint):
         reader = tokenization.load_tokenizer(
             student if tokenizer is None else tokenizer
         )
-    with hub.named("--reference"):
+    with located("--reference", hub.NoCheckpoint):
         model = hf.model_config(teacher)
     _check_tokens(
         teacher,
@@ -222,7 +220,7 @@ def check_reference(reference: str, *, policy: Pretrained) -> None:
       InputError: there is no such checkpoint, or it has other token ids, a smaller
         vocabulary or a shorter context.
     """
-    with hub.named("--reference"):
+    with located("--reference", hub.NoCheckpoint):
         model = hf.model_config(reference)
     _check_tokens(reference, model=model, policy=policy, role="reference")
 
@@ -262,7 +260,7 @@ def load_critic(
     Raises:
       InputError: the checkpoint cannot be read, or reads other tokens than the policy.
     """
-    with hub.named("--critic.start"):
+    with located("--critic.start", hub.NoCheckpoint):
         model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_tokens(path_or_repo_id, model=model, policy=policy, role="critic")
     shape = run_beside_policy(model, policy=policy)
@@ -287,7 +285,7 @@ def load_reward_model(
       InputError: there is no such checkpoint, its vocabulary is another, or the place
         cannot be had.
     """
-    with hub.named("--reward-model"):
+    with located("--reward-model", hub.NoCheckpoint):
         model, params = load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_tokens(
         path_or_repo_id,

@@ -29,7 +29,7 @@ from rlhf_jax.checkpoints import fused_adapters, refusals, shards
 from rlhf_jax.checkpoints.fused_adapters import Linear
 from rlhf_jax.checkpoints.hf import PathLike, SaveDtype, casting
 from rlhf_jax.devices import processes
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.leaves import misfits
@@ -148,7 +148,7 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
         finite; names every option and tensor.
     """
     folder = urls.fetched(path)
-    try:
+    with located(f"adapters {path}"):
         if not folder.is_dir():
             raise InputError(f"expected a folder with {_CONFIG}, got none")
         exported.require(folder)
@@ -167,8 +167,6 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
                 for name, array in numbers.items()
             }
         )
-    except InputError as error:
-        raise InputError(f"adapters {path}: {error}") from error.__cause__
     if _SCORE not in tensors:
         return lora, adapters
     score = {

@@ -32,6 +32,7 @@ from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.devices import processes
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.errors import located
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.models.lora import LoRA, merge
@@ -138,9 +139,9 @@ def described(
       InputError: either is missing or unreadable, or the tokenizer has ids that the
         model lacks.
     """
-    with hub.named(option):
+    with located(option, hub.NoCheckpoint):
         model = hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for it
-    with hub.named(option if tokenizer is None else "--tokenizer"):
+    with located(option if tokenizer is None else "--tokenizer", hub.NoCheckpoint):
         reader = tokenization.load_tokenizer(
             path_or_repo_id if tokenizer is None else tokenizer
         )

@@ -8,18 +8,17 @@ few old models alone, is refused before the network is tried.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.runs.object_storage import urls
 
 SECONDS = 8.0  # for config.json to come
@@ -29,15 +28,6 @@ _ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 class NoCheckpoint(InputError):
     """There is no folder of a name, and no hub id."""
-
-
-@contextlib.contextmanager
-def named(option: str) -> Iterator[None]:
-    """Says in a message about a name where it was given."""
-    try:
-        yield
-    except NoCheckpoint as error:
-        raise InputError(f"{option}: {error}") from error.__cause__
 
 
 def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) -> Path:

@@ -35,7 +35,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape, one_word
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 
 Params = Any
 FORMS = "policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., cpu"
@@ -210,18 +210,14 @@ class PolicyPlacement:
                 f"roles take, got {jax.device_count()}; make their meshes smaller, or "
                 f"place them with the policy"
             )
-        try:
+        with located("--placement.policy"):
             # The last devices go to other roles: those of the policy keep their order.
             mesh = self.policy.make(jax.devices()[: jax.device_count() - taken])
-        except InputError as error:
-            raise InputError(f"--placement.policy: {error}") from None
         for option, place in places.items():  # before any weights are read
-            try:
+            with located(option):
                 place.mesh_beside(mesh)
                 if place.devices == "cpu":
                     _host()
-            except InputError as error:
-                raise InputError(f"{option}: {error}") from None
         free = jax.device_count() - taken
         if mesh.size < free and jax.default_backend() != "cpu":  # its are virtual
             print(

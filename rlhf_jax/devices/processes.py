@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 
 Array = jax.Array
 AUTO = "auto"
@@ -50,24 +51,27 @@ class Group:
     heartbeat: int = 20  # seconds without a sign of life, after which one is lost
 
     def __post_init__(self) -> None:
-        count, number = self.num_processes, self.process_id
         seconds = {"--join-timeout": self.join_timeout, "--heartbeat": self.heartbeat}
         checks.within(least=1, advice="give whole seconds", **seconds)
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        count, number = self.num_processes, self.process_id
         auto = self.coordinator == AUTO
         host, _, port = self.coordinator.rpartition(":")
         if not auto and (not host or not port.isdecimal()):
-            raise InputError(
+            yield (
                 f"--coordinator: expected HOST:PORT of the first process, or auto, got "
                 f"{self.coordinator!r}"
             )
         if (count is None) is not auto or (number is None) is not auto:
-            raise InputError(
+            yield (
                 f"--coordinator {self.coordinator}: expected --num-processes and "
                 f"--process-id with HOST:PORT, and neither with auto, which finds them "
                 f"out on a TPU pod or Slurm; got {count} and {number}"
             )
         if count is not None and number is not None and not 0 <= number < count:
-            raise InputError(
+            yield (
                 f"--process-id: expected 0 to {count - 1}, got {number}; number the "
                 f"processes from 0"
             )

@@ -1,4 +1,4 @@
-"""Parts of other packages by name: entry points, found without importing any of them.
+"""Other packages: their entry points by name, and whether one is installed.
 
     [project.entry-points."rlhf_jax.verifiers"]
     short = "my_package:verify"
@@ -67,6 +67,21 @@ def load(name: str, *, group: Group, kind: Any = Callable) -> Any:
             f"{loaded!r:.80}; mend that package, or uninstall it"
         )
     return loaded
+
+
+def require_package(
+    package: str, *, extra: str, needed_by: str, instead: str = ""
+) -> None:
+    """Checks that a package of an extra is installed, and imports nothing.
+
+    Raises:
+      InputError: it is not; says how to install it, and what to do `instead`.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"{needed_by} needs the package {package}, which is not installed; "
+            f"pip install 'rlhf-jax[{extra}]'{instead}"
+        )
 
 
 def _points(group: Group) -> metadata.EntryPoints:

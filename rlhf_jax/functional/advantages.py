@@ -265,6 +265,96 @@ def length_weighted(
     return jnp.where(trained, groups - baseline, 0.0).reshape(scores.shape)
 
 
+def over_greedy(
+    scores: Float32[Array, " B"],
+    *,
+    group_size: int,
+    row_mask: Bool[Array, " B"] | None = None,
+) -> Float32[Array, " B"]:
+    """A_i = s_i - s_greedy, the greedy response being the last row of its group.
+
+        row        0  1  2            group_size = 3: two samples, and the greedy one
+        scores     1  0  2
+        A         -1 -2  0
+
+    The baseline holds no sample, so that the expected policy gradient is the true one,
+    with aggregation "constant" or responses of one length.
+
+    Args:
+      row_mask: bool[B], responses that count: without its greedy one a group has no
+        advantages. None keeps all.
+
+    Returns:
+      f32[B], reward units. The gradient reaches `scores`.
+
+    Source: Li et al. 2023 (ReMax), arXiv:2310.10505.
+
+    >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
+    >>> print(over_greedy(scores, group_size=3))
+    [-1. -2.  0.  0.  0.  0.]
+    >>> print(over_greedy(scores, group_size=2))
+    [ 1.  0. -2.  0.  0.  0.]
+    """
+    groups = _groups(scores, group_size)
+    within = _within(scores, row_mask, group_size)
+    if within is None:
+        return (groups - groups[:, -1:]).reshape(scores.shape)
+    both = within & within[:, -1:]
+    # Selected before the difference: a score that is missing may be NaN.
+    groups = jnp.where(both, groups, 0.0)
+    return jnp.where(both, groups - groups[:, -1:], 0.0).reshape(scores.shape)
+
+
+def decoupled(
+    rewards: Float32[Array, "K B"],
+    *,
+    weights: Float32[Array, " K"],
+    group_size: int,
+    eps: checks.Scalar = 1e-6,
+    row_mask: Bool[Array, " B"] | None = None,
+) -> Float32[Array, " B"]:
+    """A = (S - mean(S))/(std(S) + eps) over the batch, S_i = Σ_k w_k·A_k,i.
+
+    A_k is `group_relative` of reward k alone, by its own deviation. So two responses
+    with equal sums of rewards may have different advantages, and a weight acts whatever
+    the scale of its reward. As the deviations do, it biases the direction.
+
+    Args:
+      rewards: f32[K, B], in units of their own.
+      weights: f32[K], of which one that is 0 leaves out its reward.
+      eps: added to every deviation (ddof 1).
+      row_mask: bool[B], responses that count; the others are in no mean or deviation,
+        and have no advantage. None keeps all.
+
+    Returns:
+      f32[B], in standard deviations. The gradient reaches `rewards`, `weights`
+      and `eps`.
+
+    Source: Liu et al. 2026 (GDPO), arXiv:2601.05242, as in TRL's "normalize_then_sum".
+
+    >>> rewards = jnp.array([[1.0, 0.0, 1.0, 0.0], [0.0, 9.0, 9.0, 0.0]])
+    >>> options = {"group_size": 4, "eps": 0.0}
+    >>> print(decoupled(rewards, weights=jnp.ones(2), **options))
+    [ 0.     0.     1.225 -1.225]
+    >>> print(decoupled(rewards, weights=jnp.array([1.0, 0.0]), **options))
+    [ 0.866 -0.866  0.866 -0.866]
+    """
+    checks.shape((None, None), rewards=rewards)
+    checks.same_shape(weights=weights, rewards=rewards[:, 0])
+    checks.float32(weights=weights)
+    total = jnp.zeros_like(rewards[0])
+    for weight, reward in zip(weights, rewards, strict=True):
+        own = group_relative(
+            jnp.where(weight == 0, 0.0, reward),
+            group_size=group_size,
+            eps=eps,
+            row_mask=row_mask,
+        )
+        total += weight * own
+    # The batch as one group: what has no advantage for a mask has none here either.
+    return group_relative(total, group_size=total.size, eps=eps, row_mask=row_mask)
+
+
 def equal_groups(
     scores: Float32[Array, " B"],
     *,

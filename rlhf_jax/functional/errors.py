@@ -1,4 +1,12 @@
-"""The two errors whose message alone is printed; this module loads no JAX."""
+"""The two errors whose message alone is printed, and how several modules raise them.
+
+This module loads no JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -14,3 +22,66 @@ class StopError(RuntimeError):
 
     The command line prints the message alone and exits with status 1.
     """
+
+
+@contextlib.contextmanager
+def located(where: str, kind: type[Exception] = InputError) -> Iterator[None]:
+    """Says in the message of an error where it is: "prompts.jsonl:3: expected ...".
+
+    Raises:
+      InputError: in place of an error of this kind.
+
+    >>> with located("--placement.policy"):
+    ...     raise InputError("expected a mesh, got none")
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: --placement.policy: expected a mesh, got none
+    >>> with located("prompts.jsonl:3", ValueError):
+    ...     int("3a", base=10)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: prompts.jsonl:3: invalid literal for int()
+        with base 10: '3a'
+    """
+    try:
+        yield
+    except kind as error:
+        raise InputError(f"{where}: {error}") from error.__cause__
+
+
+def expect_none(because: str, *, advice: str, **options: object) -> None:
+    """Checks that options are None beside a choice that does not go with them.
+
+    >>> expect_none("with kind 'ipo'", advice="leave it out", target_margin=None)
+    >>> expect_none("with kind 'ipo'", advice="leave it out", target_margin=0.5)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: target_margin: expected none with kind 'ipo',
+        got 0.5; leave it out
+    >>> expect_none("without --lora", advice="add it", alpha=None, rank=0)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: rank: expected none without --lora, got 0;
+        add it
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(f"{name}: expected none {because}, got {value}; {advice}")
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """InputError with every fault, a line each; nothing where there is none.
+
+    >>> refuse([])
+    >>> refuse(["top_k: expected 1 or more, got 0"])
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: top_k: expected 1 or more, got 0
+    >>> refuse(["top_k: expected 1 or more, got 0", "top_p: expected 1, got 2"])
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: top_k: expected 1 or more, got 0
+    top_p: expected 1, got 2
+    """
+    if message := "\n".join(faults):
+        raise InputError(message)

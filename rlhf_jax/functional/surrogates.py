@@ -25,6 +25,9 @@ Array = jax.Array
 LARGE = 80.0  # nats: products above e^80 are computed as sums of logs
 LARGEST = 88.72  # nats: e^88.72 is the largest exponential in float32
 
+Divergence = Literal["tv", "kl"]
+"""Of the sampled token against all others: total variation |π - μ|, or KL(μ ‖ π)."""
+
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 """What the probability ratio ρ of a token is.
 

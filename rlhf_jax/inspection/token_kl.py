@@ -24,7 +24,7 @@ from rich.text import Text
 from rlhf_jax.checkpoints import hf, pretrained
 from rlhf_jax.data import hub, json_lines, tokenization
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.inspection import token_logprobs
 from rlhf_jax.inspection.token_logprobs import Divergence, Token
 from rlhf_jax.runs import folder, receipt, report, write_errors
@@ -200,7 +200,7 @@ def run(options: Options) -> None:
         options.policy, tokenizer=options.tokenizer, option="--policy"
     )
     policy = pretrained.load(options.policy, start=start)
-    with hub.named("--reference"):
+    with located("--reference", hub.NoCheckpoint):
         ref_model, ref_params = hf.load(options.reference, dtype="float32")
     _check_tokenizer(options.reference, ids=policy.tokenizer.get_vocab())
     if ref_model.vocab_size == policy.model.vocab_size:  # or `compute` refuses it

@@ -8,10 +8,12 @@ below.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.functional.unused_ids import Ranges
 
 Remat = Literal["none", "dots", "full"]
@@ -150,25 +152,25 @@ class ModelConfig:
         checks.positive(**{k: v for k, v in optional.items() if v is not None})
         checks.one_of(attention=self.attention, among=get_args(Attention))
         checks.one_of(remat=self.remat, among=get_args(Remat))
+        refuse((*self._faults(), *self._faults_of_layers()))
+
+    def _faults(self) -> Iterator[str]:
         if self.dtype not in ("float32", "bfloat16"):
-            raise InputError(
+            yield (
                 f"expected dtype float32 or bfloat16, got {self.dtype!r}; float16 is "
                 f"for stored parameters, its range being too small for activations"
             )
-        self._check_heads()
-        self._check_layers()
         if self.attention == "cudnn" and (
             self.dtype != "bfloat16" or self.attention_softcap is not None
         ):
-            raise InputError(
+            yield (
                 f"expected dtype bfloat16 with attention cudnn, and no "
                 f"attention_softcap, got {self.dtype!r} and {self.attention_softcap}; "
                 f"change them, or choose attention auto"
             )
 
-    def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise InputError(
+            yield (
                 f"expected num_kv_heads to divide num_heads, got "
                 f"{self.num_kv_heads} and {self.num_heads}; change either"
             )
@@ -177,32 +179,32 @@ class ModelConfig:
             rotated % 2 or not 0 < rotated <= self.head_dim
         ):
             name = "head_dim" if self.rotary_dim is None else "rotary_dim"
-            raise InputError(
+            yield (
                 f"rotary positions rotate pairs: expected an even {name} from 2 to "
                 f"head_dim = {self.head_dim}, got {rotated}"
             )
 
-    def _check_layers(self) -> None:
+    def _faults_of_layers(self) -> Iterator[str]:
         if self.joint_head_norm and not self.query_key_norm:
-            raise InputError(
+            yield (
                 "expected query_key_norm with joint_head_norm, which says over what it "
                 "is; set query_key_norm, or leave joint_head_norm out"
             )
         if self.unrotated_layers and (
             len(self.unrotated_layers) != self.num_layers or self.positions != "rope"
         ):
-            raise InputError(
+            yield (
                 f"expected unrotated_layers to say for each of {self.num_layers} "
                 f"layers with rotary positions whether it is without, got "
                 f"{len(self.unrotated_layers)} entries of positions {self.positions!r}"
             )
         if self.local_layers and len(self.local_layers) != self.num_layers:
-            raise InputError(
+            yield (
                 f"expected local_layers to say for each of {self.num_layers} layers "
                 f"whether it is local, got {len(self.local_layers)} entries"
             )
         if any(self.local_layers) != (self.sliding_window is not None):
-            raise InputError(
+            yield (
                 f"expected a sliding_window if, and only if, some layer is local, got "
                 f"{self.sliding_window} with {sum(self.local_layers)} local layers"
             )

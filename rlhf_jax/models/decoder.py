@@ -15,17 +15,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import unused_ids
-from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import axes, blocks, context, layers, layout, leaves
+from rlhf_jax.functional.errors import refuse
+from rlhf_jax.models import axes, blocks, layers, layout, leaves
 from rlhf_jax.models.attention import AttentionMask, KeyValue, mask_of
+from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.context import Cut
 from rlhf_jax.models.positions import angles, positions_of
 
 Array = jax.Array
@@ -128,7 +129,7 @@ def hidden_states(
         segments=segments,
         prefixes=prefixes,
         first_column=first_column,
-        cut=context.cut_of(tokens.shape[0]),
+        cut=axes.cut_of(tokens.shape[0]),
     )
     return hidden
 
@@ -174,12 +175,16 @@ def _run(
     cut: Cut | None,
 ) -> tuple[Array, KeyValue]:
     """`prefill`; with a cut keys and values are those of the balanced parts of rows."""
-    _check(model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes)
+    refuse(
+        _faults(
+            model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
+        )
+    )
     columns = tokens.shape[1]
     if cut is not None:
         room = cut.width(columns) - columns
         tokens, mask, segments, prefixes = jax.tree.map(
-            lambda x: context.padded(x, room), (tokens, mask, segments, prefixes)
+            lambda x: axes.padded(x, room), (tokens, mask, segments, prefixes)
         )
     # i32[B, S], counted over tokens: left padding does not shift a prompt's positions.
     positions = positions_of(mask, segments=segments, prefixes=prefixes)
@@ -216,28 +221,29 @@ def _run(
     return jnp.where(predicted[None, :, None], hidden, 0), keys_values
 
 
-def _check(
+def _faults(
     *,
     model: ModelConfig,
     tokens: Array,
     mask: Array,
     segments: Array | None,
     prefixes: Array | None,
-) -> None:
+) -> Iterator[str]:
     for name, array in {"mask": mask, "segments": segments}.items():
         if array is not None and (tokens.ndim != 2 or tokens.shape != array.shape):
-            raise InputError(
+            yield (
                 f"expected tokens [B, S] and {name} of the shape of tokens, "
                 f"{tokens.shape}, got {array.shape}"
             )
+            return
     learned = model.positions == "learned" and segments is None
     if learned and tokens.shape[1] > model.max_positions:
-        raise InputError(
+        yield (
             f"expected at most {model.max_positions} columns (the model's learned "
             f"positions), got {tokens.shape[1]}; shorten prompts or responses"
         )
     if prefixes is not None and model.sliding_window is not None:
-        raise InputError(
+        yield (
             f"expected a model without a sliding window for texts that share a prefix, "
             f"got one of {model.sliding_window} tokens, which columns would not count; "
             f"let no texts share one"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.extensions import entry_points
 
 SCRIPTS = (
     *("state.js", "elements.js", "overview.js", "legend.js", "charts.js"),
@@ -78,11 +77,7 @@ def _whole(text: str) -> str:
 
 def plotly() -> str:
     """The source of plotly.js, from the Python package that bundles it."""
-    if importlib.util.find_spec("plotly") is None:
-        raise InputError(
-            "rlhf-jax report needs the package plotly, which is not installed; "
-            "pip install 'rlhf-jax[report]'"
-        )
+    entry_points.require_package("plotly", extra="report", needed_by="rlhf-jax report")
     source = resources.files("plotly").joinpath("package_data", "plotly.min.js")
     return source.read_text(encoding="utf-8")
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
-from rlhf_jax.models import context, decoder
+from rlhf_jax.models import axes, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.models.packing import Packing, texts_of
@@ -107,7 +107,7 @@ def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
       hidden: floats[B, S, D], the trunk's.
     """
     # f32[B, S]: V of the state after each token.
-    after = context.per_token(functools.partial(decoder.scores, score), hidden)
+    after = axes.per_token(functools.partial(decoder.scores, score), hidden)
     # Column t has seen tokens[:, t]
     before, known = (
         jnp.pad(array[:, :-1], ((0, 0), (1, 0))) for array in (after, mask)

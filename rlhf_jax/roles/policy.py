@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks, kl
 from rlhf_jax.functional.logprobs import MAX_LOGITS, token_logprobs_from_hidden
-from rlhf_jax.models import axes, context, decoder
+from rlhf_jax.models import axes, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing, texts_of
 
@@ -152,7 +152,7 @@ def logprobs_from_hidden(
 
     # With a context axis the columns of a row are on several devices, and the state
     # before a column may be on the one before.
-    results = context.per_prediction(
+    results = axes.per_prediction(
         computed, hidden, tokens=tokens, first_column=first_column
     )
     # bool[B, S]: padding, and a row's first token, have no prediction.
@@ -232,7 +232,7 @@ def exact_kl(
             return kl.exact_from_hidden(*models, **options)
         return kl.top_k_from_hidden(*models, k=top_k, **options)
 
-    results = context.per_prediction(
+    results = axes.per_prediction(
         computed,
         hidden,
         ref_hidden,

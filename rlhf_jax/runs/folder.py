@@ -80,18 +80,8 @@ def check_run(config: RunConfig) -> None:
         )
     if not names and not config.resume_from:
         return
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    if not config.resume and config.resume_from is None:
-        raise InputError(
-            f"--out {out} already holds {shown}; continue that run with --resume, or "
-            f"give another --out"
-        )
-    if CONFIG not in names:
-        raise InputError(
-            f"--resume: expected a run folder, with {CONFIG}, in --out, got "
-            f"{out!s:.200}, which holds {shown or 'nothing'}; give the --out of the "
-            f"run to continue"
-        )
+    resumed = config.resume or config.resume_from is not None
+    mirror.require_run(out, names, resume=resumed)
     _check_writable(out)
     _changes(config)
 

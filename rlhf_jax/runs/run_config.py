@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import types
@@ -13,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import choices
@@ -78,11 +78,12 @@ class RunConfig:
         if self.profile is not None:
             window.parse(self.profile)
         for extra, package in self.loggers.items():
-            if importlib.util.find_spec(package) is None:
-                raise InputError(
-                    f"--{extra} needs the package {package}, which is not installed; "
-                    f"pip install 'rlhf-jax[{extra}]', or leave --{extra} out"
-                )
+            entry_points.require_package(
+                package,
+                extra=extra,
+                needed_by=f"--{extra}",
+                instead=f", or leave --{extra} out",
+            )
 
     @property
     def loggers(self) -> dict[str, str]:

@@ -95,13 +95,24 @@ def seal(out: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 def seal_again(out: Path) -> None:
     """Takes what came after results.json, as figures of the sweep, into its sums."""
-    if not (out / NAME).exists():
-        return
+    if (out / NAME).exists():
+        require(out, ("runs/", "logs/"))  # figures may have been made anew
+        folder.write_json(out / NAME, seal(out, _read(out)))
+
+
+def require(out: Path, beginnings: tuple[str, ...]) -> None:
+    """Refuses a sweep whose files are not those that results.json has, or are gone.
+
+    Args:
+      beginnings: of the names of these files.
+
+    Raises:
+      InputError: names them.
+    """
     try:
-        proof = sums.opened(out / NAME)
-        files: dict[str, sums.Sum] = {} if proof is None else proof["files"]
-        # Figures may have been made anew.
-        files = {n: of for n, of in files.items() if n.startswith(("runs/", "logs/"))}
+        proof = sums.opened(out / NAME) if (out / NAME).exists() else None
+        files = {} if proof is None else proof["files"]
+        files = {name: of for name, of in files.items() if name.startswith(beginnings)}
         faults = [*sums.differences(files, sums.of_files(out, [*files]))]
     except ValueError as error:
         faults = [f"{NAME}: {error}"]
@@ -110,8 +121,6 @@ def seal_again(out: Path) -> None:
             f"{out}: expected the files that the sweep wrote, got\n"
             f"{checks.listed(faults)}\ngive the command of the sweep again"
         )
-    document = _read(out)
-    folder.write_json(out / NAME, seal(out, document))
 
 
 def unseal(out: Path) -> None:

@@ -172,11 +172,15 @@ def build(
         config.reference.references, load=load.model, **on_mesh
     )
     kl = config.kl.kl_control.controller(config.kl_coef, num_steps=config.num_steps)
+    entropy_coef = None if recipe.entropy_control is None else recipe.entropy_coef
     apart, critic_state = config.critic is not None and config.critic_place.apart, None
     # The policy's state has no critic in it where that is on other devices.
     if valued is None or apart:
         train = state.grpo_state(
-            policy=trained, policy_optimizer=recipe.policy_optimizer, kl=kl
+            policy=trained,
+            policy_optimizer=recipe.policy_optimizer,
+            kl=kl,
+            entropy_coef=entropy_coef,
         )
     else:
         train = state.ppo_state(
@@ -185,6 +189,7 @@ def build(
             policy_optimizer=recipe.policy_optimizer,
             critic_optimizer=config.optimizers()["critic_optimizer"],
             kl=kl,
+            entropy_coef=entropy_coef,
         )
     if apart:
         moved = sharding.place(valued, mesh=meshes.critic)

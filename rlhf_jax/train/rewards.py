@@ -314,8 +314,8 @@ def model_reward(
             functools.partial(
                 rewards.combine,
                 how=source.combine,
-                std_coef=1.0 if source.std_coef is None else source.std_coef,
-                risk=1.0 if source.risk is None else source.risk,
+                std_coef=source.std_coef,
+                risk=source.risk,
             )
         )
     mesh = frozen.mesh_of(scorers[0].frozen)

@@ -27,7 +27,7 @@ import jax
 import tyro
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.errors import InputError, StopError, located
 from rlhf_jax.runs import command_line, folder, lock
 from rlhf_jax.runs.object_storage import urls
 from rlhf_jax.sweeps import declaration, execution, measures, planned, results
@@ -164,7 +164,7 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
 
 def _check_run(run: Planned, name: str) -> None:
     module = commands.trainer(name)
-    try:
+    with located(run.cell.name):
         command_line.parse(
             module.Config,
             description=None,
@@ -174,8 +174,6 @@ def _check_run(run: Planned, name: str) -> None:
             prog=f"rlhf-jax {name}",
             argv=run.options,
         )
-    except InputError as error:
-        raise InputError(f"{run.cell.name}: {error}") from None
 
 
 def command(argv: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
+from rlhf_jax.devices.placement import AUTO, WITH_POLICY
 from rlhf_jax.planning import chips, memory_check
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
@@ -34,11 +35,9 @@ from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Begun, Loop, improve
-from rlhf_jax.train.plan import auto
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
-from rlhf_jax.train.rollouts import fastest
 from rlhf_jax.train.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
@@ -80,18 +79,24 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     planned = shapes.of_run(config, meshes=meshes, start=start)
     chip = chips.of_device(mesh.devices.flat[0])
-    config, layout = fastest.placed(
-        config,
-        planned,
-        mesh=mesh,
-        chip=chip,
-        prompt=0,  # none is read yet; `fastest.ROOM` has theirs
-        per_node=_per_node() if chip is not None and chip.is_gpu else None,
-        memory=memory_check.limit(jax.local_devices()[0]),
-    )
-    if layout is not None:
-        print(layout)
-        meshes = Meshes.of(config)
+    if config.placement.sampler == AUTO:
+        if chip is None or mesh.size == 1:  # there is nothing to choose from
+            config = config.sampled_at(WITH_POLICY)
+        else:
+            from rlhf_jax.train.rollouts import fastest
+
+            config, layout = fastest.placed(
+                config,
+                planned,
+                mesh=mesh,
+                chip=chip,
+                prompt=0,  # none is read yet; `fastest.ROOM` has theirs
+                per_node=_per_node() if chip.is_gpu else None,
+                memory=memory_check.limit(jax.local_devices()[0]),
+            )
+            if layout is not None:
+                print(layout)
+                meshes = Meshes.of(config)
     if config.check_memory:
         shapes.check(config, planned, meshes=meshes)
     # What a user may have got wrong is refused before a weight is read.
@@ -238,6 +243,8 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
 
 def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     """The run with what `--auto` chooses, which is printed."""
+    from rlhf_jax.train.plan import auto  # few runs ask for it
+
     devices = jax.devices()
     chip = chips.of_device(devices[0])
     among = auto.Devices(

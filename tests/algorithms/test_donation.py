@@ -32,7 +32,7 @@ from rlhf_jax import (
 from rlhf_jax.algorithms import optimizers, reward_model
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.models.generation.loop import Decoder, Draw
+from rlhf_jax.models.generation.sampling import Decoder, Draw
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import FrozenModels
 

@@ -12,7 +12,7 @@ from rlhf_jax import config, decoder
 from rlhf_jax.devices import placement, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import context, layout
+from rlhf_jax.models import axes, layout
 from rlhf_jax.roles import critic, policy, rewards
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.methods import grpo
@@ -165,7 +165,7 @@ def test_no_device_holds_a_row_of_hidden_states_or_its_logits():
 
 def test_columns_are_balanced():
     """Every device has the same number of keys before its queries."""
-    columns = context.balanced(48, count=4).reshape(4, -1)
+    columns = axes.balanced(48, count=4).reshape(4, -1)
     assert sorted(columns.reshape(-1)) == list(range(48))
     assert len(set((columns + 1).sum(axis=1).tolist())) == 1
     assert (np.diff(columns, axis=1) > 0).all()

@@ -7,7 +7,7 @@ import pytest
 from certificates.measured import turns
 from worlds import conversations
 
-from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.ppo import loss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CLAIMS = {claim.name: claim for claim in turns.CLAIMS}
@@ -90,7 +90,7 @@ def not_skipping(*, rewards, values, mask, gamma, lam):
 
 @pytest.mark.slow
 def test_advantages_that_end_with_a_turn_fail(case, monkeypatch):
-    monkeypatch.setattr(experience, "gae", not_skipping)
+    monkeypatch.setattr(loss, "gae", not_skipping)
     (finding,) = turns.certify(case, claims=[CLAIMS["PPO, KL in the reward"]])
     assert finding.error > 0.01
 

@@ -82,6 +82,10 @@ SCALARS = {
     "desirable_weight": 1.1,
     "undesirable_weight": 0.9,
     "number": 2.0,
+    "share": 0.5,
+    "target": 0.4,
+    "increment": 0.01,
+    "largest": 1.0,
     "num_tokens": 20.0,
     "num_responses": None,
     "num_pairs": 9.0,
@@ -108,10 +112,16 @@ WEIGHTS = Weights(jnp.exp(normal(ROWS, COLUMNS)), MASK, MASK)
 
 # The arguments that a gradient reaches, and what is passed beside `ARRAYS`, `SCALARS`.
 CASES = {
+    "advantages.decoupled": (
+        "rewards weights eps",
+        {"rewards": normal(2, ROWS), "weights": jnp.array([1.0, 0.5])}
+        | {"group_size": 4},
+    ),
     "advantages.equal_groups": ("", {"group_size": 2}),
     "advantages.gae": ("rewards values gamma lam", {}),
     "advantages.group_relative": ("scores eps", {"group_size": 4}),
     "advantages.leave_one_out": ("scores", {"group_size": 4}),
+    "advantages.over_greedy": ("scores", {"group_size": 4}),
     "advantages.length_weighted": (
         "scores",
         {"group_size": 4, "lengths": jnp.arange(1.0, 1.0 + ROWS)},
@@ -158,15 +168,15 @@ CASES = {
         {"penalty": Penalty("exact", placement="loss")},
     ),
     "kl.penalty.reward_kl": ("", {"penalty": Penalty("k3")}),
-    "kl.weighted_estimates.estimates": (
+    "kl.penalty.weighted_estimates": (
         "log_ratio",
         {"penalty": IN_LOSS, "estimator": "k2"},
     ),
-    "kl.weighted_estimates.estimates exact": (
+    "kl.penalty.weighted_estimates exact": (
         "exact",
         {"penalty": IN_LOSS, "estimator": "exact"},
     ),
-    "kl.weighted_estimates.with_sampled_tail": (
+    "kl.penalty.with_sampled_tail": (
         "head logprobs",
         {"head": normal(ROWS, COLUMNS), "inside": MASK},
     ),
@@ -228,6 +238,9 @@ CASES = {
     "policy_losses.response_weights.topr_loss": ("logprobs", {}),
     "policy_losses.response_weights.vespo_loss": ("logprobs", {}),
     "policy_losses.sequence_mask.off_policy_mask": ("", {}),
+    "policy_losses.token_choice.covariances": ("", {}),
+    "policy_losses.token_choice.kl_cov_loss": ("logprobs", {"chosen": MASK}),
+    "policy_losses.token_choice.top_share": ("", {"among": MASK}),
     "surrogates.masked_inputs": ("logprobs", {}),
     "surrogates.at_level": ("log_ratio", {"ratio_level": "sequence_token"}),
     "surrogates.capped_exp": ("x", {}),
@@ -237,6 +250,10 @@ CASES = {
     "surrogates.sapo_loss": ("logprobs temperature negative_temperature", {}),
     "token_rewards.kl_reward": ("kl kl_coef", {}),
     "token_rewards.token_rewards": ("scores kl kl_coef turn_rewards", {}),
+    "entropy_control.controlled": (
+        "",
+        {"coef": jnp.float32(0.1), "entropy": jnp.float32(0.3)},
+    ),
     "unused_ids.contain": ("", {"ranges": ((1, 2),)}),
     "unused_ids.masked": ("logits", {"ranges": ((1, 2),)}),
     "losses.explained_variance": ("", {}),

@@ -67,11 +67,21 @@ CASES = {
         lambda s: advantages.group_relative(s, group_size=2, normalise=False),
         (PER_ROW,),
     ),
+    "advantages.over_greedy": (
+        lambda s: advantages.over_greedy(s, group_size=2),
+        (PER_ROW,),
+    ),
     "advantages.length_weighted": (
         lambda s: advantages.length_weighted(
             s, lengths=jnp.arange(1.0, 1.0 + PER_ROW[0]), group_size=2
         ),
         (PER_ROW,),
+    ),
+    "advantages.decoupled": (
+        lambda r: advantages.decoupled(
+            r, weights=jnp.array([1.0, 0.5, -0.3, 2.0]), group_size=5
+        ),
+        (PER_TOKEN,),
     ),
     "advantages.leave_one_out": (
         lambda s: advantages.leave_one_out(s, group_size=2),
@@ -303,6 +313,12 @@ CASES = {
         )[0],
         (PER_TOKEN,),
     ),
+    "policy_losses.token_choice.kl_cov_loss": (
+        lambda x: policy_losses.kl_cov_loss(
+            logprobs=x, old_logprobs=jnp.full(PER_TOKEN, 9.0), chosen=MASK, mask=MASK
+        )[0],
+        (PER_TOKEN,),
+    ),
     "surrogates.masked_inputs": (
         lambda x: surrogates.masked_inputs(x, jnp.zeros(PER_TOKEN), x, MASK)[0],
         (PER_TOKEN,),
@@ -350,8 +366,8 @@ WITHOUT_A_SLOPE = {
     "kl.controllers.scalar": "a number",
     "kl.hidden_states.head_from_hidden": "stops the gradient of its log-ratios",
     "kl.penalty.reward_kl": "stops the gradient",
-    "kl.weighted_estimates.estimates": "stops the gradient of values",
-    "kl.weighted_estimates.with_sampled_tail": "stops the gradient of its log-ratio",
+    "kl.penalty.weighted_estimates": "stops the gradient of values",
+    "kl.penalty.with_sampled_tail": "stops the gradient of its log-ratio",
     "masked.centred": "a number that has no gradient, and what is left",
     "masked.lengths_to_mask": "bool",
     "unused_ids.contain": "bool",
@@ -361,7 +377,10 @@ WITHOUT_A_SLOPE = {
     "policy_losses.divergence_masks.dppo_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.topr_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.vespo_loss": "stops the gradient of its weight",
+    "entropy_control.controlled": "stops the gradient",
     "policy_losses.sequence_mask.off_policy_mask": "bool",
+    "policy_losses.token_choice.covariances": "stops the gradient",
+    "policy_losses.token_choice.top_share": "bool",
     "surrogates.cispo_loss": "stops the gradient of its weight",
     "surrogates.ratio_stats": "statistics",
     "masked.sum_stats": "a dictionary of masked sums",

@@ -66,6 +66,78 @@ def test_a_baseline_by_lengths_is_verl_s():
     np.testing.assert_allclose(ours, recorded["opo"], atol=1e-6)
 
 
+def test_advantages_over_a_greedy_response():
+    expected = SCORES - np.repeat(SCORES[7::8], 8)
+    output = advantages.over_greedy(SCORES, group_size=8)
+    np.testing.assert_array_equal(output, expected)
+    kept = ~np.isin(np.arange(24), (2, 15))  # a sample, and a greedy response
+    output = advantages.over_greedy(
+        np.where(kept, SCORES, np.nan).astype("f4"), group_size=8, row_mask=kept
+    )
+    counted = kept & (np.arange(24) // 8 != 1)
+    np.testing.assert_array_equal(output, np.where(counted, expected, 0))
+
+
+WEIGHTS = np.array([1.0, 0.5], np.float32)
+
+
+def test_several_rewards_are_normalised_as_trl_has_it():
+    recorded = np.load(FIXTURES / "regularisers.npz")
+    output = advantages.decoupled(
+        recorded["several"], weights=WEIGHTS, group_size=4, eps=1e-4
+    )
+    np.testing.assert_allclose(output, recorded["gdpo"], atol=1e-6)
+
+
+def decoupled(rewards, kept, group_size):
+    """Each reward by its group, the sum by the batch: f64 loops."""
+    total = np.zeros(rewards.shape[1])
+    for weight, reward in zip(WEIGHTS, rewards, strict=True):
+        for first in range(0, len(total), group_size):
+            rows = [i for i in range(first, first + group_size) if kept[i]]
+            own = np.array([reward[i] for i in rows], np.float64)
+            if len(rows) > 1 and own.std() > 0:
+                total[rows] += weight * (own - own.mean()) / (own.std(ddof=1) + 1e-6)
+    of_batch = total[kept]
+    return np.where(kept, (total - of_batch.mean()) / of_batch.std(ddof=1), 0.0)
+
+
+@pytest.mark.parametrize("some", [True, False])
+def test_several_rewards_against_a_loop(some):
+    kept = np.arange(24) % 8 != 3 if some else np.ones(24, bool)
+    rewards = np.stack([SCORES, np.round(SCORES[::-1] * 10)])
+    output = advantages.decoupled(
+        np.where(kept, rewards, np.nan).astype(np.float32),
+        weights=WEIGHTS,
+        group_size=8,
+        row_mask=kept if some else None,
+    )
+    np.testing.assert_allclose(
+        output, decoupled(rewards, kept, 8), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_equal_sums_of_rewards_may_have_an_advantage():
+    """And the scale of a reward changes nothing, its weight does."""
+    rewards = np.array([[1, 0, 0.5, 0], [0, 1, 0.5, 0]], np.float32)
+    plain = advantages.group_relative(rewards.sum(axis=0), group_size=4)
+    assert float(plain[0]) == float(plain[1])
+    output = advantages.decoupled(rewards, weights=WEIGHTS, group_size=4)
+    assert float(output[0]) > 0.5 + float(output[1])
+    scaled = advantages.decoupled(
+        rewards * np.array([[1], [100]], np.float32), weights=WEIGHTS, group_size=4
+    )
+    np.testing.assert_allclose(scaled, output, rtol=1e-4)
+
+
+def test_a_reward_of_weight_0_is_not_read():
+    rewards = np.stack([SCORES, np.full(24, np.nan, np.float32)])
+    weights = np.array([2.0, 0.0], np.float32)
+    output = advantages.decoupled(rewards, weights=weights, group_size=8)
+    alone = advantages.decoupled(SCORES[None], weights=weights[:1], group_size=8)
+    np.testing.assert_allclose(output, alone, rtol=1e-6)
+
+
 def test_by_hand():
     scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
     plain = advantages.group_relative(scores, group_size=3, normalise=False)

@@ -12,7 +12,7 @@ from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import config
 from rlhf_jax.models.attention import blockwise, blockwise_passes
-from rlhf_jax.models.attention.record import AttentionMask
+from rlhf_jax.models.positions import AttentionMask
 from rlhf_jax.planning import cost, workload
 from rlhf_jax.planning.hlo import exchanges
 from rlhf_jax.planning.hlo.exchanges import Collective

@@ -59,18 +59,17 @@ def read(file: Path, names: set[str], given: dict[str, Any]) -> types.SimpleName
     return types.SimpleNamespace(**space)
 
 
-def verl(folder: Path) -> types.SimpleNamespace:
-    """The losses of `verl.trainer.ppo.core_algos`."""
+def verl(folder: Path, functions: set[str]) -> types.SimpleNamespace:
+    """Functions of `verl.trainer.ppo.core_algos`, and `agg_loss`."""
     sums = read(
         folder / "verl/utils/torch_functional.py",
         {"masked_sum", "masked_mean"},
         {"torch": torch},
     )
-    losses = {f"compute_policy_loss_{name}" for name, *_ in VERL.values()}
     given: dict[str, Any] = {"torch": torch, "verl_F": sums, "Any": Any}
     given |= {"Optional": Optional, "ActorConfig": Config, "AlgoConfig": type(None)}
     given |= {"np": np, "defaultdict": collections.defaultdict}
-    names = losses | {"agg_loss", "compute_opo_outcome_advantage"}
+    names = functions | {"agg_loss"}
     return read(folder / "verl/trainer/ppo/core_algos.py", names, given)
 
 
@@ -103,7 +102,8 @@ def main(folder: Path) -> None:
     # Probabilities, which the divergences of DPPO read as such.
     arrays["logprobs"] = np.minimum(arrays["logprobs"], np.float32(-1e-3))
     recorded = dict(arrays)
-    library = verl(folder)
+    functions = {f"compute_policy_loss_{name}" for name, *_ in VERL.values()}
+    library = verl(folder, functions | {"compute_opo_outcome_advantage"})
     for name, options in TRL.items():
         loss, gradient = record_trl.loss(arrays, **options)
         recorded |= {f"{name}/loss": loss, f"{name}/gradient": gradient}

@@ -100,7 +100,7 @@ def loss(arrays, loss_type, importance_sampling_level="token", **numbers):
         max_completion_length=COLUMNS,
         current_gradient_accumulation_steps=1,
         off_policy_mask_threshold=numbers.get("off_policy_mask_threshold"),
-        top_entropy_quantile=1.0,
+        top_entropy_quantile=numbers.get("top_entropy_quantile", 1.0),
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         aux_loss_enabled=False,
@@ -110,15 +110,21 @@ def loss(arrays, loss_type, importance_sampling_level="token", **numbers):
         accelerator=types.SimpleNamespace(
             num_processes=1,
             gather=lambda x: x,
+            pad_across_processes=lambda x, **_: x,
             reduce=lambda x, reduction: x,
             sync_gradients=False,
         ),
         _metrics={"train": collections.defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *_, **__: (
             logprobs,
-            torch.zeros_like(logprobs),
+            tensors.get("entropy", torch.zeros_like(logprobs)),
             None,
         ),
+    )
+    vars(args).update(numbers.get("args", {}))
+    vars(trainer).update(numbers.get("trainer", {}))
+    trainer.get_high_entropy_mask = types.MethodType(
+        trl.GRPOTrainer.get_high_entropy_mask, trainer
     )
     nothing = torch.zeros((ROWS, 0), dtype=torch.int64)
     value = trl.GRPOTrainer._compute_loss(
@@ -157,11 +163,12 @@ def advantages(trainer_type, config_type, rewards, **options):
         )
     )
     prompts = [{"prompt": "the cat"}, {"prompt": "a dog"}]
+    of_each = rewards if isinstance(rewards[0], list) else [rewards]
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_type(
             model=model,
             processing_class=tokenizer,
-            reward_funcs=lambda completions, **_: rewards,
+            reward_funcs=[lambda completions, of=of, **_: of for of in of_each],
             train_dataset=datasets.Dataset.from_list(prompts),
             args=config_type(
                 output_dir=folder,

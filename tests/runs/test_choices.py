@@ -7,8 +7,10 @@ import typing
 import pytest
 
 from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
+from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
+from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
 from rlhf_jax.models.lora import LoRA
@@ -78,6 +80,18 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "vespo",
         "vespo,power_pos=1.0,decay_neg=3.0",
         "topr",
+    ],
+    EntropyTarget | None: [
+        "None",
+        "entropy_target",
+        "target=0.3,increment=0.01,largest=0.5",
+    ],
+    TokenChoice | None: [
+        "None",
+        "top_entropy",
+        "top_entropy,share=0.1",
+        "clip_cov,low=0.5,high=2.0",
+        "kl_cov,share=0.0002,coef=2.0",
     ],
     SamplerCorrection | None: [
         "None",

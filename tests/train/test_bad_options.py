@@ -170,6 +170,9 @@ OWN = {
         ("--surrogate=dppo,cap=1", "cap: expected a number above 1"),
         ("--surrogate=vespo,decay_pos=0", "decay_pos: expected"),
         ("--off-policy-mask=0", "off_policy_mask: expected"),
+        ("--entropy-control=0", "target: expected"),
+        ("--token-choice=top_entropy,share=0", "share: expected"),
+        ("--token-choice=clip_cov,low=5", "high: expected a number above 5"),
         ("--gradient-penalty=0", "strength: expected a finite number above 0"),
         (
             "--penalty.reference-share=1",

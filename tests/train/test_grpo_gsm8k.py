@@ -304,7 +304,8 @@ def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message)
     "preset",
     [
         *("rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo"),
-        *("luspo", "gmpo", "dppo", "vespo", "topr", "opo"),
+        *("luspo", "gmpo", "dppo", "vespo", "topr", "opo", "clip-cov", "kl-cov"),
+        *("top-entropy", "gdpo", "skywork-or1", "remax"),
         *("ema-pg", "gradient-penalty"),
         "reinforce++-baseline",
     ],
@@ -316,9 +317,10 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
         "--num-minibatches=2",
     )
     small += ("--batch-size=32", "--learning-rate=1e-3", *packing)
+    of_dapo = preset in ("dapo", "top-entropy")
     if preset == "ema-pg":
         small += ("--batch-size=40", "--penalty.top-k=4")
-    if preset == "dapo":
+    if of_dapo:
         small += ("--scores.overlong-after=2", "--scores.overlong-buffer=1")
     rlhf_jax.train.methods.grpo.command(
         [
@@ -333,8 +335,12 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
     assert rows[0]["policy/grad_norm"] > 0
     gated, masked = "policy/gate" in rows[0], "response/masked" in rows[0]
     assert gated == (preset in ("sapo", "vespo"))
-    assert masked == (preset in ("rloo-masked", "dapo"))
-    assert ("group/redraws" in rows[0]) == (preset == "dapo")
+    left_out = of_dapo or preset in ("rloo-masked", "skywork-or1", "remax")
+    assert masked == left_out
+    assert ("group/redraws" in rows[0]) == of_dapo
+    chooses = preset in ("top-entropy", "clip-cov", "kl-cov")
+    assert ("policy/chosen" in rows[0]) == chooses
+    assert ("objective/entropy_coef" in rows[0]) == (preset == "skywork-or1")
 
 
 @pytest.mark.slow
@@ -699,6 +705,12 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
         ("vespo", grpo.VESPO),
         ("topr", grpo.TOPR),
         ("opo", grpo.OPO),
+        ("gdpo", grpo.GDPO),
+        ("skywork-or1", grpo.SKYWORK_OR1),
+        ("remax", grpo.REMAX),
+        ("clip-cov", grpo.CLIP_COV),
+        ("kl-cov", grpo.KL_COV),
+        ("top-entropy", grpo.TOP_ENTROPY),
         ("ema-pg", grpo.EMA_PG),
         ("gradient-penalty", grpo.GRADIENT_PENALTY),
         ("reinforce++-baseline", grpo.REINFORCE_BASELINE),
@@ -717,12 +729,14 @@ def test_presets_are_those_of_the_library(preset, recipe):
     assert parsed.method == recipe
     without = {"gspo", "cispo", "sapo", "dapo", "dr-grpo"}
     without |= {"luspo", "gmpo", "dppo", "vespo", "topr", "opo", "gradient-penalty"}
+    without |= {"clip-cov", "kl-cov", "top-entropy", "gdpo", "skywork-or1"}
     assert (parsed.reference.reference == "none") == (preset in without)
     default = 0.0 if preset in without else 0.05
     coefs = {"deepseekmath": 0.04, "ema-pg": 0.001}
     assert parsed.kl_coef == coefs.get(preset, default)
     move = Mix(every=10, rate=0.1) if preset == "ema-pg" else None
     assert parsed.reference.lifecycle.move == move
-    assert (parsed.sampler.max_redraws > 0) == (preset == "dapo")
+    of_dapo = preset in ("dapo", "top-entropy")
+    assert (parsed.sampler.max_redraws > 0) == of_dapo
     changed = parse(argv=[*needed, "--preset", preset, "--entropy-coef=0.1"])
     assert changed.method == dataclasses.replace(recipe, entropy_coef=0.1)

@@ -45,6 +45,8 @@ SHARED = {
     # Nothing that came later.
     "surrogate": Clip(0.2, clip_range_high=None, dual_clip=None),  # cliprange
     "off_policy_mask": None,
+    "token_choice": None,
+    "entropy_control": None,
     "gradient_penalty": None,
     "entropy_coef": 0.0,
     "ptx_coef": 0.0,

@@ -157,12 +157,13 @@ def test_a_run_logs_what_the_verifier_of_code_counts(files, own_module, listed):
     toy_files.jsonl(own_module / "rows.jsonl", *rows)
     chosen = ("--rewards", "code=verifier:own_code:verify", "short=length")
     argv = chosen if listed else ("--verifier=own_code:verify",)
+    argv += ("--held-out-every=1",)
     out = own_module / "run"
     play(rlhf_jax.train.methods.grpo, out, *files, "--unsafe-verifier", *argv)
     [step] = metrics.read(out / "metrics.jsonl")
     stem = "reward/code/" if listed else "reward/"
     for name in ("failed", "timed_out", "refused", "code_timed_out", "suspicious"):
-        assert step[f"{stem}{name}"] == 0
+        assert step[f"{stem}{name}"] == step[f"eval/greedy_{stem}{name}"] == 0
 
 
 @pytest.mark.slow

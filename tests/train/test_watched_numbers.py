@@ -72,10 +72,9 @@ class HeldOutPrograms:
     def finish(self, rollout, greedy):
         row, draw = np.asarray(rollout.index), np.asarray(rollout.sample) % 3
         total = toys.array(GREEDY_SCORES[row] if greedy else SCORES[draw, row])
-        # A reward of --rewards, and what it says of itself, which is no reward.
-        return rewards.Scores(
-            total, parts={"half": total / 2 - 0.21, "half/failed": total}
-        )
+        # A reward of --rewards, and what it counts, which solves no row.
+        counted = {"half/refused": toys.array((row + draw) % 3 == 0)}
+        return rewards.Scores(total, parts={"half": total / 2 - 0.21} | counted)
 
 
 def test_held_out_prompts_are_evaluated_one_by_one():
@@ -96,8 +95,9 @@ def test_held_out_prompts_are_evaluated_one_by_one():
         mesh=MESH,
     )
     stats = held_out({}, programs=programs, reference=object())
-    kls, solved, half_solved = [], [], []
+    kls, solved, half_solved, refused = [], [], [], []
     for row in range(ROWS):
+        refused.append([(row + draw) % 3 == 0 for draw in range(3)])
         solved.append(any(SCORES[draw, row] > 0 for draw in range(3)))
         half_solved.append(any(SCORES[draw, row] / 2 > 0.21 for draw in range(3)))
         for draw in range(3):
@@ -113,6 +113,8 @@ def test_held_out_prompts_are_evaluated_one_by_one():
             "eval/score": SCORES.mean(),
             "eval/greedy_reward/half": GREEDY_SCORES.mean() / 2 - 0.21,
             "eval/reward/half": SCORES.mean() / 2 - 0.21,
+            "eval/greedy_reward/half/refused": np.mean([of[0] for of in refused]),
+            "eval/reward/half/refused": np.mean(refused),
             "eval/pass_at_k": np.mean(solved),
             "eval/pass_at_k_reward/half": np.mean(half_solved),
             "eval/length": LENGTHS.mean(),

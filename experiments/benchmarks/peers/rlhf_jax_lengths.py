@@ -20,7 +20,7 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.models.generation import decode
 from rlhf_jax.models.generation.decode import Generated
-from rlhf_jax.models.generation.loop import Draw, Drawn
+from rlhf_jax.models.generation.sampling import Draw, Drawn
 
 Array = jax.Array
 Pack = Callable[..., RolloutPacking | None]  # (rollout, *, key)

@@ -35,7 +35,7 @@ from rlhf_jax import frozen, ppo
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.ppo import gae_experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -259,7 +259,7 @@ def measure(
             penalty=algorithm.penalty,
             policy=sampler,
         )
-    batch = experience.gae_experience(
+    batch = gae_experience(
         scored, kl_coef=BETA, gamma=1.0, lam=1.0, whiten_advantages=None
     )
     batch = dataclasses.replace(batch, further=beside)

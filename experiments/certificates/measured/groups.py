@@ -33,7 +33,8 @@ from rlhf_jax import frozen, grpo
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
-from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.policy_gradient.token_choice import choose
+from rlhf_jax.algorithms.ppo import gae_experience
 from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 
@@ -167,30 +168,37 @@ def finder(
     chance = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
     alone = jnp.arange(len(chance))
 
-    def learned(scored: Scored, rows: Array, beta: Array) -> PolicyExperience:
+    def learned(pair: Scored, beta: Array) -> PolicyExperience:
         if critic:
-            return experience.gae_experience(
-                take(scored, rows),
+            return gae_experience(
+                pair,
                 kl_coef=beta,
                 gamma=1.0,
                 lam=1.0,
                 whiten_advantages=None,
             )
-        return algorithm.experience(take(scored, rows), kl_coef=beta)[0]
+        return algorithm.experience(pair, kl_coef=beta)[0]
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def gradients(params: Params, beta: Array, within: Array, scores: Array) -> Params:
         rescored = dataclasses.replace(scored, scores=scores)
 
+        def of_pair(rows: Array) -> PolicyExperience:
+            """Of one minibatch, as if it were the whole rollout."""
+            pair = take(rescored, rows)
+            experience, _ = choose(
+                learned(pair, beta),
+                rollout=pair.rollout,
+                step=jnp.int32(0),
+                choice=algorithm.token_choice,
+            )
+            advantages = jnp.where(within[None, :], experience.advantages, 0.0)
+            return dataclasses.replace(experience, advantages=advantages)
+
         def beside(first: Array) -> Params:
             """Of the minibatches (first, j), each by its probability."""
             pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
-            experience = learned(rescored, pairs.reshape(-1), beta)
-            advantages = jnp.where(within[None, :], experience.advantages, 0.0)
-            experience = dataclasses.replace(experience, advantages=advantages)
-            minibatches = jax.tree.map(
-                lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), experience
-            )
+            minibatches = jax.vmap(of_pair)(pairs)
 
             def loss(params: Params, minibatch: PolicyExperience) -> Array:
                 mask = minibatch.response_mask

@@ -13,6 +13,7 @@ old.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,7 @@ from worlds.enumerable import Float64
 from certificates.cases import Case, flat
 from certificates.measured import groups
 from certificates.penalty_claims import TOLERANCE
-from certificates.ratio_claims import CLAIMS, ENDED, Claim
+from certificates.ratio_claims import CLAIMS, ENDED, WEIGHTS, Batch, Claim, two_rewards
 from rlhf_jax import grpo
 from rlhf_jax.algorithms.policy_gradient.gradient_penalty import (
     GradientPenalty,
@@ -64,7 +65,7 @@ class Finding(NamedTuple):
     stale: tuple[Stale, ...]  # of `STALE`
     # Where the policy is π* of E[r] - β·KL, the KL in the reward: largest entry of the
     # gradient, of the largest of the same method's without the KL. NaN with a std,
-    # which divides rounding by rounding there.
+    # which divides rounding by rounding there, and where π* is not claimed to stay.
     at_optimum: float
     on_policy: (
         float  # error against share·target, as `Stale.error`; of a bias `outside`
@@ -95,6 +96,9 @@ def certify(
 
 def _finding(claim: Claim, case: Case, table: Array) -> Finding:
     scored = jax.jit(functools.partial(groups.scored_table, case))(table)
+    if claim.recipe.normalise == "each":
+        both = {"rewards": two_rewards(table), "weights": WEIGHTS}
+        scored = dataclasses.replace(scored, **both)
     measure = groups.finder(claim.recipe, case=case, scored=scored)
     old_logprobs = scored.rollout.old_logprobs
     ended = _ended(case)
@@ -130,7 +134,7 @@ def _finding(claim: Claim, case: Case, table: Array) -> Finding:
                 on_policy = float(np.abs(measured - share * target).max() / largest)
         params = _moved(params, learning_rate * measured)
     at_optimum = math.nan
-    if claim.recipe.normalise is None:
+    if claim.recipe.normalise is None and claim.optimum:
         ref_logprobs = scored.ref_logprobs
         assert ref_logprobs is not None
         best = BETA * (old_logprobs - ref_logprobs).sum(axis=1)
@@ -264,6 +268,7 @@ def _surrogate(
     lengths = mask.sum(axis=1, dtype=jnp.float32)
     chance = jnp.exp(old.sum(axis=1))
     advantage = claim.advantage(table, ended)
+    tokens = enumerable.every_tokens(case.stop_ids)[:, enumerable.PROMPT :]
     weight = claim.weight(lengths, ended)
 
     def value(params: Params) -> Array:
@@ -272,6 +277,9 @@ def _surrogate(
         worth = claim.surrogate(
             x[:, None, :], logprobs[:, None, :], advantage[:, :, None], lengths
         )
+        if claim.chosen is not None:
+            batch = Batch(jnp.where(mask, old, 0.0), tokens, mask, advantage)
+            worth = claim.chosen(worth, x[:, None, :], batch)
         of_pairs = jnp.where(mask[:, None, :], worth, 0.0).sum(axis=2) * weight
         return chance @ of_pairs @ chance
 

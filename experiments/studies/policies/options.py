@@ -9,7 +9,7 @@ from typing import Literal
 import quickstart
 
 from rlhf_jax import kl_control, rewards
-from rlhf_jax.algorithms.ppo.experience import Whiten
+from rlhf_jax.algorithms.ppo.loss import Whiten
 from rlhf_jax.functional import checks, losses
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 from studies.policies import programs

@@ -79,8 +79,11 @@ def seed_models(options: Config, *, check: Callable[[], None]) -> SeedModels:
     scorers = [rewards.from_model(member, model=model) for member in members]
     reward = scorers[0]
     if len(scorers) > 1:
+        lowered = options.combine == "mean_minus_std"
         reward = rewards.ensemble(
-            scorers, how=options.combine, std_coef=options.std_coef
+            scorers,
+            how=options.combine,
+            std_coef=options.std_coef if lowered else None,
         )
     return SeedModels(
         options.seed,

@@ -10,6 +10,7 @@ reference (`objective/kl`) is of the teacher.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal, Unpack, get_args
 
 import jax
@@ -22,7 +23,8 @@ from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
 from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
 from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.checks import one_of
+from rlhf_jax.functional.errors import expect_none, refuse
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
@@ -31,7 +33,9 @@ Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
 # Options of the policy loss, which nothing reads where there is no reward.
-OF_THE_POLICY_LOSS = ("scores", "whiten_advantages", "surrogate", "off_policy_mask")
+OF_THE_POLICY_LOSS = (
+    *("scores", "whiten_advantages", "surrogate", "off_policy_mask", "token_choice"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,26 +67,25 @@ class DistillRecipe(ReinforceRecipe):
             advice="at 0 and 1 the divergence is 0: take forward or reverse",
             jsd_beta=self.jsd_beta,
         )
-        mixed = self.divergence == "jensen_shannon"
-        for name, unread in {
-            "jsd_beta": self.jsd_beta != HALF and not mixed,
-            "top_k": self.top_k is not None and self.divergence is None,
-        }.items():
-            if unread:
-                raise InputError(
-                    f"{name}: expected none with divergence {self.divergence}, which "
-                    f"does not read it, got {getattr(self, name)}; leave it out, or "
-                    f"choose another divergence"
-                )
+        reads_beta = self.divergence == "jensen_shannon" or self.jsd_beta == HALF
+        expect_none(
+            f"with divergence {self.divergence}, which does not read it",
+            advice="leave it out, or choose another divergence",
+            jsd_beta=None if reads_beta else self.jsd_beta,
+            top_k=self.top_k if self.divergence is None else None,
+        )
         checks.positive(top_k=self.top_k)
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if self.penalty.in_loss or self.penalty.needs_logits:
-            raise InputError(
+            yield (
                 f"penalty: expected k1, k2 or k3 in the reward or nowhere, got "
                 f"{self.penalty.value_estimator} in the {self.penalty.placement}; "
                 f"choose a divergence for the loss, which is exact"
             )
         if self.divergence is None and not self.penalty.in_reward:
-            raise InputError(
+            yield (
                 "divergence: expected one, or penalty.placement reward, got neither, "
                 "so that nothing would be learned from the teacher; choose either"
             )
@@ -96,7 +99,8 @@ class DistillRecipe(ReinforceRecipe):
         """Whether the policy loss is a term: else its head is not differentiated."""
         guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
         learns = rewarded or self.penalty.in_reward
-        return learns or guards or self.entropy_coef != 0
+        bonus = self.entropy_coef != 0 or self.entropy_control is not None
+        return learns or guards or bonus
 
     def check_read(self, *, rewarded: bool) -> None:
         """Checks that the options of the policy loss are left alone without one."""
@@ -106,12 +110,11 @@ class DistillRecipe(ReinforceRecipe):
         unread = [n for n in OF_THE_POLICY_LOSS if getattr(self, n) != defaults[n]]
         if self.weighted is not None:
             unread.append("sampler_correction")
-        for name in unread:
-            raise InputError(
-                f"{name}: expected none without a reward, where the divergence is "
-                f"the whole loss, got {getattr(self, name)}; leave it out, or give "
-                f"a reward"
-            )
+        expect_none(
+            "without a reward, where the divergence is the whole loss",
+            advice="leave it out, or give a reward",
+            **{name: getattr(self, name) for name in unread},
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,11 +157,11 @@ class Distill(DistillRecipe, PolicyGradient):
         frozen: FrozenModels = NO_MODELS,
     ) -> tuple[PolicyExperience, LossFunction]:
         """`distillation_loss` of the parts; a student has one teacher alone."""
-        if frozen.further:
-            raise InputError(
-                f"further: expected no references beside the teacher, got "
-                f"{', '.join(frozen.further)}; leave them out"
-            )
+        expect_none(
+            "beside the teacher",
+            advice="leave them out",
+            further=", ".join(frozen.further) or None,
+        )
         return super().minibatch_loss(minibatch, kl_coef=kl_coef, frozen=frozen)
 
     def terms(self, policy: Any, **part: Unpack[Part]) -> tuple[Array, masked.Stats]:

@@ -8,6 +8,7 @@ from typing import Literal, cast, get_args
 from rlhf_jax.algorithms.state import Optimizer
 from rlhf_jax.functional import checks, preference_losses
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.preference_losses import DPOKind
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
@@ -77,13 +78,11 @@ class DPORecipe:
         unread["target_margin"] = self.target_margin != 0.0 and self.kind != "simpo"
         for name in ("desirable_weight", "undesirable_weight"):
             unread[name] = getattr(self, name) != 1.0 and self.kind != "kto"
-        for name, is_set in unread.items():
-            if is_set:
-                raise InputError(
-                    f"{name}: expected none with kind {self.kind!r}, which does not "
-                    f"read it, got {getattr(self, name)}; leave it out, or choose "
-                    f"another kind"
-                )
+        expect_none(
+            f"with kind {self.kind!r}, which does not read it",
+            advice="leave it out, or choose another kind",
+            **{name: getattr(self, name) for name, is_set in unread.items() if is_set},
+        )
 
     def check_reference_free(self) -> None:
         """Refuses a kind that cannot do without its reference, or has none anyway."""

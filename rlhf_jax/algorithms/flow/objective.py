@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Scored
 from rlhf_jax.algorithms.flow.score import num_responses, score
 from rlhf_jax.functional import kl, masked, token_rewards
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import SizedPacking
@@ -172,7 +172,7 @@ def add_further(
     mask = scored.rollout.response_mask
     total, stats, beside = scored.kl, dict(scored.kl_stats), dict[str, Further]()
     for name, other in further.items():
-        try:
+        with located(f"reference {name}"):
             rescored = score(
                 scored.rollout,
                 scores=scored.scores,
@@ -188,13 +188,11 @@ def add_further(
                 ref_logprobs=other.logprobs,
                 packing=packing,
             )
-        except InputError as error:
-            raise InputError(f"reference {name}: {error}") from None
-        if rescored.ref_logprobs is None:
-            raise InputError(
-                f"reference {name}: expected its parameters or its log-probs, got "
-                f"neither; pass one of them"
-            )
+            if rescored.ref_logprobs is None:
+                raise InputError(
+                    "expected its parameters or its log-probs, got neither; pass one "
+                    "of them"
+                )
         if total is not None and rescored.kl is not None:
             total = total + other.weight * rescored.kl
         for key, value in rescored.kl_stats.items():

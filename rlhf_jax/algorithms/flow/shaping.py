@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow.score import ended
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.roles.rewards.scores import RunningMoments, update_moments
 
 Array = jax.Array
@@ -51,21 +53,24 @@ class ScoreShaping:
             overlong_after=self.overlong_after,
             overlong_buffer=self.overlong_buffer,
         )
+        checks.positive(clip=self.clip)
+        checks.finite(missing_stop_score=self.missing_stop_score)
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if bool(self.overlong_penalty) != bool(self.overlong_buffer):
-            raise InputError(
+            yield (
                 f"expected overlong_penalty and overlong_buffer together, got "
                 f"{self.overlong_penalty:g} and {self.overlong_buffer}; give both, or "
                 f"neither"
             )
         if self.overlong_after and not self.overlong_penalty:
-            raise InputError(
+            yield (
                 f"overlong_after: expected an overlong_penalty with it, got "
                 f"{self.overlong_after} without; give it, or leave this out"
             )
-        checks.positive(clip=self.clip)
-        checks.finite(missing_stop_score=self.missing_stop_score)
         if self.missing_stop_score is not None and self.missing_stop_penalty:
-            raise InputError(
+            yield (
                 f"expected one of missing_stop_score and missing_stop_penalty, got "
                 f"{self.missing_stop_score} and {self.missing_stop_penalty}; replace "
                 f"the score or take something off it"

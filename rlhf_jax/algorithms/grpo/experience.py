@@ -11,15 +11,17 @@ from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.flow.score import ended
 from rlhf_jax.functional import aggregation, masked, token_rewards
 from rlhf_jax.functional.advantages import (
+    decoupled,
     equal_groups,
     group_relative,
     leave_one_out,
     length_weighted,
+    over_greedy,
 )
 
 Array = jax.Array
-Baseline = Literal["group", "leave_one_out", "length_weighted"]
-Normalise = Literal["group", "rollout"] | None
+Baseline = Literal["group", "leave_one_out", "length_weighted", "greedy"]
+Normalise = Literal["group", "rollout", "each"] | None
 OverlongMask = Literal["loss", "group"] | None
 EqualGroups = Literal["keep", "leave_out"]
 
@@ -48,6 +50,10 @@ def group_experience(
         leave_one_out    R_i - mean of the others
         length_weighted  R_i - Σ_j l_j·R_j / Σ_j l_j, l the tokens of a response
 
+        greedy           R_i - R of the greedy response, the last row of the group
+
+    With normalise "each" it is `advantages.decoupled` of `scored.rewards`.
+
     With `kl_to_go` R_i is the score alone, and token t has beside that advantage
 
         -β Σ_{s >= t} kl_s
@@ -70,7 +76,8 @@ def group_experience(
       responses out: share of those that they do.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
-    arXiv:2402.14740 (RLOO); Hao et al. 2025, arXiv:2505.23585 (OPO); Yu et al. 2025,
+    arXiv:2402.14740 (RLOO); Li et al. 2023, arXiv:2310.10505 (ReMax); Hao et al. 2025,
+    arXiv:2505.23585 (OPO); Liu et al. 2026, arXiv:2601.05242 (GDPO); Yu et al. 2025,
     arXiv:2503.14476, sections 3.2 and 3.4 (DAPO: what is left out); Yao et al. 2026,
     arXiv:2601.10201, abstract (FRPO: the future KL).
     """
@@ -99,26 +106,29 @@ def group_experience(
         # the loss leaves out, which biases it.
         if overlong_mask == "group":
             row_mask = finished if row_mask is None else finished & row_mask
-    if baseline == "group":
-        of_rows = group_relative(
-            totals,
-            group_size=group_size,
-            normalise=normalise == "group",
-            row_mask=row_mask,
-        )
+    groups = {"group_size": group_size, "row_mask": row_mask}
+    alike = equal_groups(totals, **groups)
+    if normalise == "each":
+        each = scored.rewards or (totals,)
+        weights = jnp.array(scored.weights or (1.0,), jnp.float32)
+        of_rows = decoupled(jnp.stack(each), weights=weights, **groups)
+        # Equal sums of rewards may teach something.
+        alike = jnp.stack([equal_groups(one, **groups) for one in each]).all(axis=0)
+    elif baseline == "group":
+        of_rows = group_relative(totals, normalise=normalise == "group", **groups)
     elif baseline == "length_weighted":
-        of_rows = length_weighted(
-            totals,
-            lengths=mask.sum(axis=1, dtype=jnp.float32),
-            group_size=group_size,
-            row_mask=row_mask,
-        )
+        lengths = mask.sum(axis=1, dtype=jnp.float32)
+        of_rows = length_weighted(totals, lengths=lengths, **groups)
+    elif baseline == "greedy":
+        of_rows = over_greedy(totals, **groups)
     else:
-        of_rows = leave_one_out(totals, group_size=group_size, row_mask=row_mask)
-    alike = equal_groups(totals, group_size=group_size, row_mask=row_mask)
+        of_rows = leave_one_out(totals, **groups)
     # `scored.row_mask`, not `row_mask`: cut-off responses have a reward to report.
     stats = _group_stats(totals, alike, group_size=group_size, row_mask=scored.row_mask)
     trained = finished
+    if baseline == "greedy":
+        sampled = jnp.arange(len(totals)) % group_size != group_size - 1
+        trained = sampled if trained is None else trained & sampled
     if equal == "leave_out":
         mixed = jnp.repeat(~alike, group_size)
         trained = mixed if trained is None else trained & mixed

@@ -6,9 +6,12 @@ What stands around them in a run (β, learning rate, batch, length) is a preset 
 
 from __future__ import annotations
 
+import dataclasses
+
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.grpo.recipe import GroupRecipe
-from rlhf_jax.algorithms.policy_gradient import recipe
+from rlhf_jax.algorithms.policy_gradient import recipe, token_choice
+from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 PUBLISHED = GroupRecipe(
@@ -94,6 +97,63 @@ DAPO = GroupRecipe(
 """Yu et al. 2025, arXiv:2503.14476, section 4.1: clip-higher, the mean over tokens,
 groups of equal rewards left out (`rlhf-jax grpo` draws them again), unfinished
 responses left out of the loss, a soft overlong penalty, and no KL."""
+
+TOP_ENTROPY = dataclasses.replace(DAPO, token_choice=token_choice.TopEntropy(0.2))
+"""Wang et al. 2025, arXiv:2506.01939: DAPO, trained on the fifth of the tokens with the
+largest entropies."""
+
+CLIP_COV = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    normalise="group",
+    surrogate=recipe.Clip(clip_range=1.0),
+    token_choice=token_choice.ClipCov(),
+    num_minibatches=8,
+)
+"""Cui et al. 2025, arXiv:2505.22617, the numbers of the authors' scripts: ratios up
+to 2, and no KL. Groups and minibatches are ours."""
+
+KL_COV = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    normalise="group",
+    surrogate=recipe.Clip(clip_range=1.0, clip_range_high=1e6),
+    token_choice=token_choice.KLCov(),
+    num_minibatches=8,
+)
+"""The same paper, with the share of a model of 7B (2e-4 for 32B): no clip, and no other
+KL. Groups and minibatches are ours."""
+
+REMAX = GroupRecipe(
+    penalty=IN_REWARD,
+    temperature=1.0,
+    group_size=2,
+    baseline="greedy",
+    normalise=None,
+    aggregation="constant",
+)
+"""Li et al. 2023, arXiv:2310.10505: one sample, and a greedy response whose reward is
+the baseline. Without bias."""
+
+SKYWORK_OR1 = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise="group",
+    equal_groups="leave_out",
+    entropy_control=EntropyTarget(0.2),
+)
+"""He et al. 2025, arXiv:2505.22312: GRPO with the mean over tokens, groups of equal
+rewards left out, an entropy bonus where the entropy is at most 0.2 nats per token, and
+no KL. Groups are ours."""
+
+GDPO = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise="each",
+    aggregation="sequence_mean",
+)
+"""Liu et al. 2026, arXiv:2601.05242: each of several rewards over the deviation of its
+group, and their sum over that of the batch. Groups are ours."""
 
 DR_GRPO = GroupRecipe(
     temperature=1.0,

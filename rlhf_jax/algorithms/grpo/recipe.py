@@ -7,11 +7,12 @@ is that of the policy alone.
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 
-from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
+from rlhf_jax.algorithms.flow.shaping import AS_THEY_ARE
 from rlhf_jax.algorithms.grpo.experience import (
     Baseline,
     EqualGroups,
@@ -19,13 +20,18 @@ from rlhf_jax.algorithms.grpo.experience import (
     OverlongMask,
     group_experience,
 )
+from rlhf_jax.algorithms.grpo.greedy import rollout_with_greedy, without_greedy
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
 
 Array = jax.Array
+Params = Any
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +45,14 @@ class GroupRecipe(PolicyRecipe):
     baseline: Baseline = "group"
     """Baseline subtracted from a response's reward: group is the mean of its group
     (GRPO), leave_one_out that of the others in it (RLOO), length_weighted the mean of
-    the group by the lengths of its responses (OPO)."""
+    the group by the lengths of its responses (OPO), greedy the reward of one more
+    response, the last of the group, which is decoded greedily and not trained on
+    (ReMax)."""
     normalise: Normalise = None
     """Standard deviation by which advantages are divided: group is that of their group
     (GRPO as published), rollout that of all tokens, whose mean is subtracted first;
-    None does not divide."""
+    each divides every reward by that of its group, and their weighted sum by that of
+    all responses (GDPO). None does not divide."""
     kl_to_go: bool = False
     """Whether each token has the KL in the reward of itself and of those after it,
     beside an advantage of the score alone (FRPO); else baseline and deviation are of
@@ -60,14 +69,15 @@ class GroupRecipe(PolicyRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(baseline=self.baseline, among=get_args(Baseline))
-        one_of(normalise=self.normalise, among=("group", "rollout", None))
+        one_of(normalise=self.normalise, among=("group", "rollout", "each", None))
         one_of(overlong_mask=self.overlong_mask, among=("loss", "group", None))
         one_of(equal_groups=self.equal_groups, among=("keep", "leave_out"))
-        if self.overlong_mask is not None and self.truncates_reward_only:
-            raise InputError(
-                f"overlong_mask: expected none with reward_only of fixed_length, where "
-                f"the policy is trained on tokens after the stop token, got "
-                f"{self.overlong_mask!r}; leave one of them out"
+        if self.truncates_reward_only:
+            expect_none(
+                "with reward_only of fixed_length, where the policy is trained on "
+                "tokens after the stop token",
+                advice="leave one of them out",
+                overlong_mask=self.overlong_mask,
             )
         checks.groups(self.group_size, group_size=self.group_size, least=2)
         if self.kl_to_go and not self.penalty.in_reward:
@@ -76,11 +86,18 @@ class GroupRecipe(PolicyRecipe):
                 f"{self.penalty.placement}; choose penalty.placement reward, or leave "
                 f"it out"
             )
-        if self.normalise == "group" and self.baseline != "group":
+        if self.normalise in ("group", "each") and self.baseline != "group":
             raise InputError(
                 f"normalise: expected 'rollout' or None with baseline "
-                f"{self.baseline!r}, got 'group', whose deviation is about the mean "
-                f"that is not taken off; choose baseline='group'"
+                f"{self.baseline!r}, got {self.normalise!r}, whose deviation is about "
+                f"the mean that is not taken off; choose baseline='group'"
+            )
+        added = self.penalty.in_reward or self.scores != AS_THEY_ARE
+        if self.normalise == "each" and added:
+            raise InputError(
+                "normalise: expected another than 'each' with a KL in the reward or "
+                "options of scores, which are about the sum of the rewards; choose "
+                "penalty.placement='loss', and give what is charged as a reward"
             )
 
 
@@ -122,11 +139,35 @@ class GRPO(GroupRecipe, PolicyGradient):
             prompt_mean=self.aggregation == "prompt_mean",
         )
 
+    def rollout(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        key: Array,
+        frozen: FrozenModels = NO_MODELS,
+        version: Array | None = None,
+    ) -> Rollout:
+        """The policy's responses; of baseline greedy the last of a group is greedy."""
+        if self.baseline != "greedy":
+            return super().rollout(
+                policy, prompts=prompts, key=key, frozen=frozen, version=version
+            )
+        return rollout_with_greedy(
+            policy, prompts=prompts, key=key, recipe=self, version=version
+        )
+
+    def reported(self, rows: Tree) -> Tree:
+        """All rows, but those of greedy responses."""
+        if self.baseline != "greedy":
+            return rows
+        return without_greedy(rows, group_size=self.group_size)
+
     @property
     def leaves_out(self) -> bool:
         """Whether some responses of a rollout are not trained on."""
         left_out = self.overlong_mask is not None or self.equal_groups == "leave_out"
-        return left_out or super().leaves_out
+        return left_out or self.baseline == "greedy" or super().leaves_out
 
     @property
     def rows_per_prompt(self) -> int:

@@ -27,7 +27,7 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks, masked, token_rewards
 from rlhf_jax.functional.checks import InputError, one_of
 from rlhf_jax.models.generation import decode, mixture
-from rlhf_jax.models.generation.loop import Decoder
+from rlhf_jax.models.generation.sampling import Decoder
 from rlhf_jax.roles.reference.frozen import (
     NO_MODELS,
     FrozenModels,

@@ -28,6 +28,7 @@ from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
 from rlhf_jax.algorithms.state import LossFunction
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import policy
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
@@ -125,11 +126,11 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         """`losses.dpo_loss` of the pairs, by its own β."""
         # β is `beta`, a constant: no controller moves it.
         del kl_coef
-        if frozen.further:
-            raise InputError(
-                f"further: expected one reference for online DPO, got "
-                f"{', '.join(frozen.further)} beside it; leave them out"
-            )
+        expect_none(
+            "beside the one reference of online DPO",
+            advice="leave them out",
+            further=", ".join(frozen.further) or None,
+        )
         num_pairs = minibatch.pairs.sum(dtype=jnp.float32)
 
         def loss(

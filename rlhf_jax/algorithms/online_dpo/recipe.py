@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from rlhf_jax.algorithms.policy_gradient.recipe import CLIP, PolicyRecipe, Surrogate
 from rlhf_jax.functional import checks, losses
-from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.checks import one_of
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 Labels = Literal["ranked", "bradley_terry"]
@@ -44,7 +46,9 @@ class OnlineDPORecipe(PolicyRecipe):
     sampler_correction: ClassVar[None] = None
     surrogate: ClassVar[Surrogate] = CLIP
     off_policy_mask: ClassVar[None] = None
+    token_choice: ClassVar[None] = None
     entropy_coef: ClassVar[float] = 0.0
+    entropy_control: ClassVar[None] = None
     aggregation: ClassVar[losses.Aggregation] = "token_mean"
     loss_scale_factor: ClassVar[None] = None
     stop_approxkl: ClassVar[None] = None
@@ -56,13 +60,16 @@ class OnlineDPORecipe(PolicyRecipe):
         one_of(labels=self.labels, among=("ranked", "bradley_terry"))
         one_of(kind=self.kind, among=("sigmoid", "ipo", "hinge"))
         checks.groups(self.group_size, group_size=self.group_size, least=2)
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if self.pairing == "neighbours" and self.group_size % 2:
-            raise InputError(
+            yield (
                 f"group_size: expected an even number with pairing 'neighbours', got "
                 f"{self.group_size}; choose another, or best_worst"
             )
         if self.labels == "bradley_terry" and self.kind != "sigmoid":
-            raise InputError(
+            yield (
                 f"labels: expected 'ranked' with kind {self.kind!r}, which takes no "
                 f"probabilities, got 'bradley_terry'; choose one of them"
             )

@@ -18,17 +18,24 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms import flow
-from rlhf_jax.algorithms.batch import PolicyExperience, Prompts, Rollout, Scored
+from rlhf_jax.algorithms.batch import (
+    PolicyExperience,
+    Prompts,
+    Rollout,
+    RolloutPacking,
+    Scored,
+)
 from rlhf_jax.algorithms.policy_gradient.corrections import Reject
 from rlhf_jax.algorithms.policy_gradient.loss import Part, policy_terms
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
 from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
-from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
+from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
 from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
 
 Array = jax.Array
@@ -250,11 +257,11 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             ("stop_approxkl", self.stop_approxkl, "it ends the updates of both"),
             ("max_ratio_mean", self.max_ratio_mean, "it leaves out a step of both"),
         ):
-            if value is not None:
-                raise InputError(
-                    f"{name}: expected none where the critic is trained apart from the "
-                    f"policy, got {value}: {why}; leave it out, or train them together"
-                )
+            expect_none(
+                "where the critic is trained apart from the policy",
+                advice=f"{why}: leave it out, or train them together",
+                **{name: value},
+            )
 
     def refuse_turns(self, turns: Array | None) -> None:
         """Raises InputError for rewards of turns where a response is cut at a stop."""
@@ -295,3 +302,61 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         if not self.stop_ids or self.truncates_reward_only:
             return None
         return aggregation.bias(self.aggregation)
+
+
+class Critic(NamedTuple):
+    """What computes the values of a rollout."""
+
+    params: Params  # {"trunk": ..., "score": ...}, as in `critic.py`
+    model: ModelConfig
+    after_stop: bool  # the state after the last token has a value
+
+
+def critic_of(
+    state: TrainState, *, recipe: PolicyGradient, frozen: FrozenModels
+) -> Critic | None:
+    """The critic of a state: a model, adapters of the base, or a head on the policy."""
+    if recipe.critic is None:
+        return None
+    if state.critic is None:
+        raise InputError(
+            "expected values where the critic is apart from the state, got none; "
+            "pass those of critic_apart.values"
+        )
+    adapt = {"base": frozen.base, "lora": recipe.lora}
+    if recipe.critic.shared_trunk:
+        # `state.critic` holds the head alone here: the trunk is not stored twice.
+        trunk = adapted_params(state.policy, **adapt)
+        params = {"trunk": trunk, "score": state.critic["score"]}
+    else:
+        params = adapted_params(state.critic, **adapt)
+    return Critic(params, recipe.critic.model, recipe.critic.after_stop)
+
+
+def values(
+    state: TrainState,
+    *,
+    rollout: Rollout,
+    recipe: PolicyGradient,
+    frozen: FrozenModels = NO_MODELS,
+    packing: RolloutPacking | None = None,
+) -> Array | None:
+    """The critic's values of a rollout, which `learn` computes if they are not passed.
+
+    As a program by itself it runs while the host computes the scores.
+
+    Returns:
+      f32[B, S], reward units, 0 where a state has no value; None for an algorithm
+      without a critic.
+    """
+    critic = critic_of(state, recipe=recipe, frozen=frozen)
+    if critic is None:
+        return None
+    return flow.score.response_values(
+        critic.params,
+        rollout=rollout,
+        model=critic.model,
+        max_new_tokens=recipe.max_new_tokens,
+        after_stop=critic.after_stop,
+        packing=None if packing is None else packing.batch,
+    )

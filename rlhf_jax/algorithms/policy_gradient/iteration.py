@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms import batch, flow
-from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient import entropy_control
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient, critic_of
 from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
-from rlhf_jax.algorithms.policy_gradient.critic import critic_of
+from rlhf_jax.algorithms.policy_gradient.token_choice import choose
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
@@ -283,13 +284,25 @@ def make_experience(
         row_mask=row_mask,
         **scoring,
     )
-    scored = dataclasses.replace(scored, turn_ends=returned.turn_ends)
+    scored = dataclasses.replace(
+        scored,
+        turn_ends=returned.turn_ends,
+        rewards=tuple(returned.parts[name] for name, _ in returned.weights),
+        weights=tuple(weight for _, weight in returned.weights),
+    )
     scored, further = flow.objective.add_further(
         scored, further=frozen.further, **scoring
     )
     # Read before the update, which moves the controller: one β for the whole iteration.
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
+    # Before importance weights: the covariances of Clip-Cov are of advantages.
+    experience, choice_stats = choose(
+        experience, rollout=rollout, step=state.step, choice=recipe.token_choice
+    )
+    state, experience, control_stats = entropy_control.control(
+        state, experience, rollout=rollout, target=recipe.entropy_control
+    )
     ref_hidden = None
     # [B, S, D] in every minibatch is costly: only distillation keeps it.
     if ref_output is not None and recipe.reads_ref_hidden:
@@ -322,6 +335,8 @@ def make_experience(
         ),
         rewards.part_stats(recipe.reported(returned)),
         experience_stats,
+        choice_stats,
+        control_stats,
         flow.ledger.duplicates(rollout, rows=rows),
     )
     return dataclasses.replace(state, scores=moments), experience, stats, scored

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience
 from rlhf_jax.algorithms.flow import ledger
+from rlhf_jax.algorithms.policy_gradient.token_choice import KLCov
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
-from rlhf_jax.functional.kl.weighted_estimates import with_sampled_tail
+from rlhf_jax.functional.kl.penalty import with_sampled_tail
 from rlhf_jax.models.packing import Packing, Texts, texts_of
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference.frozen import (
@@ -141,12 +142,28 @@ def policy_terms(
             max_new_tokens=recipe.max_new_tokens,
             vocab_size=recipe.model.num_tokens,
         )
+    if isinstance(recipe.token_choice, KLCov):
+        # Few runs have it.
+        from rlhf_jax.functional.policy_losses.token_choice import kl_cov_loss
+
+        assert experience.chosen is not None  # of `token_choice.choose`
+        held, held_stats = kl_cov_loss(
+            logprobs=logprobs,
+            old_logprobs=experience.old_logprobs,
+            chosen=experience.chosen,
+            mask=mask,
+            **counts,
+        )
+        loss, stats = loss + recipe.token_choice.coef * held, stats | held_stats
     # A static number: at 0 the term is not in the program.
-    if recipe.entropy_coef:
+    controlled = experience.entropy_coef
+    if recipe.entropy_coef or controlled is not None:
         bonus, bonus_stats = losses.entropy_bonus(
             entropy=texts.padded(entropy), mask=mask, **counts
         )
-        loss, stats = loss + recipe.entropy_coef * bonus, stats | bonus_stats
+        # The largest, as rows that a part does not hold have 0.
+        coef = recipe.entropy_coef if controlled is None else controlled.max()
+        loss, stats = loss + coef * bonus, stats | bonus_stats
     if recipe.penalty.in_loss and experience.ref_logprobs is not None:
 
         def of_reference(
@@ -197,9 +214,13 @@ def policy_terms(
 def _kept_advantages(
     experience: PolicyExperience, logprobs: Array, recipe: PolicyGradient
 ) -> tuple[Array, masked.Stats]:
-    """Advantages, 0 where `recipe.off_policy_mask` leaves out a response."""
+    """Advantages, 0 at tokens that are not chosen, and where a mask leaves out."""
+    advantages = experience.advantages
+    if experience.chosen is not None and not isinstance(recipe.token_choice, KLCov):
+        # Here and not in the experience, whose advantages PPO whitens.
+        advantages = jnp.where(experience.chosen, advantages, 0.0)
     if recipe.off_policy_mask is None:
-        return experience.advantages, {}
+        return advantages, {}
     # Few runs have it.
     from rlhf_jax.functional.policy_losses.sequence_mask import off_policy_mask
 
@@ -213,7 +234,7 @@ def _kept_advantages(
     # Not in the mask: what is left out still counts in what a loss is divided by.
     stats = {"policy/off_policy_masked": (~kept).astype(jnp.float32)}
     return (
-        jnp.where(kept, experience.advantages, 0.0),
+        jnp.where(kept, advantages, 0.0),
         masked.sum_stats(stats, mask=experience.response_mask),
     )
 

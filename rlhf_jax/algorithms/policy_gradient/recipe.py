@@ -15,8 +15,10 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     SamplerCorrection,
     Weighted,
 )
+from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
+from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
@@ -187,12 +189,22 @@ class PolicyRecipe:
     """Nats per token δ, above which a response with a negative advantage is left out of
     the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None
     disables it."""
+    token_choice: TokenChoice | None = None
+    """Which tokens of a batch the policy loss is of: with top_entropy the share=0.2
+    with the largest entropies; with clip_cov all but up to share=0.0002, drawn among
+    those whose covariance of log-prob and advantage is from low=1 to high=5; with
+    kl_cov all, and coef=1 times |log π − log π_old| at the share=0.002 with the largest
+    covariances. None is all."""
     gradient_penalty: GradientPenalty | None = None
     """Gradient regularisation in the KL's place: strength=γ weights half the squared
     norm of the policy's gradient, by a difference over step=0.001 along it, both
     gradients clipped to max_norm=10; None disables it."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_control the first one."""
+    entropy_control: EntropyTarget | None = None
+    """Entropy, nats per token, at or below which there is a bonus: its weight grows by
+    increment=0.005 in each iteration, up to largest=1, and shrinks by as much in those
+    with more entropy (Skywork-OR1: 0.2). None keeps entropy_coef."""
     ptx_coef: float = 0.0
     """Weight of a language-model loss on texts mixed in (InstructGPT: 27.8)."""
     aggregation: losses.Aggregation = "token_mean"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from typing import get_args
 
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
 from rlhf_jax.functional import checks
-
-Divergence = Literal["tv", "kl"]
+from rlhf_jax.functional.surrogates import Divergence
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """PPO: a critic, generalised advantages and a clipped loss."""
 
-from rlhf_jax.algorithms.policy_gradient.critic import values
+from rlhf_jax.algorithms.policy_gradient.algorithm import values
 from rlhf_jax.algorithms.policy_gradient.iteration import (
     iteration,
     learn,
@@ -9,8 +9,7 @@ from rlhf_jax.algorithms.policy_gradient.iteration import (
     seen_by_reward,
 )
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
-from rlhf_jax.algorithms.ppo.experience import gae_experience
-from rlhf_jax.algorithms.ppo.loss import ppo_loss
+from rlhf_jax.algorithms.ppo.loss import gae_experience, ppo_loss
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, PPO, Recipe
 from rlhf_jax.roles.rewards import Reward
 

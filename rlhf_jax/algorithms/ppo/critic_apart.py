@@ -26,15 +26,15 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.batch import Experience, Rollout, RolloutPacking
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import (
-    PackedParts,
-    accumulate_packed,
-    packed_parts,
-)
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo.loss import critic_loss, whitened
 from rlhf_jax.algorithms.ppo.recipe import PPO
-from rlhf_jax.algorithms.state import SupervisedState
+from rlhf_jax.algorithms.state import (
+    PackedParts,
+    SupervisedState,
+    accumulate_packed,
+    packed_parts,
+)
 from rlhf_jax.functional import masked
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params

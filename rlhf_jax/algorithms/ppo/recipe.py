@@ -1,13 +1,14 @@
 """The options of PPO, and what it brings to the policy gradient.
 
 `Recipe` is an option group of a command line. `PPO` adds shapes and optimizers, and
-brings GAE (`experience`), the value loss (`loss`) and the critic.
+brings GAE and the value loss (`loss`) and the critic.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -17,11 +18,11 @@ from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.algorithm import CriticRecipe, PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import Clip, FixedLength, PolicyRecipe
-from rlhf_jax.algorithms.ppo.experience import Whiten, gae_experience
-from rlhf_jax.algorithms.ppo.loss import ppo_loss, whitened
+from rlhf_jax.algorithms.ppo.loss import Whiten, gae_experience, ppo_loss, whitened
 from rlhf_jax.algorithms.state import LossFunction, Optimizer
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError, one_of
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels
@@ -70,8 +71,11 @@ class Recipe(PolicyRecipe):
             among=("rollout", "minibatch", None),
         )
         one_of(whiten_ddof=self.whiten_ddof, among=(0, 1))
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if self.whiten_rewards == "minibatch" and self.whiten_advantages == "rollout":
-            raise InputError(
+            yield (
                 "whiten_rewards: expected 'rollout' or None where advantages are "
                 "whitened over the rollout, got 'minibatch': they do not exist before "
                 "the minibatch then; set whiten_advantages='minibatch'"
@@ -81,7 +85,7 @@ class Recipe(PolicyRecipe):
             self.whiten_rewards,
             self.whiten_advantages,
         ):
-            raise InputError(
+            yield (
                 "sampler_correction: expected whitening over the rollout or none with "
                 "weights, as advantages of a minibatch are estimated after they were "
                 "weighted, got 'minibatch'; choose 'rollout', or the correction ratio"

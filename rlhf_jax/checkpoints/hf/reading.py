@@ -24,7 +24,7 @@ from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.data import hub
 from rlhf_jax.devices import processes
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys
 from rlhf_jax.models.families.options import fields
@@ -200,12 +200,10 @@ def _reading(
 ) -> Iterator[Path]:
     """The folder of a checkpoint; every InputError inside begins with its name."""
     folder = hub.folder(path_or_repo_id, patterns=patterns)
-    try:
+    with located(f"checkpoint {path_or_repo_id}"):
         if not (folder / layout.CONFIG).exists():
             refusals.refuse_adapter(folder)
         yield folder
-    except InputError as error:
-        raise InputError(f"checkpoint {path_or_repo_id}: {error}") from error.__cause__
 
 
 def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:

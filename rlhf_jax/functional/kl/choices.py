@@ -9,10 +9,11 @@ response   kl        0   0   0  k    0      k(x_1 + x_2 + x_3), at the last toke
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import expect_none, refuse
 from rlhf_jax.functional.kl import estimators, gradients
 from rlhf_jax.functional.kl.gradients import Estimator
 
@@ -56,15 +57,24 @@ class Penalty:
 
     def __post_init__(self) -> None:
         self._check_names()
+        checks.positive(clip=self.clip)
+        checks.within(
+            above=0,
+            below=1,
+            advice="at 1 the reference stands alone: leave it out",
+            reference_share=self.reference_share,
+        )
+        refuse((*self._faults(), *self._faults_of_weights()))
+
+    def _faults(self) -> Iterator[str]:
         if self.grad_estimator is not None and not self.in_loss:
-            raise InputError(
+            yield (
                 f"grad_estimator: expected None where nothing is in the loss "
                 f"(placement {self.placement}), got {self.grad_estimator}; choose "
                 f"placement loss or both, or leave it out"
             )
-        checks.positive(clip=self.clip)
         if self.top_k is not None and (self.top_k < 1 or not self.needs_logits):
-            raise InputError(
+            yield (
                 f"top_k: expected 1 token or more, and an exact estimator, got "
                 f"{self.top_k} with {' and '.join(self.estimators_used)}; choose "
                 f"value_estimator exact, or leave top_k out"
@@ -74,14 +84,25 @@ class Penalty:
             and self.direction == "reverse"
             and self.placement == "loss"
         ):
-            raise InputError(
+            yield (
                 f"tail: expected bucket without top_k, for a forward KL and outside of "
                 f"the loss, got sampled with top_k {self.top_k}, {self.direction}, "
                 f"placement {self.placement}; leave it out, or choose top_k and "
                 f"placement loss"
             )
-        self._check_mixture()
-        self._check_weights()
+        # The mixture has no normaliser, which k1 and the slope of k2 do not miss: they
+        # add up two KLs. k3 and an exact KL would be of no distribution.
+        apt = ("k1",) if self.in_reward else ("k1", "k2")
+        unapt = [name for name in self.estimators_used if name not in apt]
+        if self.reference_share is not None and (
+            unapt or self.direction == "forward" or self.placement in (None, "both")
+        ):
+            yield (
+                f"reference_share: expected none but for a reverse KL by k1 in the "
+                f"reward, or by k1 and k2 in the loss, got {self.reference_share:g} "
+                f"with {' and '.join(self.estimators_used)}, {self.direction}, "
+                f"placement {self.placement}; choose another estimator, or leave it out"
+            )
 
     def _check_names(self) -> None:
         known = get_args(Estimator)
@@ -95,49 +116,27 @@ class Penalty:
         )
         checks.one_of(tail=self.tail, among=get_args(Tail))
 
-    def _check_mixture(self) -> None:
-        checks.within(
-            above=0,
-            below=1,
-            advice="at 1 the reference stands alone: leave it out",
-            reference_share=self.reference_share,
-        )
-        # The mixture has no normaliser, which k1 and the slope of k2 do not miss: they
-        # add up two KLs. k3 and an exact KL would be of no distribution.
-        apt = ("k1",) if self.in_reward else ("k1", "k2")
-        unapt = [name for name in self.estimators_used if name not in apt]
-        if self.reference_share is not None and (
-            unapt or self.direction == "forward" or self.placement in (None, "both")
-        ):
-            raise InputError(
-                f"reference_share: expected none but for a reverse KL by k1 in the "
-                f"reward, or by k1 and k2 in the loss, got {self.reference_share:g} "
-                f"with {' and '.join(self.estimators_used)}, {self.direction}, "
-                f"placement {self.placement}; choose another estimator, or leave it out"
-            )
-
-    def _check_weights(self) -> None:
+    def _faults_of_weights(self) -> Iterator[str]:
         sampled = [name for name in self.estimators_used if name != "exact"]
         if self.direction == "forward" and self.importance_weights is None and sampled:
-            raise InputError(
+            yield (
                 f"importance_weights: expected token or prefix for {sampled[0]} of a "
                 f"forward KL, which is a mean over samples of the reference, got none "
                 f"for samples of the policy; choose importance_weights, the exact "
                 f"estimator, or direction reverse"
             )
-        if self.importance_weights is None:
-            return
         if self.direction == "reverse" and not self.in_loss:
-            raise InputError(
-                f"importance_weights: expected none where a reverse KL is only in the "
-                f"reward, got {self.importance_weights}; the policy that samples "
-                f"is the one whose KL is penalised there, so each weight is 1"
+            expect_none(
+                "where a reverse KL is only in the reward",
+                advice="the policy that samples is the one whose KL is penalised "
+                "there, so each weight is 1",
+                importance_weights=self.importance_weights,
             )
         if self.importance_weights == "token" and (
             self.per == "response" or not (sampled or self.tail == "sampled")
         ):
             what = "one response" if self.per == "response" else "an exact estimator"
-            raise InputError(
+            yield (
                 f"importance_weights: expected prefix or none for {what}, got token; a "
                 f"token's own weight does not correct the tokens before it"
             )

@@ -156,7 +156,7 @@ def head_from_hidden(
 ) -> tuple[Float32[Array, "B S"], Bool[Array, "B S"]]:
     """Σ_{v in K} P_v log(P_v/Q_v) of the policy's k most likely tokens K.
 
-    P and Q are of the whole vocabulary. `weighted_estimates.with_sampled_tail` adds an
+    P and Q are of the whole vocabulary. `penalty.with_sampled_tail` adds an
     estimate of the other tokens' part of the KL.
 
     Args:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, surrogates
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import expect_none
 
 Array = jax.Array
 Correction = Literal[
@@ -68,11 +68,11 @@ def check_bounds(
     advice = "choose another, or leave it out"
     checks.within(least=1, advice=advice, cap=cap)
     checks.within(above=0, most=1, advice=advice, floor=floor)
-    if floor is not None and correction.endswith("_truncate"):
-        raise InputError(
-            f"floor: expected none with {correction!r}, which bounds "
-            f"weights from above alone, got {floor}; leave it out, or choose a "
-            f"correction that masks or rejects"
+    if correction.endswith("_truncate"):
+        expect_none(
+            f"with {correction!r}, which bounds weights from above alone",
+            advice="leave it out, or choose a correction that masks or rejects",
+            floor=floor,
         )
 
 

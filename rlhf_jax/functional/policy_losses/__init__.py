@@ -4,20 +4,28 @@
     response_weights   VESPO, TOPR: the ratio of a whole response as a weight
     geometric_mean     GMPO: the geometric mean of the clipped ratios of a response
     sequence_mask      DeepSeek-V3.2: bad responses that the policy has left
+    token_choice       the tokens that are trained on: by entropy, Clip-Cov, KL-Cov
 
 All are aggregated, and report ratios, as `losses.policy_loss` does.
 """
 
-from rlhf_jax.functional.policy_losses.divergence_masks import Divergence, dppo_loss
+from rlhf_jax.functional.policy_losses.divergence_masks import dppo_loss
 from rlhf_jax.functional.policy_losses.geometric_mean import gmpo_loss
 from rlhf_jax.functional.policy_losses.response_weights import topr_loss, vespo_loss
 from rlhf_jax.functional.policy_losses.sequence_mask import off_policy_mask
+from rlhf_jax.functional.policy_losses.token_choice import (
+    covariances,
+    kl_cov_loss,
+    top_share,
+)
 
 __all__ = [
-    "Divergence",
+    "covariances",
     "dppo_loss",
     "gmpo_loss",
+    "kl_cov_loss",
     "off_policy_mask",
+    "top_share",
     "topr_loss",
     "vespo_loss",
 ]

@@ -6,7 +6,7 @@ one that goes from 0.99 to 0.8 has a ratio of 0.81 and moves a fifth of it.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,11 @@ from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked, surrogates
 from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+from rlhf_jax.functional.surrogates import Divergence
 
 Array = jax.Array
 Scalar = checks.Scalar
 Stats = masked.Stats
-
-Divergence = Literal["tv", "kl"]
-"""Of the sampled token against all others: total variation |π - μ|, or KL(μ ‖ π)."""
 
 
 def dppo_loss(

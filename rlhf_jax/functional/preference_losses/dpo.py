@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.functional.preference_losses.bradley_terry import per_pair
 
 Array = jax.Array
@@ -203,20 +204,22 @@ def check_dpo(
     )
     number = checks.number(label_smoothing)
     got = number if number is not None else "one for each pair" if soft else "an array"
+    faults: list[str] = []
     if kind == "robust" and (soft or (number is not None and number <= 0)):
-        raise InputError(
+        faults.append(
             f"label_smoothing: expected a number above 0 with kind 'robust', the rate "
             f"at which labels are flipped, got {got}; give it, or choose sigmoid"
         )
     if kind in ("ipo", "hinge") and number != 0:
-        raise InputError(
+        faults.append(
             f"label_smoothing: expected 0 with kind {kind!r}, which does not read it, "
             f"got {got}; leave it out, or choose sigmoid"
         )
     if kind == "ipo" and reference_free:
-        raise InputError(
+        faults.append(
             "kind: expected sigmoid, robust or hinge without a reference, got 'ipo', "
             "which holds every pair to one lead over the reference: over none, that is "
             "a claim about the lengths of responses; choose another, or give the "
             "reference"
         )
+    refuse(faults)

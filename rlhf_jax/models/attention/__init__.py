@@ -7,8 +7,8 @@ from rlhf_jax.models.attention.pages import (
     attend_to_pages,
     ring,
 )
-from rlhf_jax.models.attention.record import AttentionMask, mask_of
 from rlhf_jax.models.caches import Cached, Columns, KeyValue, append, quantise
+from rlhf_jax.models.positions import AttentionMask, mask_of
 
 __all__ = [
     "AttentionMask",

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from rlhf_jax.models import layout
 from rlhf_jax.models.attention import blockwise_passes
 from rlhf_jax.models.attention.blockwise_passes import Form, Masked
-from rlhf_jax.models.attention.record import AttentionMask
 from rlhf_jax.models.caches import KeyValue
+from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
 # Columns of a block. A CPU's caches hold the logits of small ones, and little of a

@@ -7,8 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention.record import AttentionMask, allowed, with_static_window
 from rlhf_jax.models.caches import KeyValue
+from rlhf_jax.models.positions import AttentionMask, allowed, with_static_window
 
 Array = jax.Array
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
-from rlhf_jax.models.attention.record import AttentionMask, allowed
 from rlhf_jax.models.caches import Cached, KeyValue, logits_of, plain
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.positions import AttentionMask, allowed
 
 if TYPE_CHECKING:
     from rlhf_jax.models.attention.per_device import Engine
@@ -91,7 +91,7 @@ def attend(
 
     Args:
       query: [B, H, T, head_dim], of the last T columns. With a cut of the columns
-        [B·c, H, S/c, head_dim], the balanced parts of rows (`context.py`).
+        [B·c, H, S/c, head_dim], the balanced parts of rows (`axes.py`).
       keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
         keys. With a cut as the queries.
       mask: of S columns.

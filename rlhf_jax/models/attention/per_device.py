@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from rlhf_jax.models import axes, context
-from rlhf_jax.models.attention.record import AttentionMask
+from rlhf_jax.models import axes
 from rlhf_jax.models.caches import KeyValue
+from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
 Engine = Callable[..., Array]  # (query, keys_values, *, mask) -> [B, H, T, head_dim]
@@ -100,7 +100,7 @@ def attend_per_device(
 def _whole(x: Array, *, count: int) -> Array:
     """[B, K, S/c, d] of this device -> [B, K, S, d], columns in order."""
     x = jax.lax.all_gather(x, axes.CONTEXT_AXIS, axis=2, tiled=True)
-    return context.in_order(x, count=count)
+    return axes.in_order(x, count=count)
 
 
 def _resharded(tree: Any, spec: PartitionSpec) -> Any:

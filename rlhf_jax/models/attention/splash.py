@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from rlhf_jax.models.attention.record import AttentionMask, with_static_window
+from rlhf_jax.models.axes import balanced
 from rlhf_jax.models.caches import KeyValue
-from rlhf_jax.models.context import balanced
+from rlhf_jax.models.positions import AttentionMask, with_static_window
 
 Array = jax.Array
 LANES = 128  # columns that a block is a multiple of

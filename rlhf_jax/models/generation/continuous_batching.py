@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.caches import at_end
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import loop, page_table, paged_caches
-from rlhf_jax.models.generation.loop import Decoder, Draw
+from rlhf_jax.models.generation import page_table, paged_caches, sampling
 from rlhf_jax.models.generation.places import (
     Places,
     Responses,
@@ -44,6 +43,7 @@ from rlhf_jax.models.generation.places import (
     none,
     recorded,
 )
+from rlhf_jax.models.generation.sampling import Decoder, Draw
 
 Array = jax.Array
 Params = Any
@@ -109,7 +109,7 @@ def respond(
 
     def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Places:
         """Runs prompts, in the columns before `column`, and draws a token each."""
-        logits, caches = loop.read_prompts(
+        logits, caches = sampling.read_prompts(
             decoder,
             tokens=tokens,
             mask=mask,
@@ -148,7 +148,7 @@ def respond(
             positions = jnp.maximum(attend.sum(axis=1, dtype=jnp.int32) - 1, 0)
         lengths = state.responses.lengths
         last = jnp.maximum(lengths - 1, 0)[:, None]
-        drawn, [caches] = loop.step(
+        drawn, [caches] = sampling.step(
             [decoder],
             [state.caches],
             tokens=jnp.take_along_axis(state.responses.tokens, last, axis=1)[:, 0],
@@ -188,7 +188,7 @@ def respond(
                 wanted |= ~fit
             return wanted
 
-        return loop.run((state, column), advance=advance, more=more, axis=axis)
+        return sampling.run((state, column), advance=advance, more=more, axis=axis)
 
     def turn(
         carry: tuple[Places, Responses, Array],

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import flax.struct
@@ -26,11 +26,11 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models.caches import Caches, growing_widths, widened
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import loop
-from rlhf_jax.models.generation.loop import Decoder, Draw, Drawn
-from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.generation import sampling
+from rlhf_jax.models.generation.sampling import Decoder, Draw, Drawn, Shaping
 
 if TYPE_CHECKING:
     from rlhf_jax.models.generation.places import Responses
@@ -130,11 +130,13 @@ def generate(
         # Its places and pages are loaded by the runs that choose them.
         from rlhf_jax.models.generation.row_shares import respond
 
-        _check(
-            model,
-            tokens=tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
+        refuse(
+            _faults(
+                model,
+                tokens=tokens,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+            )
         )
         checks.groups(tokens.shape[0], group_size=group_size)
         responses = respond(
@@ -197,13 +199,15 @@ def start(
     checks.groups(rows, group_size=group_size)
     logits, caches = [], []
     for decoder in decoders:
-        _check(
-            decoder.model,
-            tokens=tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=draw.temperature,
+        refuse(
+            _faults(
+                decoder.model,
+                tokens=tokens,
+                max_new_tokens=max_new_tokens,
+                temperature=draw.temperature,
+            )
         )
-        last, cache = loop.read_prompts(
+        last, cache = sampling.read_prompts(
             decoder,
             tokens=tokens,
             mask=mask,
@@ -250,7 +254,7 @@ def finish(
 
     def advance(state: Decoding, width: int) -> Decoding:
         so_far, column = state.generated, state.prompt_size + state.step - 1
-        drawn, caches = loop.step(
+        drawn, caches = sampling.step(
             ready,
             state.caches,
             tokens=jax.lax.dynamic_index_in_dim(
@@ -274,7 +278,7 @@ def finish(
             widened(cache, model=decoder.model, columns=width)
             for decoder, cache in zip(decoders, state.caches, strict=True)
         )
-        state = loop.run(
+        state = sampling.run(
             dataclasses.replace(state, caches=caches),
             advance=functools.partial(advance, width=width),
             more=functools.partial(more, width=width),
@@ -323,17 +327,17 @@ def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:
     )
 
 
-def _check(
+def _faults(
     model: ModelConfig, *, tokens: Array, max_new_tokens: int, temperature: float
-) -> None:
+) -> Iterator[str]:
     if not 0 < temperature < math.inf:
-        raise InputError(
+        yield (
             f"expected temperature > 0, got {temperature}; for the most likely token "
             f"use Shaping(greedy=True)"
         )
     prompt = tokens.shape[1]
     if min(prompt, max_new_tokens) < 1 or prompt + max_new_tokens > model.max_positions:
-        raise InputError(
+        yield (
             f"expected prompt and response of at least one column each, within "
             f"{model.max_positions} positions, got {prompt} + {max_new_tokens}; "
             f"shorten either, and leave neither out"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rlhf_jax.models.attention import quantise
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation.loop import Drawn
+from rlhf_jax.models.generation.sampling import Drawn
 
 Array = jax.Array
 

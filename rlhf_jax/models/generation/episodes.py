@@ -25,10 +25,9 @@ import jax.numpy as jnp
 from rlhf_jax.models import cached_decoder, decoder
 from rlhf_jax.models.cached_decoder import Seen
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import episode_places, loop
+from rlhf_jax.models.generation import episode_places, sampling
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
-from rlhf_jax.models.generation.loop import Decoder, Draw
-from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.generation.sampling import Decoder, Draw, Shaping
 
 Array = jax.Array
 Params = Any
@@ -143,7 +142,7 @@ def advance(
         # What was drawn last. A place that draws nothing writes where none attends: in
         # its own columns this step would round otherwise than `read`, which ran them.
         column = jnp.where(state.drawing, state.length - 1, columns - 1)
-        drawn, [caches] = loop.step(
+        drawn, [caches] = sampling.step(
             [decoder],
             [state.caches],
             tokens=_slice(state.tokens, column, size=1)[:, 0],
@@ -159,7 +158,7 @@ def advance(
         return episode_places.recorded(state, drawn), step + 1
 
     first = state, jnp.zeros((), jnp.int32)
-    state, _ = loop.run(first, advance=one_more, more=more, axis=axis)
+    state, _ = sampling.run(first, advance=one_more, more=more, axis=axis)
     return state
 
 

@@ -13,7 +13,7 @@ import jax
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode
 from rlhf_jax.models.generation.decode import Generated
-from rlhf_jax.models.generation.loop import Decoder, Draw
+from rlhf_jax.models.generation.sampling import Decoder, Draw
 
 Array = jax.Array
 

@@ -8,13 +8,13 @@ the window, [B, K, window, head_dim]. Padding of prompts is kept by neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes
 from rlhf_jax.models.attention import Cached, Columns, ring
 from rlhf_jax.models.cached_decoder import Seen
@@ -34,8 +34,12 @@ def in_pages(model: ModelConfig, layer: int, *, longest: int) -> bool:
 
 def check(model: ModelConfig, *, longest: int) -> None:
     """Raises InputError where pages would save nothing, or cannot be."""
+    refuse(_faults(model, longest=longest))
+
+
+def _faults(model: ModelConfig, *, longest: int) -> Iterator[str]:
     if not any(in_pages(model, n, longest=longest) for n in range(model.num_layers)):
-        raise InputError(
+        yield (
             f"cache_pages: expected a layer that sees all of {longest} columns, got "
             f"windows of {model.sliding_window} in every layer, whose caches are no "
             f"wider than that; leave it out"
@@ -48,7 +52,7 @@ def check(model: ModelConfig, *, longest: int) -> None:
     }
     if sharing:
         shown = ",".join(f"{axis}={size}" for axis, size in sharing.items())
-        raise InputError(
+        yield (
             f"cache_pages: expected a mesh whose rows are shared by data alone, with "
             f"Auto axes, got one with {shown}; leave it out, or sample on another mesh"
         )

@@ -12,8 +12,8 @@ from rlhf_jax.models import axes
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import page_table, paged_caches
-from rlhf_jax.models.generation.loop import Drawn
 from rlhf_jax.models.generation.page_table import PageTable
+from rlhf_jax.models.generation.sampling import Drawn
 
 Array = jax.Array
 

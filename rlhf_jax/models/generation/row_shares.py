@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import continuous_batching, page_table
-from rlhf_jax.models.generation.loop import Draw
 from rlhf_jax.models.generation.places import Responses
+from rlhf_jax.models.generation.sampling import Draw
 
 Array = jax.Array
 Params = Any
@@ -113,20 +114,26 @@ def check_shares(
       InputError: `shares` does not divide one of them, or a group has fewer places
         than rows in a share.
     """
+    refuse(_faults(shares, rows=rows, places=places, pages=pages, group=group_size))
+
+
+def _faults(
+    shares: int, *, rows: int, places: int, pages: int, group: int
+) -> Iterator[str]:
     for name, number in {
-        "prompts": rows // group_size,
+        "prompts": rows // group,
         "continuous_batching": places,
         "cache_pages": pages,
     }.items():
         if number % shares:
-            raise InputError(
+            yield (
                 f"{name}: expected a multiple of {shares}, as each share of the rows "
                 f"on a mesh with data={shares} has pages of its own, got {number}; "
                 f"change it, or choose another mesh for sampling"
             )
-    if places < group_size * shares:
-        raise InputError(
-            f"continuous_batching: expected at least {group_size * shares} places, as "
-            f"a prompt has {group_size} rows in each of {shares} shares, got {places}; "
+    if places < group * shares:
+        yield (
+            f"continuous_batching: expected at least {group * shares} places, as "
+            f"a prompt has {group} rows in each of {shares} shares, got {places}; "
             f"give more, or choose another mesh for sampling"
         )

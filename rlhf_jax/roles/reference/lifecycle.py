@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.models import leaves
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import fingerprint, storage
@@ -93,11 +94,11 @@ class Lifecycle:
 
     def refuse_another_shape(self, model: ModelConfig | None) -> None:
         """InputError if this moves a reference that has a shape of its own."""
-        if self.moves and model is not None:
-            raise InputError(
-                f"lifecycle: expected none where the reference is of another shape "
-                f"than the policy, got {self.move}; such a reference cannot become the "
-                f"policy"
+        if model is not None:
+            expect_none(
+                "where the reference is of another shape than the policy",
+                advice="such a reference cannot become the policy",
+                lifecycle=self.move,
             )
 
 

@@ -84,11 +84,7 @@ def store(
     checks.one_of(memory=memory, among=(None, *get_args(Memory)))
     if embeddings is not None:
         embeddings = _dtype("embeddings", embeddings, among=FLOATS)
-        if dtype != jnp.int8:
-            raise InputError(
-                f"embeddings: expected None where dtype is {dtype}, got {embeddings}; "
-                f"they have a dtype of their own beside int8 only"
-            )
+        check_embeddings(embeddings, dtype=dtype)
     if vectors is not None:
         vectors = _dtype("vectors", vectors, among=FLOATS)
     with_path, structure = jax.tree.flatten_with_path(params, is_leaf=leaves.is_stored)
@@ -117,6 +113,15 @@ def store(
             for (path, leaf), place in zip(with_path, places, strict=True)
         ],
     )
+
+
+def check_embeddings(embeddings: Any, *, dtype: Any) -> None:
+    """InputError for a dtype of the embeddings beside another than int8."""
+    if embeddings is not None and dtype != "int8":
+        raise InputError(
+            f"embeddings: expected None where dtype is {dtype}, got {embeddings}; they "
+            f"have a dtype of their own beside int8 only"
+        )
 
 
 def copy_as(leaf: Array, *, like: Any) -> Any:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.roles.rewards.scores import Combine, Reward, Scores, scores_of
 
 Array = jax.Array
@@ -31,17 +32,18 @@ def combine(
     scores: Sequence[Array],
     *,
     how: Combine,
-    std_coef: float = 1.0,
-    risk: float = 1.0,
+    std_coef: float | None = None,
+    risk: float | None = None,
 ) -> Scores:
     """The scores of M members as one score per response.
 
     Args:
       scores: f32[B] each, reward units, of at least two members.
-      std_coef: c of mean_minus_std, dimensionless; the standard deviation is over the
-        members, of ddof 0.
-      risk: τ of entropic, reward units, above 0: the less, the nearer to the minimum.
-        It is min over weights w of the members of Σ w·r + τ·KL(w ‖ equal weights).
+      std_coef: c of mean_minus_std alone, dimensionless, None is 1; the standard
+        deviation is over the members, of ddof 0.
+      risk: τ of entropic alone, reward units, above 0, None is 1: the less, the nearer
+        to the minimum. It is min over weights w of the members of
+        Σ w·r + τ·KL(w ‖ equal weights).
 
     Returns:
       Scores, whose parts are "member_0", ..., reward units, and "disagreement", the
@@ -64,10 +66,12 @@ def combine(
         case "minimum":
             total = members.min(axis=0)
         case "mean_minus_std":
+            std_coef = 1.0 if std_coef is None else std_coef
             total = mean - std_coef * spread
         case "entropic":
             # Over the least member: no exponential overflows, and where τ is large
             # nothing is rounded at the size of τ.
+            risk = 1.0 if risk is None else risk
             least = members.min(axis=0)
             above = jnp.expm1((least[None] - members) / risk).mean(axis=0)
             total = least - risk * jnp.log1p(above)
@@ -79,8 +83,8 @@ def ensemble(
     members: Sequence[Reward],
     *,
     how: Combine,
-    std_coef: float = 1.0,
-    risk: float = 1.0,
+    std_coef: float | None = None,
+    risk: float | None = None,
 ) -> jax.tree_util.Partial:
     """Several rewards as one: `combine` of what each says of a rollout.
 
@@ -91,11 +95,13 @@ def ensemble(
       members: rewards, at least two; of a member that returns `Scores` the total.
     """
     _check(len(members), how=how, std_coef=std_coef, risk=risk)
-    options = _Ensemble(how, float(std_coef), float(risk))
+    options = _Ensemble(how, std_coef, risk)
     return jax.tree_util.Partial(options, *members)
 
 
-def _check(members: int, *, how: Combine, std_coef: float, risk: float) -> None:
+def _check(
+    members: int, *, how: Combine, std_coef: float | None, risk: float | None
+) -> None:
     if members < 2:
         raise checks.InputError(
             f"expected at least 2 rewards to combine, got {members}; add another"
@@ -103,6 +109,12 @@ def _check(members: int, *, how: Combine, std_coef: float, risk: float) -> None:
     checks.one_of(how=how, among=get_args(Combine))
     checks.non_negative(std_coef=std_coef)
     checks.positive(risk=risk)
+    expect_none(
+        f"with how {how!r}, which does not read it",
+        advice="leave it out, or choose another how",
+        std_coef=None if how == "mean_minus_std" else std_coef,
+        risk=None if how == "entropic" else risk,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +122,8 @@ class _Ensemble:
     """Hashable by its options, so that equal ensembles share one program."""
 
     how: Combine
-    std_coef: float
-    risk: float
+    std_coef: float | None
+    risk: float | None
 
     def __call__(self, *members_and_rollout: Any) -> Scores:
         *members, rollout = members_and_rollout

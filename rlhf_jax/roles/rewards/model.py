@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import context, decoder
+from rlhf_jax.models import axes, decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.models.lora import init as init_adapters
@@ -77,8 +77,8 @@ def sequence_scores(
     hidden = decoder.hidden_states(
         params["trunk"], model=model, tokens=tokens, mask=mask
     )
-    if context.cut_of(tokens.shape[0]) is not None:  # the last token is on one device
-        of_all = context.per_token(
+    if axes.cut_of(tokens.shape[0]) is not None:  # the last token is on one device
+        of_all = axes.per_token(
             functools.partial(decoder.scores, params["score"]), hidden
         )
         return jnp.take_along_axis(of_all, last[:, None], axis=1)[:, 0]

@@ -57,6 +57,10 @@ class Scores:
     # bool[B], responses without a score: what was to give one failed, or their episode
     # never began. They are in no loss, baseline, group or mean. None: all have scores.
     left_out: Array | None = None
+    # Names and weights of the parts that `total` is the sum of; () where it is one.
+    weights: tuple[tuple[str, float], ...] = flax.struct.field(
+        pytree_node=False, default=()
+    )
 
 
 Reward = Callable[[Any], Array | Scores]  # of `Responses`
@@ -187,6 +191,7 @@ class _WeightedSum:
         return Scores(
             total=jnp.asarray(total, jnp.float32),
             parts=parts,
+            weights=self.weights,
             turns=sum(of_turns[1:], start=of_turns[0]) if of_turns else None,
             turn_ends=functools.reduce(jnp.logical_or, ends) if ends else None,
             left_out=functools.reduce(jnp.logical_or, left_out) if left_out else None,

@@ -26,6 +26,9 @@ from typing import (
     runtime_checkable,
 )
 
+from rlhf_jax.functional import errors
+from rlhf_jax.functional.errors import InputError
+
 if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.text import TextFunction
 
@@ -130,10 +133,8 @@ class _PerResponse:
 def check_answers(located: Iterable[tuple[str, Row]], *, verifier: Readable) -> None:
     """Reads the right answer of every row, before a run."""
     for where, row in located:
-        try:
+        with errors.located(where, ValueError):
             verifier.gold(row)
-        except ValueError as error:
-            raise _input_error(f"{where}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,12 +207,12 @@ class Matches:
         try:
             groups = self._compiled().groups
         except re.error as error:
-            raise _input_error(
+            raise InputError(
                 f"pattern: expected a regular expression, got {self.pattern!r} "
                 f"({error}); mend it"
             ) from None
         if self.field is not None and not groups:
-            raise _input_error(
+            raise InputError(
                 f"pattern: expected a group (...) to compare with {self.field!r}, got "
                 f"{self.pattern!r}; put one around the answer"
             )
@@ -342,10 +343,3 @@ def _marked_number(gold: Any) -> Decimal | None:
     if not isinstance(gold, str) or MARKER not in gold:
         return None
     return number(gold.rpartition(MARKER)[2])
-
-
-def _input_error(message: str) -> ValueError:
-    # Not imported above: processes that verify have no use for JAX, which it loads.
-    from rlhf_jax.functional.checks import InputError
-
-    return InputError(message)

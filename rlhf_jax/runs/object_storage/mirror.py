@@ -26,7 +26,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,26 @@ def begin(out: Path, *, resume: bool) -> None:
         mirror.fill(resume=resume)
 
 
+def require_run(out: object, names: Sequence[str], *, resume: bool) -> None:
+    """Refuses an --out that holds these names and is no run to go on with.
+
+    Raises:
+      InputError: it is not.
+    """
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    if not resume:
+        raise InputError(
+            f"--out {out} already holds {shown}; continue that run with --resume, or "
+            f"give another --out"
+        )
+    if FIRST not in names:
+        raise InputError(
+            f"--resume: expected a run folder, with {FIRST}, in --out, got "
+            f"{out!s:.200}, which holds {shown or 'nothing'}; give the --out of the "
+            f"run to continue"
+        )
+
+
 @contextlib.contextmanager
 def kept(out: Path) -> Iterator[None]:
     """Around a run: claims the address of its spool, and brings it up to date last.
@@ -135,25 +155,11 @@ class Mirror:
 
     def fill(self, *, resume: bool) -> None:
         """Brings the spool to what the bucket holds, unless it is ahead of that."""
-        try:
+        with self._reached():
             there = {*urls.names(self.url)} - {lock.NAME}
             owner = self._owner()
-        except InputError:
-            raise
-        except Exception as error:  # whatever backends raise
-            raise self._refusal(error) from error
-        shown = ", ".join(sorted(there)[:4]) + (", ..." if len(there) > 4 else "")
-        if there and not resume:
-            raise InputError(
-                f"--out {self.url} already holds {shown}; continue that run with "
-                f"--resume, or give another --out"
-            )
-        if there and FIRST not in there:  # perhaps a bucket of many runs
-            raise InputError(
-                f"--resume: expected a run folder, with {FIRST}, in --out, got "
-                f"{self.url:.200}, which holds {shown}; give the --out of the run to "
-                f"continue"
-            )
+        if there:  # perhaps a bucket of many runs
+            require_run(self.url, sorted(there), resume=resume)
         state = urls.read(self._spool.parent / STATE)
         with lock.hold(self._spool):
             same = owner.get("token", "") == state.get("token")
@@ -184,10 +190,8 @@ class Mirror:
         def get(name: str) -> None:
             urls.get(f"{self.url}/{name}", self._spool / name)
 
-        try:
+        with self._reached():
             urls.each(get, names)
-        except Exception as error:  # whatever backends raise
-            raise self._refusal(error) from error
         self._there |= {name: _stamp(self._spool / name) for name in names}
 
     def claim(self) -> None:
@@ -203,11 +207,9 @@ class Mirror:
         owner = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
         text = json.dumps(owner | {"token": self._token})
         files, at = urls.system(self.url), f"{self.url}/{lock.NAME}"
-        try:
+        with self._reached():
             urls.tried(lambda: files.pipe_file(at, text.encode()))
             urls.each(self._remove, self._strays)
-        except Exception as error:  # whatever backends raise
-            raise self._refusal(error) from error
         self._save()
 
     def sync(self) -> None:
@@ -301,12 +303,19 @@ class Mirror:
                 f"{self._spool}: end the other one, or give another --out"
             )
 
-    def _refusal(self, error: Exception) -> InputError:
-        return InputError(
-            f"--out {self.url}: expected a bucket that this user can read and write, "
-            f"got {urls.why(error)}; make it, log in to that cloud, or see to the "
-            f"network"
-        )
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Turns whatever backends raise about the bucket into an InputError."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"--out {self.url}: expected a bucket that this user can read and "
+                f"write, got {urls.why(error)}; make it, log in to that cloud, or see "
+                f"to the network"
+            ) from error
 
 
 def _rank(name: str) -> int:

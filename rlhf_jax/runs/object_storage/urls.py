@@ -14,7 +14,6 @@ import contextlib
 import fnmatch
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, TypeVar
 
 from rlhf_jax.devices import program_cache
+from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import parsing
 from rlhf_jax.runs.proof.run_files import MANIFEST
@@ -81,12 +81,12 @@ def check(url: str) -> str:
             f"{url!r:.200}: expected an address without . and .. between its slashes, "
             f"got one with them; write where they lead"
         )
-    package = SCHEMES[scheme]
-    if importlib.util.find_spec(package) is None:
-        raise InputError(
-            f"{url:.200} needs the package {package}, which is not installed; "
-            f"pip install 'rlhf-jax[cloud]', or give a path on this machine"
-        )
+    entry_points.require_package(
+        SCHEMES[scheme],
+        extra="cloud",
+        needed_by=f"{url:.200}",
+        instead=", or give a path on this machine",
+    )
     return url
 
 

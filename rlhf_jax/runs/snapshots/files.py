@@ -84,16 +84,15 @@ def check(folder: Path, step: int) -> Checked:
     """Checks a snapshot, one of `numbers`, from disk alone: files, meta and arrays."""
     where = folder / str(step)
     try:
-        if faults := integrity.faults_of_files(where):
-            raise integrity.damaged(where, faults)
+        integrity.require_whole(where, integrity.faults_of_files(where))
         _, digests = _read_meta(folder, step)
         actual: dict[str, str] = {}
         for paths in _batches(folder, step):
             arrays = read_arrays(folder, step, matches=paths.__contains__)
             leaves = {path: jnp.asarray(array) for path, array in arrays.items()}
             actual |= integrity.of_arrays(leaves)
-        if digests and (faults := integrity.differing(digests, actual)):
-            raise integrity.damaged(where, faults)
+        if digests:
+            integrity.require_whole(where, integrity.differing(digests, actual))
     except DamagedError as damage:
         return Checked(0, "DAMAGED", damage)
     verdict = doubt(where, digests) or "whole"

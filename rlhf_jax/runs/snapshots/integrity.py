@@ -46,6 +46,12 @@ def damaged(where: Path, faults: list[str]) -> DamagedError:
     )
 
 
+def require_whole(where: Path, faults: list[str]) -> None:
+    """DamagedError if a snapshot's folder has faults."""
+    if faults:
+        raise damaged(where, faults)
+
+
 def of_arrays(arrays: Mapping[str, Array]) -> dict[str, str]:
     """The digest of every array by path, in hex; all processes of a run call it."""
     words = {

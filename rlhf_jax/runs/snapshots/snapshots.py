@@ -147,8 +147,9 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         # By the first process for all: orbax has them wait for each other.
         first = processes.is_first()
         faults = integrity.faults_of_files(where) if first else []
-        if damages := processes.from_first("\n".join(faults)):
-            raise integrity.damaged(where, damages.split("\n"))
+        integrity.require_whole(
+            where, processes.from_first("\n".join(faults)).splitlines()
+        )
         flat = _flat(like)
         targets = {path: _target(leaf) for path, leaf in flat.items()}
         with files.damage_named(where):
@@ -166,9 +167,8 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
         ]
         if digests:
             raw = dict(zip(flat, map(_raw, leaves), strict=True))
-            faults = integrity.differing(digests, integrity.of_arrays(raw))
-            if faults:
-                raise integrity.damaged(where, faults)
+            actual = integrity.of_arrays(raw)
+            integrity.require_whole(where, integrity.differing(digests, actual))
         if first and (doubt := files.doubt(where, digests)):
             print(f"note: {where}: {doubt}", file=sys.stderr)
         return jax.tree.unflatten(jax.tree.structure(like), leaves), meta

@@ -134,7 +134,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         **_drawn_here(c),
         "--sampler": c.sampler.is_outside,
         "--max-staleness": c.staleness > 0,
-        "--placement.reference": c.placement.reference.apart,
+        "--placement.reference": c.name == "nash-md" and c.placement.reference.apart,
     },
     "server": lambda c: {"--sampler http://...": isinstance(c.sampler.sampler, Server)},
     "order of the decoder": lambda c: {
@@ -172,7 +172,10 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
             c.recipe.sampler_correction, Recompute
         )
     },
-    "nash-md": lambda c: {f"rlhf-jax {c.name}": c.name == "nash-md"},
+    "draws beside": lambda c: {
+        f"rlhf-jax {c.name}": c.name == "nash-md",
+        "--baseline greedy": getattr(c.method, "baseline", None) == "greedy",
+    },
     "packing": lambda c: {"--packing": c.batch.packing is not None},
     "context": lambda c: {
         "--placement.policy context=N": c.placement.policy.context > 1
@@ -247,9 +250,9 @@ TABLE: Mapping[tuple[str, str], str] = {
     ("other sampler", "uncorrected"): (
         "nothing corrects for the distance of the sampler then; truncate does"
     ),
-    ("nash-md", "mixture apart"): (
-        "its mixture draws beside the policy, and runs with the reference in one "
-        "program"
+    ("draws beside", "mixture apart"): (
+        "its mixture draws beside the policy, in one program, as a baseline's greedy "
+        "responses do"
     ),
     ("packing", "context"): "a head reads packed states from any column",
     ("packing", "padded loss"): "its loss reads rows padded",

@@ -10,7 +10,7 @@ On the command line groups have no prefix, but for `placement.`, `lifecycle.` an
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
 import optax
@@ -230,6 +230,11 @@ class PolicyGradientConfig(RunConfig):
         if self.start.lora is not None or dtype == "float32":
             return 0.0
         return self_check.TOLERANCE[dtype]
+
+    def sampled_at(self, place: Place) -> Self:
+        """The run with its sampler at a place."""
+        placement = dataclasses.replace(self.placement, sampler=place)
+        return dataclasses.replace(self, placement=placement)
 
     def policy_mesh(self) -> Mesh:
         """The policy's mesh, which leaves the devices of every other role free."""

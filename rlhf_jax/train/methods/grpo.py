@@ -20,7 +20,8 @@ of my_verifiers.py in the working directory, in processes of its own and with a 
 limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of greedy
 responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
 rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dr-grpo, dppo, vespo, topr,
-opo, gradient-penalty, ema-pg or reinforce++-baseline.
+opo, remax, gdpo, skywork-or1, top-entropy, clip-cov, kl-cov, gradient-penalty, ema-pg
+or reinforce++-baseline.
 
 A model that solves none of the prompts learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
@@ -46,6 +47,13 @@ from rlhf_jax.train.config.sampler import Sampling
 
 RECIPE = GroupRecipe(temperature=1.0)
 WITHOUT_KL = {"reference": Reference(reference="none")}
+
+OF_DAPO: dict[str, Any] = {
+    "batch": Batch(batch_size=8192, max_new_tokens=20_480),
+    "sampler": Sampling(max_redraws=10),
+    "optimizer": Optimizer(learning_rate=1e-6),
+    **WITHOUT_KL,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +93,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vespo": {"method": grpo.VESPO, **WITHOUT_KL},
     "topr": {"method": grpo.TOPR, **WITHOUT_KL},
     "opo": {"method": grpo.OPO, **WITHOUT_KL},
+    "remax": {"method": grpo.REMAX},
+    "skywork-or1": {"method": grpo.SKYWORK_OR1, **WITHOUT_KL},
+    "gdpo": {"method": grpo.GDPO, **WITHOUT_KL},
+    "clip-cov": {"method": grpo.CLIP_COV, **WITHOUT_KL},
+    "kl-cov": {"method": grpo.KL_COV, **WITHOUT_KL},
+    "dapo": {"method": grpo.DAPO, **OF_DAPO},
+    "top-entropy": {"method": grpo.TOP_ENTROPY, **OF_DAPO},
     "gradient-penalty": {
         "method": grpo.GRADIENT_PENALTY,
         "optimizer": Optimizer(learning_rate=5e-6),
@@ -96,13 +111,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reference": Reference(lifecycle=Lifecycle(move=Mix(every=10, rate=0.1))),
         "batch": Batch(batch_size=2560, max_new_tokens=500),
         "optimizer": Optimizer(learning_rate=1e-6),
-    },
-    "dapo": {
-        "method": grpo.DAPO,
-        "batch": Batch(batch_size=8192, max_new_tokens=20_480),
-        "sampler": Sampling(max_redraws=10),
-        "optimizer": Optimizer(learning_rate=1e-6),
-        **WITHOUT_KL,
     },
     "dr-grpo": {
         "method": grpo.DR_GRPO,

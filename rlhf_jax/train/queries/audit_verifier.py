@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tyro
 
 from rlhf_jax.data import json_lines
-from rlhf_jax.functional.errors import InputError, StopError
+from rlhf_jax.functional.errors import InputError, StopError, located
 from rlhf_jax.runs import command_line, report
 
 SHOWN = 10  # programs that are named of those that are not as they should be
@@ -54,10 +54,8 @@ def audit_verifier(
                 f"{where}: expected a text in {solution_field!r}, got "
                 f"{solution!r:.60}; name the field by --solution-field"
             )
-        try:
+        with located(where, ValueError):
             rows.append(Program(os.path.basename(where), solution, verifier.gold(row)))
-        except ValueError as error:
-            raise InputError(f"{where}: {error}") from None
     cheats = audit.programs(audit.CHEATS)
     tried = [one for one in cheats if one.tests]
     tried += [

@@ -58,6 +58,7 @@ def main(options: Config) -> None:
     options.check()
     sweep = planned.begun(options.sweep)
     writing.check(options.out)
+    results.require(options.sweep, ("runs/",))  # a run without a summary is not done
     runs = planned.runs_of(sweep, out=options.sweep)
     done = sum(run.done for run in runs)
     if not done or not sweep.measures:

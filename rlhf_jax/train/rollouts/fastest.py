@@ -12,7 +12,6 @@ asks the compiler about each.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -78,24 +77,18 @@ def placed(
         fitting = [one for one in layouts if one.bytes <= room]
         best = min(fitting, key=lambda one: one.seconds, default=None)
     if best is None:
-        return at(config, WITH_POLICY), None
+        return config.sampled_at(WITH_POLICY), None
     name = written(best.mesh)
     line = f"Sampling on {name}: {best.token * 1e3:.2f} ms per token at the least"
     if best.mesh == config.placement.policy:
-        return at(config, WITH_POLICY), line
-    return at(config, Place(mesh=best.mesh)), line
+        return config.sampled_at(WITH_POLICY), line
+    return config.sampled_at(Place(mesh=best.mesh)), line
 
 
 def written(mesh: MeshShape) -> str:
     """The axes of a mesh that share anything, as an option takes them."""
     axes = ((axis, size) for axis, size in vars(mesh).items() if size > 1)
     return ",".join(f"{axis}={size}" for axis, size in axes) or "1"
-
-
-def at(config: PolicyGradientConfig, place: Place) -> PolicyGradientConfig:
-    """The run with its sampler at a place."""
-    placement = dataclasses.replace(config.placement, sampler=place)
-    return dataclasses.replace(config, placement=placement)
 
 
 def can_move(config: PolicyGradientConfig) -> bool:
@@ -162,7 +155,7 @@ def layout(
     if shape != config.placement.policy:
         devices = sorted(mesh.devices.flat, key=lambda device: device.id)
         sampling = shape.make(devices)
-        stored = shapes.storage_of_sampler(at(config, Place(mesh=shape)), models)
+        stored = shapes.storage_of_sampler(config.sampled_at(Place(mesh=shape)), models)
         policy = memory_check.bytes_per_device(stored, mesh=sampling)
         if models.base is not None:
             base = memory_check.bytes_per_device(models.base.stored, mesh=sampling)

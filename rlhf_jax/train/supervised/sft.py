@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -40,7 +40,7 @@ from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.data.text import Question
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.functional import masked
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import located, refuse
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models import config as models
 from rlhf_jax.models import decoder, layout
@@ -77,13 +77,16 @@ class Start(Trained):
     """Context of a fresh model, tokens."""
 
     def __post_init__(self) -> None:
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         if self.model is None and self.tokenizer is None:
-            raise InputError(
+            yield (
                 "expected --model, or --tokenizer for a fresh model, got neither; name "
                 "one"
             )
         if self.model is None and self.lora is not None:
-            raise InputError(
+            yield (
                 "--lora: expected --model, the base of adapters, got a fresh model; "
                 "leave --lora out, or name a checkpoint"
             )
@@ -91,7 +94,7 @@ class Start(Trained):
         given = [f.name for f in shape if getattr(self, f.name) != f.default]
         if self.model is not None and given:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise InputError(
+            yield (
                 f"{names}: expected a fresh model, got --model {self.model}, which has "
                 f"a shape of its own; leave out one or the other"
             )
@@ -242,7 +245,7 @@ class SFT(Task[Config]):
 def fresh(options: Start) -> Pretrained:
     """A model of the tokenizer's vocabulary, without parameters."""
     assert options.tokenizer is not None  # checked by Start
-    with hub.named("--tokenizer"):
+    with located("--tokenizer", hub.NoCheckpoint):
         tokenizer = tokenization.load_tokenizer(options.tokenizer)
     vocab_size = 1 + max(tokenizer.get_vocab().values())
     model = models.gpt2(

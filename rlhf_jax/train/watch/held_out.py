@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Array = jax.Array
 Params = Any
 HostArray = Any
-Scored = dict[str, HostArray]  # f32[B] each: TOTAL, and the named rewards
+Scored = dict[str, HostArray]  # f32[B] each: TOTAL, and what the scores are made of
 TOTAL = "score"
 IN_SUMMARY = {  # where the name is not that of the metric
     "eval/greedy_score": "held_out_score",
@@ -61,7 +61,8 @@ class HeldOut:
         self._size = size = min(config.batch.batch_size, whole)
         self._data, self._mesh = data, mesh
         self._samples = config.watch.held_out_samples
-        self._names = {reward.name for reward in config.rewards.rewards}
+        named = [f"reward/{reward.name}" for reward in config.rewards.rewards]
+        self._solving = {TOTAL, *named}  # scores that are above 0 for solved rows
         self._rewards = rewards(rows=data.rows, prompts=data.written_prompts)
         self._episodes = {
             greedy: episodes(data, rows=size, greedy=greedy) for greedy in (True, False)
@@ -83,9 +84,10 @@ class HeldOut:
           `eval/greedy_score`, the mean score of the likeliest responses. With samples
           `eval/score`, their mean score; `eval/pass_at_k`, the share of rows of whose k
           samples one scores above 0; `eval/kl`, k1 to the reference, nats per response;
-          and `eval/length`, tokens. Of the reward NAME of --rewards, before its weight,
-          `eval/greedy_reward/NAME`, `eval/reward/NAME` and `eval/pass_at_k_reward/NAME`
-          are the corresponding numbers.
+          and `eval/length`, tokens. `eval/greedy_reward/NAME`, `eval/reward/NAME`:
+          the means of every part of the scores: the rewards of --rewards, before their
+          weights, which have `eval/pass_at_k_reward/NAME` too, and what each counts, as
+          `eval/reward/refused`.
         """
         greedy = [scored for _, scored in self._drawn(policy, programs, greedy=True)]
         stats: Stats = {
@@ -110,7 +112,11 @@ class HeldOut:
                     kls.append(processes.whole(_kl(rollout, output.logprobs)))
         tables = {name: np.stack(of) for name, of in every.items()}  # [k, rows]
         stats |= {f"eval/{name}": _mean(table) for name, table in tables.items()}
-        solved = {name: _mean((of > 0).any(axis=0)) for name, of in tables.items()}
+        solved = {
+            name: _mean((of > 0).any(axis=0))
+            for name, of in tables.items()
+            if name in self._solving
+        }
         stats["eval/pass_at_k"] = solved.pop(TOTAL)
         stats |= {f"eval/pass_at_k_{name}": share for name, share in solved.items()}
         per_pass = len(lengths) // self._samples
@@ -167,9 +173,8 @@ class HeldOut:
         if output is None:
             return rollout, {TOTAL: np.zeros(len(rollout.index), np.float32)}
         scores = scores_of(output)
-        arrays = {TOTAL: scores.total}
-        for name in sorted(self._names & scores.parts.keys()):
-            arrays[f"reward/{name}"] = scores.parts[name]
+        parts = {f"reward/{name}": scores.parts[name] for name in sorted(scores.parts)}
+        arrays = {TOTAL: scores.total} | parts
         return rollout, {name: processes.whole(x) for name, x in arrays.items()}
 
     def _of_rows(self, parts: list[HostArray]) -> HostArray:

@@ -4,9 +4,9 @@ Calling a function of the code's sends copies of the arguments over, and brings 
 of the result and of what became of the arguments. Every comparison is made here,
 between plain values.
 
-It writes to a pipe, a line each, behind a nonce: `ready`; then `passed` for each test
-passed; then, if it was asked to show it, `printed` and a JSON text; then `end`, what
-there is to say of the code (`refused`, `suspicious`), and why.
+It says over a pipe, behind a nonce each: `ready`; then `passed` for each test passed;
+then, if it was asked to show it, `printed` and a JSON text; then `end`, whether the
+code is `suspicious`, and why it failed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import os
 import sys
 import types
 
+from rlhf_jax.verification.code import wire
 from rlhf_jax.verification.code.link import Link
 from rlhf_jax.verification.isolation import confined
 from rlhf_jax.verification.unit_tests import Names
-from rlhf_jax.verification.values import codec
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
@@ -108,10 +108,11 @@ def main() -> None:
     link = Link(requests, replies)
 
     def say(what: str) -> None:
-        os.write(report, f"{task['nonce']} {what}\n".encode("utf-8", "replace"))
+        text = f"{task['nonce']} {what}".encode("utf-8", "replace")
+        os.write(report, len(text).to_bytes(4, "big") + text)  # as a `Connection` reads
 
     try:
-        codec.receive(replies)
+        wire.receive(link.replies)
         say("ready")
     except EOFError:
         os._exit(1)

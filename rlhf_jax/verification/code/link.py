@@ -10,10 +10,9 @@ import io
 import sys
 import weakref
 
+from rlhf_jax.verification.code import values, wire
 from rlhf_jax.verification.code.objects import LIBRARIES, Class, Function, Handle
-from rlhf_jax.verification.values import codec
-from rlhf_jax.verification.values.codec import Unreadable
-from rlhf_jax.verification.values.strict import Strict
+from rlhf_jax.verification.code.wire import Unreadable
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ class Link:
     """Asks the code's process, one request at a time."""
 
     def __init__(self, requests: int, replies: int) -> None:
-        self.requests, self.replies = requests, replies
+        self.requests = open(requests, "wb")  # noqa: SIM115 - as long as this process
+        self.replies = open(replies, "rb")  # noqa: SIM115
         self.over = self.refused = ""  # why all tests from here on fail
         self.lost: list[str] = []  # what of values did not come over
         self.suspicious = self.reading = False
@@ -112,7 +112,7 @@ class Link:
             raise Unreadable("an object among what values are made of")
         kept = self._send(what, args)
         while True:
-            file, (word, is_none, moved, printed, notes, taken) = self._receive()
+            word, printed, notes, taken, result, nodes, changed = self._receive()
             if printed:
                 sys.stdout.write(f"{printed}")
             for note, suspicious in notes:
@@ -121,21 +121,13 @@ class Link:
             if source and type(taken) is int and taken > 0:
                 source.seek(place + taken)
             if word == "back":
-                self._answer(*self._body(file, [])[0])
+                self._answer(*self._read(result, nodes, [], []))
                 continue
             # A result that is compared with an argument: as that was before the call.
-            apart = self.keeps_arguments and moved and not is_none
-            into = [codec.empty(one, self) for one in kept] if apart else kept
-            value, changed = self._body(file, into)
-            told = (value is None, bool(changed)) == (is_none, moved)
-            if not told or word not in ("ok", "raise"):
-                self._end(FORGED)
-            if apart:
+            if self.keeps_arguments and changed and result is not None:
                 self.lose("a call changed an argument that its result is held to")
-            try:
-                codec.change(into, changed, before=kept if apart else [], side=self)
-            except Exception:
-                self._end(FORGED)
+                kept = values.copies(kept, self)
+            value = self._read(result, nodes, changed, kept)
             if word == "ok":
                 return value
             self.raised = error = self._error(*value)
@@ -145,7 +137,7 @@ class Link:
 
     def parts_of(self, error: BaseException) -> tuple[type[BaseException], list[Any]]:
         """A class of errors that the code knows, and arguments for it."""
-        kinds = (kind for kind in type(error).__mro__ if kind in codec.NAMES)
+        kinds = (kind for kind in type(error).__mro__ if kind in values.NAMES)
         kind = type(error) if "code_number" in vars(type(error)) else next(kinds)
         plain = (None.__class__, bool, int, float, str)
         return kind, [one if type(one) in plain else f"{one}" for one in error.args]
@@ -182,7 +174,7 @@ class Link:
                 self.handed.append(value)
             number = next(n for n, one in enumerate(self.handed) if one is value)
             return "g" if iterates else "f", number
-        if codec.passes(value):
+        if values.passes(value):
             return None
         if isinstance(value, type) or not hasattr(value, "__dict__"):
             self.refuse(f"a {kind.__name__} of the test's cannot be handed to the code")
@@ -239,33 +231,35 @@ class Link:
         if self.over:
             raise Gone(self.over)
         released, self.released, self.what = self.released, [], what
-        writer = codec.Writer(self)
+        writer = wire.Writer(self)
         try:
-            writer.dump(args)
-            codec.send(self.requests, (what, released), writer.buffer)
-        except (ValueError, RecursionError, TypeError) as error:
+            (parts,) = writer.write([args])
+            wire.send(self.requests, [what, released, parts, writer.nodes])
+        except (ValueError, TypeError) as error:
             self.refuse(f"{error}")
         except OSError:
             self._end(ENDED)
-        return writer.kept()
+        return writer.values
 
-    def _receive(self) -> tuple[io.BytesIO, list[Any]]:
+    def _receive(self) -> list[Any]:
         try:
-            file = codec.receive(self.replies)
-            head = codec.head(file)
+            message = wire.receive(self.replies)
         except (EOFError, OSError):
             self._end(ENDED)
         except Unreadable:
             self._end(FORGED)
-        if type(head) is not list or len(head) != 6:
+        if len(message) != 7 or message[0] not in ("ok", "raise", "back"):
             self._end(FORGED)
-        return file, head
+        return message
 
-    def _body(self, file: io.BytesIO, kept: list[Any]) -> Any:
+    def _read(self, part: Any, nodes: Any, changed: Any, kept: list[Any]) -> Any:
+        """What part of a message stands for; refills what of `kept` has changed."""
         self.reading = True
         try:
-            return codec.plain_body(file) or Strict(file, self, kept).load()
-        except Unreadable:
+            reader = wire.Reader(self, nodes, kept)
+            reader.change(changed)
+            return reader.read([part])[0]
+        except Exception:
             self._end(FORGED)
         finally:
             self.reading = False

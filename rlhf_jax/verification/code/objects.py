@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 
-from rlhf_jax.verification.values import codec
+from rlhf_jax.verification.code import values
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 OPERATORS = (
     "add sub mul matmul truediv floordiv mod pow and_ or_ xor neg pos abs invert"
 )
-BASES = {kind.__name__: kind for kind in codec.CHANGE}
 # Modules whose functions tests may use by the names that the code imported them under.
 LIBRARIES = "math cmath copy itertools functools collections statistics string re json"
 LIBRARIES += " heapq bisect fractions decimal datetime random typing builtins"
@@ -115,7 +114,7 @@ class Handle:
                 named = type(self).__name__ == type(other).__name__
                 return named and self._held() == other._held()
         elif self._base and self._made and not isinstance(other, Handle):
-            return BASES[self._base](self._held()) == other
+            return values.CONTAINERS[self._base](self._held()) == other
         self._link.suspicious |= "q" in self._traits and not isinstance(other, Handle)
         return self._refuse("compared")
 

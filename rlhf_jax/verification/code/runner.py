@@ -9,18 +9,16 @@ from __future__ import annotations
 import _thread
 import builtins
 import enum
-import functools
 import io
 import json
 import operator
 import os
-import pickle
 import sys
 import types
 
+from rlhf_jax.verification.code import values, wire
 from rlhf_jax.verification.code.objects import LIBRARIES
 from rlhf_jax.verification.isolation import confined
-from rlhf_jax.verification.values import codec
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
@@ -53,28 +51,17 @@ DONE: dict[str, Callable[..., Any]] = {
     "enter": lambda value: value.__enter__(),
     "exit": left,
     "fields": lambda v: [object.__getattribute__(v, n) for n in _fields(type(v))],
-    "held": lambda value: codec.READ[codec.base_of(type(value))](value),
+    "held": lambda value: list(values.READ[values.base_of(type(value))](value)),
 }
 OTHERS = vars(operator) | vars(builtins) | DONE
-
-
-class Reader(pickle.Unpickler):
-    """Reads what the judge wrote, for one side."""
-
-    side: Any
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """What a message names; `codec.make` refers to what is here."""
-        named = super().find_class(module_name, global_name)
-        make = functools.partial(codec.make, side=self.side)
-        return make if named is codec.make else named
 
 
 class Runner:
     """The code's side of a conversation."""
 
     def __init__(self, requests: int, replies: int) -> None:
-        self.requests, self.replies = requests, replies
+        self.requests = open(requests, "rb")  # noqa: SIM115 - as long as this process
+        self.replies = open(replies, "wb")  # noqa: SIM115
         self.module = types.ModuleType("solution")
         self.objects: dict[int, Any] = {}  # objects that the judge has numbers of
         self.numbers: dict[int, int] = {}  # by id
@@ -91,25 +78,24 @@ class Runner:
     def serve(self) -> Any:
         """Answers requests until there are none; or until a call to the judge returns.
 
-        A request is (what, released numbers) and its arguments; what is a name of
-        `do`, or "ok" or "raise" with what a function of the judge's came to.
+        A request is a name of `do`, or "ok" or "raise" with what a function of the
+        judge's came to; released numbers; and arguments.
         """
         while True:
-            file = codec.receive(self.requests)
-            what, released = codec.head(file)
+            what, released, part, nodes = wire.receive(self.requests)
             for number in released:
                 self.numbers.pop(id(self.objects.pop(number, None)), None)
-            reader = Reader(file)
-            reader.side = self
-            args = reader.load()
+            reader = wire.Reader(self, nodes)
+            (args,), kept = reader.read([part]), reader.values
             if what == "ok":
                 return args
             if what == "raise":
                 raise args[0](*args[1])
-            kept, before = codec.places(reader.memo.copy(), self), {}
-            for place, one in enumerate(kept):
-                if codec.changes(one, self):
-                    before[place] = codec.content(one)
+            before = {
+                number: values.content(value)
+                for number, value in enumerate(kept)
+                if values.changes(value, self)
+            }
             word, self.taken = "ok", 0
             try:
                 value = self.do(what, *args)
@@ -126,17 +112,19 @@ class Runner:
     ) -> None:
         """Sends a result, and what became of the arguments."""
         changed = {}
-        for place, held in before.items():
-            now = codec.content(kept[place])
+        for number, held in before.items():
+            now = values.content(kept[number])
             if len(now) != len(held) or not all(map(operator.is_, now, held)):
-                changed[place] = now
-        body = codec.body(self, kept, value, changed)
+                changed[number] = now
+        writer = wire.Writer(self, kept)
+        (result,) = writer.write([value])
+        refilled = [[number, *writer.write(now)] for number, now in changed.items()]
         notes, self.notes = self.notes, []
         text = self.printed.getvalue().decode("utf-8", "replace")
         self.printed.seek(0)
         self.printed.truncate()
-        head = [word, value is None, bool(changed), text, notes, self.taken]
-        codec.send(self.replies, head, body)
+        message = [word, text, notes, self.taken, result, writer.nodes, refilled]
+        wire.send(self.replies, message)
 
     def do(self, what: str, *args: Any) -> Any:
         """One request."""
@@ -150,8 +138,8 @@ class Runner:
                 sys.stdin = io.StringIO(read)
             result = function(*positional, **named)
             self.taken = sys.stdin.tell() if read is not None else 0
-            base = codec.base_of(type(result))
-            own = type(result) not in codec.READ and base in (None, *codec.CHANGE)
+            base = values.base_of(type(result))
+            own = type(result) not in values.READ and base in (None, *values.CHANGE)
             if what == "make" and own:
                 self.number(result)  # it stays here, as what a test made
             return result
@@ -173,9 +161,9 @@ class Runner:
             text = f"{error}"[:1000]
         except BaseException:  # its own __str__ raised
             text = "an error that cannot be shown"
-        fields = {} if type(error) in codec.NAMES else vars(error)
+        fields = {} if type(error) in values.NAMES else vars(error)
         try:
-            codec.Writer(self).dump((error.args, fields))
+            wire.Writer(self).write([error.args, fields])
         except Exception:
             return type(error), [text], text, {}
         return type(error), list(error.args), text, fields
@@ -189,11 +177,11 @@ class Runner:
 
     def reference(self, value: Any) -> tuple[Any, ...] | None:
         """How what stays here is written, or what the judge handed over."""
-        kind, base = type(value), codec.base_of(type(value))
+        kind, base = type(value), values.base_of(type(value))
         if id(value) in self.standing:
             return self.standing[id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
-            if value in codec.NAMES:
+            if value in values.NAMES:
                 return None
             bases = tuple(b for b in value.__bases__ if issubclass(b, BaseException))
             return "error", self.number(value), value.__name__, bases
@@ -202,7 +190,7 @@ class Runner:
                 base = base if isinstance(value, enum.ReprEnum) else None
             if base is not None:
                 return self.flattened(kind, base)
-            if codec.passes(value) or self.classes.get(kind.__name__) is kind:
+            if values.passes(value) or self.classes.get(kind.__name__) is kind:
                 return None
         traits = "c" * callable(value) + "k" * isinstance(value, type)
         traits += "a" * isinstance(value, types.CoroutineType)
@@ -285,7 +273,7 @@ def main() -> None:
     runner = Runner(*confined.take(settings))
     # Dataclasses and pickle look a class's module up; and this one holds our functions.
     sys.modules["solution"] = sys.modules["__main__"] = runner.module
-    codec.send(runner.replies, "ready", None)
+    wire.send(runner.replies, ["ready"])
     try:
         runner.serve()
     finally:

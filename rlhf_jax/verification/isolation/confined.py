@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 MIB = 2**20
 PRINTED = 2**20  # bytes that are passed on of what a request printed
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2
-LANDLOCK_RESTRICT_SELF = 446
 CAPABILITIES = 0x20080522  # the version of capset(2)'s structures
 
 
@@ -72,7 +71,7 @@ def no_standard_files() -> None:
 
 
 def take(settings: dict[str, Any]) -> tuple[int, int]:
-    """Limits, a Landlock ruleset and a seccomp filter (`ways`), and no privilege.
+    """Limits and a seccomp filter (`ways`), and no privilege.
 
     Returns:
       What were standard input and output, and lead to the judge.
@@ -108,9 +107,6 @@ def _confine(settings: dict[str, Any]) -> None:
         version = (ctypes.c_uint32 * 2)(CAPABILITIES, 0)
         call(libc.capset, version, (ctypes.c_uint32 * 6)())
     call(libc.prctl, PR_SET_NO_NEW_PRIVS, word(1), word(0), word(0), word(0))
-    if (ruleset := settings["ruleset"]) is not None:
-        call(libc.syscall, word(LANDLOCK_RESTRICT_SELF), ruleset, word(0))
-        os.close(ruleset)
     program = bytes.fromhex(settings["filter"])
     read = ctypes.byref(Filter(len(program) // 8, program))
     call(libc.prctl, PR_SET_SECCOMP, word(FILTER), read)

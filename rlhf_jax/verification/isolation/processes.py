@@ -7,12 +7,14 @@ import functools
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,18 +94,18 @@ def started(
     way: str,
     limits: dict[str, float],
 ) -> Iterator[Iterator[str]]:
-    """What the judge writes, a line at a time; its processes end with the block.
+    """What the judge says, one after the other; its processes end with the block.
 
     Args:
       task: goes to the judge's standard input as JSON, with a nonce that begins each of
-        its lines; the first is `ready`.
+        its messages; the first is `ready`.
       code, judge: modules whose `main` runs.
       way: one of `ways.WAYS`, for the process of `code`.
       limits: seconds; memory, file_size and disk in MiB.
 
     Yields:
-      Lines, without the nonce; "" if there will be none, "over: why" when the time is
-      over or the disk is full.
+      What it says, without the nonce; "" if it will say no more, "over: why" when the
+      time is over or the disk is full.
 
     Raises:
       NotStarted: a process did not start.
@@ -111,28 +113,22 @@ def started(
     task = task | {"nonce": secrets.token_hex(16)}
     with contextlib.ExitStack() as stack:
 
-        def opened(end: int, mode: str) -> Any:
-            return stack.enter_context(open(end, mode, buffering=0))
-
-        def pipe() -> tuple[Any, Any]:
-            read, write = os.pipe()
-            return opened(read, "rb"), opened(write, "wb")
+        def pipe() -> tuple[Connection, Connection]:
+            read, write = connection.Pipe(duplex=False)
+            return stack.enter_context(read), stack.enter_context(write)
 
         place = tempfile.mkdtemp(prefix="code-")
         stack.callback(folder.remove, place)
         errors = stack.enter_context(tempfile.TemporaryFile())  # before it is ready
         inside = ways.INSIDE if way == "bubblewrap" else place
         settings = {**limits, "folder": inside, "numpy": ways.numpy_folder()}
-        before, package, ruleset = [], OURS, []
+        before, package = [], OURS
         if way == "bubblewrap":
             before, package = ways.bubblewrap(place), ways.PACKAGE
-        elif way == "landlock":
-            ruleset = [opened(ways.landlock(place), "rb").fileno()]
-        settings["ruleset"] = ruleset[0] if ruleset else None
         settings["filter"] = "" if way == "none" else ways.seccomp().hex()
         to_read, requests = pipe()
         replies, to_write = pipe()
-        lines, report = pipe()
+        link, report = pipe()
         pipes = [file.fileno() for file in (report, requests, replies)]
 
         def start(words: list[str], own: dict[str, Any], **options: Any) -> Any:
@@ -144,7 +140,13 @@ def started(
 
         script = START.format(code)
         words = [*before, *INTERPRETER, script, package]
-        start(words, {}, stdin=to_read, stdout=to_write, pass_fds=ruleset)
+        begin = functools.partial(start, words, {}, stdin=to_read, stdout=to_write)
+        if way == "landlock":  # it holds for a thread and what that starts
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(ways.landlock, place).result()
+                thread.submit(begin).result()
+        else:  # `bwrap` would end with such a thread
+            begin()
         words = [*INTERPRETER, START.format(judge), OURS]
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "pass_fds": pipes}
         judging = start(words, {"pipes": pipes}, stdout=subprocess.DEVNULL, **options)
@@ -152,18 +154,20 @@ def started(
             file.close()
         with contextlib.suppress(BrokenPipeError), judging.stdin:
             judging.stdin.write(json.dumps(task).encode())
-        read = _Lines(lines.fileno(), task["nonce"])
-        if read.next(time.monotonic() + START_SECONDS) != "ready":
+        said = functools.partial(_next, link, f"{task['nonce']} ")
+        if said(time.monotonic() + START_SECONDS) != "ready":
             errors.seek(0)
-            said = errors.read().decode(errors="replace").strip()[-300:]
-            raise NotStarted(f"the process for generated code did not start: {said}")
-        yield _watched(read, place, limits["seconds"], limits["disk"])
+            why = errors.read().decode(errors="replace").strip()[-300:]
+            raise NotStarted(f"the process for generated code did not start: {why}")
+        yield _watched(said, place, limits["seconds"], limits["disk"])
 
 
-def _watched(lines: _Lines, place: str, seconds: float, disk: float) -> Iterator[str]:
+def _watched(
+    said: Callable[[float], str | None], place: str, seconds: float, disk: float
+) -> Iterator[str]:
     end = time.monotonic() + seconds
     while (now := time.monotonic()) <= end:
-        line = lines.next(min(end, now + WATCH_SECONDS))
+        line = said(min(end, now + WATCH_SECONDS))
         if line is not None:
             yield line
         if why := folder.too_much(place, disk=disk):
@@ -171,26 +175,15 @@ def _watched(lines: _Lines, place: str, seconds: float, disk: float) -> Iterator
     yield f"over: took longer than {seconds:g} s"
 
 
-class _Lines:
-    """What the judge writes, a line at a time."""
-
-    def __init__(self, pipe: int, nonce: str) -> None:
-        self.pipe, self.nonce, self.buffer = pipe, f"{nonce} ", b""
-        self.poll = select.poll()
-        self.poll.register(pipe, select.POLLIN)
-
-    def next(self, end: float) -> str | None:
-        """A line; "" if there will be none, None if there is none by `end`."""
-        while b"\n" not in self.buffer:
-            if not self.poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                return None
-            read = os.read(self.pipe, 2**16)
-            if not read:
-                return ""
-            self.buffer += read
-        line, _, self.buffer = self.buffer.partition(b"\n")
-        text = line.decode(errors="replace")
-        return text.removeprefix(self.nonce) if text.startswith(self.nonce) else ""
+def _next(link: Connection, nonce: str, end: float) -> str | None:
+    """What the judge says; "" if it will say no more, None if nothing by `end`."""
+    if not link.poll(max(0.0, end - time.monotonic())):
+        return None
+    try:
+        text = link.recv_bytes().decode(errors="replace")
+    except (EOFError, OSError):
+        return ""
+    return text.removeprefix(nonce) if text.startswith(nonce) else ""
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

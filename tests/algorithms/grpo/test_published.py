@@ -17,7 +17,9 @@ from rlhf_jax import batch, grpo, kl_control, losses, masked, ppo, rewards, stat
 from rlhf_jax.algorithms.flow import selection, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import recipe as policy_recipe
+from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
+from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
 from rlhf_jax.functional import advantages, policy_losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
@@ -38,6 +40,12 @@ RECIPES = {
     "vespo": grpo.VESPO,
     "topr": grpo.TOPR,
     "opo": grpo.OPO,
+    "gdpo": grpo.GDPO,
+    "skywork-or1": grpo.SKYWORK_OR1,
+    "remax": grpo.REMAX,
+    "clip-cov": grpo.CLIP_COV,
+    "kl-cov": grpo.KL_COV,
+    "top-entropy": grpo.TOP_ENTROPY,
     "ema-pg": grpo.EMA_PG,
     "gradient-penalty": grpo.GRADIENT_PENALTY,
     "reinforce++-baseline": grpo.REINFORCE_BASELINE,
@@ -105,6 +113,68 @@ def test_a_group_s_mean_and_deviation_are_of_what_is_kept():
     np.testing.assert_allclose(of_rows(output), expected, rtol=1e-4)
 
 
+def test_each_of_several_rewards_is_normalised_alone():
+    """Of equal sums some have an advantage, and groups are equal in all rewards."""
+    one = np.array([1, 0, 0.5, 0, 3, 3, 3, 3], np.float32)
+    other = np.array([2, 2, 2, 2, 10, 10, 10, 20], np.float32)
+    parts = (toys.array(one), toys.array(other))
+    several = {"rewards": parts, "weights": (1.0, 0.1)}
+    batch = dataclasses.replace(scored(np.full(8, 4.0, np.float32)), **several)
+    options = {"baseline": "group", "group_size": 4, "kl_coef": 0.0}
+    output, stats = grpo.group_experience(batch, normalise="each", **options)
+    expected = advantages.decoupled(
+        jnp.stack(parts), weights=jnp.array([1.0, 0.1]), group_size=4
+    )
+    np.testing.assert_array_equal(of_rows(output), expected)
+    assert 0.5 < abs(float(expected[0])) < 2
+    assert float(masked.mean_stats(stats)["group/equal_fraction"]) == 0
+    parts = (parts[0], toys.array(np.where(np.arange(8) < 4, other, 7)))
+    equal = dataclasses.replace(batch, rewards=parts)
+    _, stats = grpo.group_experience(equal, normalise="each", **options)
+    assert float(masked.mean_stats(stats)["group/equal_fraction"]) == 0.5
+    alone, _ = experience(SCORES, normalise="each")
+    of_one = advantages.decoupled(
+        toys.array(SCORES[None]), weights=jnp.ones(1), group_size=4
+    )
+    np.testing.assert_array_equal(of_rows(alone), of_one)
+
+
+def test_a_greedy_response_is_a_baseline_and_is_not_trained_on():
+    output, stats = experience(baseline="greedy")
+    nan = np.nan
+    np.testing.assert_allclose(of_rows(output), [1, 0, 2, nan, 1, 3, 0, nan])
+    assert float(masked.mean_stats(stats)["response/masked"]) == 2 / 8
+
+
+def test_greedy_responses_are_those_of_the_decoder():
+    """The last of each group whatever the key; the others are samples."""
+    recipe = make(grpo.REMAX)
+    prompts = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4, 2))
+    )
+    prompts = dataclasses.replace(prompts, sample=jnp.arange(8) % 4)
+    draw = toys.jit(grpo.sample, static_argnames=("recipe",))
+    params = toys.params()
+    first, second = (
+        draw(params, prompts=prompts, key=jax.random.key(seed), recipe=recipe)
+        for seed in (0, 1)
+    )
+    for name in ("index", "sample"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(prompts, name))
+    np.testing.assert_array_equal(first.tokens[3::4], second.tokens[3::4])
+    assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
+    logits = toys.logits(params, model=toys.GPT2, tokens=first.tokens, mask=first.mask)
+    best = np.argmax(np.asarray(logits), axis=-1)
+    within = np.asarray(first.response_mask)
+    for row in (3, 7):
+        columns = np.flatnonzero(within[row])
+        np.testing.assert_array_equal(
+            first.tokens[row, columns], best[row, columns - 1]
+        )
+    reported = recipe.reported({"sample": first.sample, "all": jnp.float32(1)})
+    np.testing.assert_array_equal(reported["sample"], [0, 1, 2, 0, 1, 2])
+
+
 def test_a_mean_over_prompts_scales_the_tokens_of_each():
     for aggregation, scaled in (("prompt_mean", True), ("token_mean", False)):
         recipe = make(grpo.RLOO, aggregation=aggregation)
@@ -137,6 +207,12 @@ APART = {
     "vespo": {"surrogate": policy_recipe.VESPO(), "normalise": None},
     "topr": {"surrogate": policy_recipe.TOPR(), "num_minibatches": 1},
     "opo": {"baseline": "length_weighted", "num_epochs": 1},
+    "remax": {"group_size": 2, "baseline": "greedy", "aggregation": "constant"},
+    "skywork-or1": {"entropy_control": EntropyTarget(0.2, 0.005, 1.0)},
+    "gdpo": {"normalise": "each", "aggregation": "sequence_mean"},
+    "clip-cov": {"token_choice": ClipCov(2e-4, low=1.0, high=5.0)},
+    "kl-cov": {"token_choice": KLCov(2e-3, coef=1.0)},
+    "top-entropy": {"token_choice": TopEntropy(0.2), "equal_groups": "leave_out"},
     "ema-pg": {"group_size": 5, "penalty": grpo.EMA_PG.penalty},
     "gradient-penalty": {"gradient_penalty": policy_recipe.GradientPenalty(0.01)},
     "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
@@ -291,6 +367,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
             policy=toys.params(),
             policy_optimizer=MADE["policy_optimizer"],
             kl=kl_control.fixed(0.1),
+            entropy_coef=0.0,
         ),
         prompts=prompts,
         frozen=FrozenModels(reference=toys.freeze(toys.params(seed=3))),
@@ -319,6 +396,9 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         "vespo": {"power": 2.0, "decay": 3.0}
         | {"negative_power": 3.0, "negative_decay": 2.0},
         "topr": {},
+        "clip-cov": {"clip_range": 1.0},
+        "kl-cov": {"clip_range": 1.0, "clip_range_high": 1e6},
+        "top-entropy": {"clip_range": 0.2, "clip_range_high": 0.28},
     }.get(name, {"clip_range": 0.2})
     assert {key: read[key] for key in bounds} == bounds
 
@@ -386,6 +466,18 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
         (
             lambda: policy_recipe.SAPO(temperature_pos=0.0),
             "temperature_pos: expected a finite number above 0",
+        ),
+        (
+            lambda: dataclasses.replace(grpo.GDPO, baseline="leave_one_out"),
+            "normalise: expected 'rollout' or None with baseline 'leave_one_out'",
+        ),
+        (
+            lambda: dataclasses.replace(grpo.GDPO, penalty=grpo.RLOO.penalty),
+            "normalise: expected another than 'each' with a KL in the reward",
+        ),
+        (
+            lambda: dataclasses.replace(grpo.GDPO, scores=ScoreShaping(clip=1.0)),
+            "options of scores, which are about the sum of the rewards",
         ),
         (
             lambda: grpo.GroupRecipe(overlong_mask="all"),

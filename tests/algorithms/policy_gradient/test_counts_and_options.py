@@ -12,7 +12,7 @@ import pytest
 import toys
 
 from rlhf_jax.algorithms import batch, reinforce, sft, state
-from rlhf_jax.algorithms.policy_gradient import algorithm, loss, minibatch_gradients
+from rlhf_jax.algorithms.policy_gradient import algorithm, loss, update
 from rlhf_jax.algorithms.policy_gradient.corrections import Reject, Truncate
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
 from rlhf_jax.functional.kl.control import Adaptive
@@ -166,6 +166,8 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
             ),
             further={},
             sampled=None,
+            chosen=None,
+            entropy_coef=None,
         ),
         kl_coef=0.3,
         num_tokens=jnp.float32(7),
@@ -218,6 +220,8 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
                 advantages=zeros,
                 ref_logprobs=jnp.where(MASK, 0.4, 0.0),
                 sampled=None,
+                chosen=None,
+                entropy_coef=None,
                 further={
                     name: Further(None, jnp.where(MASK, 1.2, 0.0), 0.5)
                     for name in further
@@ -419,7 +423,7 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
 
     monkeypatch.setattr(sft, "loss", loss)
     params = {"w": jnp.float32(3)}
-    gradient, stats = minibatch_gradients.ptx_gradient(
+    gradient, stats = update.ptx_gradient(
         params, texts, recipe=recipe, frozen=NO_MODELS
     )
     assert float(gradient["w"]) == 0.5

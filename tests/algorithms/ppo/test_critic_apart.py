@@ -15,8 +15,8 @@ import toys
 from rlhf_jax import batch, frozen, kl_control, masked, ppo, state
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import PackedParts
 from rlhf_jax.algorithms.ppo import critic_apart
+from rlhf_jax.algorithms.state import PackedParts
 from rlhf_jax.devices import critic_devices, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError

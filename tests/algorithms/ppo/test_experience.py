@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_jax import batch, masked
 from rlhf_jax.algorithms.flow import objective
-from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.ppo import gae_experience
 from rlhf_jax.functional import checks
 
 MASK = np.array(
@@ -67,7 +67,7 @@ def scored(*, garbage: bool = False, **changes) -> batch.Scored:
 @pytest.mark.parametrize("whiten", ["rollout", "minibatch", None])
 @pytest.mark.parametrize("garbage", [False, True])
 def test_experience_against_loops(whiten, garbage):
-    made = experience.gae_experience(
+    made = gae_experience(
         scored(garbage=garbage),
         kl_coef=0.2,
         gamma=0.9,
@@ -90,7 +90,7 @@ def test_experience_against_loops(whiten, garbage):
 
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_advantages_are_whitened_with_the_variance_asked_for(ddof):
-    made = experience.gae_experience(
+    made = gae_experience(
         scored(),
         kl_coef=jnp.float32(0.1),
         gamma=1.0,
@@ -104,7 +104,7 @@ def test_advantages_are_whitened_with_the_variance_asked_for(ddof):
 
 
 def test_without_a_reference_there_is_no_penalty():
-    made = experience.gae_experience(
+    made = gae_experience(
         scored(kl=None, ref_logprobs=None), kl_coef=0.2, gamma=1.0, lam=0.95
     )
     assert made.ref_logprobs is None
@@ -117,7 +117,7 @@ def test_experience_needs_values():
     with pytest.raises(
         checks.InputError, match="expected a rollout scored by a critic"
     ):
-        experience.gae_experience(scored(values=None), kl_coef=0.1, gamma=1.0, lam=0.95)
+        gae_experience(scored(values=None), kl_coef=0.1, gamma=1.0, lam=0.95)
 
 
 def stats_of(output: batch.Scored) -> dict[str, float]:

@@ -19,7 +19,7 @@ from rlhf_jax import batch, kl_control, masked, ppo, rewards, state
 from rlhf_jax.algorithms.flow import rollout, score, shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength
-from rlhf_jax.algorithms.ppo import experience, recipe
+from rlhf_jax.algorithms.ppo import gae_experience, recipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
 
@@ -175,7 +175,7 @@ def scored(*, scores, kl, values, mask) -> batch.Scored:
 def test_whitened_rewards_of_a_rollout_have_the_published_number(ddof, first):
     """Rewards 1.2 to 2.0: with γ = λ = 1 and values 0 a return is what is to come."""
     token_rewards = np.linspace(1.2, 2.0, 9).reshape(3, 3)
-    made = experience.gae_experience(
+    made = gae_experience(
         scored(
             scores=np.zeros(3),
             kl=-token_rewards,
@@ -202,7 +202,7 @@ def test_the_value_after_the_stop_as_published(whiten_rewards):
     kl, values = rng.normal(size=(2, *SHORT.shape))
     scores, last = np.array([1.0, -2.0, 0.5, 3.0]), SHORT[:, 2:].sum(axis=1) - 1
     known = SHORT | np.pad(SHORT[:, :-1], ((0, 0), (1, 0)))
-    made = experience.gae_experience(
+    made = gae_experience(
         # As `score.score` leaves them, 0 where nothing is known.
         scored(
             scores=scores,

@@ -10,8 +10,7 @@ import pytest
 
 from rlhf_jax import kl
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.functional.kl.weighted_estimates import with_sampled_tail
+from rlhf_jax.functional.kl.penalty import Penalty, with_sampled_tail
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
 

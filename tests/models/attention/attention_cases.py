@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 
 from rlhf_jax.models.attention import AttentionMask
-from rlhf_jax.models.context import Cut, balanced
+from rlhf_jax.models.axes import Cut, balanced
 
 SIZE = 29
 # Left padding, right padding, none, packed texts with padding around, padding alone.

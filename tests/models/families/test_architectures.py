@@ -16,7 +16,7 @@ from tiers import one_in
 from rlhf_jax import decode, decoder, kl, logprobs, policy
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import caches
-from rlhf_jax.models.generation.loop import Decoder, Draw
+from rlhf_jax.models.generation.sampling import Decoder, Draw
 
 LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4), 6, 9
 both = pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rlhf_jax import decode, decoder, grpo, policy, ppo
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.generation import continuous_batching, loop, row_shares
+from rlhf_jax.models.generation import continuous_batching, row_shares, sampling
 from rlhf_jax.models.generation.sampling import Shaping
 
 STATIC = (
@@ -193,14 +193,14 @@ def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
 def steps(batch, **options):
     """The samples, and how many rows each call drew for: of prompts and of steps."""
     rows_of_steps = []
-    draw = loop.sample_token
+    draw = sampling.sample_token
 
     def counted(logits, **options):
         jax.debug.callback(lambda: rows_of_steps.append(logits.shape[0]))
         return draw(logits, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "sample_token", counted)
+        patch.setattr(sampling, "sample_token", counted)
         fresh = compiled()
         output = sampled(tiny.GPT2, generate=fresh, **batch, **options)
         jax.block_until_ready(output)

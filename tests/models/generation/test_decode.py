@@ -13,9 +13,8 @@ from places import FIXTURES
 
 from rlhf_jax import decode, decoder, hf, policy
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.generation import loop, sampling
-from rlhf_jax.models.generation.loop import Decoder, Draw
-from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.generation import sampling
+from rlhf_jax.models.generation.sampling import Decoder, Draw, Shaping
 
 STATIC = ("model", "max_new_tokens", "stop_ids", "temperature", "shaping")
 generate = jax.jit(decode.generate, static_argnames=STATIC)
@@ -226,7 +225,7 @@ def test_samples_do_not_depend_on_the_devices(model):
 def test_every_key_is_used_once(monkeypatch):
     """The keys that every row and every turn of the loop draws with."""
     keys_seen = []
-    draw = loop.sample_token
+    draw = sampling.sample_token
 
     def record(data):
         keys_seen.extend(map(tuple, np.asarray(data).tolist()))
@@ -235,7 +234,7 @@ def test_every_key_is_used_once(monkeypatch):
         jax.debug.callback(record, jax.random.key_data(keys))
         return draw(logits, keys=keys, **options)
 
-    monkeypatch.setattr(loop, "sample_token", recorded)
+    monkeypatch.setattr(sampling, "sample_token", recorded)
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
     keys = keys_of(np.repeat(INDEX[:4], 2), np.tile([0, 1], 4))
     whole = jax.jit(

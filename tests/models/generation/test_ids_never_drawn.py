@@ -19,8 +19,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.generation import episode_places, episodes, mixture
 from rlhf_jax.models.generation.episode_places import Arrivals
-from rlhf_jax.models.generation.loop import Decoder
-from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.generation.sampling import Decoder, Shaping
 
 UNUSED = ((0, 2), (5, 6), (10, 13))
 USED = np.array([2, 3, 4, 6, 7, 8, 9])

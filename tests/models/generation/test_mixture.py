@@ -11,7 +11,7 @@ import toys
 from rlhf_jax import policy
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import decode, mixture
-from rlhf_jax.models.generation.loop import Decoder
+from rlhf_jax.models.generation.sampling import Decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 OURS = Decoder(toys.params(), toys.GPT2)

@@ -16,7 +16,7 @@ from tiers import one_in
 
 from rlhf_jax import config, decoder, fingerprint, frozen, policy, ppo, rewards
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.ppo import gae_experience
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import leaves
@@ -420,9 +420,7 @@ def test_no_loss_moves_the_reference(name):
             penalty=options.penalty,
             policy=policy_params,
         )
-        learned = experience.gae_experience(
-            scored, kl_coef=jnp.float32(0.3), gamma=1.0, lam=0.95
-        )
+        learned = gae_experience(scored, kl_coef=jnp.float32(0.3), gamma=1.0, lam=0.95)
         num_tokens = rollout.response_mask.sum(dtype=jnp.float32)
         loss, _ = ppo.ppo_loss(
             *(policy_params, critic),

@@ -454,6 +454,9 @@ def test_a_weighted_sum_names_its_parts():
     assert scores.total.dtype == jnp.float32
     np.testing.assert_array_equal(scores.total, [63.0, 24.5, 41.5])
     assert list(scores.parts) == ["length", "text", "watched"]
+    assert scores.weights == (("length", -0.5), ("text", 2.0), ("watched", 0.0))
+    assert constant(1.0)(answers()).ndim == 1
+    assert rewards.scores_of(constant(1.0)(answers())).weights == ()
     np.testing.assert_array_equal(scores.parts["text"], [32.0, 13.0, 21.0])
     means = masked.mean_stats(rewards.part_stats(scores))
     assert {name: float(mean) for name, mean in means.items()} == {
@@ -628,6 +631,9 @@ def test_ensembles_that_are_refused():
         rewards.combine(MEMBERS, how="mean_minus_std", std_coef=-1.0)
     with pytest.raises(InputError, match=r"risk: expected .* above 0"):
         rewards.combine(list(MEMBERS), how="entropic", risk=0.0)
+    for unread in ({"std_coef": 1.0}, {"risk": 1.0}):
+        with pytest.raises(InputError, match="expected none with how 'mean', which"):
+            rewards.ensemble([lengths, lengths], how="mean", **unread)
     with pytest.raises(ValueError, match=r"member_1 \(3,\)"):
         rewards.combine([MEMBERS[0], MEMBERS[1][1:]], how="mean")
 

@@ -302,3 +302,13 @@ def test_a_sweep_does_not_count_a_damaged_run(whole, tmp_path):
     cut(tmp_path / "sweep/runs/kl_coef=0/seed_0/metrics.jsonl", random.Random(0), None)
     with pytest.raises(InputError, match="expected the files that the run wrote"):
         sweep.main(sweep.Config(file=toml, out=tmp_path / "sweep"))
+
+
+def test_a_paper_is_not_written_without_a_run_that_was_done(whole, tmp_path):
+    """As if it had never been."""
+    shutil.copytree(whole / "sweep", tmp_path / "sweep")
+    summary = "runs/kl_coef=0/seed_0/summary.json"
+    (tmp_path / "sweep" / summary).unlink()
+    with pytest.raises(InputError, match=f"that the sweep wrote, got\n.*{summary}"):
+        paper.main(paper.Config(sweep=tmp_path / "sweep", out=tmp_path / "paper"))
+    assert not (tmp_path / "paper").exists()

@@ -58,7 +58,7 @@ PAIRS = {
     ("other sampler", "uncorrected"): (
         "grpo --sampler here,dtype=int8 --sampler-correction recompute"
     ),
-    ("nash-md", "mixture apart"): "nash-md --placement.reference cpu",
+    ("draws beside", "mixture apart"): "nash-md --placement.reference cpu",
     ("packing", "context"): "grpo --packing auto --placement.policy context=2",
     ("packing", "padded loss"): "distill --reference o --packing auto",
     ("alternatives", "stale sampler"): ("grpo --num-alternatives 2 --max-staleness 1"),

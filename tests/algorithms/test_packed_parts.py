@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.algorithms.policy_gradient.minibatch_gradients import (
+from rlhf_jax.algorithms.state import (
     PackedParts,
     accumulate_packed,
 )

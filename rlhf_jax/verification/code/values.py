@@ -1,0 +1,183 @@
+"""Plain values: what passes between generated code and its tests, and how it is read.
+
+Values of built-in and a few library types pass exactly; a subclass of one is read once,
+by the methods of that type. `wire` has the messages.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+
+TYPE_CHECKING = False  # as typing's, which takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+# How values of a type are read, whatever a subclass has put in place of its methods.
+# What is first, a subclass of both is read as.
+READ: dict[type, Callable[[Any], Any]] = {
+    OrderedDict: OrderedDict.items,
+    **dict.fromkeys((Counter, defaultdict, dict), dict.items),
+    **{kind: kind.__iter__ for kind in (list, deque, set, bytearray)},
+    **{kind: kind.__iter__ for kind in (tuple, frozenset, bytes)},
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+}
+CHANGE = tuple(READ)[:8]  # types whose values a call may change
+PAIRS = CHANGE[:4]
+CONTAINERS = {kind.__name__: kind for kind in CHANGE}
+VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+# Types that pass by their names, as do those of `LIBRARY`, which load late.
+NAMED: dict[str, type] = {
+    f"builtins.{name}": kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and (kind in READ or issubclass(kind, BaseException))
+}
+NAMED |= {f"builtins.{kind.__name__}": kind for kind in (bool, range, slice, object)}
+NAMED |= {f"collections.{kind.__name__}": kind for kind in (*PAIRS[:3], deque)}
+NAMES = {kind: name for name, kind in NAMED.items()}
+LIBRARY = ("decimal.Decimal", "fractions.Fraction", "datetime.timedelta")
+LIBRARY += ("datetime.datetime", "datetime.date", "datetime.time", "array.array")
+
+
+def name_of(kind: Any) -> str:
+    """The name by which a class passes, "" if it does not."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return name if name in LIBRARY else NAMES.get(kind, "")
+
+
+def named(name: str) -> Any:
+    """The class that passes by a name; KeyError if none does."""
+    if name not in LIBRARY:
+        return NAMED[name]
+    module, _, last = name.partition(".")
+    return vars(importlib.import_module(module))[last]
+
+
+def arguments(value: Any) -> tuple[Any, ...]:
+    """What its class, which passes by its name, makes the value of."""
+    kind = type(value)
+    if kind is int:
+        return hex(value), 16
+    if kind is complex:
+        return value.real, value.imag
+    if kind.__name__ == "array":
+        return value.typecode, value.tolist()
+    return () if kind is object else value.__reduce__()[1]
+
+
+def base_of(kind: type) -> Any:
+    """The built-in type as which values of a class are read; None if of none."""
+    return next((base for base in READ if issubclass(kind, base)), None)
+
+
+def plain(value: Any, base: Any) -> Any:
+    """A value of a subclass as one of the built-in type."""
+    if base in CHANGE:
+        made = base()
+        refill(made, content(value, base))
+        return made
+    made = READ[base](value)
+    return base(made) if base in (tuple, frozenset, bytes) else made
+
+
+def passes(value: Any) -> bool:
+    """Whether `wire.Writer` writes it by itself."""
+    kind = type(value)
+    known = name_of(kind) or kind in VIEWS or value is ... or is_array(value)
+    return bool(known) or base_of(kind) is not None
+
+
+def changes(value: Any, side: Any) -> bool:
+    """Whether a call may change it: a container, an array, an object of fields."""
+    kind = type(value)
+    if kind in CHANGE or kind in side.classes.values():
+        return True
+    return is_array(value) and kind is importlib.import_module("numpy").ndarray
+
+
+def content(value: Any, kind: Any = None) -> list[Any]:
+    """What a value that may change holds, in a list.
+
+    Args:
+      kind: the type that it is read as; None is its own.
+    """
+    kind = kind or type(value)
+    if kind in CHANGE and kind not in PAIRS:
+        items = READ[kind](value)
+        return [bytes(items)] if kind is bytearray else list(items)
+    if is_array(value):
+        return array_parts(value)
+    pairs = READ[kind](value) if kind in PAIRS else vars(value).items()
+    return [part for pair in pairs for part in pair]
+
+
+def refill(value: Any, items: list[Any]) -> None:
+    """Makes it hold what `content` said."""
+    kind = type(value)
+    if is_array(value):
+        made = array(*items)
+        if (made.shape, made.dtype) == (value.shape, value.dtype):
+            value[...] = made
+        return
+    into = value if kind in CHANGE else vars(value)
+    into.clear()
+    if kind in PAIRS or kind not in CHANGE:
+        for key, one in zip(items[::2], items[1::2], strict=True):
+            into[key] = one
+    elif kind is set:
+        into.update(items)
+    else:
+        into.extend(items[0] if kind is bytearray else items)
+
+
+def copies(values: list[Any], side: Any) -> list[Any]:
+    """Of those that may change, which hold one another as those do."""
+    made = {}
+    for value in values:
+        if changes(value, side):
+            kind: Any = type(value)
+            new = kind.__new__ if kind in CHANGE else object.__new__
+            made[id(value)] = value.copy() if is_array(value) else new(kind)
+    for value in values:
+        if id(value) in made:
+            parts = [made.get(id(part), part) for part in content(value)]
+            refill(made[id(value)], parts)
+    return [made.get(id(value), value) for value in values]
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array or a number of NumPy's, if that is loaded."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def array_parts(value: Any) -> list[Any]:
+    """The type of an array, its shape, None of a number, and its items."""
+    numpy = importlib.import_module("numpy")
+    plain = numpy.ndarray.view(numpy.asarray(value), numpy.ndarray)
+    items = plain.ravel().tolist() if plain.dtype.hasobject else plain.tobytes()
+    shape = None if isinstance(value, numpy.generic) else plain.shape
+    return [_dtype(plain.dtype.str).str, shape, items]
+
+
+def array(name: str, shape: Any, items: Any) -> Any:
+    """The array of `array_parts`."""
+    numpy = importlib.import_module("numpy")
+    if type(items) is bytes:
+        made = numpy.frombuffer(items, _dtype(name)).copy()
+    else:
+        made = numpy.empty(len(items), "O")
+        made[:] = items
+    return made[0] if shape is None else made.reshape(shape)
+
+
+def _dtype(name: str) -> Any:
+    if name[1:2] not in tuple("biufcSUmMO"):
+        raise ValueError(f"an array of {name} is no plain value")
+    return importlib.import_module("numpy").dtype(name)

@@ -1,1 +1,0 @@
-"""Plain values that cross the border to a hostile process, by copy."""

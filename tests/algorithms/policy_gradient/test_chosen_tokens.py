@@ -1,0 +1,236 @@
+"""Tokens that the policy loss is of, from the choice of a recipe to the gradient."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import toy_turns
+import toys
+
+from rlhf_jax import grpo, kl_control, ppo, state
+from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.algorithms.policy_gradient.token_choice import (
+    ClipCov,
+    KLCov,
+    TopEntropy,
+    choose,
+)
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.roles.reference.frozen import FrozenModels
+
+SCORES = np.array([0.5, -1.0, 0.25, 2.0, -0.5, 1.0], np.float32)
+SHAPE = {
+    "model": toys.GPT2,
+    "policy_optimizer": optax.sgd(0.1),
+    "max_new_tokens": toy_turns.SIZE,
+    "stop_ids": toys.STOP,
+    "penalty": Penalty(placement=None),
+}
+RLOO = grpo.GRPO(**SHAPE, group_size=2, baseline="leave_one_out")
+CHOICES = {
+    "top entropy": TopEntropy(0.3),
+    "Clip-Cov": ClipCov(0.2, low=0.1, high=2.0),
+    "KL-Cov": KLCov(0.3, coef=0.6),
+}
+ENTROPY = np.random.default_rng(3).uniform(0.1, 2.0, toy_turns.SAMPLED.shape)
+
+
+def drawn():
+    """A rollout that is scored, and its experience without a choice."""
+    scored = dataclasses.replace(toy_turns.scored(), scores=toys.array(SCORES))
+    rollout = dataclasses.replace(scored.rollout, entropy=toys.array(ENTROPY))
+    experience, _ = RLOO.experience(scored, kl_coef=jnp.float32(0.0))
+    return rollout, experience
+
+
+def made(choice, *, step=0):
+    """The recipe, the experience with its tokens, and stats."""
+    rollout, experience = drawn()
+    output = choose(experience, rollout=rollout, step=jnp.int32(step), choice=choice)
+    return dataclasses.replace(RLOO, token_choice=choice), *output
+
+
+def covariances(experience):
+    """By token, and what they are of."""
+    cells = oracles.entries(np.asarray(experience.response_mask))
+    pairs = np.array(
+        [
+            (experience.old_logprobs[cell], experience.advantages[cell])
+            for cell in cells
+        ],
+        np.float64,
+    )
+    about = pairs - pairs.mean(axis=0)
+    return dict(zip(cells, about[:, 0] * about[:, 1], strict=True))
+
+
+@functools.partial(toys.jit, static_argnames=("recipe",))
+def terms(params, experience, recipe, counted=None):
+    """(loss, stats) and the gradient, divided by the counts of a mask."""
+    mask = experience.response_mask if counted is None else counted
+
+    def loss(params):
+        output = policy_terms(
+            params,
+            experience=experience,
+            kl_coef=0.0,
+            num_tokens=mask.sum(dtype=jnp.float32),
+            num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+            recipe=recipe,
+        )
+        return output.loss, output.stats
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+def replaced(experience, advantages, *, chosen):
+    """The same experience, with tokens of another choice."""
+    mask = experience.response_mask
+    tokens = jnp.full_like(mask, chosen)
+    return dataclasses.replace(experience, advantages=advantages, chosen=tokens)
+
+
+def close(left, right):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), left, right
+    )
+
+
+def test_the_largest_entropies_alone_are_trained():
+    recipe, experience, stats = made(CHOICES["top entropy"])
+    cells = oracles.entries(np.asarray(experience.response_mask))
+    count = int(0.3 * len(cells))
+    best = set(sorted(cells, key=lambda cell: -ENTROPY[cell])[:count])
+    assert {cell for cell in cells if experience.chosen[cell]} == best
+    assert tuple(map(float, stats["policy/chosen"])) == (count, len(cells))
+    by_hand = np.zeros(ENTROPY.shape, np.float32)
+    for cell in best:
+        by_hand[cell] = experience.advantages[cell]
+    params = toys.params(scale=0.2)
+    (value, _), gradient = terms(params, experience, recipe)
+    alone = replaced(experience, toys.array(by_hand), chosen=True)
+    (expected, _), others = terms(params, alone, recipe)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    close(gradient, others)
+    everything = replaced(experience, experience.advantages, chosen=True)
+    assert abs(float(terms(params, everything, recipe)[0][0] - expected)) > 1e-3
+
+
+def test_clip_cov_leaves_out_a_share_within_its_bounds():
+    drawn = []
+    for step in range(6):
+        recipe, experience, stats = made(CHOICES["Clip-Cov"], step=step)
+        found = covariances(experience)
+        within = {cell for cell, x in found.items() if 0.1 < x < 2.0}
+        left_out = {cell for cell in found if not experience.chosen[cell]}
+        assert left_out <= within
+        assert len(left_out) == int(0.2 * len(found)) < len(within)
+        kept, count = map(float, stats["policy/chosen"])
+        assert (kept, count) == (len(found) - len(left_out), len(found))
+        drawn.append(frozenset(left_out))
+    assert len({*drawn}) > 3  # by chance, and of each iteration its own
+    params = toys.params(scale=0.2)
+    (value, _), _ = terms(params, experience, recipe)
+    kept = jnp.where(experience.chosen, experience.advantages, 0.0)
+    alone = replaced(experience, kept, chosen=True)
+    assert float(value) == pytest.approx(float(terms(params, alone, recipe)[0][0]))
+
+
+def test_kl_cov_holds_the_largest_covariances():
+    recipe, experience, _ = made(CHOICES["KL-Cov"])
+    found = covariances(experience)
+    count = int(0.3 * len(found))
+    best = set(sorted(found, key=lambda cell: -found[cell])[:count])
+    assert {cell for cell in found if experience.chosen[cell]} == best
+    params = toys.params(scale=0.2)
+    (value, stats), _ = terms(params, experience, recipe)
+    none = replaced(experience, experience.advantages, chosen=False)
+    (plain, _), _ = terms(params, none, recipe)
+    held, tokens = map(float, stats["loss/kl_cov"])
+    assert held > 0
+    assert tokens == len(found)
+    assert float(value - plain) == pytest.approx(0.6 * held / tokens, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_parts_of_a_minibatch_add_up(name):
+    recipe, experience, _ = made(CHOICES[name])
+    params = toys.params(scale=0.2)
+    mask = experience.response_mask
+    (value, _), gradient = terms(params, experience, recipe, mask)
+    whole, parts = experience.response_mask, []
+    for number in (0, 1):
+        rows = (jnp.arange(len(whole)) % 2 == number)[:, None]
+        part = dataclasses.replace(experience, response_mask=whole & rows)
+        parts.append(terms(params, part, recipe, whole))
+    assert sum(float(part) for (part, _), _ in parts) == pytest.approx(float(value))
+    close(jax.tree.map(jnp.add, *(part for _, part in parts)), gradient)
+
+
+@pytest.mark.slow
+def test_advantages_that_ppo_whitens_stay_0_where_no_token_is_chosen():
+    """And the choice of an iteration is that of its rollout, at its step."""
+    choice = TopEntropy(0.3)
+    recipe = ppo.PPO(
+        **SHAPE,
+        critic_model=toys.GPT2,
+        critic_optimizer=optax.sgd(0.1),
+        whiten_advantages="minibatch",
+        token_choice=choice,
+    )
+    rollout, experience = drawn()
+    fresh = state.ppo_state(
+        policy=toys.params(scale=0.15),
+        policy_optimizer=recipe.policy_optimizer,
+        critic=toys.scorer(),
+        critic_optimizer=recipe.critic_optimizer,
+        kl=kl_control.fixed(0.0),
+    )
+    program = toys.jit(make_experience, static_argnames=("recipe",))
+    _, whole, stats, _ = program(
+        fresh,
+        rollout=rollout,
+        scores=toys.array(SCORES),
+        frozen=FrozenModels(),
+        recipe=recipe,
+    )
+    expected, _ = choose(experience, rollout=rollout, step=jnp.int32(0), choice=choice)
+    np.testing.assert_array_equal(whole.chosen, expected.chosen)
+    assert float(stats["policy/chosen"][0]) == int(expected.chosen.sum())
+    minibatch, _ = recipe.minibatch_loss(whole, kl_coef=jnp.float32(0.0))
+    others = np.asarray(minibatch.response_mask & ~minibatch.chosen)
+    assert np.abs(np.asarray(minibatch.advantages)[others]).min() > 0
+    params = toys.params(scale=0.2)
+    (value, _), _ = terms(params, minibatch, recipe)
+    kept = jnp.where(minibatch.chosen, minibatch.advantages, 0.0)
+    alone = replaced(minibatch, kept, chosen=True)
+    assert float(value) == pytest.approx(float(terms(params, alone, recipe)[0][0]))
+
+
+def test_without_a_choice_an_experience_is_as_it_was():
+    rollout, experience = drawn()
+    same, none = choose(experience, rollout=rollout, step=jnp.int32(0), choice=None)
+    assert same is experience
+    assert none == {}
+    assert experience.chosen is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopEntropy(0.0), "share: expected a finite number above 0"),
+        (lambda: TopEntropy(1.5), "share: expected a number from 0 to 1"),
+        (lambda: ClipCov(low=2.0, high=1.0), "high: expected a number above 2"),
+        (lambda: KLCov(coef=0.0), "coef: expected a finite number above 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(InputError, match=message):
+        make()

@@ -1,0 +1,302 @@
+"""What crosses the border: plain values, as they are, and nothing that is called."""
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import fractions
+import io
+import json
+
+import numpy as np
+import pytest
+
+from rlhf_jax.verification.code import values, wire
+
+
+class Side:
+    """A side that refers to nothing but objects that say so."""
+
+    def __init__(self):
+        self.classes, self.tuples = {}, {}
+
+    def reference(self, value):
+        return value.parts if isinstance(value, Refers) else None
+
+    def known(self, *parts):
+        return ("known", *parts)
+
+    def shell(self, name):
+        return object.__new__(self.classes[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: int
+    y: int
+
+
+class Refers:
+    parts = ("o", 3)
+
+
+class Node:
+    def __init__(self, value, next=None):
+        self.value, self.next = value, next
+
+
+def passed(value, side=None):
+    side = side or Side()
+    writer = wire.Writer(side)
+    parts = writer.write([value])
+    line = wire.WRITE([parts, writer.nodes])  # as a message has them
+    parts, nodes = wire.READ_LINE(line)
+    return wire.Reader(side, nodes).read(parts)[0]
+
+
+PLAIN = [
+    *(None, True, 0, -(2**70), 2**63, 1.5, float("inf"), -0.0, 2j, ...),
+    *("é\ud83d\ude00", b"\x00\xff"),
+    *([1, [2]], (1, (2,)), {"a": {1: 2}}, {1, 2}, frozenset({(1, 2)}), bytearray(b"a")),
+    *(range(1, 9, 2), slice(1, None), int, KeyError, collections.OrderedDict(a=1)),
+    *(collections.deque([1, 2], 5), collections.Counter("aab")),
+    *(decimal.Decimal("1.10"), fractions.Fraction(1, 3), datetime.date(2024, 2, 29)),
+    *(datetime.datetime(2024, 1, 1, 2), datetime.timedelta(1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=map(repr, PLAIN))
+def test_plain_values_are_as_they_were(value):
+    read = passed(value)
+    assert read == value
+    assert type(read) is type(value)
+    assert repr(read) == repr(value)  # -0.0, the order and the rest
+
+
+def test_integers_may_be_long():
+    """Longer than the decimals that Python reads."""
+    assert passed([10**9999, -(10**9999)]) == [10**9999, -(10**9999)]
+
+
+def test_aliases_and_cycles_keep_their_shape():
+    row = [0]
+    rows = passed([row, row, {"row": row}])
+    assert rows[0] is rows[1] is rows[2]["row"]
+    row.append(row)
+    cycle = passed(row)
+    assert cycle[1] is cycle
+
+
+class Liar(list):
+    def __iter__(self):
+        return iter([9])
+
+    def __len__(self):
+        return 9
+
+    def __eq__(self, other):
+        return True
+
+
+class Deceitful(dict):
+    def items(self):
+        return [("b", 2)]
+
+
+def test_a_subclass_is_read_by_the_methods_of_its_base():
+    for value, plain in (
+        (Liar([1, 2]), [1, 2]),
+        (Deceitful(a=1), {"a": 1}),
+        (type("N", (int,), {"__int__": lambda s: 7})(3), 3),
+        (type("S", (str,), {"__str__": lambda s: "lie"})("a"), "a"),
+        (type("T", (tuple,), {"__iter__": lambda s: iter(())})((1,)), (1,)),
+    ):
+        read = passed(value)
+        assert type(read) is type(plain)
+        assert read == plain
+
+
+def test_named_tuples_have_a_name_and_fields():
+    read = passed(collections.namedtuple("P", "x y")(1, [2]))
+    assert (type(read).__name__, read._fields, tuple(read)) == (
+        "P",
+        ("x", "y"),
+        (1, [2]),
+    )
+    side = Side()
+    pair = collections.namedtuple("P", "x y")
+    lying = {"__iter__": lambda self: iter([9, 9]), "_fields": ("x", "y")}
+    assert passed(type("P", (pair,), lying)(1, 2)) == (1, 2)
+    assert type(passed(pair(1, 2), side)) is type(passed(pair(3, 4), side))
+
+
+def test_arrays_are_values():
+    for array in (np.arange(6.0).reshape(2, 3), np.array([1, 2], np.int8), np.ones(())):
+        read = passed(array)
+        np.testing.assert_array_equal(read, array)
+        assert (read.dtype, read.shape) == (array.dtype, array.shape)
+    assert passed(np.array([1, "a"], object)).tolist() == [1, "a"]
+    number = passed(np.float32(1.5))
+    assert number == 1.5
+    assert type(number) is np.float32
+    with pytest.raises(ValueError, match=r"an array of \|V8 is no plain value"):
+        passed(np.zeros(1, [("a", "i4"), ("b", "i4")]))
+
+
+def test_objects_of_a_known_class_are_their_fields():
+    side = Side()
+    side.classes["Node"] = Node
+    first = Node(1)
+    first.next = Node([2], first)
+    read = passed(first, side)
+    assert (read.value, read.next.value) == (1, [2])
+    assert read.next.next is read
+    assert passed([Refers()]) == [("known", "o", 3)]
+
+
+def test_hashes_of_objects_are_taken_when_their_fields_are_there():
+    side = Side()
+    side.classes["Point"] = Point
+    read = passed({Point(1, 2): 3, (Point(1, 2), 4): {Point(5, 6)}}, side)
+    assert read == {Point(1, 2): 3, (Point(1, 2), 4): {Point(5, 6)}}
+    assert passed(frozenset({Point(7, 8)}), side) == {Point(7, 8)}
+
+
+def test_values_may_be_deep():
+    """Deeper than Python's own limit of calls."""
+    deep = listed = ()
+    for _ in range(5000):
+        deep, listed = (deep,), [listed]
+    for value in (deep, listed):
+        read, depth = passed(value), 0
+        while read:
+            (read,) = read
+            depth += 1
+        assert depth == 5000
+
+
+def test_what_changed_comes_back_in_place():
+    side = Side()
+    inner, mapping = [1], {"a": 1}
+    writer = wire.Writer(side)
+    writer.write([(inner, [inner], mapping)])
+    there = wire.Reader(side, writer.nodes)  # copies
+    place = writer.values.index(inner)
+    copy = there.values[place]
+    assert copy == inner
+    assert copy is not inner
+    copy[:] = [5, there.values[writer.values.index(mapping)]]
+    answer = wire.Writer(side, there.values)
+    result = answer.write([copy])
+    changed = [[place, *answer.write(values.content(copy))]]
+    here = wire.Reader(side, answer.nodes, writer.values)
+    here.change(changed)
+    assert here.read(result)[0] is inner  # a reference, not a copy
+    assert inner == [5, {"a": 1}]
+    assert inner[1] is mapping
+
+
+def test_copies_hold_one_another_as_those_that_they_are_of_do():
+    side = Side()
+    side.classes["Node"] = Node
+    node, array, text = Node(1), np.arange(2), "text"
+    held = [node, array, text]
+    node.next = held
+    kept = [held, node, text, array]
+    made = values.copies(kept, side)
+    assert made[0][0] is made[1]
+    assert made[1].next is made[0]
+    assert made[2] is text
+    made[0][1][0] = 5
+    made[1].value = 6
+    assert (array[0], node.value) == (0, 1)
+    assert (made[3][0], made[3] is made[0][1]) == (5, True)
+
+
+UNREADABLE = (wire.Unreadable, TypeError, ValueError, LookupError, RecursionError)
+FORGED = {
+    "a call of eval": [["call", "builtins.eval", "1"]],
+    "a call of a method": [["call", "builtins.list.__class__", "1"]],
+    "a call of a module's function": [["call", "os.system", "true"]],
+    "a call of a value": [["call", [1], "1"], ["class", "builtins.int"]],
+    "a class of no name": [["class", "collections.abc.Callable"]],
+    "a node of no name": [["pickle", "1"]],
+    "a name that is a list": [[["list"], 1]],
+    "a node that is no list": [5],
+    "a node that is a dictionary": [{"call": 1}],
+    "a table that is a number": 5,
+    "an object of an unknown class": [["object", "Node", "value", 1]],
+    "fields without values": [["dict", "a"]],
+    "a key that cannot be one": [["dict", [1], 1], ["list"]],
+    "a wrong place": [["list", [2]]],
+    "a place before the first": [["list", [-1]]],
+    "a place that is a text": [["list", ["0"]]],
+    "two places": [["list", [0, 0]]],
+    "a dictionary of JSON": [["list", {"a": 1}]],
+    "a value that is its own part": [["tuple", [0]]],
+    "an array of objects from bytes": [
+        *(["array", "|O", [1], [2]], ["tuple", 1], ["bytes", "12345678"]),
+    ],
+    "an array that is too large": [
+        *(["array", "<f8", [1], [2]], ["tuple", 2**40], ["bytes", "12345678"]),
+    ],
+    "a named tuple that is a program": [["named", "P", [1], 1], ["tuple", "a=print()"]],
+    "a bytearray of text": [["bytearray", "abc"]],
+    "a deque of no length": [["deque", "abc"]],
+    "a maker of items that cannot be called": [["defaultdict", 5, "a", 1]],
+}
+
+
+@pytest.mark.parametrize("nodes", FORGED.values(), ids=FORGED)
+def test_a_forged_message_is_refused(nodes):
+    with pytest.raises(UNREADABLE):  # and nothing was called
+        wire.Reader(Side(), nodes)
+
+
+@pytest.mark.parametrize("part", [{}, [], [0], [0, 0], ["a"], [None], [1.5]])
+def test_a_forged_part_is_refused(part):
+    with pytest.raises(UNREADABLE):
+        wire.Reader(Side(), []).read([part])
+
+
+def test_only_a_change_changes_what_was_there_before():
+    kept = [[1], {1: 2}, {1}, (1,), "text"]
+    reader = wire.Reader(Side(), [["list", [0], [1], [2], [3]]], kept)
+    assert reader.read([[5]]) == [[[1], {1: 2}, {1}, (1,)]]
+    reader.change([[3, 5], [4, 5], [5, 6]])  # no containers, or not from before
+    assert kept == [[1], {1: 2}, {1}, (1,), "text"]
+    assert reader.values[5][0] is kept[0]
+    reader.change([[0, 5], [1, 5, 6], [2, 7, [3]]])
+    assert kept == [[5], {5: 6}, {7, (1,)}, (1,), "text"]
+
+
+def test_what_a_message_refers_to_is_not_called():
+    """A function of the tests, say, which the code may call by `runner` alone."""
+    called = []
+    side = Side()
+    side.known = lambda *parts: called.append
+    refer = ["refer", "f", 0]
+    assert wire.Reader(side, [refer]).values == [called.append]
+    with pytest.raises(UNREADABLE):
+        wire.Reader(side, [["call", [1], 5], refer])
+    assert called == []
+
+
+def test_messages_are_lines():
+    pipe = io.BytesIO()
+    for message in ([1, "a\n\ud800\u2028"], [float("inf")]):
+        wire.send(pipe, message)
+    pipe.seek(0)
+    assert wire.receive(pipe) == [1, "a\n\ud800\u2028"]
+    assert wire.receive(pipe) == [float("inf")]
+    with pytest.raises(EOFError):
+        wire.receive(pipe)
+    with pytest.raises(ValueError, match="values are larger than 16 MiB"):
+        wire.send(pipe, ["a" * 2**24])
+
+
+@pytest.mark.parametrize("line", [b"[", b"{}", b"5", b"\xff", b"[" * 10**5, b"[1] [2]"])
+def test_a_line_that_is_no_message_is_refused(line):
+    with pytest.raises(wire.Unreadable):
+        wire.receive(io.BytesIO(line + b"\n"))
+    assert wire.receive(io.BytesIO(json.dumps([1]).encode())) == [1]
