@@ -338,6 +338,7 @@ def test_what_is_known_of_the_temporaries():
         "further",
         "sampled",
         "ref_hidden",
+        *("chosen", "entropy_coef"),
     }  # none by default
     assert fields - of_options == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
