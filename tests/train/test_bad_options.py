@@ -359,7 +359,7 @@ OWN = {
         ),
         ("--num-epochs=0", "num_epochs: expected"),
         ("--num-minibatches=3", "num_minibatches to divide"),
-        ("--surrogate=sapo,clip_range=1", "--surrogate.* clip_range"),
+        ("--surrogate=sapo,clip_range=1", "--surrogate.*'clip_range=1'"),
         ("--temperature=0", "temperature: expected"),
         ("--temperature=inf", "temperature: expected"),
         ("--held-out=/nowhere.jsonl", "/nowhere.jsonl: expected a readable file"),
