@@ -10,7 +10,7 @@
 # v5p has the runtime v2-alpha-tpuv5, and v6e v2-alpha-tpuv6e. CODE is the address of a git
 # repository. Put prompts into /runs on the disk, where the run is too.
 set -euo pipefail
-step=$1
+step=${1:?expected disk, pod, install or run}
 shift
 
 on() {
@@ -46,5 +46,9 @@ run)
     # It outlives the connection. --resume starts a run that is not there yet.
     on all "cd /runs && nohup venv/bin/rlhf-jax $(printf '%q ' "$@")--resume \
         --coordinator auto > \$(hostname).log 2>&1 < /dev/null &"
+    ;;
+*)
+    echo "expected disk, pod, install or run, got '$step'; give one" >&2
+    exit 2
     ;;
 esac

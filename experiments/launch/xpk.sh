@@ -16,7 +16,7 @@
 #   experiments/launch/xpk.sh /runs/grpo grpo --model Qwen/Qwen2.5-0.5B \
 #       --prompts /runs/prompts.jsonl --verifier gsm8k --placement.policy fsdp=16
 set -euo pipefail
-out=$1
+out=${1:?expected the folder of the run, the method and its options}
 shift
 
 # A pod that is evicted has five minutes to save. XPK starts again what ends with a status

@@ -15,7 +15,7 @@ def show(result: dict[str, Any]) -> None:
     """Prints a plan: memory, work, collectives, and the verdict at the end."""
     chip, programs = result["chip"], result["programs"]
     where = f"{result['chips']} x {chip['name']}"
-    print(f"Compiled for {where} by {result['compiler']} compiler, never run")
+    print(f"Compiled for {where}, never run; the compiler is {result['compiler']}")
     for line in (*result.get("auto", ()), result.get("sampler")):
         if line is not None:
             print(line)
@@ -65,10 +65,19 @@ def show(result: dict[str, Any]) -> None:
             if row["sent"] > SHOWN * one["sent_bytes"]
         ],
     )
+    # One chip has no links, and TPUs no network: columns of 0 alone are left out.
+    parts = [
+        name
+        for name in programs[0]["seconds"]
+        if name == "bound" or any(one["seconds"][name] for one in programs)
+    ]
     report.table(
         "Seconds, at the least (roofline)",
-        ("", *programs[0]["seconds"], "by hand"),
-        [(one["name"], *one["seconds"].values(), one["by_hand"]) for one in programs],
+        ("", *parts, "by hand"),
+        [
+            (one["name"], *(one["seconds"][name] for name in parts), one["by_hand"])
+            for one in programs
+        ],
     )
     report.table(
         "Speed, at the most",

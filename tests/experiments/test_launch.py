@@ -127,6 +127,22 @@ def test_a_pod_of_tpus_is_made_and_used(run, monkeypatch):
     assert (str(config.out), joins) == ("grpo", True)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "argv", "message"),
+    [
+        ("tpu_pod.sh", ("instal",), "expected disk, pod, install or run, got 'instal'"),
+        ("tpu_pod.sh", (), "1: expected disk, pod, install or run"),
+        ("xpk.sh", (), "1: expected the folder of the run, the method and its options"),
+        ("slurm.sbatch", (), "1: expected the folder of the run, the method and its"),
+    ],
+)
+def test_a_forgotten_or_misspelt_word_is_told(run, capfd, recipe, argv, message):
+    ended, calls = run(recipe, *argv)
+    assert ended != 0
+    assert calls == []
+    assert message in capfd.readouterr().err
+
+
 def test_skypilot_runs_one_process_on_all_gpus_of_a_machine(monkeypatch):
     recipe = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     assert recipe["resources"]["accelerators"] == "H100:8"

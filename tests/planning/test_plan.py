@@ -636,7 +636,10 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
     assert result["programs"][0]["turns"] == 3
     assert result["peak"]["total"] == max(row["total"] for row in result["alive"])
     text = capsys.readouterr().out
-    assert "Compiled for 8 x v5e by this machine's" in text
+    assert "8 x v5e, never run; the compiler is this machine's, for cpu, whose" in text
+    seconds = text.partition("(roofline)")[2].partition("Speed")[0]
+    assert "latency" in seconds  # of exchanges between the eight chips
+    assert "network" not in seconds  # which TPUs have none of: it would be 0 throughout
     assert f"Fits: {result['peak']['total'] / GIB:.2f} GiB a chip" in text
     asked = []
     monkeypatch.setattr(plan, "plan", lambda *a, **k: asked.append(a) or result)

@@ -59,7 +59,7 @@ def room_for(held, *, remat, rows, columns=10):
 def test_copies_of_the_state_go_where_they_fit():
     config, lines = choose(memory=100 * GIB)
     assert made(config) == (MeshShape(data=8), "none", None)
-    assert lines[0] == "--auto, for 8 x cpu and rows of 10 columns:"
+    assert lines[0] == "--auto, for 8 x NVIDIA H100 80GB HBM3 and rows of 10 columns:"
     held = (STATE + REFERENCE) / GIB
     assert "--placement.policy data=8: models, optimizers and gradi" in lines[1]
     assert f"take {held:.2f} GiB of 90.00 a device" in lines[1]
@@ -171,7 +171,7 @@ def test_a_plan_has_the_choices_of_its_run():
     config, options = planned.parsed("grpo", "--auto", path=path, chip="h100")
     config, lines = job.chosen(config, options)
     assert made(config) == (MeshShape(data=8), "none", None)
-    assert lines[0] == "--auto, for 8 x cpu and rows of 10 columns:"
+    assert lines[0] == "--auto, for 8 x NVIDIA H100 80GB HBM3 and rows of 10 columns:"
     config, options = planned.parsed("grpo", path=path, chip="h100")
     assert job.chosen(config, options) == (config, [])
 
@@ -224,7 +224,7 @@ def test_a_run_goes_on_with_what_was_asked_for_not_with_what_was_chosen(
             grpo("run", "--auto")
     assert stopped.value.code == 128 + signal.SIGTERM
     text = capsys.readouterr().out
-    assert "--auto, for 8 x cpu and rows of 8 columns:" in text
+    assert "--auto, for 8 x NVIDIA H100 80GB HBM3 and rows of 8 columns:" in text
     assert "  --placement.policy data=8: models, optimizers and gradients take" in text
     assert "Sampling on data=8" in text
     config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]

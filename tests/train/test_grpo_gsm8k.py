@@ -249,8 +249,8 @@ def test_the_mixture_of_nash_md_may_have_another_checkpoint(files, tmp_path):
         ("--reference=none", "--reference none: expected none with rlhf-jax nash-md"),
         ("--batch-size=7", "--batch-size: expected an even number, for a response of"),
         ("--mixture=1", "mixture: expected a number above 0 and below 1, got"),
-        ("--placement.reference=last", "as its mixture draws beside the policy, and"),
-        ("--placement.sampler=data=1", "as its mixture draws beside the policy"),
+        ("--placement.reference=last", "as its mixture or greedy responses are"),
+        ("--placement.sampler=data=1", "as its mixture or greedy responses are"),
         (
             "--fixed-length=3",
             "expected options of rlhf-jax nash-md, got '--fixed-length",

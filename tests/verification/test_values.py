@@ -7,6 +7,7 @@ import decimal
 import fractions
 import io
 import json
+import zoneinfo
 
 import numpy as np
 import pytest
@@ -62,6 +63,9 @@ PLAIN = [
     *(collections.deque([1, 2], 5), collections.Counter("aab")),
     *(decimal.Decimal("1.10"), fractions.Fraction(1, 3), datetime.date(2024, 2, 29)),
     *(datetime.datetime(2024, 1, 1, 2), datetime.timedelta(1, 2, 3)),
+    *(datetime.UTC, datetime.timezone(datetime.timedelta(hours=-1), "X")),
+    datetime.datetime(2024, 1, 1, 2, fold=1, tzinfo=datetime.UTC),
+    *(datetime.time(2, fold=1), datetime.time(2, tzinfo=datetime.UTC)),
 ]
 
 
@@ -71,6 +75,14 @@ def test_plain_values_are_as_they_were(value):
     assert read == value
     assert type(read) is type(value)
     assert repr(read) == repr(value)  # -0.0, the order and the rest
+
+
+def test_a_time_in_another_zone_is_no_plain_value():
+    """And is refused: a reader would take what stands for its zone for a forgery."""
+    time = datetime.datetime(2024, 1, 1, tzinfo=zoneinfo.ZoneInfo("Etc/UTC"))
+    for value in (time, time.timetz()):
+        with pytest.raises(ValueError, match="with a ZoneInfo is no plain value"):
+            passed([value])
 
 
 def test_integers_may_be_long():

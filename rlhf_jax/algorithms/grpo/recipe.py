@@ -54,9 +54,9 @@ class GroupRecipe(PolicyRecipe):
     each divides every reward by that of its group, and their weighted sum by that of
     all responses (GDPO). None does not divide."""
     kl_to_go: bool = False
-    """Whether each token has the KL in the reward of itself and of those after it,
-    beside an advantage of the score alone (FRPO); else baseline and deviation are of
-    both."""
+    """Whether the KL in the reward is credited per token (FRPO): a token's advantage is
+    that of the score, less β times the KL of this token and of all later ones.
+    Otherwise baseline and deviation are of score and KL together."""
     overlong_mask: OverlongMask = None
     """What a response without a stop token is left out of: loss is the loss (DAPO),
     group the mean and deviation of its group as well; None trains on it."""

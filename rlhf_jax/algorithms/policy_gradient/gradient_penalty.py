@@ -28,7 +28,8 @@ class GradientPenalty:
     strength: float
     """γ: weight of half the squared norm of the gradient."""
     step: float = 1e-3
-    """ε: step along the gradient, over which the difference is taken."""
+    """ε: step along the gradient, over which the difference is taken; larger where a
+    forward pass in bfloat16 would round it away."""
     max_norm: float | None = 10.0
     """Largest norm of each of the two gradients; None clips neither."""
 

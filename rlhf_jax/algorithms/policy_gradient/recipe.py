@@ -190,15 +190,16 @@ class PolicyRecipe:
     the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None
     disables it."""
     token_choice: TokenChoice | None = None
-    """Which tokens of a batch the policy loss is of: with top_entropy the share=0.2
-    with the largest entropies; with clip_cov all but up to share=0.0002, drawn among
-    those whose covariance of log-prob and advantage is from low=1 to high=5; with
-    kl_cov all, and coef=1 times |log π − log π_old| at the share=0.002 with the largest
-    covariances. None is all."""
+    """Which tokens of a batch the policy loss covers: top_entropy the share=0.2 with
+    the largest entropies; clip_cov all but up to share=0.0002, drawn among those whose
+    covariance of log-prob and advantage is from low=1 to high=5; kl_cov all, and it
+    adds coef=1 times |log π − log π_old| at the share=0.002 with the largest
+    covariances; None all."""
     gradient_penalty: GradientPenalty | None = None
     """Gradient regularisation in the KL's place: strength=γ weights half the squared
-    norm of the policy's gradient, by a difference over step=0.001 along it, both
-    gradients clipped to max_norm=10; None disables it."""
+    norm of the policy's gradient, by a difference over step=0.001 along it (with
+    --dtype bfloat16, which rounds so small a step away, give step=0.01), both gradients
+    clipped to max_norm=10; None disables it."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; with entropy_control the first one."""
     entropy_control: EntropyTarget | None = None

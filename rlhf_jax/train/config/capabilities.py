@@ -43,6 +43,8 @@ def _asks_for_reference(c: Config) -> dict[str, bool]:
         "--lifecycle": chosen.lifecycle != FROZEN,
         "--placement.reference": c.placement.reference != WITH_POLICY,
         "exact --penalty": c.method.penalty.needs_logits,
+        "--penalty.reference-share": c.method.penalty.reference_share is not None,
+        "--kl-to-go": getattr(c.method, "kl_to_go", False),
         "--reference-storage": stored and c.start.lora is None,
         f"rlhf-jax {c.name}": c.name in ("online-dpo", "nash-md", "distill"),
     }
@@ -259,8 +261,8 @@ TABLE: Mapping[tuple[str, str], str] = {
         "nothing corrects for the distance of the sampler then; truncate does"
     ),
     ("draws beside", "mixture apart"): (
-        "its mixture draws beside the policy, in one program, as a baseline's greedy "
-        "responses do"
+        "its mixture or greedy responses are drawn beside the policy's samples, in one "
+        "program"
     ),
     ("packing", "context"): "a head reads packed states from any column",
     ("packing", "padded loss"): "its loss reads rows padded",

@@ -66,9 +66,9 @@ class PolicyGradientConfig(RunConfig):
     """Seconds that sampling, rewards and judge may still take after SIGTERM or Ctrl-C.
     Then the state from before this step is saved, and the run ends."""
     auto: tuple[AutoChoice, ...] | None = None
-    """Choices that are made by hand from model, devices and lengths, and printed: mesh
-    of the policy, remat, micro-batch, and rows of the KV cache (cache); --auto alone
-    makes all of them. Options that are not at their default stay."""
+    """What an estimate from model, devices and lengths chooses, and prints: mesh of the
+    policy, remat, micro-batch, and rows of the KV cache (cache); --auto alone chooses
+    all of them. Options that are not at their default stay."""
     check_memory: bool = True
     """Whether a run that cannot fit is refused before weights are read."""
 

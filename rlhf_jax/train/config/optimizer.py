@@ -12,7 +12,7 @@ import optax
 
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.errors import InputError, located
 from rlhf_jax.runs.command_line.options import load_function
 
 POLICY, REWARD_MODEL = "policy", "reward_model"  # where a critic starts
@@ -231,3 +231,7 @@ class Critic(Optimizer):
     start: str = POLICY
     """Model whose trunk the critic starts with: policy, reward_model, or a checkpoint
     of any shape; values start at 0, or as the reward model's scores."""
+
+    def __post_init__(self) -> None:
+        with located("critic"):
+            super().__post_init__()

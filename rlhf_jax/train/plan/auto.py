@@ -84,14 +84,15 @@ def chosen(
     """
     if config.auto is None:
         return config, []
-    count, kind = len(among.devices), among.devices[0].device_kind
+    count = len(among.devices)
     if among.chip is None:
+        kind = among.devices[0].device_kind
         return config, [
             f"--auto: no figures of {kind} are known, so that every option stays; the "
             f"policy is on {config.placement.policy.size} of {count} devices"
         ]
     columns = prompt + config.batch.max_new_tokens
-    head = f"--auto, for {count} x {kind} and rows of {columns:,} columns:"
+    head = f"--auto, for {count} x {among.chip.kind} and rows of {columns:,} columns:"
     fits = list(_fits(config, start, among, columns=columns))
     if not fits:
         return config, [

@@ -110,6 +110,11 @@ def _of_run(run: Path) -> Outcome:
     """Files, exported models, snapshots and frozen models of a run, with tables."""
     has_snapshots = any((run / "snapshots").glob("*/*"))
     of_files = run_files.check(run)
+    if not (run / run_files.SUMMARY).exists():
+        print(
+            f"{run} has no {run_files.SUMMARY}: it has not ended, or that file is lost; "
+            f"only what its snapshots hold the sums of is checked"
+        )
     for path in sorted(run.glob(f"*{MANIFEST}")):
         model = path.with_suffix("")
         proven = (run / run_files.SUMMARY).exists() and path.name not in of_files.added

@@ -42,7 +42,8 @@ NAMED |= {f"builtins.{kind.__name__}": kind for kind in (bool, range, slice, obj
 NAMED |= {f"collections.{kind.__name__}": kind for kind in (*PAIRS[:3], deque)}
 NAMES = {kind: name for name, kind in NAMED.items()}
 LIBRARY = ("decimal.Decimal", "fractions.Fraction", "datetime.timedelta")
-LIBRARY += ("datetime.datetime", "datetime.date", "datetime.time", "array.array")
+LIBRARY += ("datetime.datetime", "datetime.date", "datetime.time", "datetime.timezone")
+LIBRARY += ("array.array",)
 
 
 def name_of(kind: Any) -> str:
@@ -60,7 +61,11 @@ def named(name: str) -> Any:
 
 
 def arguments(value: Any) -> tuple[Any, ...]:
-    """What its class, which passes by its name, makes the value of."""
+    """What its class, which passes by its name, makes the value of.
+
+    Raises:
+      ValueError: it holds a time zone that does not pass, as a `ZoneInfo`.
+    """
     kind = type(value)
     if kind is int:
         return hex(value), 16
@@ -68,7 +73,12 @@ def arguments(value: Any) -> tuple[Any, ...]:
         return value.real, value.imag
     if kind.__name__ == "array":
         return value.typecode, value.tolist()
-    return () if kind is object else value.__reduce__()[1]
+    zone = getattr(value, "tzinfo", None) if kind.__module__ == "datetime" else None
+    if zone is not None and not name_of(type(zone)):
+        other = type(zone).__name__
+        raise ValueError(f"a {kind.__name__} with a {other} is no plain value")
+    # The protocol that has `fold` of a time.
+    return () if kind is object else value.__reduce_ex__(4)[1]
 
 
 def base_of(kind: type) -> Any:

@@ -88,7 +88,7 @@ def test_what_is_whole_is_proven(whole, capsys):
     for name in ("run", "other", "evaluation", "sweep", "run/model", "run/adapter"):
         assert status("verify", whole / name) == 0, capsys.readouterr()
     printed = capsys.readouterr().out
-    for word in ("not proven", "since", "added"):
+    for word in ("not proven", "since", "added", "has no summary.json"):
         assert word not in printed
     files = len([*(whole / "run" / "model").iterdir()])
     assert files > 3
@@ -116,7 +116,9 @@ def test_what_users_add_is_named_and_is_no_damage(whole, tmp_path, capsys):
     assert printed.partition(header)[2].startswith("".join(f"  {n}\n" for n in added))
     (out / "summary.json").unlink()  # a run under way has not ended
     assert status("verify", out) == 0
-    assert "eval/" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "eval/" not in printed
+    assert f"{out} has no summary.json: it has not ended, or that file is" in printed
 
 
 # Each damages one file; False where the file does not allow it.

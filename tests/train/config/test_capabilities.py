@@ -146,6 +146,15 @@ def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, 
             ("no reference", "asks for a reference"),
         ),
         (
+            "ppo --reference none --penalty.reference-share 0.5",
+            ("no reference", "asks for a reference"),
+        ),
+        (
+            "grpo --reference none --kl-to-go --penalty.placement reward "
+            "--penalty.grad-estimator None",
+            ("no reference", "asks for a reference"),
+        ),
+        (
             "online-dpo --lifecycle.kl-every 2",
             ("further references or steps without one", "one reference"),
         ),

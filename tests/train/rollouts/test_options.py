@@ -65,7 +65,7 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
             "--max-staleness=1 --max-redraws=2",
             "--max-redraws: expected none with --max-staleness",
         ),
-        (nash_md, "--max-staleness=1", "its mixture draws beside the policy"),
+        (nash_md, "--max-staleness=1", "its mixture or greedy responses are drawn"),
     ],
 )
 def test_what_does_not_go_with_an_older_sampler(trainer, argv, message, capsys):
