@@ -226,7 +226,12 @@ UNUSED = (  # by a run of PPO that chooses none of what they are for
         "runs.loggers",
         "runs.profile.profiler",
     ),
-    *("samplers.protocol", "train.config.supervised", "verification.user_objects"),
+    *(
+        "train.plan.auto",
+        "samplers.protocol",
+        "train.config.supervised",
+        "verification.user_objects",
+    ),
 )
 
 

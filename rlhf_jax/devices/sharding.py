@@ -183,7 +183,8 @@ def _elsewhere(
 
     lora_b is [layers, rank, heads], and on fsdp alone `heads` has no axis; nor has
     `embed` of lora_a on tensor alone. Adapters and their moments add up to gigabytes
-    where every device has them all.
+    where every device has them all. A loop over tokens has a cast copy of adapters that
+    is placed by `axes.beside_kernel`.
     """
     for rule in (rule for rule in ("embed", "heads") if rule in rules):
         spread = [

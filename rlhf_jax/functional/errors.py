@@ -36,6 +36,12 @@ def located(where: str, kind: type[Exception] = InputError) -> Iterator[None]:
     Traceback (most recent call last):
         ...
     rlhf_jax.functional.errors.InputError: --placement.policy: expected a mesh, got none
+    >>> with located("prompts.jsonl:3", ValueError):
+    ...     int("3a", base=10)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: prompts.jsonl:3: invalid literal for int()
+        with base 10: '3a'
     """
     try:
         yield
@@ -52,6 +58,11 @@ def expect_none(because: str, *, advice: str, **options: object) -> None:
         ...
     rlhf_jax.functional.errors.InputError: target_margin: expected none with kind 'ipo',
         got 0.5; leave it out
+    >>> expect_none("without --lora", advice="add it", alpha=None, rank=0)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: rank: expected none without --lora, got 0;
+        add it
     """
     for name, value in options.items():
         if value is not None:
@@ -62,6 +73,10 @@ def refuse(faults: Iterable[str]) -> None:
     """InputError with every fault, a line each; nothing where there is none.
 
     >>> refuse([])
+    >>> refuse(["top_k: expected 1 or more, got 0"])
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.errors.InputError: top_k: expected 1 or more, got 0
     >>> refuse(["top_k: expected 1 or more, got 0", "top_p: expected 1, got 2"])
     Traceback (most recent call last):
         ...

@@ -70,7 +70,7 @@ def layers_to_decode(
         for path, leaf in tuple(flat.items()):
             if leaves.is_stored(leaf) or leaf.ndim < 2:  # norms compute in float32
                 continue
-            flat[path] = leaf.astype(model.dtype)
+            flat[path] = axes.beside_kernel(leaf.astype(model.dtype), path)
             if path[-1] == "kernel" and rows <= model.transposed_rows:
                 flat[*path[:-1], "transposed"] = flat.pop(path).T
         return traverse_util.unflatten_dict(flat)

@@ -35,7 +35,6 @@ from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.loop import Begun, Loop, improve
-from rlhf_jax.train.plan import auto
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
@@ -244,6 +243,8 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
 
 def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     """The run with what `--auto` chooses, which is printed."""
+    from rlhf_jax.train.plan import auto  # few runs ask for it
+
     devices = jax.devices()
     chip = chips.of_device(devices[0])
     among = auto.Devices(

@@ -84,6 +84,7 @@ def computed(params, tokens, mask, *, model):
             top_k=4,
             tokens=tokens,
         )
+        assert inside.dtype == bool
         scorer = {"trunk": params, "score": score}
         return {
             "log-probs": logprobs,

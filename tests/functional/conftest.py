@@ -29,6 +29,8 @@ def checked(function: Callable) -> Callable:
     """
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function)
+    if inspect.isgeneratorfunction(inspect.unwrap(function)):
+        hints["return"] = typing.Any  # what it yields: the result is a context
     met = set()
 
     @functools.wraps(function)

@@ -27,6 +27,7 @@ SIZES = {
 # The chips that decode together, by `train/rollouts/fastest.py`: no more than heads of
 # keys, and fewer where the latency of sums outweighs what is read.
 TOGETHER = {"8B": 8, "1.5B": 2}
+FEW = 4  # exchanges of [B] for a token: of tokens drawn, of rows that have stopped
 
 
 def cases():
@@ -73,6 +74,14 @@ def test_a_token_reads_weights_and_cache_once(compiled):
     # A TPU keeps some of them on the chip from token to token.
     kept = 0.05 if topology == H100 else 0.25
     assert (1 - kept) * least < found["sampling"]["bytes"] < 1.2 * least
+
+
+def test_a_token_exchanges_what_its_layers_sum(compiled):
+    """Two sums per layer, one of the embedding, the logits; and the tokens drawn."""
+    (_, size, _, _), found = compiled
+    together = f"tensor={TOGETHER[size]}" in found["layout"]
+    least = 2 * gate.LAYERS + 2 if together else 0
+    assert least <= found["sampling"]["seconds"]["exchanges"] <= least + FEW
 
 
 def test_weights_stay_where_they_are_from_token_to_token(compiled):

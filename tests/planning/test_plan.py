@@ -338,6 +338,7 @@ def test_what_is_known_of_the_temporaries():
         "further",
         "sampled",
         "ref_hidden",
+        *("chosen", "entropy_coef"),
     }  # none by default
     assert fields - of_options == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
@@ -740,6 +741,9 @@ def test_a_token_of_8b_on_eight_h100_by_hand(name, data, prompt, new):
     assert max(turn["memory"], turn["links"]) < 1.7e-3
     assert turn["latency"] == pytest.approx(6.6e-6 * turn["exchanges"])
     assert turn["bound"] == pytest.approx(turn["memory"] + turn["latency"])
+    # Two sums per layer, one of the embedding, the logits; and the tokens drawn.
+    assert 66 <= turn["exchanges"] <= 66 + 4
+    assert turn["bound"] < 1.7e-3
 
 
 def test_on_64_v5e_a_rollout_is_not_bound_by_links_where_its_layout_is_chosen():

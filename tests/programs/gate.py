@@ -22,7 +22,7 @@ import sys
 import jax
 import planned
 
-from rlhf_jax.devices import precision
+from rlhf_jax.devices import precision, sharding
 from rlhf_jax.models.families import registry
 from rlhf_jax.planning import cost, measured, memory_check
 from rlhf_jax.planning.hlo import exchanges, instructions, parsing
@@ -183,6 +183,7 @@ def main():
     names, words = rest[:at], rest[at + 1 :]
     shape = dataclasses.replace(registry.KNOWN[MODELS[size]], num_layers=LAYERS)
     registry.KNOWN["gate"] = shape
+    spread_as_all_layers(registry.KNOWN[MODELS[size]].num_layers)
     config, options = planned.parsed(
         *("grpo", f"--topology={topology}", f"--placement.policy={mesh}"),
         *("--dtype=bfloat16", "--remat=full", "--reference-storage.dtype=bfloat16"),
@@ -194,6 +195,12 @@ def main():
     )
     with precision.of(config.compute_dtype):
         print(json.dumps(figures(config, options, names)))
+
+
+def spread_as_all_layers(count):
+    """Shares leaves of two layers among devices as those of all layers would be."""
+    for function in (sharding.shardings, sharding.create, sharding.place):
+        function.__kwdefaults__["small"] = sharding.SMALL * LAYERS // count
 
 
 def figures(config, options, names):

@@ -223,6 +223,12 @@ def test_copies_hold_one_another_as_those_that_they_are_of_do():
     made[1].value = 6
     assert (array[0], node.value) == (0, 1)
     assert (made[3][0], made[3] is made[0][1]) == (5, True)
+    short, counts = collections.deque([1, 2], maxlen=2), collections.defaultdict(int)
+    others = values.copies([short, counts], side)
+    others[0].append(3)
+    others[1]["a"] += 1
+    assert others == [collections.deque([2, 3]), {"a": 1}]
+    assert (list(short), counts) == ([1, 2], {})
 
 
 UNREADABLE = (wire.Unreadable, TypeError, ValueError, LookupError, RecursionError)

@@ -88,7 +88,7 @@ def group_experience(
     # f32[B]: score and -β·KL of the whole response, which is one action here.
     totals = masked.masked_sum(rewards, mask=mask, axis=1)
     if kl_to_go:
-        # Not less the KL again: a response without a token has a score all the same.
+        # A response without a token has no reward, as in the sum above.
         totals = jnp.where(mask.any(axis=1), scored.scores, 0.0)
     if scored.turn_rewards is not None:
         # After the totals: however turns share a score, equal scores stay equal.
@@ -109,8 +109,11 @@ def group_experience(
     groups = {"group_size": group_size, "row_mask": row_mask}
     alike = equal_groups(totals, **groups)
     if normalise == "each":
-        each = scored.rewards or (totals,)
-        weights = jnp.array(scored.weights or (1.0,), jnp.float32)
+        parts = zip(scored.rewards, scored.weights, strict=True)
+        # Those of weight 0 are logged alone: they tell no responses apart.
+        counted = [(one, weight) for one, weight in parts if weight] or [(totals, 1.0)]
+        each, weights = zip(*counted, strict=True)
+        weights = jnp.array(weights, jnp.float32)
         of_rows = decoupled(jnp.stack(each), weights=weights, **groups)
         # Equal sums of rewards may teach something.
         alike = jnp.stack([equal_groups(one, **groups) for one in each]).all(axis=0)

@@ -43,6 +43,10 @@ def control(
 ) -> tuple[TrainState, PolicyExperience, masked.Stats]:
     """The state with the next coefficient, the experience with that of this iteration.
 
+    Args:
+      rollout: the rows whose entropy counts, `recipe.reported`. Without a token in them
+        there is no bonus, and the coefficient stays.
+
     Returns:
       As they came without a target; else `objective/entropy_coef` as well, reward units
       per nat.
@@ -60,15 +64,17 @@ def control(
     from rlhf_jax.functional.entropy_control import controlled
 
     mask = rollout.response_mask
+    mean = masked.masked_mean(rollout.entropy, mask=mask)
     applied, coef = controlled(
         state.entropy_coef,
-        entropy=masked.masked_mean(rollout.entropy, mask=mask),
+        # The mean of no tokens is 0 there, which would be below every target.
+        entropy=jnp.where(mask.any(), mean, jnp.nan),
         target=target.target,
         increment=target.increment,
         largest=target.largest,
     )
     # By row, as minibatches and their parts are cut from the experience.
-    of_rows = jnp.broadcast_to(applied, mask.shape[:1])
+    of_rows = jnp.broadcast_to(applied, experience.response_mask.shape[:1])
     return (
         dataclasses.replace(state, entropy_coef=coef),
         dataclasses.replace(experience, entropy_coef=of_rows),

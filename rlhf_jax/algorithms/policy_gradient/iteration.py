@@ -301,7 +301,10 @@ def make_experience(
         experience, rollout=rollout, step=state.step, choice=recipe.token_choice
     )
     state, experience, control_stats = entropy_control.control(
-        state, experience, rollout=rollout, target=recipe.entropy_control
+        state,
+        experience,
+        rollout=recipe.reported(rollout),
+        target=recipe.entropy_control,
     )
     ref_hidden = None
     # [B, S, D] in every minibatch is costly: only distillation keeps it.

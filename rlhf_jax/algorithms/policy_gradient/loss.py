@@ -70,7 +70,8 @@ def policy_terms(
     """L = policy_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
     β·kl_loss is there with a penalty in the loss (`recipe.penalty`), the entropy
-    with `recipe.entropy_coef`. With further references in the experience, kl_loss is
+    with `recipe.entropy_coef` or `entropy_control`, and coef·`kl_cov_loss` beside them
+    with `token_choice.KLCov`. With further references in the experience, kl_loss is
     kl_loss(π, π_ref) + Σ_i w_i·kl_loss(π, π_i). policy_loss is that of
     `recipe.surrogate`.
 
@@ -179,6 +180,7 @@ def policy_terms(
                         *exact,
                         logprobs=logprobs,
                         ref_logprobs=ref_logprobs,
+                        mask=mask,
                         log_weights=logprobs - experience.behaviour_logprobs
                         if recipe.penalty.weights_tail
                         else None,

@@ -241,7 +241,7 @@ class PolicyRecipe:
         if self.entropy_control is not None:
             checks.within(
                 most=self.entropy_control.largest,
-                advice="lower it, or raise largest of entropy_control",
+                advice="entropy_control starts from it: lower it, or raise largest",
                 entropy_coef=self.entropy_coef,
             )
         checks.within(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.errors import expect_none, refuse
+from rlhf_jax.functional.errors import refuse
 from rlhf_jax.functional.kl import estimators, gradients
 from rlhf_jax.functional.kl.gradients import Estimator
 
@@ -50,7 +50,6 @@ class Penalty:
     """With top_k, what stands for all other tokens: bucket is one outcome, so that the
     KL is a lower bound; sampled is the sampled token where it is one of them (EMA-PG),
     unbiased in the loss."""
-
     reference_share: float | None = None
     """Share α of the reference in the geometric mixture π_ref^α·π_old^(1−α) with the
     policy that sampled, to which the KL is taken (DAR); None takes the reference."""
@@ -125,12 +124,12 @@ class Penalty:
                 f"for samples of the policy; choose importance_weights, the exact "
                 f"estimator, or direction reverse"
             )
-        if self.direction == "reverse" and not self.in_loss:
-            expect_none(
-                "where a reverse KL is only in the reward",
-                advice="the policy that samples is the one whose KL is penalised "
-                "there, so each weight is 1",
-                importance_weights=self.importance_weights,
+        weighted = self.importance_weights is not None
+        if self.direction == "reverse" and not self.in_loss and weighted:
+            yield (
+                f"importance_weights: expected none where a reverse KL is only in the "
+                f"reward, got {self.importance_weights}; the policy that samples is "
+                f"the one whose KL is penalised there, so each weight is 1"
             )
         if self.importance_weights == "token" and (
             self.per == "response" or not (sampled or self.tail == "sampled")

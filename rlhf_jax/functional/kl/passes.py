@@ -200,7 +200,7 @@ def _top_k(
     total, terms, _ = _add(empty, z)
     ref_total, ref_terms, _ = _add(empty, y)
     if plan.head:
-        level = total.log - ref_total.log
+        level = _level(total, ref_total)
         shares = terms[..., :-1] / total.total[..., None]
         log_ratios = difference[..., :-1] - level[..., None]
         head = jnp.sum(shares * log_ratios, axis=-1)
@@ -230,11 +230,16 @@ def _add(total: _Sum, logits: Array) -> tuple[_Sum, Array, Array]:
 def _summarise(
     total: _Sum, ref_total: _Sum, mean: Array, rest: Rest | None, plan: Plan
 ) -> Result:
-    # Differences before sums: a level that both logits share would cost digits.
-    level = jnp.log(total.total) - jnp.log(ref_total.total)
-    level += total.largest - ref_total.largest
+    level = _level(total, ref_total)
     kl = level - mean if plan.forward else mean - level
     return Result(kl, total.log, ref_total.log, mean, rest)
+
+
+def _level(total: _Sum, ref_total: _Sum) -> Array:
+    """f32[B, T]: by how much the log-sum of the policy's logits is the larger one."""
+    # Differences before sums: a level that both logits share would cost digits.
+    level = jnp.log(total.total) - jnp.log(ref_total.total)
+    return level + (total.largest - ref_total.largest)
 
 
 def loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:

@@ -128,6 +128,7 @@ def with_sampled_tail(
     *,
     logprobs: Float32[Array, "B S"],
     ref_logprobs: Float32[Array, "B S"],
+    mask: Bool[Array, "B S"],
     log_weights: Float32[Array, "B S"] | None = None,
 ) -> Float32[Array, "B S"]:
     """Top-k KL with a sampled tail: head + 1[token not in K]·w·x, x = log(π/π_ref).
@@ -138,12 +139,13 @@ def with_sampled_tail(
 
     Args:
       head, inside: those of `kl.head_from_hidden`, with the head's gradient.
-      logprobs, ref_logprobs: f32[B, S], nats, of the sampled tokens.
+      logprobs, ref_logprobs: f32[B, S], nats, of the sampled tokens; -inf is as in
+        `kl_loss`.
       log_weights: f32[B, S], nats, log w of each token, π over its sampler; None is
         w = 1.
 
     Returns:
-      f32[B, S], nats. The gradient reaches `head` and `logprobs`.
+      f32[B, S], nats, 0 outside the mask. The gradient reaches `head` and `logprobs`.
 
     Source: Zhang and Ba 2026, arXiv:2602.04417, top-k KL. The authors' code
     differentiates the head's P_v log(P_v/Q_v) whole, and the tail as here: its gradient
@@ -152,6 +154,7 @@ def with_sampled_tail(
 
     >>> arrays = {"logprobs": jnp.log(jnp.array([[0.5, 0.1]]))}
     >>> arrays |= {"ref_logprobs": jnp.log(jnp.array([[0.25, 0.2]]))}
+    >>> arrays |= {"mask": jnp.ones((1, 2), bool)}
     >>> inside = jnp.array([[True, False]])
     >>> print(with_sampled_tail(jnp.array([[0.3, 0.4]]), inside, **arrays))
     [[ 0.3   -0.293]]
@@ -159,14 +162,18 @@ def with_sampled_tail(
     >>> print(with_sampled_tail(jnp.array([[0.3, 0.4]]), inside, **arrays, **weights))
     [[ 0.3   -0.986]]
     """
-    checks.same_shape(head=head, inside=inside, logprobs=logprobs)
-    x = estimators.k1(logprobs, ref_logprobs)
+    _check(mask, head, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    checks.same_shape(inside=inside, mask=mask)
+    checks.boolean(inside=inside)
+    sampled = mask & ~inside
+    # Before the product: NaN of a masked token times a cotangent of 0 is NaN.
+    x = jnp.where(sampled, _log_ratio("reverse", logprobs, ref_logprobs), 0.0)
     if log_weights is None:
         log_weights = jnp.zeros_like(x)
-    tail = jax.lax.stop_gradient(_times(x, log_weights))
+    tail = jax.lax.stop_gradient(_times(x, jnp.where(sampled, log_weights, 0.0)))
     # 1 in value: the score of the sampled token.
-    score = 1.0 + logprobs - jax.lax.stop_gradient(logprobs)
-    return head + jnp.where(inside, 0.0, tail * score)
+    score = 1.0 + (x - jax.lax.stop_gradient(x))
+    return jnp.where(mask, head, 0.0) + tail * score
 
 
 def _weighted(

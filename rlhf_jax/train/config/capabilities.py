@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
+from rlhf_jax.algorithms.policy_gradient.token_choice import TopEntropy
 from rlhf_jax.checkpoints.frozen_models import COPY
 from rlhf_jax.devices.placement import WITH_POLICY
 from rlhf_jax.functional.checks import InputError
@@ -142,6 +143,8 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "order of the decoder": lambda c: {
         "--continuous-batching": c.method.continuous_batching is not None,
         "--fixed-length": c.method.fixed_length is not None,
+        # -log μ of the drawn tokens, which stands for theirs, would choose by the draw.
+        "--token-choice top_entropy": isinstance(c.method.token_choice, TopEntropy),
     },
     "how prompts are written": lambda c: {
         str(c.data.writing_option): c.data.writing_option is not None
@@ -161,6 +164,9 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "no known groups": lambda c: {
         f"rlhf-jax {c.name}, whose prompts have one response": (
             c.rows_per_prompt == 1 or c.name == "nash-md"
+        ),
+        "--normalise each, where groups of equal sums teach something": (
+            getattr(c.method, "normalise", None) == "each"
         ),
         STALE: c.staleness > 0,
     },
@@ -239,7 +245,9 @@ TABLE: Mapping[tuple[str, str], str] = {
         "its base is sampled with as --reference-storage has it"
     ),
     ("sampler outside", "drawn here"): "our decoder beside the trainer draws these",
-    ("server", "order of the decoder"): "a server has an order of its own",
+    ("server", "order of the decoder"): (
+        "a server has an order of its own, and returns no entropies"
+    ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (
         "episodes have places and a cache of their own, and turns end at a stop token"

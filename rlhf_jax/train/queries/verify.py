@@ -112,8 +112,8 @@ def _of_run(run: Path) -> Outcome:
     of_files = run_files.check(run)
     if not (run / run_files.SUMMARY).exists():
         print(
-            f"{run} has no {run_files.SUMMARY}: it has not ended, or that file is lost;"
-            f" only what its snapshots hold the sums of is checked"
+            f"{run} has no {run_files.SUMMARY}: it has not ended, or that file is "
+            f"lost; only what its snapshots hold the sums of is checked"
         )
     for path in sorted(run.glob(f"*{MANIFEST}")):
         model = path.with_suffix("")

@@ -151,9 +151,9 @@ def copies(values: list[Any], side: Any) -> list[Any]:
     made = {}
     for value in values:
         if changes(value, side):
-            kind: Any = type(value)
-            new = kind.__new__ if kind in CHANGE else object.__new__
-            made[id(value)] = value.copy() if is_array(value) else new(kind)
+            own = type(value) in side.classes.values()
+            # A container's method, as it keeps a deque's length and what is missing.
+            made[id(value)] = object.__new__(type(value)) if own else value.copy()
     for value in values:
         if id(value) in made:
             parts = [made.get(id(part), part) for part in content(value)]

@@ -132,6 +132,15 @@ def test_each_of_several_rewards_is_normalised_alone():
     equal = dataclasses.replace(batch, rewards=parts)
     _, stats = grpo.group_experience(equal, normalise="each", **options)
     assert float(masked.mean_stats(stats)["group/equal_fraction"]) == 0.5
+    # Of weight 0 the first is logged alone, whatever it holds.
+    logged = dataclasses.replace(
+        equal, rewards=(parts[0].at[5].set(jnp.nan), parts[1]), weights=(0.0, 0.1)
+    )
+    none, stats = grpo.group_experience(
+        logged, normalise="each", equal="leave_out", **options
+    )
+    assert float(masked.mean_stats(stats)["group/equal_fraction"]) == 1
+    assert not none.response_mask.any()
     alone, _ = experience(SCORES, normalise="each")
     of_one = advantages.decoupled(
         toys.array(SCORES[None]), weights=jnp.ones(1), group_size=4

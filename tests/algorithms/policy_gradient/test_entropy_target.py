@@ -10,7 +10,7 @@ import pytest
 import toy_turns
 import toys
 
-from rlhf_jax import grpo, kl_control, masked, state
+from rlhf_jax import grpo, kl_control, masked, rewards, state
 from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
 from rlhf_jax.algorithms.policy_gradient.update import update
@@ -42,7 +42,8 @@ def fresh(coef):
     )
 
 
-def experience(entropy, *, coef=0.1, recipe=RECIPE):
+def experience(entropy, *, coef=0.1, recipe=RECIPE, scores=None):
+    """Of an entropy of all tokens, or of those of each row."""
     rollout = toy_turns.rollout()
     rollout = dataclasses.replace(
         rollout, entropy=jnp.where(rollout.response_mask, entropy, 9.0)
@@ -50,7 +51,7 @@ def experience(entropy, *, coef=0.1, recipe=RECIPE):
     return made(
         fresh(coef),
         rollout=rollout,
-        scores=toys.array(SCORES),
+        scores=toys.array(SCORES) if scores is None else scores,
         frozen=FrozenModels(),
         recipe=recipe,
     )
@@ -79,6 +80,22 @@ def test_the_entropy_of_a_rollout_sets_its_bonus_and_the_next(entropy, applied, 
     assert "loss/entropy" in stats
 
 
+def test_without_a_token_there_is_no_entropy():
+    left_out = rewards.Scores(toys.array(SCORES), left_out=np.ones(6, bool))
+    moved, of_rollout, _, _ = experience(1.4, scores=left_out)
+    assert float(moved.entropy_coef) == np.float32(0.1)
+    np.testing.assert_array_equal(of_rollout.entropy_coef, np.zeros(6))
+
+
+def test_greedy_responses_do_not_count():
+    """Of samples 1.4, and of their greedy baselines more."""
+    recipe = dataclasses.replace(RECIPE, baseline="greedy")
+    entropy = np.array([[1.4], [5.0]] * 3, np.float32)
+    moved, of_rollout, _, _ = experience(entropy, recipe=recipe)
+    assert float(moved.entropy_coef) == pytest.approx(0.12)
+    np.testing.assert_allclose(of_rollout.entropy_coef, np.full(6, 0.1), rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_micro_batches_have_the_same_bonus():
     _, of_rollout, _, _ = experience(1.4)
@@ -98,3 +115,5 @@ def test_a_state_without_a_coefficient_is_refused():
         experience(1.4, coef=None)
     with pytest.raises(InputError, match="target: expected a finite number above 0"):
         EntropyTarget(0.0)
+    with pytest.raises(InputError, match=r"entropy_coef: expected .* at most 0\.5"):
+        dataclasses.replace(RECIPE, entropy_coef=0.6)

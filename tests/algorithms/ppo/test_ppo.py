@@ -600,6 +600,9 @@ ABOVE = {
     "surrogate",
     "off_policy_mask",  # test_left_out.py, test_policy_losses.py
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
+    "token_choice",  # test_chosen_tokens.py
+    "entropy_control",  # test_entropy_target.py
+    "gradient_penalty",  # test_gradient_penalty.py
 }
 
 

@@ -822,6 +822,10 @@ def test_dividing_by_a_length_that_the_policy_chooses_moves_the_length():
         ),
         ({"importance_weights": "prefix"}, r"each weight is 1"),
         (
+            {"importance_weights": "prefix", "grad_estimator": "k2"},
+            r"(?s)grad_estimator: expected None where.*\nimportance_weights: .* is 1",
+        ),
+        (
             {"importance_weights": "token", "placement": "loss", "per": "response"},
             r"expected prefix or none for one response, got token",
         ),

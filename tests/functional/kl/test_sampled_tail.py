@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import toys
 
 from rlhf_jax import kl
 from rlhf_jax.functional.checks import InputError
@@ -49,6 +50,7 @@ def estimates(models, *, k, temperature, log_weights=None, max_logits=2**24):
         ),
         logprobs=logprobs_of(hidden, head, temperature),
         ref_logprobs=logprobs_of(ref_hidden, ref_head, temperature),
+        mask=np.ones(TOKENS.shape, bool),
         log_weights=log_weights,
     )
     return output[:, 1]
@@ -96,6 +98,42 @@ def test_every_estimate_is_head_and_tail():
     for token in range(V):
         tail = 0.0 if token in top else policy[token] - reference[token]
         np.testing.assert_allclose(output[token], head + tail, rtol=1e-5, atol=1e-6)
+
+
+def test_a_level_that_all_logits_share_costs_no_digits():
+    """A log-sum near 4096 is rounded to 2^-11; no sum of logs is that of two models."""
+    steps = np.arange(V, dtype=np.float32)
+    policy, reference = 4096 + steps / 8, 4096 + np.cos(steps).round(2) // 0.125 / 8
+    logs = [np.array(oracles.log_softmax(x - 4096, 1.0)) for x in (policy, reference)]
+    expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum()
+    head, _ = kl.head_from_hidden(
+        np.ones((1, 2, 1), np.float32),
+        policy[:, None].astype(np.float32),
+        np.ones((1, 2, 1), np.float32),
+        reference[:, None].astype(np.float32),
+        tokens=np.zeros((1, 2), np.int32),
+        k=V,
+    )
+    np.testing.assert_allclose(head[0, 1], expected, rtol=1e-5)
+
+
+def test_what_a_mask_hides_and_what_no_model_draws_is_finite():
+    """-inf counts as -10000, as in `kl_loss`; NaN under the mask is not read."""
+    mask = np.array([[False, True, True, True]])
+    inside = np.array([[False, False, False, True]])
+    rest = {"mask": mask, "log_weights": toys.array([[np.nan, 0.0, 0.5, np.inf]])}
+    rest["ref_logprobs"] = toys.array([[np.nan, -np.inf, -1.0, -np.inf]])
+
+    def total(head, logprobs):
+        return with_sampled_tail(head, inside, logprobs=logprobs, **rest).sum()
+
+    head = toys.array([[np.nan, 0.2, 0.3, 0.4]])
+    logprobs = toys.array([[-np.inf, -2.0, -3.0, -np.inf]])
+    value, slopes = jax.value_and_grad(total, (0, 1))(head, logprobs)
+    tails = [9998.0, np.exp(0.5) * -2.0]
+    np.testing.assert_allclose(value, 0.9 + sum(tails), rtol=1e-6)
+    np.testing.assert_allclose(slopes[0], mask, rtol=1e-6)
+    np.testing.assert_allclose(slopes[1], [[0.0, *tails, 0.0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +193,7 @@ def test_values_are_the_published_ones_and_gradients_lack_its_bias():
             inside[:, 1:],
             logprobs=of_tokens(logits),
             ref_logprobs=of_tokens(ref_logits),
+            mask=mask,
         )
 
     def loss(logits):

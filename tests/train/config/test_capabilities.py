@@ -99,6 +99,21 @@ def test_the_table_is_short_and_every_row_has_a_command_line():
     assert set(FEATURES) == set(itertools.chain(*TABLE))
 
 
+@pytest.mark.parametrize(
+    ("words", "pair"),
+    [
+        ("grpo --normalise each --max-redraws 2", ("redraws", "no known groups")),
+        ("grpo --baseline greedy --sampler process", ("draws beside", "mixture apart")),
+        (
+            "grpo --token-choice top_entropy --sampler http://localhost:1,model=m",
+            ("server", "order of the decoder"),
+        ),
+    ],
+)
+def test_other_options_of_the_same_features(words, pair):
+    assert violated(parse(words)) == [pair]
+
+
 @pytest.fixture(autouse=True)
 def check(monkeypatch):
     """The check, called by the tests: on a command line it ends the process."""

@@ -1,0 +1,79 @@
+"""Adapters add no exchange to a decoded token where `tensor` shares the layers."""
+
+import gate
+import jax
+import numpy as np
+import pytest
+import toys
+
+from rlhf_jax import config, decode, lora
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.planning import decoding
+
+MODEL = config.llama(
+    vocab_size=256,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=8,
+    intermediate_size=256,
+    max_positions=24,
+)
+LORA = lora.LoRA(rank=4)
+BASE = toys.params(MODEL)
+ADAPTERS = toys.perturbed(
+    lora.init(jax.random.key(1), model=MODEL, lora=LORA), seed=4, scale=0.1
+)
+ROWS, PROMPT, NEW = 16, 4, 4
+FEW = 4  # gathers of tokens that were drawn, which XLA:CPU does not combine
+
+
+def responses(base, adapters):
+    params = lora.attach(base, adapters, lora=LORA) if adapters else base
+    tokens = 1 + np.arange(ROWS * PROMPT, dtype=np.int32).reshape(ROWS, PROMPT)
+    return decode.generate(
+        params,
+        model=MODEL,
+        tokens=tokens,
+        mask=np.ones_like(tokens, bool),
+        keys=jax.random.split(jax.random.key(2), ROWS),
+        max_new_tokens=NEW,
+        stop_ids=(0,),
+    )
+
+
+def compiled(shape, adapters):
+    """The program, and what it reads; adapters are spread as those of a large model."""
+    mesh = shape.make()
+    placed = tuple(
+        sharding.place(tree, mesh=mesh, small=2 * MODEL.hidden_size)
+        for tree in (BASE, adapters)
+    )
+    return jax.jit(sharding.on(mesh, responses)).lower(*placed).compile(), placed
+
+
+def exchanges(program):
+    reader = gate.Reader(program.as_text())
+    [body] = reader.token_loops()
+    return [kind for kind, _ in gate.collectives(reader, reader.inside(body))]
+
+
+@pytest.mark.cases(quick=1)
+@pytest.mark.parametrize(
+    "shape", [MeshShape(data=2, tensor=4), MeshShape(tensor=8)], ids=str
+)
+def test_a_token_of_adapters_takes_the_exchanges_of_its_base(shape):
+    program, placed = compiled(shape, ADAPTERS)
+    of_base, placed_base = compiled(shape, {})
+    query = placed[1]["layers"]["attention"]["query"]
+    assert not query["lora_a"].is_fully_replicated  # else the base's count is no news
+    kinds = exchanges(program)
+    assert kinds == exchanges(of_base)
+    token = decoding.token(MODEL, mesh=shape, rows=ROWS, columns=PROMPT, weight_bytes=4)
+    assert token.collectives <= len(kinds) <= token.collectives + FEW
+    expected, output = jax.jit(responses)(BASE, ADAPTERS), program(*placed)
+    np.testing.assert_array_equal(output.tokens, expected.tokens)
+    np.testing.assert_allclose(output.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
+    plain = of_base(*placed_base)
+    assert np.abs(plain.logprobs - expected.logprobs).max() > 0.01
