@@ -288,6 +288,7 @@ def test_what_a_run_of_certificates_logs(tmp_path, monkeypatch):
         temperature=1.0,
         stops=False,
         known=known,
+        to_older={},
         values={"kl": 0.5},
     )
     monkeypatch.setattr(
