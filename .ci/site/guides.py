@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from urllib.parse import quote, unquote
 
 import reference
 from nbconvert import MarkdownExporter
+from PIL import Image  # as matplotlib is a dependency
 from reference import PACKAGE, ROOT
 
 EXPERIMENTS = ROOT / "experiments"
@@ -58,7 +60,8 @@ def document_of(target: Path) -> Path:
 def address_of(target: Path) -> tuple[Path, str]:
     """The page of a file or folder of the checkout, and where on it.
 
-    Folders without a README, and large files, are on the page of all such folders.
+    Folders without a README, large files and what is in a folder such as `.ci`, which
+    MkDocs leaves out, are on the page of all such folders.
     """
     target = document_of(target)
     if reference.is_public(target):
@@ -71,10 +74,14 @@ def address_of(target: Path) -> tuple[Path, str]:
     if target.suffix == ".ipynb":
         return within.with_suffix(".md"), ""
     large = target.suffix != ".png" and target.stat().st_size > MAX_BYTES
-    if target.is_dir() or large:
-        folder = target if target.is_dir() else target.parent
-        return FILES, "-".join(folder.relative_to(ROOT).parts)
+    if target.is_dir() or large or within.parts[0].startswith("."):
+        return FILES, place_of(target if target.is_dir() else target.parent)
     return within, ""
+
+
+def place_of(folder: Path) -> str:
+    """The anchor of a folder on the page of all folders."""
+    return "-".join(folder.relative_to(ROOT).parts).lstrip(".")
 
 
 def linked(text: str, document: Path) -> tuple[str, list[Path]]:
@@ -117,7 +124,7 @@ def listing(folders: Iterable[Path]) -> str:
     lines = ["# Files", "", "Folders of the checkout that the guides lead to."]
     for folder in sorted(folders):
         name = folder.relative_to(ROOT)
-        lines += ["", f"## {name}/ {{ #{'-'.join(name.parts)} }}", ""]
+        lines += ["", f"## {name}/ {{ #{place_of(folder)} }}", ""]
         for path in sorted(folder.iterdir()):
             if path.name.startswith((".", "__")):
                 continue
@@ -156,9 +163,21 @@ def write(folder: Path) -> None:
             guide = target in documents() and target.name != "CHANGELOG.md"
             out.write_text(HEAD.format(boost=3 if guide else 0.3) + text, "utf-8")
             waiting += links
+        elif target.suffix == ".png":
+            write_picture(target, out)
         else:
             shutil.copyfile(target, out)
     (folder / FILES).write_text(HEAD.format(boost=0.3) + listing(listed), "utf-8")
+
+
+def write_picture(source: Path, out: Path) -> None:
+    """A picture in 256 colours, which are enough for a figure, if that is smaller."""
+    shutil.copyfile(source, out)
+    small = io.BytesIO()
+    with Image.open(source) as picture:
+        picture.convert("RGB").quantize(256).save(small, "png", optimize=True)
+    if len(small.getvalue()) < out.stat().st_size:
+        out.write_bytes(small.getvalue())
 
 
 def outputs_of(notebook: Path) -> str:
