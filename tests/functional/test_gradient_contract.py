@@ -178,7 +178,7 @@ CASES = {
     ),
     "kl.penalty.with_sampled_tail": (
         "head logprobs",
-        {"head": normal(ROWS, COLUMNS), "inside": MASK},
+        {"head": normal(ROWS, COLUMNS), "inside": MASK & (normal(ROWS, COLUMNS) > 0)},
     ),
     "logprob_chunks.logprobs_and_entropy": (MODELS, {"plan": PLAN, **FLAT}),
     "logprobs.entropy": ("logits temperature", {}),
