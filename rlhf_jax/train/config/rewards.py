@@ -210,11 +210,11 @@ class Rewards(Workers):
     function:module:name, verifier:NAME (answer_field=, unmarked=), length, or
     environment."""
     reward_model: Model | None = None
-    """Checkpoint of `rlhf-jax reward-model`, or several as A+B+C. Their scores are
+    """Checkpoint of a reward model, or several: A+B+C. Their scores are
     combined by combine=mean, minimum, mean_minus_std (with std_coef=1) or entropic
     (with risk=1, in reward units: the less, the nearer to the minimum)."""
     reward: str | None = None
-    """Python function of texts as the reward, module:function."""
+    """Python function of texts, module:function."""
     verifier: Verifier | None = None
     """Verifier of responses: gsm8k, integer, exact, or a function module:function.
     Installed packages add names (`rlhf-jax new reward`). Keys: answer_field=answer, the

@@ -145,7 +145,7 @@ class Sampling:
     tries=5 (a call that fails is tried again, each pause twice as long)."""
     environment: Episodes | None = None
     """Environment that answers turn by turn: calculator, guessing, programming, rooms,
-    or module:name of a class of yours. Installed packages add names (`rlhf-jax new
+    or module:name. Installed packages add names (`rlhf-jax new
     environment`). Keys: max_turns=8; max_turn_tokens=; observation_chunk=32, observed
     tokens that the model reads at a time; seconds=, after which the episodes of an
     iteration end as they are."""
