@@ -216,7 +216,7 @@ class Rewards(Workers):
     reward: str | None = None
     """Python function of texts, module:function."""
     verifier: Verifier | None = None
-    """Verifier of responses: gsm8k, integer, exact, or a function module:function.
+    """Verifier: gsm8k, integer, exact, or module:function.
     Installed packages add names (`rlhf-jax new reward`). Keys: answer_field=answer, the
     field of a row with its answer; and with gsm8k unmarked=last_number, which reads
     responses without a mark."""
