@@ -41,7 +41,8 @@ from jax.sharding import AxisType, PartitionSpec
 Array = jax.Array
 Names = tuple[str | None, ...]
 
-ROW_AXES = ("data", "fsdp")  # of a mesh, that share the rows of a batch
+ROW_AXES = ("dcn", "data", "fsdp")  # of a mesh, that share the rows of a batch
+COPIES = {"dcn", "data"}  # of these, along which parameters are copied
 CONTEXT_AXIS = "context"  # of a mesh, that shares the columns of a row
 # Where no columns are shared, as in decoding, context is one more axis for rows.
 ACTIVATION_AXES = (*ROW_AXES, CONTEXT_AXIS)
@@ -161,7 +162,7 @@ def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
       path: as in ("attention", "query", "lora_a").
     """
     names, sizes = of(path), _auto_axes()
-    shared = {axis for axis, size in sizes.items() if size > 1} - {"data"}
+    shared = {axis for axis, size in sizes.items() if size > 1} - COPIES
     if path[-1] not in LORA or names is None or shared != {VOCABULARY_AXIS}:
         return leaf
     at = (None if name in (None, "embed") else VOCABULARY_AXIS for name in names[1:])

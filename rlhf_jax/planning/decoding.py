@@ -51,12 +51,12 @@ def token(
 
     Args:
       model: with the cache that it is sampled with.
-      mesh: of data and tensor, which divides the key and value heads.
+      mesh: of dcn, data and tensor, which divides the key and value heads.
       rows: that are decoded at a time, of all chips.
       columns: of a row that are attended to.
       weight_bytes: of a number of a matrix.
     """
-    own, others = -(-rows // mesh.data), mesh.tensor - 1
+    own, others = -(-rows // (mesh.dcn * mesh.data)), mesh.tensor - 1
     activations = own * model.hidden_size * jnp.dtype(model.dtype).itemsize
     logits = own * model.padded_vocab_size * 4 / mesh.tensor
     sums = 2 * model.num_layers + 1
@@ -81,15 +81,15 @@ def least_bytes(
 ) -> float:
     """Bytes that a chip reads for a token, the mean of a response: no layout has fewer.
 
-    Matrices are shared by all axes but `data`, which only copies them, and a column of
-    the cache is read from when it is filled.
+    Matrices are shared by all axes but `dcn` and `data`, which only copy them, and a
+    column of the cache is read from when it is filled.
 
     Args:
       mesh: that is sampled on.
       rows: that are decoded at a time, of all chips; None leaves the cache out.
       turns: tokens after the first.
     """
-    shared = mesh.size // mesh.data
+    shared = mesh.size // (mesh.dcn * mesh.data)
     least = weight_bytes * matrix_numbers(model) / shared
     if rows is None:
         return least
@@ -103,7 +103,7 @@ def least_bytes(
 
 def cache_devices(model: ModelConfig, mesh: MeshShape) -> int:
     """Devices that share a KV cache, by rows and by heads."""
-    return mesh.data * mesh.fsdp * mesh.context * heads_devices(model, mesh)
+    return mesh.rows * mesh.context * heads_devices(model, mesh)
 
 
 def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:

@@ -112,13 +112,14 @@ def block_visits(
 
     In blocks of b columns, query block i meets min(i + 1, 1 + ⌈(W - 1) / b⌉) blocks of
     keys through a window of W. Over a context axis a device has 1/context of the
-    queries, and all keys.
+    queries, and all keys, or with ring attention 1/context of them in each turn.
 
     Returns:
       Turns by the name of their loop. A packed row of several texts takes fewer.
     """
     from rlhf_jax.models.attention import blockwise, blockwise_passes
 
+    passed = model.attention == "ring"
     block = blockwise.block_columns(backend)
     blocks = -(-columns // block)
     windows = (
@@ -128,7 +129,7 @@ def block_visits(
     pairs = sum(min(i + 1, window) for window in windows for i in range(blocks))
     mean = pairs / (blocks * model.num_layers)
     return {
-        blockwise_passes.KEY_BLOCKS: mean,
+        blockwise_passes.KEY_BLOCKS: mean / (context if passed else 1),
         blockwise_passes.QUERY_BLOCKS: mean / context,
     }
 

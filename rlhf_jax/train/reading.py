@@ -54,8 +54,8 @@ def load_start(
     Args:
       save_dtype: Of what is written; None is that of most weights.
     """
-    if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
-        layout.refuse_context(options.attention)
+    context = mesh.shape.get(axes.CONTEXT_AXIS, 1)
+    layout.refuse_context(options.attention, context=context)
     start = pretrained.load(
         path_or_repo_id,
         start=start,

@@ -26,6 +26,7 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY
 from rlhf_jax.planning import chips, memory_check
+from rlhf_jax.planning.chips import Chip
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
@@ -91,7 +92,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
                 mesh=mesh,
                 chip=chip,
                 prompt=0,  # none is read yet; `fastest.ROOM` has theirs
-                per_node=_per_node() if chip.is_gpu else None,
+                per_node=_per_node(chip),
                 memory=memory_check.limit(jax.local_devices()[0]),
             )
             if layout is not None:
@@ -251,7 +252,7 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
         devices,
         chip,
         memory=memory_check.limit(jax.local_devices()[0]),
-        per_node=_per_node() if chip is not None and chip.is_gpu else None,
+        per_node=None if chip is None else _per_node(chip),
     )
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     # No prompt is read yet: as long as its bucket, or a response, where both have room.
@@ -263,9 +264,12 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     return config
 
 
-def _per_node() -> int | None:
-    """GPUs of a node, as far as a process sees it; None is all."""
-    return jax.local_device_count() if jax.process_count() > 1 else None
+def _per_node(chip: Chip) -> int | None:
+    """GPUs of a node, as far as a process sees it, or TPUs of a slice; None is all."""
+    if chip.is_gpu:
+        return jax.local_device_count() if jax.process_count() > 1 else None
+    slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
+    return jax.device_count() // slices if slices > 1 else None
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:

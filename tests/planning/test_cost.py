@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import config
-from rlhf_jax.models.attention import blockwise, blockwise_passes
+from rlhf_jax.models.attention import blockwise, blockwise_passes, ring_passes
 from rlhf_jax.models.positions import AttentionMask
 from rlhf_jax.planning import cost, workload
 from rlhf_jax.planning.hlo import exchanges
@@ -105,6 +105,9 @@ def test_blocks_that_are_visited_by_hand():
             blockwise_passes.KEY_BLOCKS: pairs / 5,
             blockwise_passes.QUERY_BLOCKS: pairs / 5 / 4,
         }
+    passed = dataclasses.replace(ATTENTION, attention="ring")
+    visits = workload.block_visits(passed, columns=600, context=4, backend="cpu")
+    assert set(visits.values()) == {wide / 5 / 4}  # in each of four turns
     visits = workload.block_visits(ATTENTION, columns=600, context=1, backend="gpu")
     assert set(visits.values()) == {(1 + 2) / 2}  # blocks of 512
 
@@ -292,6 +295,13 @@ def test_the_products_of_splash_attention(kind, results, products, grid, pairs):
     text = text.replace("ENDING", "" if kind == "fwd" else f"_{kind}")
     text = text.replace("RESULTS", ", ".join(["bf16[2,4,1024,64]{3,2,1,0}"] * results))
     assert cost.cost(text).flops == 2 * products * 2 * 4 * pairs * 64
+
+
+def test_a_turn_of_ring_attention_computes_all_pairs():
+    text = SPLASH.replace("KIND", "fwd").replace("GRID", "8").replace("ENDING", "")
+    text = text.replace("RESULTS", ", ".join(["bf16[2,4,1024,64]{3,2,1,0}"] * 5))
+    text = text.replace("jit(f)/", f"jit(f)/{ring_passes.WHOLE}/cond/")
+    assert cost.cost(text).flops == 2 * 2 * 2 * 4 * 1024**2 * 64
 
 
 def test_collectives_by_kind_and_size():

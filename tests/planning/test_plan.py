@@ -392,7 +392,7 @@ def test_commands_that_cannot_be_planned(words, message):
         (["--sampler=process"], r"--sampler: expected our decoder"),
         (
             ["--placement.policy=context=4,fsdp=2", "--attention=cudnn"],
-            "expected attention xla, blockwise or splash",
+            "expected attention xla, blockwise, splash or ring",
         ),
         pytest.param(
             ["--placement.policy=data=8", "--batch-size=12"],

@@ -22,6 +22,13 @@ SLICES = {
             reason="libtpu is not installed (extra plan)",
         ),
     ),
+    "two v5e:2x2": pytest.param(
+        ("v5e:2x2", "dcn=2,fsdp=4"),
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("libtpu") is None,
+            reason="libtpu is not installed (extra plan)",
+        ),
+    ),
     # Parameters are shared inside a node, and rows by both.
     "h100:2x4": pytest.param(
         ("h100:2x4", "data=2,fsdp=4"),
@@ -41,7 +48,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=SLICES.values(), ids=SLICES.keys())
 def planned(request):
-    return request.param[0], played(plan_for_chips, *request.param)
+    return request.param, played(plan_for_chips, *request.param)
 
 
 def played(program, *argv):
@@ -92,7 +99,7 @@ def test_four_chips_share_the_columns_of_a_row():
 
 @pytest.mark.parametrize("algorithm", PROGRAMS)
 def test_every_program_compiles_and_fits(planned, algorithm):
-    topology, plans = planned
+    (topology, _), plans = planned
     plan = plans[algorithm]
     assert plan["topology"] == topology
     assert plan["fits"]
@@ -112,7 +119,7 @@ def test_every_program_compiles_and_fits(planned, algorithm):
 @pytest.mark.parametrize("algorithm", PROGRAMS)
 def test_gpus_run_cudnn_s_kernels(planned, algorithm):
     """Forward in every program, backward in the update; and none on a TPU."""
-    topology, plans = planned
+    (topology, _), plans = planned
     kernels = {name for name in plans[algorithm]["custom_calls"] if "fmha" in name}
     if topology.startswith("v5e"):
         assert not kernels
@@ -124,11 +131,14 @@ def test_gpus_run_cudnn_s_kernels(planned, algorithm):
 
 @pytest.mark.parametrize("algorithm", PROGRAMS)
 def test_gradients_alone_leave_a_node(planned, algorithm):
-    """Of `data` on nodes and `fsdp` inside them; the parameters are gathered inside."""
-    topology, plans = planned
+    """Of `data` on nodes or `dcn` on slices, and `fsdp` inside them.
+
+    The parameters are gathered inside.
+    """
+    (_, mesh), plans = planned
     plan = plans[algorithm]
     *others, update = plan["programs"]
-    if topology.startswith("v5e"):
+    if mesh == "fsdp=4":
         assert not update["network_bytes"]
         return
     for one in others:
@@ -139,3 +149,13 @@ def test_gradients_alone_leave_a_node(planned, algorithm):
     roles = 2 if algorithm == "ppo" else 1
     quarter = roles * plan["parameters"] / 4
     assert 2 * quarter < update["network_bytes"] < 4 * quarter
+    if "dcn" in mesh:
+        # Summed within a slice first: only pairs of chips exchange across.
+        across = {
+            (row["kind"], row["devices"])
+            for row in update["collectives"]
+            if row["nodes"] > 1 and row["bytes"] > 2**12
+        }
+        assert across == {("all-reduce", 2)}
+        kinds = {row["kind"] for row in update["collectives"] if row["nodes"] == 1}
+        assert "reduce-scatter" in kinds

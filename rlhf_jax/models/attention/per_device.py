@@ -78,8 +78,9 @@ def attend_per_device(
         if mask.cut is not None:
             own = dataclasses.replace(own, share=jax.lax.axis_index(axes.CONTEXT_AXIS))
             # Keys and values alone are gathered; queries, and what comes out, stay cut.
-            key, value = (_whole(x, count=mask.cut.count) for x in keys_values)
-            keys_values = key, value
+            if not mask.passed:
+                key, value = (_whole(x, count=mask.cut.count) for x in keys_values)
+                keys_values = key, value
         return engine(query, keys_values, mask=own)
 
     arguments: Any = query, keys_values, (mask.segments, mask.prefixes), traced

@@ -144,7 +144,7 @@ def _fits(
     texts = Texts(columns - new, (new,) * config.batch.batch_size)
     forward = model_flops.forward(model, texts, head=True)
     for shape in _meshes(config, model, among):
-        held, shares = _held(config, models, shape, among), shape.data * shape.fsdp
+        held, shares = _held(config, models, shape, among), shape.rows
         for remat in _remats(config):
             ran = dataclasses.replace(model, attention=engine, remat=remat)
             for micro in _micros(config, rows, shares):
@@ -193,7 +193,10 @@ def _meshes(
     yield MeshShape(data=shares, tensor=tensor)
     near = among.per_node or shares
     if near < shares and shares % near == 0:
-        yield MeshShape(data=shares // near, fsdp=near, tensor=tensor)
+        # Of slices, which TPUs have in place of nodes.
+        of_slices = among.chip is not None and not among.chip.is_gpu
+        across = {"dcn" if of_slices else "data": shares // near}
+        yield MeshShape(fsdp=near, tensor=tensor, **across)
     if shares > 1:
         yield MeshShape(fsdp=shares, tensor=tensor)
 
@@ -231,7 +234,8 @@ def _sent(
     trained = _count((models.train.policy, models.train.critic))
     read = trained + (0 if models.base is None else _count(models.base.stored))
     gathered = times * (1 - 1 / mesh.fsdp) * (2 * size * read + 4 * trained)
-    summed = config.method.num_minibatches * (1 - 1 / mesh.data) * 2 * 4 * trained
+    copies = mesh.dcn * mesh.data
+    summed = config.method.num_minibatches * (1 - 1 / copies) * 2 * 4 * trained
     inner = mesh.fsdp * mesh.tensor
     return gathered / mesh.tensor / among.rate(inner) + summed / inner / among.rate(
         mesh.size

@@ -149,8 +149,7 @@ def placed(
 def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
     """--model without parameters or tokenizer, computed as the chips will."""
     start, context = config.start, config.placement.policy.context
-    if context > 1:
-        layout.refuse_context(start.attention)
+    layout.refuse_context(start.attention, context=context)
     model = dataclasses.replace(
         _shape(config),
         dtype=start.dtype,
