@@ -20,7 +20,7 @@ Records stay [B, S]. While a decoder runs on whole rows, the columns of each dev
 rows of their own, [B·c, S/c], sharded over the axes of rows and over `context`: what is
 computed token by token (projections, norms, MLP, log-probs) then needs nothing of other
 devices, and is partitioned as more rows are. Attention alone gathers keys and values of
-the whole row (`attention/per_device.py`).
+the whole row (`attention/per_device.py`), or passes them round (`ring_passes.py`).
 
 The columns are `balanced` within the decoder, so that each device has as many of the
 keys before its queries as any other, and in order elsewhere.

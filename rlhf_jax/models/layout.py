@@ -41,7 +41,7 @@ LONG = 1024
 # What takes queries of any columns, as a device has of a row that is cut.
 ANY_COLUMNS: tuple[Attention, ...] = ("xla", "blockwise", "splash", "ring")
 # Bytes of a row's keys and values in a layer from which devices that share its columns
-# do not gather them: copies and gradients take as much several times.
+# do not gather them: with copies and gradients that takes three times as much (H100).
 GATHERED = 2**30
 # What computes texts that share a prefix, such as the responses to one prompt.
 PREFIXES: tuple[Attention, ...] = ("xla", "blockwise", "cudnn")

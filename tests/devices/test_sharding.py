@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple
 
 import chex
 import jax
@@ -188,7 +187,7 @@ def test_nothing_large_is_on_every_device_unsaid(model, shape):
         ({"embed": "tensor"}, r"embed/\w+: expected one dimension on mesh axis 'te"),
         (
             {"mlp": "rows"},
-            "rules: expected an axis of the mesh, data, fsdp, context, t",
+            "rules: expected an axis of the mesh, dcn, data, fsdp, cont",
         ),
         (
             dict.fromkeys(sharding.RULES),
@@ -345,7 +344,8 @@ def test_a_mesh_is_one_option_of_a_command_line():
         MeshShape.parse("data=0")
 
 
-class OfSlice(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class OfSlice:
     """What a mesh of slices asks of a device."""
 
     id: int

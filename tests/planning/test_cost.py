@@ -304,6 +304,40 @@ def test_a_turn_of_ring_attention_computes_all_pairs():
     assert cost.cost(text).flops == 2 * 2 * 2 * 4 * 1024**2 * 64
 
 
+SLICES = """
+ENTRY %main (a: bf16[64,8,128]) -> bf16[64,8,128] {
+  %a = bf16[64,8,128]{2,1,0} parameter(0)
+  %none = token[] after-all()
+  %send = (bf16[64,8,128]{2,1,0}, u32[], token[]) send(%a, %none), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target=TARGET,_xla_megascale_transfer_type="KIND"}
+  ROOT %y = bf16[64,8,128]{2,1,0} get-tuple-element(%send), index=0
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "expected"),
+    [
+        ('"{1,2}x{0:3}"', "ALL_REDUCE", Collective("all-reduce", 2**17, 2, 2)),
+        ('"{1,2,3}x{0:3}"', "ALL_GATHER", Collective("all-gather", 3 * 2**17, 3, 3)),
+        (
+            "{{100000,100001,200000,200001}}",
+            *("ALL_TO_ALL", Collective("all-to-all", 2**17, 4, 2)),
+        ),
+        (
+            "{{200000->100001}}",
+            *("ONE_TO_ONE", Collective("collective-permute", 2**17, 2, 2)),
+        ),
+    ],
+)
+def test_what_slices_send_each_other(target, kind, expected):
+    """By the form that libtpu writes it in; what stays on a host is none."""
+    text = SLICES.replace("TARGET", target).replace("KIND", kind)
+    work = cost.cost(text)
+    assert work.collectives == {expected: 1}
+    assert work.across > 0
+    assert not cost.cost(text.replace("_xla_megascale", "_other")).collectives
+
+
 def test_collectives_by_kind_and_size():
     """Rows over 4 devices, a matrix over 4: gathered in the forward pass."""
     mesh = MeshShape(fsdp=4).make(jax.devices()[:4])

@@ -91,10 +91,23 @@ def test_a_decoded_token_reads_weights_and_cache_at_most_once_and_sends_neither(
 )
 def test_four_chips_share_the_columns_of_a_row():
     """For four v5e: splash computes attention, and no chip has the states of a row."""
-    output = played(context_on_tpu)
+    output = played(context_on_tpu, "splash")
     assert output["kernels"] > 0
+    assert output["whole keys"] > 0
     assert output["whole rows"] == 0
     assert output["own columns"] > 0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed (extra plan)",
+)
+def test_no_chip_has_the_keys_of_a_row_that_are_passed_round():
+    """For four v5e: splash computes the turns, while keys are on their way."""
+    output = played(context_on_tpu, "ring")
+    assert output["kernels"] > 0
+    assert output["passed"] > 0
+    assert output["whole keys"] == output["whole rows"] == 0
 
 
 @pytest.mark.parametrize("algorithm", PROGRAMS)
@@ -141,9 +154,12 @@ def test_gradients_alone_leave_a_node(planned, algorithm):
     if mesh == "fsdp=4":
         assert not update["network_bytes"]
         return
+    # Two layers of a group's few prompts, which slices give each other once.
+    caches = 2 * 2 * 2 * (16 * 64 * 256) if "dcn" in mesh else 0
     for one in others:
         # But for what says that every row has stopped, and a group's few prompts.
-        assert one["network_bytes"] < 0.001 * one["sent_bytes"], one["name"]
+        most = max(0.001 * one["sent_bytes"], caches)
+        assert one["network_bytes"] < most, one["name"]
     # Each GPU of a node exchanges its quarter of the gradients with the other node, to
     # get the sum: in bfloat16 at the least, in float32 at the most.
     roles = 2 if algorithm == "ppo" else 1
@@ -154,8 +170,6 @@ def test_gradients_alone_leave_a_node(planned, algorithm):
         across = {
             (row["kind"], row["devices"])
             for row in update["collectives"]
-            if row["nodes"] > 1 and row["bytes"] > 2**12
+            if row["nodes"] > 1 and row["size"] > 2**15
         }
         assert across == {("all-reduce", 2)}
-        kinds = {row["kind"] for row in update["collectives"] if row["nodes"] == 1}
-        assert "reduce-scatter" in kinds

@@ -3,7 +3,8 @@
 A loop over blocks, or a kernel, is opaque to the compiler's partitioner, which would
 gather what goes in. Attention needs nothing of other rows or heads. Of a row whose
 columns are cut, each device gathers keys and values, which grouped heads make small;
-their gradients are summed over those devices (an all-reduce).
+their gradients are summed over those devices (an all-reduce). Of a mask that says
+`passed` it has its own, and the engine passes them round.
 """
 
 from __future__ import annotations

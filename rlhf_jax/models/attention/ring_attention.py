@@ -37,7 +37,7 @@ NOTHING = splash_attention_kernel.DEFAULT_MASK_VALUE  # log-denominator of no ke
 class Form(NamedTuple):
     """What of a call is static."""
 
-    count: int  # devices that pass keys round
+    devices: int  # that pass keys round
     softcap: float | None
     interpret: bool
 
@@ -94,10 +94,10 @@ def _attend_splash(
     segments = jax.vmap(lambda columns: jnp.take(mask.segments, columns, axis=1))(
         mask.columns_of_devices(queries)
     )
-    y = _attend(
+    y: Array = _attend(
         *(padded(x, 2) for x in (scaled, *keys_values)),
         padded(segments, 2),
-        Form(count=mask.cut.count, softcap=mask.softcap, interpret=interpret),
+        Form(devices=mask.cut.count, softcap=mask.softcap, interpret=interpret),
     )
     y = y.reshape(rows, heads, 2, half + room, head_dim)[:, :, :, :half]
     return y.reshape(query.shape)
@@ -114,18 +114,19 @@ def _forward(
 ) -> tuple[Array, Any]:
     def turn(arrays: Blocks, owner: Owner) -> tuple[Array, Array]:
         def attend(part: Part) -> tuple[Array, Array]:
-            def row(q: Array, k: Array, v: Array, ids: SegmentIds) -> Any:
+            def row(*arrays: Any) -> Any:
+                q, k, v, ids = arrays
                 kernel = _kernel(q, k, part=part, form=form, save_residuals=True)
                 return kernel(q, k, v, segment_ids=ids)
 
-            out, [normaliser] = jax.vmap(row)(*part.of(*arrays, segments, owner=owner))
+            out, [normaliser] = jax.vmap(row)(*part.of(arrays, segments, owner=owner))
             rest = ((0, 0), (0, 0), (part.first, 0))
-            out = jnp.pad(out.astype(jnp.float32), (*rest, (0, 0)))
+            out = jnp.pad(out, (*rest, (0, 0)))
             return out, jnp.pad(normaliser, rest, constant_values=NOTHING)
 
         return _by_place(attend, owner, half=q.shape[2] // 2)
 
-    out, normaliser = ring_passes.forward((q, k, v), turn, count=form.count)
+    out, normaliser = ring_passes.forward((q, k, v), turn, count=form.devices)
     out = out.astype(q.dtype)
     return out, ((q, k, v), segments, out, normaliser)
 
@@ -135,10 +136,8 @@ def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None
 
     def turn(arrays: Blocks, owner: Owner) -> Blocks:
         def differentiate(part: Part) -> Blocks:
-            def row(
-                q: Array, k: Array, v: Array, ids: SegmentIds, *results: Array
-            ) -> Blocks:
-                out, normaliser, gradient = results
+            def row(*arrays: Any) -> Blocks:
+                q, k, v, ids, out, normaliser, gradient = arrays
                 kernel = _kernel(q, k, part=part, form=form)
                 tables = kernel.dq_mask_info, kernel.dkv_mask_info
                 # By the denominators over all keys, which the kernel's own custom VJP
@@ -150,11 +149,11 @@ def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None
                         do=gradient,
                     )
                 )
-                return tuple(x.astype(jnp.float32) for x in gradients)
+                return tuple(gradients)
 
             results = (x[:, :, part.first :] for x in (out, normaliser, gradient))
             of_q, *of_keys = jax.vmap(row)(
-                *part.of(*arrays, segments, owner=owner), *results
+                *part.of(arrays, segments, owner=owner), *results
             )
             of_q = jnp.pad(of_q, ((0, 0), (0, 0), (part.first, 0), (0, 0)))
             hidden = arrays[1].shape[2] - of_keys[0].shape[2]
@@ -163,7 +162,7 @@ def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None
 
         return _by_place(differentiate, owner, half=out.shape[2] // 2)
 
-    return *ring_passes.backward(arrays, turn, count=form.count), None
+    return *ring_passes.backward(arrays, turn, count=form.devices), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -176,10 +175,9 @@ class Part(NamedTuple):
     last: int | None = None
     causal: bool = False
 
-    def of(
-        self, q: Array, k: Array, v: Array, segments: Array, *, owner: Owner
-    ) -> tuple[Any, ...]:
+    def of(self, arrays: Blocks, segments: Array, *, owner: Owner) -> tuple[Any, ...]:
         """q, k and v of this part alone, and their texts."""
+        q, k, v = arrays
         of_q, of_k = (segments[ring_passes.device(device)] for device in (None, owner))
         return (
             q[:, :, self.first :],
@@ -193,22 +191,24 @@ def _by_place(compute: Callable[[Part], Any], owner: Owner, *, half: int) -> Any
     if owner is None:
         return compute(Part(causal=True))
     with jax.named_scope(ring_passes.WHOLE):
-        return jax.lax.cond(
+        results = jax.lax.cond(
             owner < ring_passes.device(),
             lambda: compute(Part(last=half)),
             lambda: compute(Part(first=half)),
         )
+    # Else XLA casts to float32 within the branches, and holds twice the bytes.
+    return jax.lax.optimization_barrier(results)
 
 
 def _kernel(
     q: Array, k: Array, *, part: Part, form: Form, save_residuals: bool = False
 ) -> Any:
     """JAX's kernel for a row: q [H, n, head_dim] and k [K, m, head_dim]."""
-    heads, *shape = q.shape[0], q.shape[1], k.shape[1]
+    heads, shape = q.shape[0], (q.shape[1], k.shape[1])
     kind = splash_attention.CausalMask if part.causal else splash_attention.FullMask
     block = block_columns(q.shape[1] // 2 if part.causal else min(shape))
     return splash_attention.make_splash_mha(
-        splash_attention.MultiHeadMask([kind(tuple(shape))] * heads),
+        splash_attention.MultiHeadMask([kind(shape)] * heads),
         block_sizes=block_sizes(block, block, pairs=shape[0] * shape[1]),
         head_shards=1,
         q_seq_shards=1,

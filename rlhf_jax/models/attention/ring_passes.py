@@ -41,8 +41,8 @@ def forward(
 
     Args:
       arrays: q [..., d], k and v, of this device.
-      turn: (q, k, v) and whose keys these are, to f32[..., d] of these keys alone and
-        f32[...], the logarithms of its softmax's denominators, very low and finite
+      turn: (q, k, v) and whose keys these are, to floats[..., d] of these keys alone
+        and f32[...], the logarithms of its softmax's denominators, very low and finite
         where it sees none of them.
       count: c, devices.
 
@@ -59,7 +59,8 @@ def forward(
         return following, *_merged((out, normaliser), (new, new_normaliser))
 
     following = _passed(tuple(keys_values), count=count)
-    so_far = following, *turn(arrays, None)
+    out, normaliser = turn(arrays, None)
+    so_far = following, out.astype(jnp.float32), normaliser
     _, out, normaliser = jax.lax.fori_loop(1, count, meet, so_far)
     return out, normaliser
 
@@ -70,8 +71,8 @@ def backward(
     """Gradients of q, k and v; those of keys go round with their keys.
 
     Args:
-      turn: (q, k, v) and whose keys these are, to the float32 gradients of all three,
-        by the denominators over all keys.
+      turn: (q, k, v) and whose keys these are, to the gradients of all three by the
+        denominators over all keys; they are summed in float32.
 
     Returns:
       In the shapes and dtypes of q, k and v.
@@ -88,7 +89,7 @@ def backward(
         return following, of_q + more, of_keys
 
     following = _passed(tuple(keys_values), count=count)
-    of_q, *of_keys = turn(arrays, None)
+    of_q, *of_keys = (x.astype(jnp.float32) for x in turn(arrays, None))
     _, of_q, of_keys = jax.lax.fori_loop(
         1, count, meet, (following, of_q, tuple(of_keys))
     )
@@ -109,8 +110,8 @@ def _merged(
 ) -> tuple[Array, Array]:
     """Attention to two sets of keys, from that to each of them."""
     normaliser = jnp.logaddexp(one[1], other[1])
-    out = sum(out * jnp.exp(part - normaliser)[..., None] for out, part in (one, other))
-    return out, normaliser
+    parts = [out * jnp.exp(part - normaliser)[..., None] for out, part in (one, other)]
+    return parts[0] + parts[1], normaliser
 
 
 def _passed(arrays: Blocks, *, count: int) -> Blocks:
