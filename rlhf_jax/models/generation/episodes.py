@@ -70,8 +70,8 @@ def read(
         model=model,
         tokens=_slice(tokens, cached, size=size + 1),
         positions=at,
-        attend=_seen(at, columns=tokens.shape[1], model=model),
-        caches=of.caches,
+        attend=_seen(at, at < length[:, None], columns=tokens.shape[1], model=model),
+        caches=episode_places.begun(of.caches, arrivals.begins),
         column=cached,
     )
     last = jnp.maximum(length - 1 - cached, 0)
@@ -147,7 +147,9 @@ def advance(
             [state.caches],
             tokens=_slice(state.tokens, column, size=1)[:, 0],
             positions=column,
-            attend=_seen(column[:, None], columns=columns, model=model),
+            attend=_seen(
+                column[:, None], state.drawing[:, None], columns=columns, model=model
+            ),
             column=column,
             draw=draw,
             keys=state.keys,
@@ -162,13 +164,13 @@ def advance(
     return state
 
 
-def _seen(at: Array, *, columns: int, model: ModelConfig) -> Seen:
-    """What tokens in columns i32[B, N] of their rows see, of W columns."""
+def _seen(at: Array, tokens: Array, *, columns: int, model: ModelConfig) -> Seen:
+    """What columns i32[B, N] of their rows see, of W; bool[B, N] says which are run."""
     column = jnp.arange(columns, dtype=jnp.int32)[None, None]
     everything = window = column <= at[:, :, None]
     if model.sliding_window is not None:
         window = everything & (column > at[:, :, None] - model.sliding_window)
-    return Seen(everything, window)
+    return Seen(everything, window, tokens)
 
 
 def _slice(array: Array, start: Array, *, size: int) -> Array:

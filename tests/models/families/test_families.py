@@ -25,7 +25,7 @@ from rlhf_jax.models.generation.sampling import Shaping
 
 NAMES = (
     *("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3"),
-    *("olmo2", "olmo3", "smollm3", "granite", "granite4"),
+    *("olmo2", "olmo3", "smollm3", "granite", "granite4", "qwen3_5"),
 )
 # transformers has no score for Granite.
 REWARDS = tuple(name for name in NAMES if not name.startswith("granite"))
