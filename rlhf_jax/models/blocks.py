@@ -305,13 +305,15 @@ class Block(nn.Module):
         if self.recurrent:
             from rlhf_jax.models.delta_net import GatedDeltaNet  # made of these modules
 
-            assert not isinstance(mask, Pages) and not isinstance(cache, tuple)
+            assert not isinstance(mask, Pages)
+            assert not isinstance(cache, tuple)
             y, kept = GatedDeltaNet(model, name="delta_net")(
                 before("attention_norm", x), rows=rows, mask=mask, cache=cache
             )
             y = columns_from(y, first, rows=rows)
         else:
-            assert mask is not None and not isinstance(cache, DeltaState)
+            assert mask is not None
+            assert not isinstance(cache, DeltaState)
             y, kept = Attention(model, name="attention")(
                 before("attention_norm", x),
                 mask=mask,

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import unused_ids
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes, blocks, layers, layout, leaves
 from rlhf_jax.models.attention import AttentionMask, mask_of
@@ -154,7 +153,8 @@ def prefill(
 
     Returns:
       [B, S, D], and keys and values [L, B, K, S, head_dim] each, in `model.dtype`,
-      of all columns, or what `layers.run` keeps of recurrent layers too. On a mesh with `context` nothing is cut.
+      of all columns, or what `layers.run` keeps of recurrent layers too. On a mesh with
+      `context` nothing is cut.
 
     Raises:
       InputError: as `hidden_states`.
@@ -188,11 +188,8 @@ def _run(
             model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
         )
     )
-    if cut is not None and model.recurrent_layers:
-        raise InputError(
-            "mesh: expected no context axis for a model with recurrent layers, whose "
-            "state passes from column to column; share rows by data and fsdp"
-        )
+    if cut is not None:
+        layout.refuse_context("auto", model=model)
     columns = tokens.shape[1]
     if cut is not None:
         room = cut.width(columns) - columns

@@ -15,9 +15,9 @@ tokens at a time. Within a chunk, with γ_t = Π α up to t from where S comes i
     o_i = γ_i q_i S + Σ_{j ≤ i} (γ_i/γ_j) q_i·k_j Δ_j
     S  ← γ_C S + Σ_j (γ_C/γ_j) k_j Δ_jᵀ
 
-Texts are numbered along a row, and 0 is that of the state which comes in. A token of
-another text than j does not see j, and one of another than S does not see S. Padding has
-α = 1 and β = 0: it leaves S as it is.
+Texts are numbered along a row, and 0 is that of the state which comes in. A token sees
+the tokens of its own text alone, and S if that is of its text. Padding has α = 1 and
+β = 0: it leaves S as it is.
 
 Source: Yang et al. 2024, arXiv:2412.06464, eq. 10 and section 3.3.
 """
@@ -104,7 +104,9 @@ def chunked(
     beta = chunks(tokens.beta, *of_values)
     passed = jnp.cumsum(chunks(tokens.log_decay, *of_values), axis=-1)  # log γ
     before = jnp.pad(texts[:, :-1, -1], ((0, 0), (1, 0)))
-    row, column = (x.reshape(1, 1, 1, 1, chunk, chunk) for x in jnp.indices((chunk,) * 2))
+    row, column = (
+        x.reshape(1, 1, 1, 1, chunk, chunk) for x in jnp.indices((chunk,) * 2)
+    )
     same = texts[..., :, None] == texts[..., None, :]
     sees = same[:, :, None, None] & (row >= column)
     # Chosen before `exp`, which would overflow to the right of the diagonal.
@@ -144,6 +146,7 @@ def chunked(
     return outputs[:, :columns], memory.reshape(shape)
 
 
+@jax.custom_jvp
 def _inverse(below: Array) -> Array:
     """(I + L)⁻¹ of L f32[..., C, C] that is 0 but below the diagonal, by halves.
 
@@ -169,6 +172,14 @@ def _inverse(below: Array) -> Array:
     return inverse
 
 
+@_inverse.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    # d (I + L)⁻¹ = -(I + L)⁻¹ dL (I + L)⁻¹: a gradient keeps the result, no step of it.
+    inverse = _inverse(*primals)
+    left = jnp.matmul(inverse, tangents[0], precision=PRECISION)
+    return inverse, -jnp.matmul(left, inverse, precision=PRECISION)
+
+
 def convolved(x: Array, taps: Array, *, tail: Array, texts: Array) -> Array:
     """silu(Σ_i taps[i] · x[t - W + 1 + i]), over the tokens of t's own text.
 
@@ -190,7 +201,7 @@ def convolved(x: Array, taps: Array, *, tail: Array, texts: Array) -> Array:
 
 
 def _tail(x: Array, *, tail: Array, end: Array) -> Array:
-    """[B, W - 1, C]: what stands before column i32[B] of x, and of the tail before it."""
+    """[B, W - 1, C]: what stands before column i32[B] of x, which follows the tail."""
     both = jnp.concatenate([tail, x], axis=1)
     column = end[:, None] + jnp.arange(tail.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(both, column[..., None], axis=1)

@@ -151,8 +151,10 @@ def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) ->
     window, size = everything, model.sliding_window
     if size is not None and size < longest:
         window = ring(pages.tokens, size=size, going=going)
+    if not model.recurrent_layers:
+        return Seen(everything, window)
     # A row that waits for a page is not run: its state stays.
-    return Seen(everything, window, going[:, None])
+    return Seen(everything, window, tokens=going[:, None])
 
 
 def moved(
