@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -255,7 +256,7 @@ class Block(nn.Module):
     attention and MLP return is normed before it is added, and without `model.pre_norms`
     they read x as it is (OLMo 2, arXiv:2501.00656).
     `model.residual_scale` multiplies what is added.
-    A recurrent block has a DeltaNet in place of attention.
+    A recurrent block has `recurrence`, a module, in place of attention.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
@@ -274,7 +275,7 @@ class Block(nn.Module):
     """
 
     model: ModelConfig
-    recurrent: bool = False
+    recurrence: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(
@@ -302,12 +303,8 @@ class Block(nn.Module):
             return (y.astype(jnp.float32) * model.residual_scale).astype(y.dtype)
 
         kept: Kept
-        if self.recurrent:
-            from rlhf_jax.models.delta_net import GatedDeltaNet  # made of these modules
-
-            assert not isinstance(mask, Pages)
-            assert not isinstance(cache, tuple)
-            y, kept = GatedDeltaNet(model, name="delta_net")(
+        if self.recurrence is not None:
+            y, kept = self.recurrence(model, name="delta_net")(
                 before("attention_norm", x), rows=rows, mask=mask, cache=cache
             )
             y = columns_from(y, first, rows=rows)

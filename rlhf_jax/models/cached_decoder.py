@@ -25,7 +25,7 @@ from rlhf_jax.models import axes, blocks, decoder, leaves
 from rlhf_jax.models.attention import KeyValue, Pages
 from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state, near
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.layers import in_periods, unstack
+from rlhf_jax.models.layers import block_of, in_periods, unstack
 from rlhf_jax.models.positions import angles, positions_of, unless
 
 Array = jax.Array
@@ -121,18 +121,19 @@ def decode_step(
     updated: list[Kept] = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         if isinstance(cache, DeltaState):
-            x, cache = blocks.Block(model, recurrent=True).apply(
+            output: Any = block_of(model, recurrent=True).apply(
                 {"params": leaves.read(layer)},
                 x,
                 mask=attend.tokens,
                 rotary=None,
                 cache=cache,
             )
-            updated.append(cache)
+            x, state = output
+            updated.append(state)
             continue
         is_local = model.is_local(number)
         rotary = local if is_local else far
-        x, cache = blocks.Block(model).apply(
+        output = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
             mask=attend.window if is_local else attend.everything,
@@ -141,7 +142,8 @@ def decode_step(
             # A cache of W places is a ring: a local layer has as many as its window.
             column=column % cache[0].shape[2],
         )
-        updated.append(cache)
+        x, key_values = output
+        updated.append(key_values)
     return decoder.final_norm(params, x, model=model), tuple(updated)
 
 
@@ -220,7 +222,7 @@ def prefill(
                 flags = jnp.asarray(model.is_local(number)), no_positions
                 x, cache = layer(x, (params, kept["attention"], *flags))
                 return x, {"attention": cache}
-            x, state = blocks.Block(model, recurrent=True).apply(
+            x, state = block_of(model, recurrent=True).apply(
                 {"params": leaves.read(params)},
                 x,
                 mask=own(mask),

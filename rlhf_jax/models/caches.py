@@ -60,16 +60,16 @@ def blank_state(model: ModelConfig, *, rows: int) -> DeltaState:
     """The state before a text begins."""
     shape = model.delta_net
     assert shape is not None
+    memory = rows, shape.num_value_heads, shape.key_dim, shape.value_dim
+
+    def tail(width: int) -> Array:
+        return jnp.zeros((rows, shape.conv_width - 1, width), model.dtype)
+
     keys = shape.num_key_heads * shape.key_dim
     values = shape.num_value_heads * shape.value_dim
     return DeltaState(
-        memory=jnp.zeros(
-            (rows, shape.num_value_heads, shape.key_dim, shape.value_dim), jnp.float32
-        ),
-        tails=tuple(
-            jnp.zeros((rows, shape.conv_width - 1, size), model.dtype)
-            for size in (keys, keys, values)
-        ),
+        memory=jnp.zeros(memory, jnp.float32),
+        tails=(tail(keys), tail(keys), tail(values)),
     )
 
 

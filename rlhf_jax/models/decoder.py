@@ -52,7 +52,7 @@ def init(key: Array, *, model: ModelConfig) -> Params:
         return blocks.INIT_STD * jax.random.normal(key, shape, jnp.float32)
 
     def layer(key: Array, number: int = 0) -> Params:
-        block = blocks.Block(plain, model.is_recurrent(number))
+        block = layers.block_of(plain, recurrent=model.is_recurrent(number))
         mask = AttentionMask(segments=jnp.ones((1, 1), jnp.int32))
         rotary = angles(jnp.zeros((1, 1), jnp.int32), model=model)
         return block.init(key, x, mask=mask, rotary=rotary)["params"]

@@ -83,7 +83,7 @@ def run(
 
     if model.recurrent_layers:
 
-        def one(x: Array, layer: Sequence[Params], number: int) -> tuple[Any, Any]:
+        def of_kinds(x: Array, layer: Sequence[Params], number: int) -> tuple[Any, Any]:
             sight = window if model.is_local(number) else everything
             if model.is_unrotated(number):
                 sight = sight[0], None
@@ -95,7 +95,7 @@ def run(
             return x, {"delta_net" if recurrent else "attention": kept}
 
         period = model.num_layers if model.unroll and not stored else model.period
-        x, kept = in_periods(one, x, [layers], model=model, period=period)
+        x, kept = in_periods(of_kinds, x, [layers], model=model, period=period)
         return x[:, first_column:], kept
 
     if model.unroll and not stored:
@@ -181,10 +181,20 @@ def _layer(
     recurrent: bool = False,
 ) -> tuple[Any, Any]:
     mask, rotary = sight
-    y, key_value = blocks.Block(model, recurrent).apply(
+    y, key_value = block_of(model, recurrent=recurrent).apply(
         {"params": leaves.read(params)}, x, mask=mask, rotary=rotary, first=first
     )
     return axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y), key_value
+
+
+def block_of(model: ModelConfig, *, recurrent: bool) -> blocks.Block:
+    """The block of a layer, with attention or a DeltaNet."""
+    if not recurrent:
+        return blocks.Block(model)
+    # Loaded by the models that have it.
+    from rlhf_jax.models.delta_net import GatedDeltaNet
+
+    return blocks.Block(model, GatedDeltaNet)
 
 
 def in_periods(
