@@ -333,6 +333,12 @@ def test_adapters_of_fused_layers_are_written_where_the_layers_are(tmp_path, nam
         np.testing.assert_allclose(2.0 * up @ down, difference, rtol=1e-4, atol=1e-4)
 
 
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path):
+    more = {"mtp.fc.weight": np.ones((32, 64), np.float32)}
+    _, params = hf.load(edited(tmp_path, "qwen3_5", tensors=more))
+    chex.assert_trees_all_equal(params, hf.load(FIXTURES / "qwen3_5")[1])
+
+
 def test_the_bias_of_a_score_is_read_and_a_head_that_was_left_in_is_not(tmp_path):
     tensors = {
         "score.bias": np.array([-0.75], np.float32),
