@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,11 @@ class Linear:
     def pattern(self) -> str:
         """What `target_modules` calls it: "attn.c_attn"."""
         return self.name.split("{layer}.")[1]
+
+    def layers(self, model: ModelConfig) -> Sequence[int]:
+        """Those that have it."""
+        own = self.key.layers
+        return range(model.num_layers) if own is None else own
 
     def tensors(self, layer: int) -> tuple[str, str]:
         """The names of A and B of a layer."""
@@ -73,8 +78,9 @@ def to_theirs(
             downs.append(np.asarray(adapters[f"{path}/lora_a"]))
             ups.append(np.asarray(adapters[f"{path}/lora_b"]))
         else:
-            downs.append(np.zeros((model.num_layers, size_in, rank), np.float32))
-            ups.append(np.zeros((model.num_layers, rank, size_out), np.float32))
+            layers = len(linear.layers(model))
+            downs.append(np.zeros((layers, size_in, rank), np.float32))
+            ups.append(np.zeros((layers, rank, size_out), np.float32))
     if all(np.array_equal(down, downs[0]) for down in downs):
         down, up = downs[0], np.concatenate(ups, axis=-1)
     else:

@@ -107,10 +107,10 @@ def save(
             adapted.append(linear)
             if down.shape[1] != lora.rank:
                 fused[linear.pattern] = len(linear.paths)
-            for layer in range(model.num_layers):
+            for number, layer in enumerate(linear.layers(model)):
                 name_a, name_b = linear.tensors(layer)
-                tensors[name_a] = np.ascontiguousarray(down[layer])
-                tensors[name_b] = np.ascontiguousarray(up[layer])
+                tensors[name_a] = np.ascontiguousarray(down[number])
+                tensors[name_b] = np.ascontiguousarray(up[number])
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if "score" in adapters else "CAUSAL_LM",
@@ -184,7 +184,7 @@ def _read(
     problems, expected = [], {_SCORE: (1, model.hidden_size)}
     linears: list[tuple[Linear, list[tuple[str, str]]]] = []
     for linear in fused_adapters.linears(model):
-        names = [linear.tensors(layer) for layer in range(model.num_layers)]
+        names = [linear.tensors(layer) for layer in linear.layers(model)]
         if not any(name in tensors for pair in names for name in pair):
             continue
         k, scaled = _rank_and_alpha(config, names[0][0])

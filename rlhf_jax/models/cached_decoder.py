@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from rlhf_jax.models import axes, blocks, decoder, leaves
-from rlhf_jax.models.attention import Cached, KeyValue, Pages
-from rlhf_jax.models.caches import near
+from rlhf_jax.models.attention import KeyValue, Pages
+from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state, near
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.layers import unstack
+from rlhf_jax.models.layers import block_of, in_periods, unstack
 from rlhf_jax.models.positions import angles, positions_of, unless
 
 Array = jax.Array
@@ -37,6 +37,9 @@ class Seen(NamedTuple):
 
     everything: Array | Pages  # of layers that see all columns
     window: Array | Pages  # of local layers
+    # bool[B, N], which of the new ones are tokens, for recurrent layers: the state of a
+    # row does not move elsewhere. None is all.
+    tokens: Array | None = None
 
 
 def params_to_decode(params: Params, *, model: ModelConfig) -> Params:
@@ -75,7 +78,7 @@ def layers_to_decode(
                 flat[*path[:-1], "transposed"] = flat.pop(path).T
         return traverse_util.unflatten_dict(flat)
 
-    return tuple(map(ready, unstack(params["layers"], num_layers=model.num_layers)))
+    return tuple(map(ready, unstack(params["layers"], model=model)))
 
 
 def decode_step(
@@ -86,9 +89,9 @@ def decode_step(
     tokens: Array,
     positions: Array,
     attend: Array | Seen,
-    caches: Sequence[Cached],
+    caches: Sequence[Kept],
     column: Array,
-) -> tuple[Array, tuple[Cached, ...]]:
+) -> tuple[Array, Caches]:
     """N new tokens of every row, mostly one, against the cache.
 
     Args:
@@ -97,7 +100,8 @@ def decode_step(
       tokens, positions: i32[B, N], the new tokens and how many stand before each.
       attend: what they see; of one new token in a column of all rows bool[B, W], the
         columns that it may see, its own included.
-      caches: per layer the keys and values, as `caches.py` has them, or pages.
+      caches: per layer the keys and values, as `caches.py` has them, or pages; of a
+        recurrent layer its state.
       column: i32[], the number of the first new column, the same in all rows, or
         i32[B], of each row; not read of pages.
 
@@ -114,11 +118,22 @@ def decode_step(
     if model.sliding_window is not None:
         local = angles(positions, model=model, local=True)
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
-    updated = []
+    updated: list[Kept] = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        if isinstance(cache, DeltaState):
+            output: Any = block_of(model, recurrent=True).apply(
+                {"params": leaves.read(layer)},
+                x,
+                mask=attend.tokens,
+                rotary=None,
+                cache=cache,
+            )
+            x, state = output
+            updated.append(state)
+            continue
         is_local = model.is_local(number)
         rotary = local if is_local else far
-        x, cache = blocks.Block(model).apply(
+        output = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
             mask=attend.window if is_local else attend.everything,
@@ -127,14 +142,15 @@ def decode_step(
             # A cache of W places is a ring: a local layer has as many as its window.
             column=column % cache[0].shape[2],
         )
-        updated.append(cache)
+        x, key_values = output
+        updated.append(key_values)
     return decoder.final_norm(params, x, model=model), tuple(updated)
 
 
 def prefill(
     params: Params, *, model: ModelConfig, tokens: Array, mask: Array
-) -> tuple[Array, KeyValue]:
-    """Hidden states of the last column, and keys and values for a cache.
+) -> tuple[Array, Any]:
+    """Hidden states of the last column, and what a cache keeps of every layer.
 
     Args:
       model: with `prefill_chunk` N columns are run at a time, else all at once.
@@ -142,7 +158,8 @@ def prefill(
 
     Returns:
       [B, D] after the final norm, and keys and values [L, B, K, P, head_dim] each, in
-      `model.dtype`; what stands at padding has no meaning.
+      `model.dtype`; what stands at padding has no meaning. With recurrent layers as
+      `layers.run` has them.
 
     Raises:
       InputError: as `decoder.prefill`.
@@ -164,7 +181,7 @@ def prefill(
     local_layers = jnp.asarray([model.is_local(n) for n in range(model.num_layers)])
     unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
-    def run(caches: KeyValue, start: Array) -> tuple[KeyValue, Array]:
+    def run(caches: Any, start: Array) -> tuple[Any, Array]:
         def own(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
 
@@ -196,20 +213,53 @@ def prefill(
             )
             return axes.rows_apart(x), cache
 
+        def of_kinds(
+            x: Array, one: Sequence[Any], number: int
+        ) -> tuple[Array, dict[str, Any]]:
+            params, kept = one
+            if not model.is_recurrent(number):
+                no_positions = jnp.asarray(True) if model.is_unrotated(number) else None
+                flags = jnp.asarray(model.is_local(number)), no_positions
+                x, cache = layer(x, (params, kept["attention"], *flags))
+                return x, {"attention": cache}
+            x, state = block_of(model, recurrent=True).apply(
+                {"params": leaves.read(params)},
+                x,
+                mask=own(mask),
+                rotary=None,
+                cache=kept["delta_net"],
+            )
+            return axes.rows_apart(x), {"delta_net": state}
+
         x = decoder.embed(params, model=model, tokens=own(tokens), positions=at)
-        x, caches = jax.lax.scan(
-            layer,
-            axes.rows_apart(x),
-            (params["layers"], caches, local_layers, unrotated),
-        )
+        x = axes.rows_apart(x)
+        if model.recurrent_layers:
+            stacks = params["layers"], caches
+            x, caches = in_periods(
+                of_kinds, x, stacks, model=model, period=model.period
+            )
+        else:
+            x, caches = jax.lax.scan(
+                layer, x, (params["layers"], caches, local_layers, unrotated)
+            )
         return caches, x[:, -1]
 
-    shape = (model.num_layers, rows, model.num_kv_heads, columns, model.head_dim)
-    empty = jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
+    of_attention = len(model.layers_of("attention"))
+    shape = (of_attention, rows, model.num_kv_heads, columns, model.head_dim)
+    empty: Any = jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
+    if model.recurrent_layers:
+        states = [blank_state(model, rows=rows)] * len(model.layers_of("delta_net"))
+        empty = {
+            "attention": empty,
+            "delta_net": jax.tree.map(lambda *parts: jnp.stack(parts), *states),
+        }
     starts = jnp.arange(0, columns, chunk, dtype=jnp.int32)
     # Chunk after chunk, as each attends to the cache of those before.
     caches, last = jax.lax.scan(run, empty, starts)
     hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
     # The columns of padding leave again: caches hold P columns, as of a whole pass.
-    key, value = (leaf[:, :, :, room:] for leaf in caches)
-    return hidden, (key, value)
+    key, value = caches["attention"] if model.recurrent_layers else caches
+    key_values = key[:, :, :, room:], value[:, :, :, room:]
+    if model.recurrent_layers:
+        return hidden, caches | {"attention": key_values}
+    return hidden, key_values

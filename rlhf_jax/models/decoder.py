@@ -1,7 +1,8 @@
 """The decoder as pure functions: parameters in, hidden states, logits or scores out.
 
     {"embed": {"tokens": [V', D], "positions": [N, D]},    learned positions only
-     "layers": {...},                                      every leaf [L, ...]
+     "layers": {...},                                      every leaf [L, ...], or
+                                                           of layers that have it
      "final_norm": {"scale": [D], "bias": [D]},
      "head": {"kernel": [V', D]}}                          untied heads only
 
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes, blocks, layers, layout, leaves
-from rlhf_jax.models.attention import AttentionMask, KeyValue, mask_of
+from rlhf_jax.models.attention import AttentionMask, mask_of
 from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.positions import angles, positions_of
@@ -44,21 +45,27 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     x = jnp.zeros((1, 1, model.hidden_size), jnp.float32)
     norm = blocks.Norm(model)
     # Attention has no parameters, and a kernel takes neither float32 nor one token.
-    block = blocks.Block(dataclasses.replace(model, attention="xla"))
+    plain = dataclasses.replace(model, attention="xla")
 
     def normal(key: Array, rows: int) -> Array:
         shape = (rows, model.hidden_size)
         return blocks.INIT_STD * jax.random.normal(key, shape, jnp.float32)
 
-    def layer(key: Array) -> Params:
+    def layer(key: Array, number: int = 0) -> Params:
+        block = layers.block_of(plain, recurrent=model.is_recurrent(number))
         mask = AttentionMask(segments=jnp.ones((1, 1), jnp.int32))
         rotary = angles(jnp.zeros((1, 1), jnp.int32), model=model)
         return block.init(key, x, mask=mask, rotary=rotary)["params"]
 
+    layer_keys = jax.random.split(layer_key, model.num_layers)
     params = {
         "embed": {"tokens": normal(embed_key, model.padded_vocab_size)},
         # Stacked [L, ...] from the start, as the scan over layers reads them.
-        "layers": jax.vmap(layer)(jax.random.split(layer_key, model.num_layers)),
+        "layers": (
+            layers.stacked([layer(key, n) for n, key in enumerate(layer_keys)])
+            if model.recurrent_layers
+            else jax.vmap(layer)(layer_keys)
+        ),
         "final_norm": norm.init(norm_key, x)["params"],
     }
     if model.positions == "learned":
@@ -141,12 +148,13 @@ def prefill(
     tokens: Array,
     mask: Array,
     first_column: int = 0,
-) -> tuple[Array, KeyValue]:
+) -> tuple[Array, Any]:
     """`hidden_states` of one text a row, and what a cache keeps of every layer.
 
     Returns:
       [B, S, D], and keys and values [L, B, K, S, head_dim] each, in `model.dtype`,
-      of all columns. On a mesh with `context` nothing is cut.
+      of all columns, or what `layers.run` keeps of recurrent layers too. On a mesh with
+      `context` nothing is cut.
 
     Raises:
       InputError: as `hidden_states`.
@@ -173,13 +181,15 @@ def _run(
     prefixes: Array | None,
     first_column: int,
     cut: Cut | None,
-) -> tuple[Array, KeyValue]:
+) -> tuple[Array, Any]:
     """`prefill`; with a cut keys and values are those of the balanced parts of rows."""
     refuse(
         _faults(
             model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
         )
     )
+    if cut is not None:
+        layout.refuse_context("auto", model=model)
     columns = tokens.shape[1]
     if cut is not None:
         room = cut.width(columns) - columns
@@ -247,6 +257,12 @@ def _faults(
             f"expected a model without a sliding window for texts that share a prefix, "
             f"got one of {model.sliding_window} tokens, which columns would not count; "
             f"let no texts share one"
+        )
+    if prefixes is not None and model.recurrent_layers:
+        yield (
+            "expected a model of attention alone for texts that share a prefix, got "
+            "one with recurrent layers, whose state a row has once; let no texts share "
+            "one"
         )
 
 

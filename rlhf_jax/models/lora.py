@@ -67,11 +67,7 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
         The rank is above the smaller width of a layer, where A B has more parameters
         than W and no higher rank; names these layers.
     """
-    linear = {
-        path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape[1:]
-        for path, leaf in _flat(decoder.shapes(model)).items()
-        if path.startswith(_LAYERS) and path.endswith(_KERNEL)
-    }
+    linear = {path: shape[1:] for path, shape in _kernels(model).items()}
     for pattern in lora.modules:
         if not fnmatch.filter(linear, pattern):
             raise InputError(
@@ -109,12 +105,12 @@ def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
       InputError: no layer matches `lora.modules`, or the rank is above the smaller
         width of an adapted layer.
     """
-    adapted = targets(model=model, lora=lora)
+    adapted, kernels = targets(model=model, lora=lora), _kernels(model)
     adapters: Flat = {}
     keys = jax.random.split(key, len(adapted))
     for one, (path, (size_in, size_out)) in zip(keys, adapted.items(), strict=True):
-        down = (model.num_layers, size_in, lora.rank)
-        up = (model.num_layers, lora.rank, size_out)
+        num_layers = kernels[path][0]
+        down, up = (num_layers, size_in, lora.rank), (num_layers, lora.rank, size_out)
         bound = 1 / math.sqrt(size_in)
         adapters[f"{_LAYERS}{path}/lora_a"] = jax.random.uniform(
             one, down, jnp.float32, minval=-bound, maxval=bound
@@ -205,6 +201,15 @@ def paths(adapters: Params) -> list[str]:
         for path in _flat(adapters)
         if path.endswith(suffix)
     ]
+
+
+def _kernels(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """{"attention/query": [L, in, out]} of the layers that have it."""
+    return {
+        path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape
+        for path, leaf in _flat(decoder.shapes(model)).items()
+        if path.startswith(_LAYERS) and path.endswith(_KERNEL)
+    }
 
 
 def _moved(

@@ -29,6 +29,7 @@ _MODULES = {
     "gemma3_text": "gemma3",
     **{name: name for name in ("olmo2", "olmo3", "smollm3", "granite")},
     "granitemoehybrid": "granite4",
+    "qwen3_5_text": "hybrids.qwen3_5",
 }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhf_jax.models.config import ModelConfig
 
-Layout = Literal["same", "transposed", "vocabulary", "row"]
+Layout = Literal["same", "transposed", "vocabulary", "row", "taps"]
 
 
 SCORE = "score.weight"  # [1, D]
@@ -35,12 +35,14 @@ class Key:
       transposed  [out, in] -> [in, out]   (Linear)
       vocabulary  [V, D] -> [V', D]        (rows padded with zeros)
       row         [1, D] -> [D]            (the head of a scalar model)
+      taps        [C, 1, W] -> [W, C]      (the convolution of each channel)
     """
 
     name: str  # with {layer} where there is one tensor a layer
     paths: tuple[str, ...]  # several are fused in that tensor, along their last axis
     layout: Layout = "same"
     head_dim: int | None = None  # fused by turns of so many columns; None leaf by leaf
+    layers: tuple[int, ...] | None = None  # that have the tensor; None is all
 
     @property
     def stacked(self) -> bool:
@@ -51,7 +53,8 @@ class Key:
         """The names of their tensors: one, or one per layer."""
         if not self.stacked:
             return [self.name]
-        return [self.name.format(layer=layer) for layer in range(num_layers)]
+        layers = range(num_layers) if self.layers is None else self.layers
+        return [self.name.format(layer=layer) for layer in layers]
 
     def shape(self, leaves: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
         """The shape of their tensor, of one layer, from the shapes of our leaves."""
@@ -66,6 +69,8 @@ class Key:
                 return (vocab_size, *fused[1:])
             case "row":
                 return (1, *fused)
+            case "taps":
+                return (fused[1], 1, fused[0])
             case _:
                 return fused
 
@@ -94,6 +99,8 @@ class Key:
                 return (rows, *ours[1:])
             case "row":
                 return (slice(0, 1), *ours)
+            case "taps":
+                return (ours[1], slice(0, 1), ours[0])
             case _:
                 return tuple(ours)
 
@@ -104,6 +111,8 @@ class Key:
                 return part.T
             case "row":
                 return part[0]
+            case "taps":
+                return part[:, 0].T
             case _:
                 return part
 
@@ -119,6 +128,8 @@ class Key:
                 tensor = tensor[:vocab_size]
             case "row":
                 tensor = tensor[None]
+            case "taps":
+                tensor = tensor.T[:, None]
         return np.ascontiguousarray(tensor)
 
 
@@ -129,6 +140,7 @@ class Table:
     prefix: str  # of the trunk; a checkpoint of the trunk alone leaves it out
     keys: tuple[Key, ...]
     ignored: tuple[str, ...] = ()  # tensors of theirs that hold nothing of the model
+    ignored_prefixes: tuple[str, ...] = ()  # of more such tensors
     tied: str | None = None  # name of the head that is the embedding; None: untied
 
     @property
@@ -202,6 +214,11 @@ class Family:
     def classifier(self) -> str:
         """The architecture with a score."""
         return self.stem + self.classifier_suffix
+
+
+def in_layers(layers: tuple[int, ...], *of_all: Key) -> tuple[Key, ...]:
+    """The keys, of tensors that these layers alone have."""
+    return tuple(dataclasses.replace(key, layers=layers) for key in of_all)
 
 
 def linear(

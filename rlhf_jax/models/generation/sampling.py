@@ -302,9 +302,11 @@ def read_prompts(
     last, key_values = prefill(
         params, model=model, tokens=tokens[::group_size], mask=mask[::group_size]
     )
+    caches = unstack(key_values, model=model)
+    if model.recurrent_layers:
+        caches = tuple(kept for layer in caches for kept in layer.values())
     last, caches = jax.tree.map(
-        lambda leaf: jnp.repeat(leaf, group_size, axis=0),
-        (last, unstack(key_values, num_layers=model.num_layers)),
+        lambda leaf: jnp.repeat(leaf, group_size, axis=0), (last, caches)
     )
     if columns is not None:
         caches = placed(caches, model=model, columns=columns, end=end)
