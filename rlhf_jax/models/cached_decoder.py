@@ -25,6 +25,7 @@ from rlhf_jax.models import axes, blocks, decoder, leaves
 from rlhf_jax.models.attention import Cached, KeyValue, Pages
 from rlhf_jax.models.caches import near
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import Given, apply
 from rlhf_jax.models.layers import unstack
 from rlhf_jax.models.positions import angles, positions_of, unless
 
@@ -71,7 +72,8 @@ def layers_to_decode(
             if leaves.is_stored(leaf) or leaf.ndim < 2:  # norms compute in float32
                 continue
             flat[path] = axes.beside_kernel(leaf.astype(model.dtype), path)
-            if path[-1] == "kernel" and rows <= model.transposed_rows:
+            matrix = path[-1] == "kernel" and leaf.ndim == 2  # not one of each expert
+            if matrix and rows <= model.transposed_rows:
                 flat[*path[:-1], "transposed"] = flat.pop(path).T
         return traverse_util.unflatten_dict(flat)
 
@@ -88,7 +90,8 @@ def decode_step(
     attend: Array | Seen,
     caches: Sequence[Cached],
     column: Array,
-) -> tuple[Array, tuple[Cached, ...]]:
+    record: bool = False,
+) -> tuple[Array, tuple[Cached, ...], Array | None]:
     """N new tokens of every row, mostly one, against the cache.
 
     Args:
@@ -102,8 +105,9 @@ def decode_step(
         i32[B], of each row; not read of pages.
 
     Returns:
-      Hidden states [B, N, D] after the final norm, in `model.dtype`, and the caches
-      with the new columns written.
+      Hidden states [B, N, D] after the final norm, in `model.dtype`, the caches with
+      the new columns written, and with `record` the experts of the tokens,
+      i32[B, N, L, k].
     """
     if not isinstance(attend, Seen):
         everything = window = attend[:, None]
@@ -114,13 +118,16 @@ def decode_step(
     if model.sliding_window is not None:
         local = angles(positions, model=model, local=True)
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
-    updated = []
+    updated, chosen = [], []
+    given = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         is_local = model.is_local(number)
         rotary = local if is_local else far
-        x, cache = blocks.Block(model).apply(
-            {"params": leaves.read(layer)},
+        (x, cache), routing = apply(
+            blocks.Block(model),
+            leaves.read(layer),
             x,
+            experts=given,
             mask=attend.window if is_local else attend.everything,
             rotary=None if model.is_unrotated(number) else rotary,
             cache=cache,
@@ -128,12 +135,20 @@ def decode_step(
             column=column % cache[0].shape[2],
         )
         updated.append(cache)
-    return decoder.final_norm(params, x, model=model), tuple(updated)
+        if routing is not None:
+            chosen.append(routing.chosen)
+    hidden = decoder.final_norm(params, x, model=model)
+    return hidden, tuple(updated), jnp.stack(chosen, axis=2) if record else None
 
 
 def prefill(
-    params: Params, *, model: ModelConfig, tokens: Array, mask: Array
-) -> tuple[Array, KeyValue]:
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    record: bool = False,
+) -> tuple[Array, KeyValue, Array | None]:
     """Hidden states of the last column, and keys and values for a cache.
 
     Args:
@@ -141,18 +156,25 @@ def prefill(
       tokens, mask: i32[B, P] and bool[B, P], left-padded prompts.
 
     Returns:
-      [B, D] after the final norm, and keys and values [L, B, K, P, head_dim] each, in
-      `model.dtype`; what stands at padding has no meaning.
+      [B, D] after the final norm, keys and values [L, B, K, P, head_dim] each, in
+      `model.dtype`, and with `record` experts i32[B, P, L, k]; what stands at padding
+      has no meaning.
 
     Raises:
       InputError: as `decoder.prefill`.
     """
     size, chunk = tokens.shape[1], model.prefill_chunk
     if chunk is None or chunk >= size:
-        hidden, key_values = decoder.prefill(
-            params, model=model, tokens=tokens, mask=mask, first_column=size - 1
+        hidden, key_values, routing = decoder.prefill(
+            params,
+            model=model,
+            tokens=tokens,
+            mask=mask,
+            first_column=size - 1,
+            record=record,
         )
-        return hidden[:, -1], key_values
+        chosen = None if routing is None else routing.chosen
+        return hidden[:, -1], key_values, chosen
     # Padded on the left, where prompts are padded anyway: all chunks have one shape.
     room = -size % chunk
     tokens, mask = (jnp.pad(x, ((0, 0), (room, 0))) for x in (tokens, mask))
@@ -164,7 +186,7 @@ def prefill(
     local_layers = jnp.asarray([model.is_local(n) for n in range(model.num_layers)])
     unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
-    def run(caches: KeyValue, start: Array) -> tuple[KeyValue, Array]:
+    def run(caches: KeyValue, start: Array) -> tuple[KeyValue, Any]:
         def own(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
 
@@ -186,30 +208,36 @@ def prefill(
             )
             if unrotated is not None:
                 rotary = unless(unrotated, rotary)
-            x, cache = blocks.Block(model).apply(
-                {"params": leaves.read(params)},
+            (x, cache), routing = apply(
+                blocks.Block(model),
+                leaves.read(params),
                 x,
+                experts=Given(tokens=own(mask) if record else None),
                 mask=sees,
                 rotary=rotary,
                 cache=cache,
                 column=start,
             )
-            return axes.rows_apart(x), cache
+            chosen = None if routing is None else routing.chosen
+            return axes.rows_apart(x), (cache, chosen)
 
         x = decoder.embed(params, model=model, tokens=own(tokens), positions=at)
-        x, caches = jax.lax.scan(
+        x, (caches, chosen) = jax.lax.scan(
             layer,
             axes.rows_apart(x),
             (params["layers"], caches, local_layers, unrotated),
         )
-        return caches, x[:, -1]
+        return caches, (x[:, -1], chosen)
 
     shape = (model.num_layers, rows, model.num_kv_heads, columns, model.head_dim)
     empty = jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
     starts = jnp.arange(0, columns, chunk, dtype=jnp.int32)
     # Chunk after chunk, as each attends to the cache of those before.
-    caches, last = jax.lax.scan(run, empty, starts)
+    caches, (last, chosen) = jax.lax.scan(run, empty, starts)
     hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
     # The columns of padding leave again: caches hold P columns, as of a whole pass.
     key, value = (leaf[:, :, :, room:] for leaf in caches)
-    return hidden, (key, value)
+    if chosen is not None:  # [chunks, L, B, N, k]
+        chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
+        chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]
+    return hidden, (key, value), chosen
