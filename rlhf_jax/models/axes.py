@@ -41,11 +41,13 @@ from jax.sharding import AxisType, PartitionSpec
 Array = jax.Array
 Names = tuple[str | None, ...]
 
-ROW_AXES = ("data", "fsdp")  # of a mesh, that share the rows of a batch
+EXPERT_AXIS = "expert"  # of a mesh, that shares the experts of a mixture
+ROW_AXES = ("data", "fsdp", EXPERT_AXIS)  # of a mesh, that share the rows of a batch
 CONTEXT_AXIS = "context"  # of a mesh, that shares the columns of a row
 # Where no columns are shared, as in decoding, context is one more axis for rows.
 ACTIVATION_AXES = (*ROW_AXES, CONTEXT_AXIS)
-VOCABULARY_AXIS = "tensor"  # of a mesh, that shares the tokens of a vocabulary
+TENSOR_AXIS = "tensor"  # of a mesh, that shares heads and widths
+VOCABULARY_AXIS = TENSOR_AXIS  # and the tokens of a vocabulary
 
 _LINEAR = {  # of a layer: what goes in, and what comes out
     ("attention", "query"): ("embed", "heads"),

@@ -4,9 +4,9 @@
      "up": {"kernel": [E, D, F], "bias": [E, F]}, "gate": as up,
      "down": {"kernel": [E, F, D], "bias": [E, D]}}         of one layer
 
-Tokens are sorted by expert, so that every expert meets its own in one product of
-`grouped.py`: none is dropped, whatever the load. What a run gives a layer or wants of
-it beside its output goes through Linen's collections:
+`dispatch.py` has every expert meet its own tokens in one product (`grouped.py`): none is
+dropped, whatever the load. What a run gives a layer or wants of it beside its output
+goes through Linen's collections:
 
     "replay"     experts: {"chosen": i32[B, S, k], "tokens": bool[B, S]}      in
     "routing"    experts: {"layer": (Routing,)}                               out
@@ -23,37 +23,32 @@ import jax.numpy as jnp
 
 from rlhf_jax.models.config import Experts, ModelConfig
 from rlhf_jax.models.experts import routing
-from rlhf_jax.models.experts.grouped import grouped_product
+from rlhf_jax.models.experts.dispatch import mixed
 
 Array = jax.Array
 ROUTING, REPLAY = "routing", "replay"  # collections
 NAME = "experts"  # of the module in a block
 
 
-class Grouped(nn.Module):
-    """x[i] W_g(i) (+ b_g(i)) (+ x[i] A_g(i) B_g(i)) of sorted rows."""
+class Linear(nn.Module):
+    """The parameters of one linear layer of every expert."""
 
     features: int
-    groups: int
+    experts: int
     use_bias: bool
     init_std: float
 
     @nn.compact
-    def __call__(self, x: Array, group: Array, sizes: Array) -> Array:
-        normal = nn.initializers.normal(self.init_std)
-        shape = (self.groups, x.shape[-1], self.features)
-        kernel = self.param("kernel", normal, shape, jnp.float32)
-        y = grouped_product(x, kernel.astype(x.dtype), sizes=sizes)
-        if self.has_variable("params", "lora_a"):  # put there by `lora.attach`
-            for name in ("lora_a", "lora_b"):
-                matrix: Array = self.get_variable("params", name)
-                x = grouped_product(x, matrix.astype(x.dtype), sizes=sizes)
-            y = y + x
+    def __call__(self, size_in: int, dtype: jnp.dtype) -> dict[str, Array]:
+        normal, zeros = nn.initializers.normal(self.init_std), nn.initializers.zeros
+        shape = (self.experts, size_in, self.features)
+        leaves = {"kernel": self.param("kernel", normal, shape, jnp.float32)}
         if self.use_bias:
-            zeros = nn.initializers.zeros
-            bias = self.param("bias", zeros, (self.groups, self.features), jnp.float32)
-            y = y + bias.astype(x.dtype)[group]
-        return y
+            leaves["bias"] = self.param("bias", zeros, shape[::2], jnp.float32)
+        for name in ("lora_a", "lora_b"):  # put there by `lora.attach`
+            if self.has_variable("params", name):
+                leaves[name] = self.get_variable("params", name)
+        return {name: leaf.astype(dtype) for name, leaf in leaves.items()}
 
 
 class Mixture(nn.Module):
@@ -75,18 +70,30 @@ class Mixture(nn.Module):
     def __call__(self, x: Array) -> Array:
         experts = self.model.experts
         assert experts is not None
-        chosen, weights = self._route(x, experts)
-        # Sorted by expert, equal ones by token: the order of a row's sums is the same
-        # whatever the other rows hold.
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        group = chosen.reshape(-1)[order]
-        numbers = jnp.arange(experts.count, dtype=jnp.int32)
-        ends = jnp.searchsorted(group, numbers, side="right").astype(jnp.int32)
-        sizes = jnp.diff(ends, prepend=0)
-        rows = self._experts(x[order // experts.per_token], group, sizes)
-        back = jnp.argsort(order)
-        rows = rows[back].reshape(*chosen.shape, -1).astype(jnp.float32)
-        return (rows * weights[..., None]).sum(axis=1).astype(x.dtype)
+        chosen, shares = self._route(x, experts)
+        model = self.model
+        widths = {
+            "up": (x.shape[1], model.intermediate_size, self.init_std),
+            "gate": (x.shape[1], model.intermediate_size, self.init_std),
+            "down": (model.intermediate_size, x.shape[1], self.output_std),
+        }
+        weights = {
+            name: Linear(size_out, experts.count, model.mlp_bias, std, name=name)(
+                size_in, x.dtype
+            )
+            for name, (size_in, size_out, std) in widths.items()
+        }
+
+        def hidden(up: Array, gate: Array) -> Array:
+            if experts.gate_limit is None:
+                return self.activation(gate) * up
+            limit = experts.gate_limit
+            gate = jnp.minimum(gate, limit)
+            up = jnp.clip(up, -limit, limit)
+            return (up + 1) * gate * jax.nn.sigmoid(gate * experts.gate_scale)
+
+        between = jax.checkpoint(hidden, prevent_cse=model.unroll)
+        return mixed(x, chosen, shares, weights=weights, gate=between)
 
     def _route(self, x: Array, experts: Experts) -> tuple[Array, Array]:
         logits = Router(experts, name="router")(x)
@@ -99,27 +106,6 @@ class Mixture(nn.Module):
         if self.is_mutable_collection(ROUTING) and tokens is not None:
             self.sow(ROUTING, "layer", routing.summed(logits, chosen, tokens=tokens))
         return chosen, weights
-
-    def _experts(self, x: Array, group: Array, sizes: Array) -> Array:
-        model, experts = self.model, self.model.experts
-        assert experts is not None
-
-        def product(name: str, x: Array, features: int, std: float) -> Array:
-            linear = Grouped(features, experts.count, model.mlp_bias, std, name=name)
-            return linear(x, group, sizes)
-
-        def hidden(up: Array, gate: Array) -> Array:
-            if experts.gate_limit is None:
-                return self.activation(gate) * up
-            limit = experts.gate_limit
-            gate = jnp.minimum(gate, limit)
-            up = jnp.clip(up, -limit, limit)
-            return (up + 1) * gate * jax.nn.sigmoid(gate * experts.gate_scale)
-
-        up = product("up", x, model.intermediate_size, self.init_std)
-        gate = product("gate", x, model.intermediate_size, self.init_std)
-        between = jax.checkpoint(hidden, prevent_cse=model.unroll)(up, gate)
-        return product("down", between, x.shape[-1], self.output_std)
 
 
 def apply(
