@@ -49,16 +49,19 @@ def check(
       leaves: anything with a shape, one for each path of the table.
       headers: what the checkpoint holds.
     """
-    if model.num_layers > len(headers):  # before a name is made for each of them
+    least, what = model.num_layers, "layers"
+    if model.experts is not None and any(key.stacked == 2 for key in table.keys):
+        least, what = least * model.experts.count, "experts in all layers"
+    if least > len(headers):  # before a name is made for each of them
         raise InputError(
-            f"config.json: expected a number of layers that the checkpoint can hold, "
-            f"which has {len(headers)} tensors, got {model.num_layers}; do config.json "
+            f"config.json: expected a number of {what} that the checkpoint can hold, "
+            f"which has {len(headers)} tensors, got {least}; do config.json "
             f"and the weights belong together?"
         )
     expected = {
         name: (key.shape(leaves, model.vocab_size), key)
         for key in table.keys
-        for name in key.names(model.num_layers)
+        for name in key.names(model)
     }
     ignored = {
         name.format(layer=layer)
@@ -115,16 +118,23 @@ class Unread:
         ]
         # Zeros: rows of the vocabulary's padding stay so.
         filled = np.zeros([part.stop - part.start for part in ranges], self.dtype)
-        if not self.key.stacked:
-            self._fill(filled, self.names[0], ranges)
-            return filled
-        for out, name in zip(filled, self.names[ranges[0]], strict=True):
-            self._fill(out, name, ranges[1:])
+        count = self.key.stacked
+        names = np.reshape(self.names, self.shape[:count])[(*ranges[:count], ...)]
+        for place in np.ndindex(names.shape):
+            self._fill(filled[place], str(names[place]), ranges[count:])
         return filled
 
     def _fill(self, out: np.ndarray, name: str, ranges: list[slice]) -> None:
         *others, last = ranges
         columns, tensor = self.columns[last], self.tensor(name)
+        if self.key.head_dim == 1 and columns.size:
+            # By turns of one column: all between are read at once, and others left out.
+            first = int(columns[0])
+            run = slice(first, int(columns[-1]) + 1)
+            window = self.key.window([*others, run], self.vocab_size)
+            part = self.key.from_hf(np.asarray(tensor[window]))
+            out[...] = part[..., columns - first]
+            return
         # Neighbours here that are neighbours there are read together.
         ends = np.flatnonzero(np.diff(columns, append=-1) != 1) + 1
         for start, end in itertools.pairwise([0, *ends.tolist()]):
@@ -152,7 +162,7 @@ def read(
       dtype: of the leaves; None keeps the checkpoint's.
     """
     for key in table.keys:
-        names = key.names(model.num_layers)
+        names = key.names(model)
         stored = jnp.result_type(*(FLOATS[headers[name].dtype] for name in names))
         columns = key.columns(sum(leaves[path].shape[-1] for path in key.paths))
         for path in key.paths:
@@ -185,9 +195,9 @@ def write(
     """
     for key in table.keys:
         parts = [fetch(leaves[path]) for path in key.paths]
-        for layer, name in enumerate(key.names(model.num_layers)):
-            of_layer = [part[layer] for part in parts] if key.stacked else parts
-            yield name, key.to_hf(of_layer, model.vocab_size)
+        places = np.ndindex(parts[0].shape[: key.stacked])
+        for place, name in zip(places, key.names(model), strict=True):
+            yield name, key.to_hf([part[place] for part in parts], model.vocab_size)
 
 
 ADAPTER = "adapter_config.json"  # as PEFT names the config of one

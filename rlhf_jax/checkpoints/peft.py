@@ -107,10 +107,16 @@ def save(
             adapted.append(linear)
             if down.shape[1] != lora.rank:
                 fused[linear.pattern] = len(linear.paths)
-            for number, layer in enumerate(linear.layers(model)):
-                name_a, name_b = linear.tensors(layer)
+            for number, (name_a, name_b) in enumerate(linear.tensors(model)):
                 tensors[name_a] = np.ascontiguousarray(down[number])
                 tensors[name_b] = np.ascontiguousarray(up[number])
+    written = {path for linear in adapted for path in linear.paths}
+    if nameless := sorted({*paths(trunk)} - written):
+        raise InputError(
+            f"expected adapters of layers that PEFT has a name for, got "
+            f"{', '.join(nameless)} of {model.family}, which is one tensor of all "
+            f"experts; merge them into the base and save that"
+        )
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if "score" in adapters else "CAUSAL_LM",
@@ -184,7 +190,7 @@ def _read(
     problems, expected = [], {_SCORE: (1, model.hidden_size)}
     linears: list[tuple[Linear, list[tuple[str, str]]]] = []
     for linear in fused_adapters.linears(model):
-        names = [linear.tensors(layer) for layer in linear.layers(model)]
+        names = linear.tensors(model)
         if not any(name in tensors for pair in names for name in pair):
             continue
         k, scaled = _rank_and_alpha(config, names[0][0])
@@ -219,8 +225,11 @@ def _read(
         blocks = fused_adapters.to_ours(down, up, widths=widths, rank=rank)
         for path, pair in zip(linear.paths, blocks, strict=True):
             if pair is not None:
-                adapters[f"layers/{path}/lora_a"] = _float32(pair[0])
-                adapters[f"layers/{path}/lora_b"] = _float32(pair[1])
+                for leaf, array in zip(("lora_a", "lora_b"), pair, strict=True):
+                    stacked = model.num_layers, -1, *array.shape[1:]
+                    experts = linear.key.stacked == 2
+                    array = array.reshape(stacked) if experts else array
+                    adapters[f"layers/{path}/{leaf}"] = _float32(array)
     nested = traverse_util.unflatten_dict(adapters, sep="/")
     adapted = tuple(paths(nested))
     modules = ("*",) if set(adapted) == set(sizes) else adapted

@@ -28,6 +28,7 @@ from rlhf_jax.models.attention import (
 )
 from rlhf_jax.models.caches import DeltaState, Kept
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import Mixture
 from rlhf_jax.models.positions import rotate
 
 Array = jax.Array
@@ -171,8 +172,12 @@ class Attention(nn.Module):
         elif cache is not None:
             # Before attention: a token attends to itself.
             keys_values = append(cache, (key, value), column=column)
+        sinks = None
+        if model.sinks:
+            zeros = nn.initializers.zeros
+            sinks = self.param("sinks", zeros, (model.num_heads,), jnp.float32)
         if whole:
-            y = attend(query, (key, value), mask=mask, model=model)
+            y = attend(query, (key, value), mask=mask, model=model, sinks=sinks)
         elif isinstance(mask, Pages):
             y = attend_to_pages(
                 query,
@@ -180,6 +185,7 @@ class Attention(nn.Module):
                 pages=mask,
                 scale=model.query_scale,
                 softcap=model.attention_softcap,
+                sinks=sinks,
             )
         else:
             y = attend_to(
@@ -188,6 +194,7 @@ class Attention(nn.Module):
                 attend=mask,
                 scale=model.query_scale,
                 softcap=model.attention_softcap,
+                sinks=sinks,
             )
         y = y.swapaxes(1, 2).reshape(-1, model.num_heads * model.head_dim)
         if model.output_gate:
@@ -325,6 +332,16 @@ class Block(nn.Module):
         # GPT-J and NeoX: the MLP reads what attention read, so that the two may run at
         # once.
         read = x if model.parallel_residual else attended
-        z = MLP(model, name="mlp")(before("mlp_norm", read))
+        between = before("mlp_norm", read)
+        if model.experts is None:
+            z = MLP(model, name="mlp")(between)
+        else:
+            z = Mixture(
+                model,
+                activation=ACTIVATIONS[model.activation],
+                init_std=INIT_STD,
+                output_std=INIT_STD / math.sqrt(2 * model.num_layers),
+                name="experts",
+            )(between)
         x = attended + after("mlp_post_norm", z)
         return x.reshape(rows, columns - first, size), kept

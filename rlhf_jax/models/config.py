@@ -84,6 +84,28 @@ class DeltaNet:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of every layer's MLP (`experts/`)."""
+
+    count: int  # E
+    per_token: int  # k
+    normalised: bool = True  # the weights of a token's k experts sum to 1
+    router_bias: bool = False
+    # c: (clip(up, -c, c) + 1) · g · sigmoid(s g), g = min(gate, c), in place of
+    # act(gate) · up (gpt-oss); None is without.
+    gate_limit: float | None = None
+    gate_scale: float = 1.702  # s, dimensionless
+
+    def __post_init__(self) -> None:
+        checks.positive(count=self.count, per_token=self.per_token)
+        if self.per_token > self.count:
+            raise InputError(
+                f"expected at most as many experts per token as there are, "
+                f"{self.count}, got {self.per_token}; lower per_token"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A causal decoder; from `rope_theta` on what not every family has."""
 
@@ -94,7 +116,7 @@ class ModelConfig:
     num_heads: int  # H, query heads
     num_kv_heads: int  # K, key and value heads; divides H
     head_dim: int
-    intermediate_size: int  # F, width of the MLP
+    intermediate_size: int  # F, width of the MLP, or of one expert
     max_positions: int  # longest sequence, in tokens
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: float
@@ -129,6 +151,8 @@ class ModelConfig:
     logit_divisor: float = 1.0  # of the logits over the vocabulary (Granite)
     residual_scale: float = 1.0  # of what attention and MLP add (Granite)
     embed_scale: float = 1.0  # of token embeddings as they are read (Gemma)
+    experts: Experts | None = None  # each of width intermediate_size; None is dense
+    sinks: bool = False  # a learned logit per head that takes attention and gives none
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
     # Ids below vocab_size that the tokenizer has no token for, as (start, stop): never
     # predicted, in any role. Of a run, as dtype is: no checkpoint has them.
@@ -191,6 +215,11 @@ class ModelConfig:
                 f"change them, or choose attention auto"
             )
 
+        if self.attention == "cudnn" and self.sinks:
+            yield (
+                "expected a model without attention sinks with attention cudnn, which "
+                "has none; choose attention auto"
+            )
         if self.num_heads % self.num_kv_heads:
             yield (
                 f"expected num_kv_heads to divide num_heads, got "

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models.attention import AttentionMask, KeyValue
+from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.experts import NOTHING, Given, Routing, apply
 from rlhf_jax.models.positions import angles, unless
 
 Array = jax.Array
@@ -48,7 +49,8 @@ def run(
     mask: AttentionMask,
     positions: Array,
     first_column: int = 0,
-) -> tuple[Array, KeyValue]:
+    experts: Given = NOTHING,
+) -> tuple[Array, Any, Routing | None]:
     """All layers, one after another.
 
     Args:
@@ -57,11 +59,14 @@ def run(
         [B·c, S/c, ...].
       first_column: earlier columns are left out of the hidden states; with
         `model.unroll` the last layer does not compute them.
+      experts: of a mixture, of the shape of x.
 
     Returns:
-      [B, S - first_column, D] before the final norm, and keys and values
-      [L, B, K, S, head_dim] each, of all columns; with recurrent layers
-      {"attention": keys and values, "delta_net": states}, [n, B, ...] each.
+      [B, S - first_column, D] before the final norm, keys and values
+      [L, B, K, S, head_dim] each, of all columns, and the `Routing` of B x S tokens if
+      `experts` asks for it; of columns that were not computed nothing is recorded. With
+      recurrent layers the second is {"attention": keys and values, "delta_net":
+      states}, [n, B, ...] each.
     """
     # Tables once for all layers, and not in every turn of the scan.
     everything = mask, angles(positions, model=model)
@@ -91,15 +96,15 @@ def run(
             own = functools.partial(
                 _layer, model=model, sight=sight, recurrent=recurrent
             )
-            x, kept = rematerialised(own)(x, layer[0])
+            x, (kept, _) = rematerialised(own)(x, layer[0], NOTHING)
             return x, {"delta_net" if recurrent else "attention": kept}
 
         period = model.num_layers if model.unroll and not stored else model.period
         x, kept = in_periods(of_kinds, x, [layers], model=model, period=period)
-        return x[:, first_column:], kept
+        return x[:, first_column:], kept, None
 
     if model.unroll and not stored:
-        key_values = []
+        outputs = []
         for number, layer in enumerate(unstack(layers, model=model)):
             sight = window if model.is_local(number) else everything
             if model.is_unrotated(number):
@@ -107,9 +112,9 @@ def run(
             # Earlier layers compute every column: later columns attend to them.
             first = first_column if number == model.num_layers - 1 else 0
             one = functools.partial(_traced_once, model=model, sight=sight, first=first)
-            x, key_value = rematerialised(one)(x, layer)
-            key_values.append(key_value)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *key_values)
+            x, output = rematerialised(one)(x, layer, experts.of_layer(number))
+            outputs.append(output)
+        return x, *jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     # Local and global layers in one scan: which one a turn is goes in as an array.
     mixed = any(model.local_layers) and not all(model.local_layers)
@@ -119,8 +124,8 @@ def run(
     widths = size if model.sliding_window is None else model.sliding_window, size
     unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
-    def scanned(x: Array, one: tuple[Params, Any, Any]) -> tuple[Any, Any]:
-        layer, local, unrotated = one
+    def scanned(x: Array, one: tuple[Params, Any, Any, Any]) -> tuple[Any, Any]:
+        layer, local, unrotated, chosen = one
         sight: Sight = window if all(model.local_layers) else everything
         if local is not None:
             rotary = jax.tree.map(
@@ -134,22 +139,30 @@ def run(
             sight = dataclasses.replace(mask, window=width, windows=widths), rotary
         if unrotated is not None:
             sight = sight[0], unless(unrotated, sight[1])
-        return _layer(x, layer, model=model, sight=sight)
+        own = Given(chosen, experts.tokens)
+        return _layer(x, layer, own, model=model, sight=sight)
 
     # One layer is compiled for all L; what each keeps for the gradient is `remat`'s.
-    x, key_values = jax.lax.scan(rematerialised(scanned), x, (layers, local, unrotated))
-    return x[:, first_column:], key_values
+    of_layers = layers, local, unrotated, experts.chosen
+    x, (key_values, routing) = jax.lax.scan(rematerialised(scanned), x, of_layers)
+    return x[:, first_column:], key_values, routing
 
 
 def _traced_once(
-    x: Array, params: Params, *, model: ModelConfig, sight: Sight, first: int
+    x: Array,
+    params: Params,
+    experts: Given,
+    *,
+    model: ModelConfig,
+    sight: Sight,
+    first: int,
 ) -> tuple[Any, Any]:
     """`_layer`, for layers that run one by one: what is alike is traced once."""
     mask, rotary = sight
     window = mask.window  # a number, which `jit` would trace
     mask = dataclasses.replace(mask, window=None)
     return _jitted_layer(
-        x, params, mask, rotary, model=model, window=window, first=first
+        x, params, experts, mask, rotary, model=model, window=window, first=first
     )
 
 
@@ -160,6 +173,7 @@ def _traced_once(
 def _jitted_layer(
     x: Array,
     params: Params,
+    experts: Given,
     mask: AttentionMask,
     rotary: Any,
     *,
@@ -168,12 +182,14 @@ def _jitted_layer(
     first: int,
 ) -> tuple[Any, Any]:
     mask = dataclasses.replace(mask, window=window)
-    return _layer(x, params, model=model, sight=(mask, rotary), first=first)
+    sight = mask, rotary
+    return _layer(x, params, experts, model=model, sight=sight, first=first)
 
 
 def _layer(
     x: Array,
     params: Params,
+    experts: Given,
     *,
     model: ModelConfig,
     sight: Sight,
@@ -181,10 +197,17 @@ def _layer(
     recurrent: bool = False,
 ) -> tuple[Any, Any]:
     mask, rotary = sight
-    y, key_value = block_of(model, recurrent=recurrent).apply(
-        {"params": leaves.read(params)}, x, mask=mask, rotary=rotary, first=first
+    (y, kept), routing = apply(
+        block_of(model, recurrent=recurrent),
+        leaves.read(params),
+        x,
+        experts=experts,
+        first=first,
+        mask=mask,
+        rotary=rotary,
     )
-    return axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y), key_value
+    y = axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y)
+    return y, (kept, routing)
 
 
 def block_of(model: ModelConfig, *, recurrent: bool) -> blocks.Block:

@@ -92,6 +92,8 @@ def obstacle_to(engine: Attention, model: ModelConfig) -> str | None:
     if engine == "cudnn":
         if model.attention_softcap is not None:
             return "has no soft cap"
+        if model.sinks:
+            return "has no attention sinks"
         if model.dtype != "bfloat16":
             return f"computes in bfloat16, and the model in {model.dtype}"
         if model.head_dim % 8 or model.head_dim > CUDNN_HEAD_DIM:

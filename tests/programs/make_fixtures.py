@@ -187,6 +187,31 @@ QWEN3_5 = transformers.Qwen3_5TextConfig(
         "partial_rotary_factor": 0.25,
     },
 )
+# Weights of a token's experts that do not sum to 1.
+QWEN3_MOE = transformers.Qwen3MoeConfig(
+    **FAMILY | {"intermediate_size": 24},
+    use_sliding_window=True,
+    sliding_window=5,
+    moe_intermediate_size=24,
+    num_experts=8,
+    num_experts_per_tok=3,
+)
+MIXTRAL = transformers.MixtralConfig(
+    **FAMILY | {"intermediate_size": 24},
+    sliding_window=5,
+    num_local_experts=4,
+    tie_word_embeddings=True,
+)
+# Limits within the range of gate and up.
+GPT_OSS = transformers.GptOssConfig(
+    **FAMILY | {"intermediate_size": 24},
+    sliding_window=5,
+    rope_parameters=YARN_ROPE,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    swiglu_limit=0.6,
+    swiglu_alpha=1.3,
+)
 
 
 def record_causal(
@@ -310,6 +335,9 @@ FIXTURE = {
     "granite": causal(t.GraniteForCausalLM, GRANITE, **LONG),
     "granite4": causal(t.GraniteMoeHybridForCausalLM, GRANITE4, **LONG),
     "qwen3_5": causal(t.Qwen3_5ForCausalLM, QWEN3_5, **LONG),
+    "qwen3_moe": causal(t.Qwen3MoeForCausalLM, QWEN3_MOE, **LONG),
+    "mixtral": causal(t.MixtralForCausalLM, MIXTRAL, **LONG),
+    "gpt_oss": causal(t.GptOssForCausalLM, GPT_OSS, **LONG),
     "qwen2_reward": scores(t.Qwen2ForSequenceClassification, QWEN2, **EAGER),
     "qwen3_reward": scores(t.Qwen3ForSequenceClassification, QWEN3, **EAGER),
     "mistral_reward": scores(t.MistralForSequenceClassification, MISTRAL, **EAGER),
@@ -323,6 +351,9 @@ FIXTURE = {
     "olmo3_reward": scores(t.Olmo3ForSequenceClassification, OLMO3, **EAGER),
     "smollm3_reward": scores(t.SmolLM3ForSequenceClassification, SMOLLM3, **EAGER),
     "qwen3_5_reward": scores(t.Qwen3_5TextForSequenceClassification, QWEN3_5, **EAGER),
+    "qwen3_moe_reward": scores(t.Qwen3MoeForSequenceClassification, QWEN3_MOE, **EAGER),
+    "mixtral_reward": scores(t.MixtralForSequenceClassification, MIXTRAL, **EAGER),
+    "gpt_oss_reward": scores(t.GptOssForSequenceClassification, GPT_OSS, **EAGER),
 }
 
 

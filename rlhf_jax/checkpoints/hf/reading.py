@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from rlhf_jax.checkpoints import mapping, shards
-from rlhf_jax.checkpoints.hf import casting, layout
+from rlhf_jax.checkpoints.hf import casting, layout, mxfp4
 from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.data import hub
@@ -208,7 +208,7 @@ def _reading(
 
 def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
     """The tensors; what stands beside them and is not read is told."""
-    tensors = shards.Tensors(folder)
+    tensors = mxfp4.Tensors(folder)
     whole = (folder / shards.WEIGHTS).exists()
     if whole and (folder / shards.INDEX).exists():
         _note(

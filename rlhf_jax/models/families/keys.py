@@ -5,13 +5,15 @@ naming it there and here. Reading, writing and checking all follow from that one
 
     Key("layers.{layer}.up_proj.weight", ("layers/mlp/up/kernel",), "transposed")
 
-says that our leaf [L, D, F] is stacked from L tensors [F, D]. `leaves` below is the
-parameter tree flattened to {"layers/mlp/up/kernel": leaf}.
+says that our leaf [L, D, F] is stacked from L tensors [F, D]. With {layer} and {expert}
+it is [L, E, D, F], of L·E tensors. `leaves` below is the parameter tree flattened to
+{"layers/mlp/up/kernel": leaf}.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
@@ -38,28 +40,35 @@ class Key:
       taps        [C, 1, W] -> [W, C]      (the convolution of each channel)
     """
 
-    name: str  # with {layer} where there is one tensor a layer
+    # With {layer} where there is one tensor a layer, and {expert} where there is one for
+    # each of its experts.
+    name: str
     paths: tuple[str, ...]  # several are fused in that tensor, along their last axis
     layout: Layout = "same"
     head_dim: int | None = None  # fused by turns of so many columns; None leaf by leaf
     layers: tuple[int, ...] | None = None  # that have the tensor; None is all
 
     @property
-    def stacked(self) -> bool:
-        """Whether our leaf is stacked from one tensor of theirs per layer."""
-        return "{layer}" in self.name
+    def stacked(self) -> int:
+        """Dimensions of our leaf that count tensors of theirs: layers, and experts."""
+        return ("{layer}" in self.name) + ("{expert}" in self.name)
 
-    def names(self, num_layers: int) -> list[str]:
-        """The names of their tensors: one, or one per layer."""
-        if not self.stacked:
-            return [self.name]
-        layers = range(num_layers) if self.layers is None else self.layers
-        return [self.name.format(layer=layer) for layer in layers]
+    def names(self, model: ModelConfig) -> list[str]:
+        """The names of their tensors: one, or one per layer, or one per expert of it."""
+        layers = range(model.num_layers) if self.layers is None else self.layers
+        experts = range(0 if model.experts is None else model.experts.count)
+        match self.stacked:
+            case 0:
+                return [self.name]
+            case 1:
+                return [self.name.format(layer=layer) for layer in layers]
+        every = itertools.product(layers, experts)
+        return [self.name.format(layer=layer, expert=expert) for layer, expert in every]
 
     def shape(self, leaves: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
         """The shape of their tensor, of one layer, from the shapes of our leaves."""
         first, *_ = shapes = [
-            leaves[path].shape[1 if self.stacked else 0 :] for path in self.paths
+            leaves[path].shape[self.stacked :] for path in self.paths
         ]
         fused = (*first[:-1], sum(shape[-1] for shape in shapes))
         match self.layout:
@@ -202,6 +211,9 @@ class Family:
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     config_to_hf: Callable[[ModelConfig], dict[str, Any]]  # that it reads back
     key_table: Callable[[ModelConfig], Table]
+    # Options that other families refuse (`UNSUPPORTED` of checkpoints/hf), such as
+    # num_experts.
+    reads: tuple[str, ...] = ()
     causal_suffix: str = "ForCausalLM"
     classifier_suffix: str = "ForSequenceClassification"
 

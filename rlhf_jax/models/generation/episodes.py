@@ -64,7 +64,7 @@ def read(
     tokens = _written(of.tokens, arrivals.tokens, start)
     # One more than arrives: the token drawn last has not been run.
     at = cached[:, None] + jnp.arange(size + 1, dtype=jnp.int32)[None]
-    hidden, caches = cached_decoder.decode_step(
+    hidden, caches, _ = cached_decoder.decode_step(
         params,
         layers=layers,
         model=model,

@@ -26,6 +26,7 @@ from rlhf_jax.models.generation.sampling import Shaping
 NAMES = (
     *("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3"),
     *("olmo2", "olmo3", "smollm3", "granite", "granite4", "qwen3_5"),
+    *("qwen3_moe", "mixtral", "gpt_oss"),
 )
 # transformers has no score for Granite.
 REWARDS = tuple(name for name in NAMES if not name.startswith("granite"))
@@ -570,11 +571,20 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mistral", {"model_type": "mixtral", "num_local_experts": 8}, LISTED),
+        ("mistral", {"model_type": "phimoe", "num_local_experts": 8}, LISTED),
         (
             "mistral",
-            {"model_type": "mixtral", "num_local_experts": 8},
-            r"a mixtral with a mixture of experts \(num_local_experts\)",
+            {"model_type": "phimoe", "num_local_experts": 8},
+            r"a phimoe with a mixture of experts \(num_local_experts\)",
+        ),
+        ("mixtral", {"num_experts_per_tok": 5}, "as many experts .* there are, 4, g"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[\], got \[1\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 1, got 2"),
+        ("gpt_oss", {ROPE: None}, "expected a value for 'rope_scaling', got none"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quant_method = 'mxfp4', got 'awq'",
         ),
         (
             "qwen2",
