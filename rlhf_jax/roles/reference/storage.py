@@ -200,7 +200,9 @@ def _matrix_axis(path: Any, leaf: Any) -> int | None:
     if "embed" in names or "head" in names:
         return -1
     # Kernels [L, in, out] share a scale along their inputs; tables along their columns.
-    return -2 if "layers" in names and len(leaf.shape) == 3 else None
+    # Taps of a convolution are few, and no matrix.
+    matrix = len(leaf.shape) == 3 and not names[-1].endswith("_taps")
+    return -2 if "layers" in names and matrix else None
 
 
 def _cast(path: Any, leaf: Any, *, dtype: Any, embeddings: Any, vectors: Any) -> Any:
