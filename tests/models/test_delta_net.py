@@ -169,6 +169,8 @@ def test_layers_one_by_one_in_periods_and_stored():
         again = logprobs(dataclasses.replace(model, **options), tokens, mask)
         np.testing.assert_allclose(again, expected, atol=1e-5)
     stored = storage.store(tiny.params(model), dtype="int8", memory="pinned_host")
+    taps = stored["layers"]["delta_net"]["query_taps"]
+    assert taps.held.dtype == jnp.float32  # no matrix
     again, of_read = (
         toys.jit(functools.partial(policy.logprobs, model=model))(
             params, tokens=tokens, mask=mask

@@ -101,9 +101,9 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
 
 def _nearest(name: str | None) -> str:
     """The family whose name is the most like this one, for a message; "" is none."""
-    text = f"{name}_text"  # a decoder of a name that is also of one with other inputs
-    named = [text] if text in FAMILIES else FAMILIES
-    close = difflib.get_close_matches(name or "", named, n=1)
+    # Of gemma3, which has a vision tower, that is gemma3_text.
+    texts = [family for family in FAMILIES if family == f"{name}_text"]
+    close = texts or difflib.get_close_matches(name or "", FAMILIES, n=1)
     return f" (the nearest is {close[0]})" if close else ""
 
 
