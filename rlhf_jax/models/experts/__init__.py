@@ -5,6 +5,25 @@
 
 from rlhf_jax.models.experts.block import Mixture, apply
 from rlhf_jax.models.experts.grouped import grouped_product
-from rlhf_jax.models.experts.routing import NOTHING, OWN, Given, Routing, routing_faults
+from rlhf_jax.models.experts.routing import (
+    NOTHING,
+    OWN,
+    Given,
+    Routing,
+    balance_loss,
+    router_stats,
+    routing_faults,
+)
 
-__all__ = ["NOTHING", "OWN", "Given", "Mixture", "Routing", "apply", "grouped_product", "routing_faults"]
+__all__ = [
+    "NOTHING",
+    "OWN",
+    "Given",
+    "Mixture",
+    "Routing",
+    "apply",
+    "balance_loss",
+    "grouped_product",
+    "router_stats",
+    "routing_faults",
+]

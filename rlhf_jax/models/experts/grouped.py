@@ -71,11 +71,10 @@ def _plan(sizes: Array, *, rows: int, block: int) -> tuple[Array, ...]:
     return group, start, ends[group], last[-1]
 
 
-@jax.custom_vjp
-def _blocked(x: Array, w: Array, sizes: Array) -> Array:
+def _visited(x: Array, w: Array, sizes: Array) -> Array:
     rows, groups = x.shape[0], w.shape[0]
     block = _block_size(rows, groups)
-    group, start, end, count = _plan(sizes, rows=rows, block=block)
+    group, start, _, count = _plan(sizes, rows=rows, block=block)
     # Room for the last block, which may reach beyond the rows.
     x = jnp.pad(x, ((0, block), (0, 0)))
     y = jnp.zeros((rows + block, w.shape[2]), x.dtype)
@@ -91,8 +90,11 @@ def _blocked(x: Array, w: Array, sizes: Array) -> Array:
     return jax.lax.fori_loop(0, count, meet, y)[:rows]
 
 
+_blocked = jax.custom_vjp(_visited)
+
+
 def _forward(x: Array, w: Array, sizes: Array) -> tuple[Array, Any]:
-    return _blocked(x, w, sizes), (x, w, sizes)
+    return _visited(x, w, sizes), (x, w, sizes)
 
 
 def _backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:

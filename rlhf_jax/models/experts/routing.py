@@ -110,7 +110,7 @@ def balance_loss(routing: Routing) -> Array:
     return even.mean()
 
 
-def stats(routing: Routing) -> masked.Stats:
+def router_stats(routing: Routing) -> masked.Stats:
     """Means over tokens and layers, as (sum, weight).
 
     `router/entropy` is in nats; `router/load_max` is the load of the busiest expert of
