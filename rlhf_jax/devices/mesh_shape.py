@@ -8,6 +8,7 @@
 | data | rows of a batch; parameters are replicated along it |
 | fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
 | context | columns of a row, while models run on whole rows; parameters as by fsdp |
+| expert | rows of a batch, and the experts of a mixture; the rest is replicated |
 | tensor | heads, MLP width and vocabulary: each device computes its part |
 """
 
@@ -26,7 +27,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.functional.checks import InputError
 
-AXES = ("dcn", "data", "fsdp", "context", "tensor")
+AXES = ("dcn", "data", "fsdp", "expert", "context", "tensor")
 MOST_DIGITS = 9  # of a size
 
 
@@ -42,6 +43,8 @@ class MeshShape:
     """Devices that share heads, MLP width and vocabulary."""
     context: int = 1
     """Devices that share the columns of a row, and the parameters too."""
+    expert: int = 1
+    """Devices that share the rows, and the experts of a mixture."""
     dcn: int = 1
     """Slices of TPUs that share the rows: gradients are summed within each first."""
 
@@ -73,7 +76,7 @@ class MeshShape:
 
     def __str__(self) -> str:
         sizes = dataclasses.asdict(self)
-        for axis in ("context", "dcn"):
+        for axis in ("context", "expert", "dcn"):
             if sizes[axis] == 1:
                 del sizes[axis]
         return ",".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -86,7 +89,7 @@ class MeshShape:
     @property
     def rows(self) -> int:
         """Devices that share the rows of a batch."""
-        return self.dcn * self.data * self.fsdp
+        return self.dcn * self.data * self.fsdp * self.expert
 
     def make(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh, over all devices unless others are given; of one, over the first.
@@ -109,7 +112,13 @@ class MeshShape:
                 f"{str(self).replace(',', ' · ')} = {self.size}; change an axis, or "
                 f"give other devices"
             )
-        shape = tuple(getattr(self, axis) for axis in AXES)
+        # A mesh without slices or experts is the one that it was before there were any.
+        names = [
+            axis
+            for axis in AXES
+            if axis not in ("dcn", "expert") or getattr(self, axis) > 1
+        ]
+        shape = tuple(getattr(self, axis) for axis in names)
         slices = len({getattr(device, "slice_index", 0) for device in devices})
         if self.dcn > 1 and slices not in (1, self.dcn):
             raise InputError(
@@ -132,7 +141,7 @@ class MeshShape:
             # Part of a torus, or one that these axes do not follow: any order is right,
             # and the order in which JAX lists the devices costs longer ways at most.
             laid = np.reshape(np.array(devices), shape)
-        return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return Mesh(laid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def one_word(kind: Any, *, metavar: str) -> PrimitiveConstructorSpec[Any]:

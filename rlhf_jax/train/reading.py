@@ -55,7 +55,12 @@ def load_start(
       save_dtype: Of what is written; None is that of most weights.
     """
     context = mesh.shape.get(axes.CONTEXT_AXIS, 1)
-    layout.refuse_context(options.attention, context=context)
+    if context > 1:
+        start = start or pretrained.described(
+            path_or_repo_id, tokenizer=options.tokenizer
+        )
+    model = None if start is None else start.model
+    layout.refuse_context(options.attention, context=context, model=model)
     start = pretrained.load(
         path_or_repo_id,
         start=start,

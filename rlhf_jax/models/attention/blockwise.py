@@ -42,6 +42,7 @@ def attend_blockwise(
     keys_values: KeyValue,
     *,
     mask: AttentionMask,
+    sinks: Array | None = None,
     block: int | None = None,
 ) -> Array:
     """softmax(scale · q·kᵀ)·v over what the mask allows, holding no [T, S].
@@ -54,6 +55,7 @@ def attend_blockwise(
       keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
         keys. What stands at padding is not read, not even NaN. Of keys that are passed
         round, [B, K, S/c, head_dim], those of the columns of the queries.
+      sinks: f32[H], as `engines.attend_to` has them.
       block: columns of a block; None is as measured for this backend.
 
     Returns:
@@ -104,6 +106,8 @@ def attend_blockwise(
                 in_blocks(columns, block_k),
             )
         )(mask.columns_of_devices(queries))
+    if sinks is not None:  # of the queries in a block, group by group
+        sinks = jnp.repeat(sinks.reshape(kv_heads, group), block_q, axis=1)
     out: Array = _attend(
         blocks(query, segments_q, block_q),
         blocks(key, segments_k, block_k),
@@ -116,6 +120,7 @@ def attend_blockwise(
             columns_k=of_keys[1],
             window=jnp.asarray(window, jnp.int32),
         ),
+        sinks,
         form,
     )
     out = out.reshape(rows, -1, kv_heads, group, block_q, head_dim)
@@ -123,32 +128,43 @@ def attend_blockwise(
     return out[:, :, :queries]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, masked: Masked, form: Form) -> Array:
-    out, _ = _forward(q, k, v, masked, form)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    q: Array, k: Array, v: Array, masked: Masked, sinks: Array | None, form: Form
+) -> Array:
+    out, _ = _forward(q, k, v, masked, sinks, form)
     return out
 
 
 def _forward(
-    q: Array, k: Array, v: Array, masked: Masked, form: Form
+    q: Array, k: Array, v: Array, masked: Masked, sinks: Array | None, form: Form
 ) -> tuple[Array, Any]:
     if form.passed == 1:
-        out, normaliser = blockwise_passes.forward((q, k, v), masked, form=form)
-        return out, ((q, k, v), masked, out, normaliser)
+        out, normaliser = blockwise_passes.forward(
+            (q, k, v), masked, sinks=sinks, form=form
+        )
+        return out, ((q, k, v), masked, out, normaliser, sinks)
 
     def turn(arrays: Blocks, owner: Owner) -> tuple[Array, Array]:
         of_these = masked.of_keys(ring_passes.device(owner))
         return blockwise_passes.forward(arrays, of_these, form=form, dtype=jnp.float32)
 
-    out, normaliser = ring_passes.forward((q, k, v), turn, count=form.passed)
+    out, normaliser = ring_passes.forward(
+        (q, k, v), turn, count=form.passed, sinks=sinks
+    )
     out = out.astype(q.dtype)
-    return out, ((q, k, v), masked, out, normaliser)
+    return out, ((q, k, v), masked, out, normaliser, sinks)
 
 
 def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None, ...]:
+    arrays, masked, *results, sinks = residuals
+    of_sinks = None
+    if sinks is not None:
+        of_sinks = blockwise_passes.gradient_of_sinks(sinks, *results, gradient)
     if form.passed == 1:
-        return *blockwise_passes.backward(residuals, gradient, form=form), None
-    arrays, masked, *results = residuals
+        residuals = arrays, masked, *results
+        blocks = blockwise_passes.backward(residuals, gradient, form=form)
+        return *blocks, None, of_sinks
 
     def turn(arrays: Blocks, owner: Owner) -> Blocks:
         residuals = arrays, masked.of_keys(ring_passes.device(owner)), *results
@@ -156,7 +172,8 @@ def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None
             residuals, gradient, form=form, dtype=jnp.float32
         )
 
-    return *ring_passes.backward(arrays, turn, count=form.passed), None
+    blocks = ring_passes.backward(arrays, turn, count=form.passed)
+    return *blocks, None, of_sinks
 
 
 _attend.defvjp(_forward, _backward)

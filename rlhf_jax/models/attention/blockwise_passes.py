@@ -56,11 +56,17 @@ class Form(NamedTuple):
 
 
 def forward(
-    arrays: Blocks, masked: Masked, *, form: Form, dtype: DTypeLike | None = None
+    arrays: Blocks,
+    masked: Masked,
+    *,
+    sinks: Array | None = None,
+    form: Form,
+    dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array]:
     """What attention returns, and the logarithm of each softmax's denominator.
 
     Args:
+      sinks: f32[K, Q], logits of no value; None is without.
       dtype: of the first; None is q's.
 
     Returns:
@@ -95,6 +101,10 @@ def forward(
             largest, total, out = jax.lax.fori_loop(
                 0, count, meet, (none + LEAST, none, out)
             )
+        if sinks is not None:
+            new = jnp.maximum(largest, sinks)
+            shrunk, largest = jnp.exp(largest - new), new
+            total, out = total * shrunk + jnp.exp(sinks - new), out * shrunk[:, None]
         # Padding that meets no key has no denominator.
         live = total > 0
         total = jnp.where(live, total, 1)
@@ -168,6 +178,15 @@ def backward(
     of_q, (of_k, of_v) = jax.lax.scan(of_keys, of_q, every)
     of_q = of_q.mT.reshape(q.shape).astype(dtype)
     return of_q, of_k.reshape(k.shape), of_v.reshape(v.shape)
+
+
+def gradient_of_sinks(
+    sinks: Array, out: Array, normaliser: Array, gradient: Array
+) -> Array:
+    """f32[K, Q]: -p Σ out·gradient of every query, p being the share of its sink."""
+    share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    # A query that meets no key has out 0.
+    return -(jnp.exp(sinks[None, None] - normaliser) * share).sum(axis=(0, 1))
 
 
 def _logits(

@@ -43,7 +43,12 @@ class Form(NamedTuple):
 
 
 def attend_ring(
-    query: Array, keys_values: KeyValue, *, mask: AttentionMask, interpret: bool = False
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    sinks: Array | None = None,
+    interpret: bool = False,
 ) -> Array:
     """softmax(scale · q·kᵀ)·v over what the mask allows, by keys that are passed round.
 
@@ -54,6 +59,7 @@ def attend_ring(
       query: [B, H, T, head_dim], of the columns of this device.
       keys_values: [B, K, T, head_dim] each, of the same columns.
       mask: of all columns, with a cut and `passed`.
+      sinks: f32[H], as `engines.attend_to` has them.
       interpret: splash's operations one by one, on any backend, for tests.
 
     Returns:
@@ -61,19 +67,26 @@ def attend_ring(
     """
     backend = layout.backend_of(jax.sharding.get_abstract_mesh())
     if not interpret and (backend != "tpu" or query.shape[-1] % layout.SPLASH_HEAD_DIM):
-        return attend_blockwise(query, keys_values, mask=mask)
+        return attend_blockwise(query, keys_values, mask=mask, sinks=sinks)
 
     def attend(mask: AttentionMask) -> Array:
         assert mask.window is None or isinstance(mask.window, int)
         if mask.window is not None and mask.window < mask.columns:
-            return attend_blockwise(query, keys_values, mask=mask)
-        return _attend_splash(query, keys_values, mask=mask, interpret=interpret)
+            return attend_blockwise(query, keys_values, mask=mask, sinks=sinks)
+        return _attend_splash(
+            query, keys_values, mask=mask, sinks=sinks, interpret=interpret
+        )
 
     return with_static_window(mask, attend)
 
 
 def _attend_splash(
-    query: Array, keys_values: KeyValue, *, mask: AttentionMask, interpret: bool
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    sinks: Array | None,
+    interpret: bool,
 ) -> Array:
     assert mask.cut is not None
     rows, heads, queries, head_dim = query.shape
@@ -97,20 +110,23 @@ def _attend_splash(
     y: Array = _attend(
         *(padded(x, 2) for x in (scaled, *keys_values)),
         padded(segments, 2),
+        None if sinks is None else sinks.astype(jnp.float32),
         Form(devices=mask.cut.count, softcap=mask.softcap, interpret=interpret),
     )
     y = y.reshape(rows, heads, 2, half + room, head_dim)[:, :, :, :half]
     return y.reshape(query.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, segments: Array, form: Form) -> Array:
-    out, _ = _forward(q, k, v, segments, form)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    q: Array, k: Array, v: Array, segments: Array, sinks: Array | None, form: Form
+) -> Array:
+    out, _ = _forward(q, k, v, segments, sinks, form)
     return out
 
 
 def _forward(
-    q: Array, k: Array, v: Array, segments: Array, form: Form
+    q: Array, k: Array, v: Array, segments: Array, sinks: Array | None, form: Form
 ) -> tuple[Array, Any]:
     def turn(arrays: Blocks, owner: Owner) -> tuple[Array, Array]:
         def attend(part: Part) -> tuple[Array, Array]:
@@ -126,13 +142,16 @@ def _forward(
 
         return _by_place(attend, owner, half=q.shape[2] // 2)
 
-    out, normaliser = ring_passes.forward((q, k, v), turn, count=form.devices)
+    of_heads = None if sinks is None else sinks[None, :, None]
+    out, normaliser = ring_passes.forward(
+        (q, k, v), turn, count=form.devices, sinks=of_heads
+    )
     out = out.astype(q.dtype)
-    return out, ((q, k, v), segments, out, normaliser)
+    return out, ((q, k, v), segments, out, normaliser, sinks)
 
 
 def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None, ...]:
-    arrays, segments, out, normaliser = residuals
+    arrays, segments, out, normaliser, sinks = residuals
 
     def turn(arrays: Blocks, owner: Owner) -> Blocks:
         def differentiate(part: Part) -> Blocks:
@@ -162,7 +181,13 @@ def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None
 
         return _by_place(differentiate, owner, half=out.shape[2] // 2)
 
-    return *ring_passes.backward(arrays, turn, count=form.devices), None
+    blocks = ring_passes.backward(arrays, turn, count=form.devices)
+    of_sinks = None
+    if sinks is not None:
+        of_out = gradient.astype(jnp.float32) * out.astype(jnp.float32)
+        share = jnp.exp(sinks[None, :, None] - normaliser)
+        of_sinks = -(share * of_out.sum(axis=-1)).sum(axis=(0, 2))
+    return *blocks, None, of_sinks
 
 
 _attend.defvjp(_forward, _backward)

@@ -35,7 +35,11 @@ Owner = Array | None  # i32[], the device whose keys these are; None is this one
 
 
 def forward(
-    arrays: Blocks, turn: Callable[[Blocks, Owner], tuple[Array, Array]], *, count: int
+    arrays: Blocks,
+    turn: Callable[[Blocks, Owner], tuple[Array, Array]],
+    *,
+    count: int,
+    sinks: Array | None = None,
 ) -> tuple[Array, Array]:
     """What attention to the keys of all devices returns, and its log-denominators.
 
@@ -45,6 +49,7 @@ def forward(
         and f32[...], the logarithms of its softmax's denominators, very low and finite
         where it sees none of them.
       count: c, devices.
+      sinks: of shapes that broadcast to the second, logits of no value; or None.
 
     Returns:
       f32[..., d] and f32[...].
@@ -62,7 +67,10 @@ def forward(
     out, normaliser = turn(arrays, None)
     so_far = following, out.astype(jnp.float32), normaliser
     _, out, normaliser = jax.lax.fori_loop(1, count, meet, so_far)
-    return out, normaliser
+    if sinks is None:
+        return out, normaliser
+    whole = jnp.logaddexp(normaliser, sinks)
+    return out * jnp.exp(normaliser - whole)[..., None], whole
 
 
 def backward(

@@ -149,9 +149,10 @@ def placed(
 def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
     """--model without parameters or tokenizer, computed as the chips will."""
     start, context = config.start, config.placement.policy.context
-    layout.refuse_context(start.attention, context=context)
+    shape = _shape(config)
+    layout.refuse_context(start.attention, context=context, model=shape)
     model = dataclasses.replace(
-        _shape(config),
+        shape,
         dtype=start.dtype,
         remat=start.remat,
         attention=start.attention,
