@@ -187,7 +187,7 @@ def test_nothing_large_is_on_every_device_unsaid(model, shape):
         ({"embed": "tensor"}, r"embed/\w+: expected one dimension on mesh axis 'te"),
         (
             {"mlp": "rows"},
-            "rules: expected an axis of the mesh, dcn, data, fsdp, cont",
+            "rules: expected an axis of the mesh, data, fsdp, context, t",
         ),
         (
             dict.fromkeys(sharding.RULES),
@@ -337,7 +337,7 @@ def test_a_mesh_is_one_option_of_a_command_line():
     assert slices.rows == 8
     for text in ("", "fsdp", "fsdp=2,fsdp=2", "rows=2", "data=-1", "data=2.0"):
         with pytest.raises(
-            InputError, match="expected sizes of dcn, data, fsdp, context"
+            InputError, match="expected sizes of dcn, data, fsdp, expert, context"
         ):
             MeshShape.parse(text)
     with pytest.raises(InputError, match="at least 1 device"):

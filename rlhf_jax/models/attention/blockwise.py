@@ -149,27 +149,28 @@ def _forward(
         of_these = masked.of_keys(ring_passes.device(owner))
         return blockwise_passes.forward(arrays, of_these, form=form, dtype=jnp.float32)
 
+    of_blocks = None if sinks is None else sinks[None, None]
     out, normaliser = ring_passes.forward(
-        (q, k, v), turn, count=form.passed, sinks=sinks
+        (q, k, v), turn, count=form.passed, sinks=of_blocks
     )
     out = out.astype(q.dtype)
     return out, ((q, k, v), masked, out, normaliser, sinks)
 
 
 def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None, ...]:
-    arrays, masked, *results, sinks = residuals
+    arrays, masked, out, normaliser, sinks = residuals
     of_sinks = None
     if sinks is not None:
-        of_sinks = blockwise_passes.gradient_of_sinks(sinks, *results, gradient)
+        of_sinks = blockwise_passes.gradient_of_sinks(sinks, out, normaliser, gradient)
     if form.passed == 1:
-        residuals = arrays, masked, *results
+        residuals = arrays, masked, out, normaliser
         blocks = blockwise_passes.backward(residuals, gradient, form=form)
         return *blocks, None, of_sinks
 
     def turn(arrays: Blocks, owner: Owner) -> Blocks:
-        residuals = arrays, masked.of_keys(ring_passes.device(owner)), *results
+        of_these = masked.of_keys(ring_passes.device(owner))
         return blockwise_passes.backward(
-            residuals, gradient, form=form, dtype=jnp.float32
+            (arrays, of_these, out, normaliser), gradient, form=form, dtype=jnp.float32
         )
 
     blocks = ring_passes.backward(arrays, turn, count=form.passed)
