@@ -12,7 +12,7 @@ DEVICES = "expected axes that multiply to the 8 devices, got data="
 CHOICE = "error: {1}: expected one of .*, got '{0}'; choose one"
 WHOLE = "error: {}: expected (None or )?a whole number, got '{}'; "
 FINITE = "expected finite numbers .* got {}"
-MESH = "mesh: expected sizes of dcn, data, fsdp, context, tensor,"
+MESH = "mesh: expected sizes of dcn, data, fsdp, expert, context, tensor,"
 PLACE = (
     "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., cpu or, of a "
     "sampler, auto,"
