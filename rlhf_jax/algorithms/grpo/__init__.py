@@ -4,6 +4,7 @@ from rlhf_jax.algorithms.grpo.experience import group_experience
 from rlhf_jax.algorithms.grpo.published import (
     CISPO,
     CLIP_COV,
+    DAR,
     DAPO,
     DPPO,
     DR_GRPO,
@@ -40,6 +41,7 @@ from rlhf_jax.roles.rewards import Reward
 __all__ = [
     "CISPO",
     "CLIP_COV",
+    "DAR",
     "DAPO",
     "DPPO",
     "DR_GRPO",
