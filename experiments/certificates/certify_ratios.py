@@ -17,7 +17,8 @@ optimum  Where the policy is π* ∝ π_ref exp(r/β), with the KL in the reward
 And of groups that are drawn until their rewards differ (dynamic sampling): the gradient
 of the reward keeps its direction, and becomes 1/P(mixed) as large; that of a KL in the
 loss does not. And of gradient regularisation, that what it adds is half the gradient of
-the surrogate's squared gradient, which is not that of E[r].
+the surrogate's squared gradient, which is not that of E[r]. And of DAR, that it goes
+towards the policy that it is said to regress onto, and where it stays.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, report, run, run_config
 
 KL_OF_MIXED = "dynamic sampling biases a KL in the loss"
+
+REGRESSION = "DAR goes towards π_ref^α·π^(1 - α)·exp(r/β), and stays at π_ref·exp(r/αβ)"
 
 PENALTY = "gradient regularisation adds γ/2·∇‖∇V‖² of the surrogate V"
 
@@ -147,6 +150,12 @@ def main(options: Config) -> None:
             shown[f"{PENALTY}, seed {seed}"] = error < ratios.SLACK
             rows.append(
                 {"seed": seed, "name": PENALTY, "error": error, "outside": beside}
+            )
+            error, still = ratios.of_regression(case, rewards)
+            print(f"{REGRESSION}: within {error:.0e}, and {still:.0e}")
+            shown[f"{REGRESSION}, seed {seed}"] = max(error, still) < ratios.TOLERANCE
+            rows.append(
+                {"seed": seed, "name": REGRESSION, "error": error, "still": still}
             )
     conclusion.conclude(
         job.folder,

@@ -82,7 +82,8 @@ def test_what_is_reported():
 def test_the_optimum_of_the_mixture_is_a_fixed_point():
     """Of responses of one token: at r = αβ·log(π/π_ref) every weight is the same."""
     policy, reference = (
-        np.exp(x) / np.exp(x).sum() for x in np.random.default_rng(0).normal(size=(2, 5))
+        np.exp(x) / np.exp(x).sum()
+        for x in np.random.default_rng(0).normal(size=(2, 5))
     )
     rewards = SHARE * BETA * np.log(policy / reference)
     rows = {"old_logprobs": policy, "ref_logprobs": reference}
@@ -134,7 +135,7 @@ def test_weights_far_beyond_float32_are_0_or_the_cap(shift):
 def test_what_does_not_fit_is_refused():
     arrays = {**ARRAYS, "logprobs": NOW.astype(np.float32), "mask": MASK}
     for options, message in (
-        ({"beta": 0.0}, "beta: expected a number above 0"),
+        ({"beta": 0.0}, "beta: expected a finite number above 0"),
         ({"share": 1.5}, "share: expected a number from 0 to 1"),
         ({"cap": 1.0}, "cap: expected a number above 1"),
     ):

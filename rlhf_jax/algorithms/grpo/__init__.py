@@ -4,8 +4,8 @@ from rlhf_jax.algorithms.grpo.experience import group_experience
 from rlhf_jax.algorithms.grpo.published import (
     CISPO,
     CLIP_COV,
-    DAR,
     DAPO,
+    DAR,
     DPPO,
     DR_GRPO,
     EMA_PG,
@@ -41,8 +41,8 @@ from rlhf_jax.roles.rewards import Reward
 __all__ = [
     "CISPO",
     "CLIP_COV",
-    "DAR",
     "DAPO",
+    "DAR",
     "DPPO",
     "DR_GRPO",
     "EMA_PG",
