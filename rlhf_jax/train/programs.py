@@ -75,6 +75,7 @@ class Programs:
         self, models: Models, *, meshes: Meshes, config: PolicyGradientConfig
     ) -> None:
         self._models, self._config, mesh = models, config, meshes.policy
+        self._mesh = mesh
         recipe = self.recipe = models.recipe
         shape: dict[str, Any] = {
             "model": recipe.model,
@@ -380,6 +381,15 @@ class Programs:
         # The teacher's head, where its states are at hand; the reference itself for
         # exact KL; else None, so that its parameters are no argument of `learn`.
         inside = self._models.head
+        teacher, moves = inputs.reference, self.recipe.lifecycle.moves
+        if inside is not None and teacher is not None and moves:
+            from rlhf_jax.algorithms.flow.teacher import head_of
+
+            inside = head_of(
+                teacher,
+                model=self.recipe.model,
+                place=functools.partial(sharding.place, mesh=self._mesh),
+            )
         if (
             inside is None
             and self.recipe.penalty.needs_logits

@@ -204,6 +204,16 @@ def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkey
 
 
 @slow
+def test_a_teacher_that_becomes_the_student_has_its_head(files, tmp_path):
+    toy_files.checkpoint(files / "other", seed=5)
+    options = (f"--reference={files / 'other'}", "--num-steps=2")
+    play(files, tmp_path / "run", "--lifecycle.move=reset,every=1", *options)
+    first, second = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert first["loss/divergence"] > 1e-3
+    assert second["loss/divergence"] == pytest.approx(0, abs=1e-5)
+
+
+@slow
 def test_a_student_teaches_itself_by_a_demonstration(files, tmp_path):
     """Its KL to itself with another prompt is not 0, and 0 where the prompts agree."""
     prompts = ("the cat", "a dog was", "we ran")

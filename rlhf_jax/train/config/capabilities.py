@@ -106,6 +106,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "exact KL or another reference": lambda c: {
         f"--reference {c.reference.checkpoint}": c.reference.checkpoint is not None,
         "exact --penalty": c.method.penalty.needs_logits,
+        f"rlhf-jax {c.name}": c.reads_hidden_states,
     },
     "critic of its own": lambda c: _of_critic(c, own=True),
     "critic apart": lambda c: _of_critic(c, apart=True),
