@@ -116,7 +116,8 @@ def answered(cells: Row) -> list[dict[str, Any]]:
 
     def lookup(measure: str, settings: Row) -> dict[int, float]:
         at_end = measure.startswith("last_")
-        place = cells[str(settings["held"])]["end" if at_end else "target"]
+        cell = cells.get(str(settings["held"]), {})  # none where no run is done
+        place = cell.get("end" if at_end else "target", {})
         by_seed = place.get(measure.removeprefix("last_"), {})
         return {int(seed): value for seed, value in by_seed.items()}
 
