@@ -30,6 +30,22 @@ UNITS = {
     "step": "iterations",
 }
 
+NOTES = (
+    "One strength of each is tried, that of its authors where they give one (KL-Cov: "
+    "ten times their share, as batches are small), and none is tuned; their models are "
+    "larger. Answers are not corrected for their number.",
+    "",
+    "- What a strength does depends on the scale of the loss, which is a sum over a "
+    "response divided by the longest length here.",
+    "- The future KL of Yao et al. is compared with k1 in the reward here, which has "
+    "its expected gradient; they compare it with a KL of tokens in the loss.",
+    "- The mixture has a half of the first policy and twice the coefficient, so that "
+    "the pull to the first policy is that of k1 in the reward.",
+    "- The masks of Qi et al. and KL-Cov hold a policy to the one that sampled. They "
+    "are made for verifiers, and nothing in them keeps a policy near the first.",
+    "",
+)
+
 
 def lines(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The page, line by line.
@@ -68,7 +84,7 @@ def lines(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
         where = "at the end" if one.measure != measure else "at equal proxy"
         measured = f"{measure} {where}: {NAMES[one.greater]} > {NAMES[one.less]}"
         rows.append((one.says, measured, one.source, *map(_answer, answers)))
-    return [*page, *_table(header, rows), ""]
+    return [*page, *_table(header, rows), "", *NOTES]
 
 
 def _answer(row: Mapping[str, Any]) -> str:
