@@ -72,6 +72,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         super().__post_init__()
         checks.positive(max_new_tokens=self.max_new_tokens)
         self._check_stops()
+        self._check_experts()
         if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
             raise InputError(
                 "aggregation: expected groups of responses to a prompt with "
@@ -86,6 +87,27 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             also = self.length_bias
             warnings.warn(
                 warning if also is None else f"{warning}; {also}", stacklevel=5
+            )
+
+    def _check_experts(self) -> None:
+        """Raises InputError for an option of mixtures that cannot act."""
+        replay = self.routing_replay
+        for name, given in {
+            "routing_replay": replay is not None,
+            "balance_coef": self.balance_coef != 0,
+        }.items():
+            if given and self.model.experts is None:
+                raise InputError(
+                    f"{name}: expected a mixture of experts, got a dense "
+                    f"{self.model.family}; leave {name} out"
+                )
+        if replay is None or replay.source != "sampler":
+            return
+        if self.continuous_batching is not None:
+            raise InputError(
+                "routing_replay: expected a sampler that records the experts it "
+                "chose, got continuous batching, which does not; leave it out, or "
+                "choose old"
             )
 
     def _check_stops(self) -> None:
@@ -165,6 +187,10 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             group_size=self.rows_per_prompt,
             continuous_batching=self.continuous_batching,
             version=version,
+            record_experts=(
+                self.routing_replay is not None
+                and self.routing_replay.source == "sampler"
+            ),
         )
 
     def minibatch_loss(
