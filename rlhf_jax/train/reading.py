@@ -145,6 +145,8 @@ def read_data(
     ).map(put_rows)
     texts = read_texts(watch, start, receipts=receipts)
     meta = {"data_digest": digests.of_tokens(data.prompts), **start.meta}
+    if data.of_teacher is not None:
+        meta["teacher_digest"] = digests.of_tokens(data.of_teacher)
     if pools.reads_rows or watch.judge is not None or config.sampler.environment:
         meta["rows_digest"] = digests.of_rows(data.rows)  # all that they are given
     if (

@@ -185,8 +185,9 @@ OWN = {
         ("--penalty.tail=sampled", "tail: expected bucket without top_k"),
         (
             "--surrogate=ppo",
-            "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, got 'ppo'",
+            "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, dar, got 'ppo'",
         ),
+        ("--surrogate=dar,beta=0", "beta: expected a finite number above 0"),
         ("--gamma=1.5", "gamma: expected"),
         ("--gamma=nan", "gamma: expected"),
         ("--lam=2", "lam: expected"),
