@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
@@ -169,3 +171,9 @@ def of_kind(kind: str) -> Chip | None:
         if kind == chip.kind or (not chip.is_gpu and kind.startswith(chip.kind))
     ]
     return max(matching, key=lambda chip: len(chip.kind), default=None)
+
+
+def per_node(chip: Chip | None) -> int | None:
+    """GPUs of a node, as far as a process sees it; None is all devices."""
+    several = chip is not None and chip.is_gpu and jax.process_count() > 1
+    return jax.local_device_count() if several else None

@@ -91,7 +91,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
                 mesh=mesh,
                 chip=chip,
                 prompt=0,  # none is read yet; `fastest.ROOM` has theirs
-                per_node=_per_node() if chip.is_gpu else None,
+                per_node=chips.per_node(chip),
                 memory=memory_check.limit(jax.local_devices()[0]),
             )
             if layout is not None:
@@ -245,27 +245,14 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     """The run with what `--auto` chooses, which is printed."""
     from rlhf_jax.train.plan import auto  # few runs ask for it
 
-    devices = jax.devices()
-    chip = chips.of_device(devices[0])
-    among = auto.Devices(
-        devices,
-        chip,
-        memory=memory_check.limit(jax.local_devices()[0]),
-        per_node=_per_node() if chip is not None and chip.is_gpu else None,
-    )
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     # No prompt is read yet: as long as its bucket, or a response, where both have room.
     new = config.batch.max_new_tokens
     room = max(1, start.model.max_positions - new)
     prompt = min(room, max(config.data.buckets or (new,)))
-    config, lines = auto.chosen(config, start, among, prompt=prompt)
+    config, lines = auto.chosen(config, start, auto.Devices.here(), prompt=prompt)
     print(*lines, sep="\n")
     return config
-
-
-def _per_node() -> int | None:
-    """GPUs of a node, as far as a process sees it; None is all."""
-    return jax.local_device_count() if jax.process_count() > 1 else None
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:

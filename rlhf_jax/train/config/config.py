@@ -32,7 +32,8 @@ from rlhf_jax.train.config.rewards import Environment, Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling
 from rlhf_jax.train.config.watch import Watch
 
-AutoChoice = Literal["mesh", "remat", "micro-batch", "cache"]
+AutoUpdate = Literal["mesh", "remat", "micro-batch"]
+AutoChoice = Literal[AutoUpdate, "cache"]
 FLAT = tyro.conf.arg(name="")  # of a group whose options have no prefix
 
 

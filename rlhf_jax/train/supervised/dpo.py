@@ -157,6 +157,10 @@ class Learner(Task[Config]):
         self._receipt = receipts.source("--data", data.data, called=self.called)
         return preferences.read(data, labelled=self._labelled, receipt=self._receipt)
 
+    def row_columns(self, start: Pretrained) -> int:
+        """Tokens of a pair, both texts end to end, or of a row that packs some."""
+        return self.config.data.row_width or 2 * super().row_columns(start)
+
     def encode(
         self, rows: list[Row], *, start: Pretrained, mesh: Mesh, receipts: Receipts
     ) -> Data:
