@@ -405,14 +405,18 @@ def run_stage(
         # Threads and waits of runs whose sampler is behind.
         from rlhf_jax.train.rollouts.queue import RolloutQueue
 
+        # Of several processes none may run programs in a thread: what is drawn comes
+        # when it is taken. Episodes are played to their end at once.
+        late = jax.process_count() > 1 and loop.episodes is None
         queue = RolloutQueue(
-            functools.partial(loop.draw, handed=True),
+            loop.draw_there if late else functools.partial(loop.draw, handed=True),
             hand_over=loop.sampler.hand_over,
             prompts=loop.prompts.__getitem__,
             key=loop.root_key,
             staleness=config.staleness,
             num_steps=config.num_steps,
             threaded=loop.sampler.threaded,
+            arrive=loop.arrive if late else None,
             patience=config.stop_timeout,
         )
         begun = loop.begun.get(0)

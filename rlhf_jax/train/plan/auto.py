@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,8 @@ from rlhf_jax.train.plan.updates import Update, of_policy_gradient, of_task
 from rlhf_jax.train.rollouts import fastest
 from rlhf_jax.train.supervised.task import Task
 
-Config = TypeVar("Config", bound=PolicyGradientConfig | SupervisedConfig)
+AnyConfig: TypeAlias = PolicyGradientConfig | SupervisedConfig
+Config = TypeVar("Config", bound=AnyConfig)
 GIB = 2**30
 # Forward passes of an update: full remat repeats all of one, dots attention and norms.
 PASSES: dict[Remat, float] = {"none": 3.0, "dots": 3.1, "full": 4.0}
@@ -169,7 +170,7 @@ def _updated(
     return made, lines
 
 
-def _fits(config: Config, update: Update, among: Devices) -> Iterator[Fit]:
+def _fits(config: AnyConfig, update: Update, among: Devices) -> Iterator[Fit]:
     """Of every mesh and remat the micro-batch of the most rows that has room."""
     chip = among.chip
     assert chip is not None
@@ -196,7 +197,7 @@ def _fits(config: Config, update: Update, among: Devices) -> Iterator[Fit]:
                     break  # fewer rows take no less time
 
 
-def _meshes(config: Config, update: Update, among: Devices) -> Iterator[MeshShape]:
+def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshShape]:
     """The mesh that is given, or those of as many devices as rows and heads divide."""
     given = config.placement.policy
     if given != ONE_DEVICE or not _may("mesh", config):
@@ -213,13 +214,13 @@ def _meshes(config: Config, update: Update, among: Devices) -> Iterator[MeshShap
         yield MeshShape(fsdp=shares, tensor=tensor)
 
 
-def _remats(config: Config) -> tuple[Remat, ...]:
+def _remats(config: AnyConfig) -> tuple[Remat, ...]:
     given = config.start.remat
     free = given == "none" and _may("remat", config)
     return ("none", "dots", "full") if free else (given,)
 
 
-def _micros(config: Config, rows: int, shares: int) -> list[int]:
+def _micros(config: AnyConfig, rows: int, shares: int) -> list[int]:
     """Rows of a pass that the devices divide, the most first."""
     given = config.method.micro_batch_size
     if given is not None or not _may("micro-batch", config):
@@ -230,7 +231,7 @@ def _micros(config: Config, rows: int, shares: int) -> list[int]:
 
 
 def _sent(
-    config: Config, update: Update, mesh: MeshShape, among: Devices, *, times: int
+    config: AnyConfig, update: Update, mesh: MeshShape, among: Devices, *, times: int
 ) -> float:
     """Seconds of a pass over a batch in so many micro-batches.
 
@@ -276,12 +277,12 @@ def _places(
     return config, []
 
 
-def _may(choice: str, config: Config) -> bool:
+def _may(choice: str, config: AnyConfig) -> bool:
     """Whether --auto is asked for it: without names for all."""
     return config.auto is not None and (not config.auto or choice in config.auto)
 
 
-def _taken(config: Config) -> int:
+def _taken(config: AnyConfig) -> int:
     """The last devices, which other roles take."""
     return max((at.num_last for at in config.placement.places().values()), default=0)
 

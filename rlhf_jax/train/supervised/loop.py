@@ -24,7 +24,7 @@ from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.algorithms.state import SupervisedState
 from rlhf_jax.data import digests
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.devices import processes, sharding
+from rlhf_jax.devices import moving, processes, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference import drift, frozen
@@ -189,7 +189,7 @@ class Watcher:
         watch, anchor = self._policy, self._anchor
         if watch is None or anchor is None or step % watch.drift_every:
             return {}
-        params = frozen.beside(anchor, params)
+        params = frozen.beside(anchor, params, put=moving.move)
         return drift.stats(self._moved(params, anchor, self._base))
 
 
