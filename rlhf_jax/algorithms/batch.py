@@ -72,6 +72,9 @@ class Rollout:
     # Of the parameters that drew each token, 0 outside the response: `TrainState.step`
     # of that time, iterations done. None where nobody counts.
     version: Int32[Array, "B S"] | None = None
+    # Of a mixture, the k experts that a token meets in each of L layers where routing
+    # is replayed, -1 where its router chooses. None replays none.
+    experts: Int32[Array, "B S L k"] | None = None
 
     @property
     def behaviour_logprobs(self) -> Array:
@@ -169,6 +172,10 @@ class PolicyExperience:
     )
     # Of `token_choice`: tokens that have an advantage, or that KL-Cov holds. None: all.
     chosen: Bool[Array, "B S"] | None = flax.struct.field(default=None, kw_only=True)
+    # As in `Rollout`.
+    experts: Int32[Array, "B S L k"] | None = flax.struct.field(
+        default=None, kw_only=True
+    )
 
     @property
     def behaviour_logprobs(self) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,23 +22,28 @@ PREFIX = "base_model.model."
 class Linear:
     """A linear layer of theirs, and the layers of ours that are fused in it."""
 
-    name: str  # "transformer.h.{layer}.attn.c_attn"
+    name: str  # "transformer.h.{layer}.attn.c_attn", and with {expert}
     paths: tuple[str, ...]  # "attention/query", ...
     key: keys.Key  # of its kernel
 
     @property
     def pattern(self) -> str:
-        """What `target_modules` calls it: "attn.c_attn"."""
-        return self.name.split("{layer}.")[1]
+        """What `target_modules` calls it: "attn.c_attn", "w1" of experts."""
+        return self.name.split("{layer}.")[1].split("{expert}.")[-1]
 
-    def tensors(self, layer: int) -> tuple[str, str]:
-        """The names of A and B of a layer."""
-        at = PREFIX + self.name.format(layer=layer)
-        return f"{at}.lora_A.weight", f"{at}.lora_B.weight"
+    def tensors(self, model: ModelConfig) -> list[tuple[str, str]]:
+        """The names of A and B of every layer that has it, and of its every expert."""
+        return [
+            (f"{PREFIX}{at}.lora_A.weight", f"{PREFIX}{at}.lora_B.weight")
+            for at in dataclasses.replace(self.key, name=self.name).names(model)
+        ]
 
 
 def linears(model: ModelConfig) -> list[Linear]:
-    """Every linear layer that a checkpoint of the model's family has."""
+    """Every linear layer that a checkpoint of the model's family has.
+
+    One tensor of all experts is no layer: adapters of it have no name in PEFT.
+    """
     prefix, suffix = "layers/", "/kernel"
     return [
         Linear(
@@ -47,19 +52,22 @@ def linears(model: ModelConfig) -> list[Linear]:
             key=key,
         )
         for key in hf.FAMILIES[model.family].key_table(model).keys
-        if key.paths[0].startswith(prefix) and key.paths[0].endswith(suffix)
+        if key.paths[0].startswith(prefix)
+        and key.paths[0].endswith(suffix)
+        and key.name.endswith(".weight")
     ]
 
 
 def layer_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """In and out of every linear layer of ours, {"attention/query": (in, out)}."""
-    return lora.targets(model=model, lora=LoRA(rank=1))  # a rank that all layers take
+    every = lora.targets(model=model, lora=LoRA(rank=1))  # a rank that all layers take
+    return {path: (shape[-2], shape[-1]) for path, shape in every.items()}
 
 
 def to_theirs(
     linear: Linear, adapters: Mapping[str, Any], *, model: ModelConfig, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """lora_A f32[L, k, in] and lora_B f32[L, out, k] of a layer of theirs.
+    """lora_A f32[L, k, in] and lora_B f32[L, out, k]; of experts L·E come first.
 
     Args:
       adapters: ours by path, {"attention/query/lora_a": f32[L, in, r], ...}.
@@ -70,11 +78,13 @@ def to_theirs(
     for path in linear.paths:
         size_in, size_out = sizes[path]
         if f"{path}/lora_a" in adapters:
-            downs.append(np.asarray(adapters[f"{path}/lora_a"]))
-            ups.append(np.asarray(adapters[f"{path}/lora_b"]))
+            for parts, leaf in ((downs, "lora_a"), (ups, "lora_b")):
+                array = np.asarray(adapters[f"{path}/{leaf}"])
+                parts.append(array.reshape(-1, *array.shape[-2:]))
         else:
-            downs.append(np.zeros((model.num_layers, size_in, rank), np.float32))
-            ups.append(np.zeros((model.num_layers, rank, size_out), np.float32))
+            count = len(linear.tensors(model))
+            downs.append(np.zeros((count, size_in, rank), np.float32))
+            ups.append(np.zeros((count, rank, size_out), np.float32))
     if all(np.array_equal(down, downs[0]) for down in downs):
         down, up = downs[0], np.concatenate(ups, axis=-1)
     else:

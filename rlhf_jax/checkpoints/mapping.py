@@ -1,19 +1,25 @@
-"""Tensors of a checkpoint, checked, read and written by the table of a family."""
+"""Tensors of a checkpoint, checked, read and written by the table of a family.
+
+What is no checkpoint is refused here too: a folder of adapters, weights not finite.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families.keys import Key, Table
+from rlhf_jax.runs import parsing
 
 FLOATS = {  # dtypes of safetensors that we read
     "F32": jnp.dtype("float32"),
@@ -43,16 +49,19 @@ def check(
       leaves: anything with a shape, one for each path of the table.
       headers: what the checkpoint holds.
     """
-    if model.num_layers > len(headers):  # before a name is made for each of them
+    least, what = model.num_layers, "layers"
+    if model.experts is not None and any(key.stacked == 2 for key in table.keys):
+        least, what = least * model.experts.count, "experts in all layers"
+    if least > len(headers):  # before a name is made for each of them
         raise InputError(
-            f"config.json: expected a number of layers that the checkpoint can hold, "
-            f"which has {len(headers)} tensors, got {model.num_layers}; do config.json "
+            f"config.json: expected a number of {what} that the checkpoint can hold, "
+            f"which has {len(headers)} tensors, got {least}; do config.json "
             f"and the weights belong together?"
         )
     expected = {
         name: (key.shape(leaves, model.vocab_size), key)
         for key in table.keys
-        for name in key.names(model.num_layers)
+        for name in key.names(model)
     }
     ignored = {
         name.format(layer=layer)
@@ -62,7 +71,7 @@ def check(
     problems = [f"missing: {name}" for name in expected if name not in headers]
     for name, header in headers.items():
         if name not in expected:
-            if name not in ignored:
+            if name not in ignored and not name.startswith(table.ignored_prefixes):
                 problems.append(f"unknown: {name} {list(header.shape)}")
             continue
         shape, key = expected[name]
@@ -109,16 +118,23 @@ class Unread:
         ]
         # Zeros: rows of the vocabulary's padding stay so.
         filled = np.zeros([part.stop - part.start for part in ranges], self.dtype)
-        if not self.key.stacked:
-            self._fill(filled, self.names[0], ranges)
-            return filled
-        for out, name in zip(filled, self.names[ranges[0]], strict=True):
-            self._fill(out, name, ranges[1:])
+        count = self.key.stacked
+        names = np.reshape(self.names, self.shape[:count])[(*ranges[:count], ...)]
+        for place in np.ndindex(names.shape):
+            self._fill(filled[place], str(names[place]), ranges[count:])
         return filled
 
     def _fill(self, out: np.ndarray, name: str, ranges: list[slice]) -> None:
         *others, last = ranges
         columns, tensor = self.columns[last], self.tensor(name)
+        if self.key.head_dim == 1 and columns.size:
+            # By turns of one column: all between are read at once, and others left out.
+            first = int(columns[0])
+            run = slice(first, int(columns[-1]) + 1)
+            window = self.key.window([*others, run], self.vocab_size)
+            part = self.key.from_hf(np.asarray(tensor[window]))
+            out[...] = part[..., columns - first]
+            return
         # Neighbours here that are neighbours there are read together.
         ends = np.flatnonzero(np.diff(columns, append=-1) != 1) + 1
         for start, end in itertools.pairwise([0, *ends.tolist()]):
@@ -146,7 +162,7 @@ def read(
       dtype: of the leaves; None keeps the checkpoint's.
     """
     for key in table.keys:
-        names = key.names(model.num_layers)
+        names = key.names(model)
         stored = jnp.result_type(*(FLOATS[headers[name].dtype] for name in names))
         columns = key.columns(sum(leaves[path].shape[-1] for path in key.paths))
         for path in key.paths:
@@ -179,6 +195,79 @@ def write(
     """
     for key in table.keys:
         parts = [fetch(leaves[path]) for path in key.paths]
-        for layer, name in enumerate(key.names(model.num_layers)):
-            of_layer = [part[layer] for part in parts] if key.stacked else parts
-            yield name, key.to_hf(of_layer, model.vocab_size)
+        places = np.ndindex(parts[0].shape[: key.stacked])
+        for place, name in zip(places, key.names(model), strict=True):
+            yield name, key.to_hf([part[place] for part in parts], model.vocab_size)
+
+
+ADAPTER = "adapter_config.json"  # as PEFT names the config of one
+CHUNK = 1 << 16  # entries looked at together, so that they stay in the cache
+
+
+def refuse_adapter(folder: Path) -> None:
+    """InputError if the folder holds an adapter; for folders without a whole model.
+
+    No option takes an adapter in place of a model, since a run would have to find the
+    base by a name that may mean another folder here.
+    """
+    if not (folder / ADAPTER).exists():
+        return
+    try:
+        options = parsing.read_object(
+            folder / ADAPTER, expected="the config of an adapter", advice=""
+        )
+        base, task = options.get("base_model_name_or_path"), options.get("task_type")
+    except InputError:
+        base, task = None, None
+    kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
+    merged = folder.absolute().parent / "model"  # where a run of ours writes it
+    elsewhere = f", or give {merged}" if (merged / "config.json").exists() else ""
+    raise InputError(
+        f"expected a whole model, got an adapter ({ADAPTER}) of the base "
+        f"{base!r:.200}; no option takes an adapter in place of a model: merge it into "
+        f"its base with PEFT, "
+        f"`AutoPeftModelFor{kind}.from_pretrained(ADAPTER).merge_and_unload()"
+        f".save_pretrained(MERGED)`, and give MERGED{elsewhere}"
+    )
+
+
+class NotFinite(NamedTuple):
+    """Entries of an array that are no numbers."""
+
+    nan: int = 0
+    infinite: int = 0
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> NotFinite:
+        """Counts them."""
+        if not jnp.issubdtype(array.dtype, jnp.floating) or _all_finite(array):
+            return cls()
+        return cls(int(np.isnan(array).sum()), int(np.isinf(array).sum()))
+
+
+def _all_finite(array: np.ndarray) -> bool:
+    """As `np.isfinite(array).all()`, which is slow for 16 bits: by the exponents."""
+    bits = np.ascontiguousarray(array).reshape(-1).view(f"u{array.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    chunks = (bits[at : at + CHUNK] for at in range(0, bits.size, CHUNK))
+    return all(((chunk & exponent) != exponent).all() for chunk in chunks)
+
+
+def refuse_not_finite(counts: Mapping[str, tuple[NotFinite, int]]) -> None:
+    """Raises InputError if there is an entry that is NaN or infinite.
+
+    Args:
+      counts: {name of a tensor: (its entries that are, how many it has)}.
+    """
+    problems = [
+        f"{name}: {which.nan} NaN and {which.infinite} infinite of {size} entries"
+        for name, (which, size) in sorted(counts.items())
+        if any(which)
+    ]
+    if problems:
+        raise InputError(
+            f"expected finite weights, got {len(problems)} tensors with NaN or "
+            f"infinite entries:\n{checks.listed(problems)}\n"
+            f"fetch the checkpoint again, or take one of before the run that wrote it "
+            f"diverged"
+        )

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from rlhf_jax.checkpoints import fused_adapters, refusals, shards
+from rlhf_jax.checkpoints import fused_adapters, mapping, shards
 from rlhf_jax.checkpoints.fused_adapters import Linear
 from rlhf_jax.checkpoints.hf import PathLike, SaveDtype, casting
 from rlhf_jax.devices import processes
@@ -42,7 +42,7 @@ from rlhf_jax.runs.proof import exported
 Params = Any
 Tensors = dict[str, np.ndarray]
 
-_CONFIG = refusals.ADAPTER
+_CONFIG = mapping.ADAPTER
 _WEIGHTS = "adapter_model.safetensors"
 _SCORE = f"{fused_adapters.PREFIX}score.weight"
 # Options that say nothing of the numbers, or are read below. Dropout is of training
@@ -107,10 +107,16 @@ def save(
             adapted.append(linear)
             if down.shape[1] != lora.rank:
                 fused[linear.pattern] = len(linear.paths)
-            for layer in range(model.num_layers):
-                name_a, name_b = linear.tensors(layer)
-                tensors[name_a] = np.ascontiguousarray(down[layer])
-                tensors[name_b] = np.ascontiguousarray(up[layer])
+            for number, (name_a, name_b) in enumerate(linear.tensors(model)):
+                tensors[name_a] = np.ascontiguousarray(down[number])
+                tensors[name_b] = np.ascontiguousarray(up[number])
+    written = {path for linear in adapted for path in linear.paths}
+    if nameless := sorted({*paths(trunk)} - written):
+        raise InputError(
+            f"expected adapters of layers that PEFT has a name for, got "
+            f"{', '.join(nameless)} of {model.family}, which is one tensor of all "
+            f"experts; merge them into the base and save that"
+        )
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if "score" in adapters else "CAUSAL_LM",
@@ -161,9 +167,9 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
         lora, adapters = _read(config, tensors, model=model)
         bias = np.array(metadata.get("score_bias", 0.0), np.float32)
         numbers = {**tensors, "score_bias": bias}
-        refusals.refuse_not_finite(
+        mapping.refuse_not_finite(
             {
-                f"{name} in {_WEIGHTS}": (refusals.NotFinite.of(array), array.size)
+                f"{name} in {_WEIGHTS}": (mapping.NotFinite.of(array), array.size)
                 for name, array in numbers.items()
             }
         )
@@ -184,7 +190,7 @@ def _read(
     problems, expected = [], {_SCORE: (1, model.hidden_size)}
     linears: list[tuple[Linear, list[tuple[str, str]]]] = []
     for linear in fused_adapters.linears(model):
-        names = [linear.tensors(layer) for layer in range(model.num_layers)]
+        names = linear.tensors(model)
         if not any(name in tensors for pair in names for name in pair):
             continue
         k, scaled = _rank_and_alpha(config, names[0][0])
@@ -219,8 +225,11 @@ def _read(
         blocks = fused_adapters.to_ours(down, up, widths=widths, rank=rank)
         for path, pair in zip(linear.paths, blocks, strict=True):
             if pair is not None:
-                adapters[f"layers/{path}/lora_a"] = _float32(pair[0])
-                adapters[f"layers/{path}/lora_b"] = _float32(pair[1])
+                for leaf, array in zip(("lora_a", "lora_b"), pair, strict=True):
+                    stacked = model.num_layers, -1, *array.shape[1:]
+                    experts = linear.key.stacked == 2
+                    array = array.reshape(stacked) if experts else array
+                    adapters[f"layers/{path}/{leaf}"] = _float32(array)
     nested = traverse_util.unflatten_dict(adapters, sep="/")
     adapted = tuple(paths(nested))
     modules = ("*",) if set(adapted) == set(sizes) else adapted

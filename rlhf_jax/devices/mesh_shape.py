@@ -7,6 +7,7 @@
 | data | rows of a batch; parameters are replicated along it |
 | fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
 | context | columns of a row, while models run on whole rows; parameters as by fsdp |
+| expert | rows of a batch, and the experts of a mixture; the rest is replicated |
 | tensor | heads, MLP width and vocabulary: each device computes its part |
 """
 
@@ -25,7 +26,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.functional.checks import InputError
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 MOST_DIGITS = 9  # of a size
 
 
@@ -41,6 +42,8 @@ class MeshShape:
     """Devices that share heads, MLP width and vocabulary."""
     context: int = 1
     """Devices that share the columns of a row, and the parameters too."""
+    expert: int = 1
+    """Devices that share the rows, and the experts of a mixture."""
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
@@ -70,8 +73,9 @@ class MeshShape:
 
     def __str__(self) -> str:
         sizes = dataclasses.asdict(self)
-        if self.context == 1:
-            del sizes["context"]
+        for axis in ("context", "expert"):
+            if sizes[axis] == 1:
+                del sizes[axis]
         return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
     @property
@@ -97,7 +101,9 @@ class MeshShape:
                 f"{str(self).replace(',', ' · ')} = {self.size}; change an axis, or "
                 f"give other devices"
             )
-        shape = tuple(getattr(self, axis) for axis in AXES)
+        # A mesh without experts to share is the one that it was before there were any.
+        names = [axis for axis in AXES if axis != "expert" or self.expert > 1]
+        shape = tuple(getattr(self, axis) for axis in names)
         try:
             laid = mesh_utils.create_device_mesh(
                 shape, devices=devices, allow_split_physical_axes=True
@@ -106,7 +112,7 @@ class MeshShape:
             # Part of a torus, or one that these axes do not follow: any order is right,
             # and the order in which JAX lists the devices costs longer ways at most.
             laid = np.reshape(np.array(devices), shape)
-        return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return Mesh(laid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def one_word(kind: Any, *, metavar: str) -> PrimitiveConstructorSpec[Any]:

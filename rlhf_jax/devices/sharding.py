@@ -42,6 +42,7 @@ RULES: Rules = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": ("expert",),
 }
 SMALL = 2**20  # elements of a leaf that may be on every device
 

@@ -41,20 +41,38 @@ from jax.sharding import AxisType, PartitionSpec
 Array = jax.Array
 Names = tuple[str | None, ...]
 
-ROW_AXES = ("data", "fsdp")  # of a mesh, that share the rows of a batch
+EXPERT_AXIS = "expert"  # of a mesh, that shares the experts of a mixture
+ROW_AXES = ("data", "fsdp", EXPERT_AXIS)  # of a mesh, that share the rows of a batch
 CONTEXT_AXIS = "context"  # of a mesh, that shares the columns of a row
 # Where no columns are shared, as in decoding, context is one more axis for rows.
 ACTIVATION_AXES = (*ROW_AXES, CONTEXT_AXIS)
-VOCABULARY_AXIS = "tensor"  # of a mesh, that shares the tokens of a vocabulary
+TENSOR_AXIS = "tensor"  # of a mesh, that shares heads and widths
+VOCABULARY_AXIS = TENSOR_AXIS  # and the tokens of a vocabulary
 
 _LINEAR = {  # of a layer: what goes in, and what comes out
     ("attention", "query"): ("embed", "heads"),
     ("attention", "key"): ("embed", "kv_heads"),
     ("attention", "value"): ("embed", "kv_heads"),
+    ("attention", "gate"): ("embed", "heads"),
     ("attention", "output"): ("heads", "embed"),
+    **{
+        ("delta_net", name): ("embed", "heads")
+        for name in ("query", "key", "value", "gate")
+    },
+    # One number a head.
+    **{("delta_net", name): ("embed", None) for name in ("beta", "decay")},
+    ("delta_net", "output"): ("heads", "embed"),
     ("mlp", "up"): ("embed", "mlp"),
     ("mlp", "gate"): ("embed", "mlp"),
     ("mlp", "down"): ("mlp", "embed"),
+}
+_EXPERTS = {  # of one expert
+    ("up", "kernel"): ("embed", "mlp"),
+    ("gate", "kernel"): ("embed", "mlp"),
+    ("down", "kernel"): ("mlp", "embed"),
+    ("up", "bias"): ("mlp",),
+    ("gate", "bias"): ("mlp",),
+    ("down", "bias"): (None,),
 }
 _NORMS = (
     *(("attention", "query_norm"), ("attention", "key_norm")),
@@ -73,6 +91,21 @@ PARAMETERS: dict[tuple[str, ...], Names] = {
     **{
         (*path, leaf): ("layers", None) for path in _NORMS for leaf in ("scale", "bias")
     },
+    **{
+        ("delta_net", f"{name}_taps"): ("layers", None, "heads")
+        for name in ("query", "key", "value")
+    },
+    **{
+        ("delta_net", name): ("layers", None)
+        for name in ("log_rate", "decay_bias", "norm_scale")
+    },
+    ("attention", "sinks"): ("layers", "heads"),
+    **{
+        ("experts", *path): ("layers", "experts", *names)
+        for path, names in _EXPERTS.items()
+    },
+    ("experts", "router", "weight"): ("layers", "embed", None),
+    ("experts", "router", "bias"): ("layers", None),
     ("final_norm", "scale"): (None,),
     ("final_norm", "bias"): (None,),
     ("head", "kernel"): ("vocab", "embed"),
@@ -81,7 +114,7 @@ PARAMETERS: dict[tuple[str, ...], Names] = {
 }
 LONGEST = max(map(len, PARAMETERS))
 # What stands in a kernel's place: [L, in, r] and [L, r, out], and the parts of int8.
-LORA = {"lora_a": (0, 1, None), "lora_b": (0, None, 2)}
+LORA = ("lora_a", "lora_b")
 STORED = ("held", "values", "scales")
 
 
@@ -95,13 +128,18 @@ def of(path: tuple[str, ...]) -> Names | None:
         path = path[:-1]
     taken = None
     if path and path[-1] in LORA:
-        path, taken = (*path[:-1], "kernel"), LORA[path[-1]]
+        path, taken = (*path[:-1], "kernel"), path[-1]
     for length in range(min(LONGEST, len(path)), 1, -1):
         names = PARAMETERS.get(path[-length:])
         if names is not None:
             if taken is None:
                 return names
-            return tuple(None if at is None else names[at] for at in taken)
+            *before, size_in, size_out = names
+            return (
+                (*before, size_in, None)
+                if taken == "lora_a"
+                else (*before, None, size_out)
+            )
     return None
 
 

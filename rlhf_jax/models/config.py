@@ -65,6 +65,47 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """The shape of gated DeltaNet layers (`delta_net.py`)."""
+
+    num_key_heads: int  # K, of query and key; divides the value heads
+    num_value_heads: int  # H, each with a memory of its own
+    key_dim: int  # of a head of query and key
+    value_dim: int  # of a head of values
+    conv_width: int = 4  # tokens that the convolution sees, its own included
+
+    def __post_init__(self) -> None:
+        checks.positive(**dataclasses.asdict(self))
+        if self.num_value_heads % self.num_key_heads:
+            raise InputError(
+                f"expected num_key_heads to divide num_value_heads, got "
+                f"{self.num_key_heads} and {self.num_value_heads}; change either"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of every layer's MLP (`experts/`)."""
+
+    count: int  # E
+    per_token: int  # k
+    normalised: bool = True  # the weights of a token's k experts sum to 1
+    router_bias: bool = False
+    # c: (clip(up, -c, c) + 1) · g · sigmoid(s g), g = min(gate, c), in place of
+    # act(gate) · up (gpt-oss); None is without.
+    gate_limit: float | None = None
+    gate_scale: float = 1.702  # s, dimensionless
+
+    def __post_init__(self) -> None:
+        checks.positive(count=self.count, per_token=self.per_token)
+        if self.per_token > self.count:
+            raise InputError(
+                f"expected at most as many experts per token as there are, "
+                f"{self.count}, got {self.per_token}; lower per_token"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A causal decoder; from `rope_theta` on what not every family has."""
 
@@ -75,7 +116,7 @@ class ModelConfig:
     num_heads: int  # H, query heads
     num_kv_heads: int  # K, key and value heads; divides H
     head_dim: int
-    intermediate_size: int  # F, width of the MLP
+    intermediate_size: int  # F, width of the MLP, or of one expert
     max_positions: int  # longest sequence, in tokens
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: float
@@ -101,12 +142,17 @@ class ModelConfig:
     local_layers: tuple[bool, ...] = ()  # [L], which have that window; () is none
     rope_local_theta: float | None = None  # theirs, never scaled; None is as elsewhere
     unrotated_layers: tuple[bool, ...] = ()  # [L], without positions; () is none
+    output_gate: bool = False  # attention(x) · sigmoid(gate x) (Qwen 3.5)
+    delta_net: DeltaNet | None = None  # of the layers below
+    recurrent_layers: tuple[bool, ...] = ()  # [L], without attention; () is none
     query_scale: float | None = None  # of q·k; None is 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # c: logits of attention are c tanh(x / c)
     logit_softcap: float | None = None  # the same of the logits over the vocabulary
     logit_divisor: float = 1.0  # of the logits over the vocabulary (Granite)
     residual_scale: float = 1.0  # of what attention and MLP add (Granite)
     embed_scale: float = 1.0  # of token embeddings as they are read (Gemma)
+    experts: Experts | None = None  # each of width intermediate_size; None is dense
+    sinks: bool = False  # a learned logit per head that takes attention and gives none
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
     # Ids below vocab_size that the tokenizer has no token for, as (start, stop): never
     # predicted, in any role. Of a run, as dtype is: no checkpoint has them.
@@ -169,6 +215,11 @@ class ModelConfig:
                 f"change them, or choose attention auto"
             )
 
+        if self.attention == "cudnn" and self.sinks:
+            yield (
+                "expected a model without attention sinks with attention cudnn, which "
+                "has none; choose attention auto"
+            )
         if self.num_heads % self.num_kv_heads:
             yield (
                 f"expected num_kv_heads to divide num_heads, got "
@@ -203,6 +254,14 @@ class ModelConfig:
                 f"expected local_layers to say for each of {self.num_layers} layers "
                 f"whether it is local, got {len(self.local_layers)} entries"
             )
+        if any(self.recurrent_layers) != (self.delta_net is not None) or (
+            self.recurrent_layers and len(self.recurrent_layers) != self.num_layers
+        ):
+            yield (
+                f"expected a delta_net and recurrent_layers that say for each of "
+                f"{self.num_layers} layers whether it is one, or neither, got "
+                f"{self.delta_net} and {len(self.recurrent_layers)} entries"
+            )
         if any(self.local_layers) != (self.sliding_window is not None):
             yield (
                 f"expected a sliding_window if, and only if, some layer is local, got "
@@ -236,6 +295,28 @@ class ModelConfig:
     def is_unrotated(self, layer: int) -> bool:
         """Whether a layer, from 0, has no positions."""
         return bool(self.unrotated_layers) and self.unrotated_layers[layer]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer, from 0, has a DeltaNet in place of attention."""
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    def layers_of(self, module: str) -> tuple[int, ...]:
+        """The layers, from 0, that have a module of a block, in which it is stacked."""
+        has = {
+            "attention": lambda layer: not self.is_recurrent(layer),
+            "delta_net": self.is_recurrent,
+        }.get(module, lambda layer: True)
+        return tuple(filter(has, range(self.num_layers)))
+
+    @property
+    def period(self) -> int:
+        """After how many layers, a divisor of L, their kinds begin again."""
+        kinds = [
+            (self.is_recurrent(layer), self.is_local(layer), self.is_unrotated(layer))
+            for layer in range(self.num_layers)
+        ]
+        sizes = range(1, self.num_layers + 1)
+        return next(n for n in sizes if kinds == kinds[:n] * (self.num_layers // n))
 
     @property
     def num_tokens(self) -> int:

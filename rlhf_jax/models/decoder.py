@@ -1,7 +1,8 @@
 """The decoder as pure functions: parameters in, hidden states, logits or scores out.
 
     {"embed": {"tokens": [V', D], "positions": [N, D]},    learned positions only
-     "layers": {...},                                      every leaf [L, ...]
+     "layers": {...},                                      every leaf [L, ...], or
+                                                           of layers that have it
      "final_norm": {"scale": [D], "bias": [D]},
      "head": {"kernel": [V', D]}}                          untied heads only
 
@@ -24,9 +25,10 @@ import jax.numpy as jnp
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes, blocks, layers, layout, leaves
-from rlhf_jax.models.attention import AttentionMask, KeyValue, mask_of
+from rlhf_jax.models.attention import AttentionMask, mask_of
 from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import Given, Routing, routing_faults
 from rlhf_jax.models.positions import angles, positions_of
 
 Array = jax.Array
@@ -44,21 +46,27 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     x = jnp.zeros((1, 1, model.hidden_size), jnp.float32)
     norm = blocks.Norm(model)
     # Attention has no parameters, and a kernel takes neither float32 nor one token.
-    block = blocks.Block(dataclasses.replace(model, attention="xla"))
+    plain = dataclasses.replace(model, attention="xla")
 
     def normal(key: Array, rows: int) -> Array:
         shape = (rows, model.hidden_size)
         return blocks.INIT_STD * jax.random.normal(key, shape, jnp.float32)
 
-    def layer(key: Array) -> Params:
+    def layer(key: Array, number: int = 0) -> Params:
+        block = layers.block_of(plain, recurrent=model.is_recurrent(number))
         mask = AttentionMask(segments=jnp.ones((1, 1), jnp.int32))
         rotary = angles(jnp.zeros((1, 1), jnp.int32), model=model)
         return block.init(key, x, mask=mask, rotary=rotary)["params"]
 
+    layer_keys = jax.random.split(layer_key, model.num_layers)
     params = {
         "embed": {"tokens": normal(embed_key, model.padded_vocab_size)},
         # Stacked [L, ...] from the start, as the scan over layers reads them.
-        "layers": jax.vmap(layer)(jax.random.split(layer_key, model.num_layers)),
+        "layers": (
+            layers.stacked([layer(key, n) for n, key in enumerate(layer_keys)])
+            if model.recurrent_layers
+            else jax.vmap(layer)(layer_keys)
+        ),
         "final_norm": norm.init(norm_key, x)["params"],
     }
     if model.positions == "learned":
@@ -92,6 +100,7 @@ def hidden_states(
     segments: Array | None = None,
     prefixes: Array | None = None,
     first_column: int = 0,
+    experts: Array | None = None,
 ) -> Array:
     """Hidden states after the final norm; on a mesh with `context` cut over columns.
 
@@ -111,6 +120,9 @@ def hidden_states(
         end its positions go on: texts with one beginning. 0 and None are none.
       first_column: hidden states of earlier columns are not wanted and come back as 0;
         with `model.unroll` the last layer does not compute them.
+      experts: i32[B, S, L, k] of a mixture, the experts that each token meets, from a
+        record of `hidden_and_routing`; -1 leaves a token to its router, and so does
+        None all.
 
     Returns:
       [B, S, D] in `model.dtype`; `hidden[:, t]` has seen `tokens[:, :t + 1]`, of its
@@ -119,9 +131,10 @@ def hidden_states(
     Raises:
       InputError: tokens, mask and segments differ in shape, or there are more columns
         than learned positions. With segments that is not known here: of a longer text
-        the tokens beyond all take the last position.
+        the tokens beyond all take the last position. Or `experts` are not of these
+        tokens and this model.
     """
-    hidden, _ = _run(
+    hidden, _, _ = _run(
         params,
         model=model,
         tokens=tokens,
@@ -130,8 +143,45 @@ def hidden_states(
         prefixes=prefixes,
         first_column=first_column,
         cut=axes.cut_of(tokens.shape[0]),
+        experts=experts,
     )
     return hidden
+
+
+def hidden_and_routing(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    segments: Array | None = None,
+    prefixes: Array | None = None,
+    first_column: int = 0,
+    experts: Array | None = None,
+) -> tuple[Array, Routing]:
+    """`hidden_states` of a mixture, and what its routers did.
+
+    Returns:
+      [B, S, D], and the routing, whose `chosen` is i32[B, S, L, k]: what `experts` of
+      another pass takes. -1 at columns that were not computed.
+
+    Raises:
+      InputError: as `hidden_states`; or the model is dense.
+    """
+    hidden, _, routing = _run(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        segments=segments,
+        prefixes=prefixes,
+        first_column=first_column,
+        cut=axes.cut_of(tokens.shape[0]),
+        experts=experts,
+        record=True,
+    )
+    assert routing is not None
+    return hidden, routing
 
 
 def prefill(
@@ -141,12 +191,14 @@ def prefill(
     tokens: Array,
     mask: Array,
     first_column: int = 0,
-) -> tuple[Array, KeyValue]:
+    record: bool = False,
+) -> tuple[Array, Any, Routing | None]:
     """`hidden_states` of one text a row, and what a cache keeps of every layer.
 
     Returns:
-      [B, S, D], and keys and values [L, B, K, S, head_dim] each, in `model.dtype`,
-      of all columns. On a mesh with `context` nothing is cut.
+      [B, S, D], keys and values [L, B, K, S, head_dim] each, in `model.dtype`, of all
+      columns, or what `layers.run` keeps of recurrent layers too, and with `record` the
+      routing. On a mesh with `context` nothing is cut.
 
     Raises:
       InputError: as `hidden_states`.
@@ -160,6 +212,7 @@ def prefill(
         prefixes=None,
         first_column=first_column,
         cut=None,
+        record=record,
     )
 
 
@@ -173,18 +226,21 @@ def _run(
     prefixes: Array | None,
     first_column: int,
     cut: Cut | None,
-) -> tuple[Array, KeyValue]:
+    experts: Array | None = None,
+    record: bool = False,
+) -> tuple[Array, Any, Routing | None]:
     """`prefill`; with a cut keys and values are those of the balanced parts of rows."""
-    refuse(
-        _faults(
-            model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
-        )
+    faults = _faults(
+        model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
     )
+    refuse((*faults, *routing_faults(model, experts, tokens=tokens, record=record)))
+    if cut is not None:
+        layout.refuse_context("auto", model=model)
     columns = tokens.shape[1]
     if cut is not None:
         room = cut.width(columns) - columns
-        tokens, mask, segments, prefixes = jax.tree.map(
-            lambda x: axes.padded(x, room), (tokens, mask, segments, prefixes)
+        tokens, mask, segments, prefixes, experts = jax.tree.map(
+            lambda x: axes.padded(x, room), (tokens, mask, segments, prefixes, experts)
         )
     # i32[B, S], counted over tokens: left padding does not shift a prompt's positions.
     positions = positions_of(mask, segments=segments, prefixes=prefixes)
@@ -198,10 +254,15 @@ def _run(
     )
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
+    given = Given(experts, mask if record else None)
     if cut is not None:
-        tokens, positions = map(cut.balanced_parts, (tokens, positions))
+        tokens, positions, given = jax.tree.map(
+            cut.balanced_parts, (tokens, positions, given)
+        )
+    if given.chosen is not None:
+        given = given._replace(chosen=jnp.moveaxis(given.chosen, 2, 0))
     x = embed(params, model=model, tokens=tokens, positions=positions)
-    x, keys_values = layers.run(
+    x, keys_values, routing = layers.run(
         params["layers"],
         # Says that rows are sharded and D is not: GSPMD would else be free to gather
         # activations in place of the weights.
@@ -210,15 +271,22 @@ def _run(
         mask=attended,
         positions=positions,
         first_column=first_column if cut is None else 0,
+        experts=given,
     )
+    if routing is not None:
+        chosen = jnp.moveaxis(routing.chosen, 0, 2)
+        if cut is not None:
+            chosen = cut.whole_of_balanced(chosen)[:, :columns]
+        routing = routing.replace(chosen=chosen)
     hidden = final_norm(params, x, model=model)
     if cut is None:
         # Columns that were not computed come back as zeros, so that column t is still
         # t.
-        return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), keys_values
+        hidden = jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0)))
+        return hidden, keys_values, routing
     hidden = cut.whole_of_balanced(hidden)[:, :columns]
     predicted = jnp.arange(columns, dtype=jnp.int32) >= first_column
-    return jnp.where(predicted[None, :, None], hidden, 0), keys_values
+    return jnp.where(predicted[None, :, None], hidden, 0), keys_values, routing
 
 
 def _faults(
@@ -247,6 +315,12 @@ def _faults(
             f"expected a model without a sliding window for texts that share a prefix, "
             f"got one of {model.sliding_window} tokens, which columns would not count; "
             f"let no texts share one"
+        )
+    if prefixes is not None and model.recurrent_layers:
+        yield (
+            "expected a model of attention alone for texts that share a prefix, got "
+            "one with recurrent layers, whose state a row has once; let no texts share "
+            "one"
         )
 
 

@@ -1,7 +1,14 @@
 """The layers of a decoder over whole rows, and stacked layers taken apart.
 
 `lax.scan` runs over stacked layers, [L, ...] a leaf; with `model.unroll` each layer is
-an operation of its own. A layer that is stored in int8 or on the host (`leaves.py`) is
+an operation of its own. Where some layers have modules that others lack, the leaves of
+a module are stacked over the layers that have it, and the scan is over periods:
+
+    layer          0 1 2 3  4 5 6 7        a: attention, d: a DeltaNet
+    has            d d d a  d d d a        attention [2, ...], delta_net [6, ...],
+    turn of scan   0 0 0 0  1 1 1 1        mlp [8, ...]
+
+A layer that is stored in int8 or on the host (`leaves.py`) is
 read when its turn comes. `cached_decoder.py` runs layers on new tokens.
 """
 
@@ -9,15 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models.attention import AttentionMask, KeyValue
+from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.experts import NOTHING, Given, Routing, apply
 from rlhf_jax.models.positions import angles, unless
 
 Array = jax.Array
@@ -41,7 +49,8 @@ def run(
     mask: AttentionMask,
     positions: Array,
     first_column: int = 0,
-) -> tuple[Array, KeyValue]:
+    experts: Given = NOTHING,
+) -> tuple[Array, Any, Routing | None]:
     """All layers, one after another.
 
     Args:
@@ -50,10 +59,14 @@ def run(
         [B·c, S/c, ...].
       first_column: earlier columns are left out of the hidden states; with
         `model.unroll` the last layer does not compute them.
+      experts: of a mixture, of the shape of x.
 
     Returns:
-      [B, S - first_column, D] before the final norm, and keys and values
-      [L, B, K, S, head_dim] each, of all columns.
+      [B, S - first_column, D] before the final norm, keys and values
+      [L, B, K, S, head_dim] each, of all columns, and the `Routing` of B x S tokens if
+      `experts` asks for it; of columns that were not computed nothing is recorded. With
+      recurrent layers the second is {"attention": keys and values, "delta_net":
+      states}, [n, B, ...] each.
     """
     # Tables once for all layers, and not in every turn of the scan.
     everything = mask, angles(positions, model=model)
@@ -73,18 +86,35 @@ def run(
         # Only a loop keeps the two passes apart by itself.
         return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=model.unroll)
 
+    if model.recurrent_layers:
+
+        def of_kinds(x: Array, layer: Sequence[Params], number: int) -> tuple[Any, Any]:
+            sight = window if model.is_local(number) else everything
+            if model.is_unrotated(number):
+                sight = sight[0], None
+            recurrent = model.is_recurrent(number)
+            own = functools.partial(
+                _layer, model=model, sight=sight, recurrent=recurrent
+            )
+            x, (kept, _) = rematerialised(own)(x, layer[0], NOTHING)
+            return x, {"delta_net" if recurrent else "attention": kept}
+
+        period = model.num_layers if model.unroll and not stored else model.period
+        x, kept = in_periods(of_kinds, x, [layers], model=model, period=period)
+        return x[:, first_column:], kept, None
+
     if model.unroll and not stored:
-        key_values = []
-        for number, layer in enumerate(unstack(layers, num_layers=model.num_layers)):
+        outputs = []
+        for number, layer in enumerate(unstack(layers, model=model)):
             sight = window if model.is_local(number) else everything
             if model.is_unrotated(number):
                 sight = sight[0], None
             # Earlier layers compute every column: later columns attend to them.
             first = first_column if number == model.num_layers - 1 else 0
             one = functools.partial(_traced_once, model=model, sight=sight, first=first)
-            x, key_value = rematerialised(one)(x, layer)
-            key_values.append(key_value)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *key_values)
+            x, output = rematerialised(one)(x, layer, experts.of_layer(number))
+            outputs.append(output)
+        return x, *jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     # Local and global layers in one scan: which one a turn is goes in as an array.
     mixed = any(model.local_layers) and not all(model.local_layers)
@@ -94,8 +124,8 @@ def run(
     widths = size if model.sliding_window is None else model.sliding_window, size
     unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
-    def scanned(x: Array, one: tuple[Params, Any, Any]) -> tuple[Any, Any]:
-        layer, local, unrotated = one
+    def scanned(x: Array, one: tuple[Params, Any, Any, Any]) -> tuple[Any, Any]:
+        layer, local, unrotated, chosen = one
         sight: Sight = window if all(model.local_layers) else everything
         if local is not None:
             rotary = jax.tree.map(
@@ -109,22 +139,30 @@ def run(
             sight = dataclasses.replace(mask, window=width, windows=widths), rotary
         if unrotated is not None:
             sight = sight[0], unless(unrotated, sight[1])
-        return _layer(x, layer, model=model, sight=sight)
+        own = Given(chosen, experts.tokens)
+        return _layer(x, layer, own, model=model, sight=sight)
 
     # One layer is compiled for all L; what each keeps for the gradient is `remat`'s.
-    x, key_values = jax.lax.scan(rematerialised(scanned), x, (layers, local, unrotated))
-    return x[:, first_column:], key_values
+    of_layers = layers, local, unrotated, experts.chosen
+    x, (key_values, routing) = jax.lax.scan(rematerialised(scanned), x, of_layers)
+    return x[:, first_column:], key_values, routing
 
 
 def _traced_once(
-    x: Array, params: Params, *, model: ModelConfig, sight: Sight, first: int
+    x: Array,
+    params: Params,
+    experts: Given,
+    *,
+    model: ModelConfig,
+    sight: Sight,
+    first: int,
 ) -> tuple[Any, Any]:
     """`_layer`, for layers that run one by one: what is alike is traced once."""
     mask, rotary = sight
     window = mask.window  # a number, which `jit` would trace
     mask = dataclasses.replace(mask, window=None)
     return _jitted_layer(
-        x, params, mask, rotary, model=model, window=window, first=first
+        x, params, experts, mask, rotary, model=model, window=window, first=first
     )
 
 
@@ -135,6 +173,7 @@ def _traced_once(
 def _jitted_layer(
     x: Array,
     params: Params,
+    experts: Given,
     mask: AttentionMask,
     rotary: Any,
     *,
@@ -143,25 +182,124 @@ def _jitted_layer(
     first: int,
 ) -> tuple[Any, Any]:
     mask = dataclasses.replace(mask, window=window)
-    return _layer(x, params, model=model, sight=(mask, rotary), first=first)
+    sight = mask, rotary
+    return _layer(x, params, experts, model=model, sight=sight, first=first)
 
 
 def _layer(
-    x: Array, params: Params, *, model: ModelConfig, sight: Sight, first: int = 0
+    x: Array,
+    params: Params,
+    experts: Given,
+    *,
+    model: ModelConfig,
+    sight: Sight,
+    first: int = 0,
+    recurrent: bool = False,
 ) -> tuple[Any, Any]:
     mask, rotary = sight
-    y, key_value = blocks.Block(model).apply(
-        {"params": leaves.read(params)}, x, mask=mask, rotary=rotary, first=first
+    (y, kept), routing = apply(
+        block_of(model, recurrent=recurrent),
+        leaves.read(params),
+        x,
+        experts=experts,
+        first=first,
+        mask=mask,
+        rotary=rotary,
     )
-    return axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y), key_value
+    y = axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y)
+    return y, (kept, routing)
 
 
-def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
-    """Takes stacked layers (or caches) apart, once, before a decode loop."""
+def block_of(model: ModelConfig, *, recurrent: bool) -> blocks.Block:
+    """The block of a layer, with attention or a DeltaNet."""
+    if not recurrent:
+        return blocks.Block(model)
+    # Loaded by the models that have it.
+    from rlhf_jax.models.delta_net import GatedDeltaNet
+
+    return blocks.Block(model, GatedDeltaNet)
+
+
+def in_periods(
+    one: Callable[[Array, Sequence[Any], int], tuple[Array, Any]],
+    x: Array,
+    stacks: Sequence[Params],
+    *,
+    model: ModelConfig,
+    period: int,
+) -> tuple[Array, Any]:
+    """x through all layers, a period of them in each turn of one scan.
+
+    Args:
+      one: of x, what each stack has of a layer, and its number in the period: returns
+        x, and {module: what is kept}.
+      stacks: {module: leaves stacked over the layers that have it} each.
+      period: a multiple of `model.period`.
+
+    Returns:
+      x, and {module: what is kept, stacked over the layers that have it}.
+    """
+    turns = model.num_layers // period
+
+    def turn(x: Array, stacks: Sequence[Params]) -> tuple[Array, Any]:
+        kept = []
+        layers = zip(
+            *(unstack(stack, model=model, layers=period) for stack in stacks),
+            strict=True,
+        )
+        for number, layer in enumerate(layers):
+            x, of_layer = one(x, layer, number)
+            kept.append(of_layer)
+        return x, stacked(kept)
+
+    if turns == 1:
+        return turn(x, stacks)
+    apart = jax.tree.map(
+        lambda leaf: leaf.reshape(turns, -1, *leaf.shape[1:]), list(stacks)
+    )
+    x, kept = jax.lax.scan(turn, x, apart)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), kept)
+
+
+def stacked(layers: Sequence[Params]) -> Params:
+    """{module: leaves [n, ...]} of layers, n of which have the module."""
+    modules = dict.fromkeys(module for layer in layers for module in layer)
+    return {
+        module: jax.tree.map(
+            lambda *leaves: jnp.stack(leaves),
+            *(layer[module] for layer in layers if module in layer),
+        )
+        for module in modules
+    }
+
+
+def unstack(
+    tree: Any, *, model: ModelConfig, layers: int | None = None
+) -> tuple[Any, ...]:
+    """Takes stacked layers (or caches) apart, once, before a decode loop.
+
+    Args:
+      layers: how many of the model's, a multiple of its period; None is all.
+    """
+    count = model.num_layers if layers is None else layers
+    if not model.recurrent_layers:
+        return _split(tree, count)
+    parts = {
+        module: dict(zip(numbers, _split(tree[module], len(numbers)), strict=True))
+        for module in tree
+        if (numbers := [n for n in model.layers_of(module) if n < count])
+    }
+    return tuple(
+        {module: part[number] for module, part in parts.items() if number in part}
+        for number in range(count)
+    )
+
+
+def _split(tree: Any, count: int) -> tuple[Any, ...]:
     leaves, structure = jax.tree.flatten(tree)
     # Of a split the gradient is one concatenation; of L slices it would be a sum of L
     # arrays as large as the whole.
-    split = [jax.lax.split(leaf, (1,) * num_layers, axis=0) for leaf in leaves]
+    split = [jax.lax.split(leaf, (1,) * count, axis=0) for leaf in leaves]
     return tuple(
         structure.unflatten([jnp.squeeze(part, 0) for part in parts])
         for parts in zip(*split, strict=True)

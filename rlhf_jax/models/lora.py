@@ -59,19 +59,17 @@ class LoRA:
         return self.alpha / self.rank
 
 
-def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
+def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, ...]]:
     """The layers that are adapted, {"attention/query": (in, out)}.
+
+    Those of a mixture have an adapter for each expert, {"experts/up": (E, in, out)}.
 
     Raises:
       InputError: a pattern matches no linear layer of this model; lists what there is.
         The rank is above the smaller width of a layer, where A B has more parameters
         than W and no higher rank; names these layers.
     """
-    linear = {
-        path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape[1:]
-        for path, leaf in _flat(decoder.shapes(model)).items()
-        if path.startswith(_LAYERS) and path.endswith(_KERNEL)
-    }
+    linear = {path: shape[1:] for path, shape in _kernels(model).items()}
     for pattern in lora.modules:
         if not fnmatch.filter(linear, pattern):
             raise InputError(
@@ -84,7 +82,8 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
         for path, shape in linear.items()
         if any(fnmatch.fnmatchcase(path, pattern) for pattern in lora.modules)
     }
-    narrow = {path: shape for path, shape in adapted.items() if lora.rank > min(shape)}
+    widths = {path: shape[-2:] for path, shape in adapted.items()}
+    narrow = {path: shape for path, shape in widths.items() if lora.rank > min(shape)}
     if narrow:
         least = min(min(shape) for shape in narrow.values())
         listed = ", ".join(
@@ -103,18 +102,20 @@ def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     """Adapters that change nothing yet: A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0.
 
     Returns:
-      {"layers": {..., "lora_a": f32[L, in, rank], "lora_b": f32[L, rank, out]}}.
+      {"layers": {..., "lora_a": f32[L, in, rank], "lora_b": f32[L, rank, out]}}; of
+      experts f32[L, E, in, rank] and f32[L, E, rank, out].
 
     Raises:
       InputError: no layer matches `lora.modules`, or the rank is above the smaller
         width of an adapted layer.
     """
-    adapted = targets(model=model, lora=lora)
+    adapted, kernels = targets(model=model, lora=lora), _kernels(model)
     adapters: Flat = {}
     keys = jax.random.split(key, len(adapted))
-    for one, (path, (size_in, size_out)) in zip(keys, adapted.items(), strict=True):
-        down = (model.num_layers, size_in, lora.rank)
-        up = (model.num_layers, lora.rank, size_out)
+    for one, (path, shape) in zip(keys, adapted.items(), strict=True):
+        num_layers, (*experts, size_in, size_out) = kernels[path][0], shape
+        down = (num_layers, *experts, size_in, lora.rank)
+        up = (num_layers, *experts, lora.rank, size_out)
         bound = 1 / math.sqrt(size_in)
         adapters[f"{_LAYERS}{path}/lora_a"] = jax.random.uniform(
             one, down, jnp.float32, minval=-bound, maxval=bound
@@ -207,6 +208,15 @@ def paths(adapters: Params) -> list[str]:
     ]
 
 
+def _kernels(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """{"attention/query": [L, in, out]} of the layers that have it."""
+    return {
+        path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape
+        for path, leaf in _flat(decoder.shapes(model)).items()
+        if path.startswith(_LAYERS) and path.endswith(_KERNEL)
+    }
+
+
 def _moved(
     base: Params,
     adapters: Params,
@@ -238,9 +248,9 @@ def _check(base: Params, adapters: Params, *, lora: LoRA) -> None:
         at = f"{_LAYERS}{path}"
         if at + _KERNEL in kernels:
             kernel = jax.eval_shape(leaves.read, kernels[at + _KERNEL])
-            layers, size_in, size_out = kernel.shape
-            expected[f"{at}/lora_a"] = (layers, size_in, lora.rank)
-            expected[f"{at}/lora_b"] = (layers, lora.rank, size_out)
+            *stacked, size_in, size_out = kernel.shape
+            expected[f"{at}/lora_a"] = (*stacked, size_in, lora.rank)
+            expected[f"{at}/lora_b"] = (*stacked, lora.rank, size_out)
     if problems := leaves.misfits(flat, shapes=expected):
         raise InputError(
             f"expected adapters of rank {lora.rank} for the layers of this base, got "

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.models import axes, decoder
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import OWN, Routing
 
 Array = jax.Array
 Params = Any
@@ -64,6 +65,26 @@ class Packing:
         """
         # Tokens and masks: there is nothing to differentiate.
         return jax.lax.stop_gradient(_gather(x.reshape(-1), self.source))
+
+    def pack_experts(self, experts: Array) -> Array:
+        """i32[N, W, L, k] of i32[B, S, L, k]: the experts of the tokens here."""
+        flat = experts.reshape(-1, *experts.shape[2:])
+        return jnp.where(
+            (self.source >= 0)[..., None, None],
+            flat[jnp.maximum(self.source, 0)],
+            OWN,
+        )
+
+    def unpack_experts(self, experts: Array) -> Array:
+        """The inverse of `pack_experts`; `OWN` at tokens that stand nowhere."""
+        rows, columns = self.places.shape
+        empty = jnp.full((rows * columns, *experts.shape[2:]), OWN, experts.dtype)
+        # A token that responses share stands once, and is its first row's.
+        at = jnp.where(self.source >= 0, self.source, rows * columns)
+        padded = empty.at[at.reshape(-1)].set(
+            experts.reshape(-1, *experts.shape[2:]), mode="drop"
+        )
+        return padded.reshape(rows, columns, *experts.shape[2:])
 
     def read(self, hidden: Array) -> Array:
         """The states that predict a response token, of packed rows.
@@ -179,25 +200,46 @@ class Texts(NamedTuple):
     rows: Array  # i32[B, S], the padded tokens
     packing: Packing | None
 
-    def hidden_states(self, params: Params, *, model: ModelConfig) -> Array:
-        """Hidden states after the final norm, [*tokens.shape, D] in `model.dtype`."""
+    def hidden_states(
+        self, params: Params, *, model: ModelConfig, experts: Array | None = None
+    ) -> Array:
+        """Hidden states after the final norm, [*tokens.shape, D] in `model.dtype`.
+
+        Args:
+          experts: i32[B, S, L, k] of the padded rows, as `decoder.hidden_states` has
+            them.
+        """
+        inputs = self._inputs(experts)
+        hidden = decoder.hidden_states(params, model=model, **inputs)
+        return hidden if self.packing is None else self.packing.read(hidden)
+
+    def hidden_and_routing(
+        self, params: Params, *, model: ModelConfig, experts: Array | None = None
+    ) -> tuple[Array, Routing]:
+        """`hidden_states` of a mixture, and its routing, `chosen` of padded rows."""
+        inputs = self._inputs(experts)
+        hidden, routing = decoder.hidden_and_routing(params, model=model, **inputs)
         if self.packing is None:
-            return decoder.hidden_states(
-                params,
-                model=model,
-                tokens=self.tokens,
-                mask=self.mask,
-                first_column=self.first_column - 1,
-            )
-        hidden = decoder.hidden_states(
-            params,
-            model=model,
-            tokens=self.packing.pack(self.rows),
-            mask=self.packing.source >= 0,
-            segments=self.packing.segments,
-            prefixes=self.packing.prefixes,
-        )
-        return self.packing.read(hidden)
+            return hidden, routing
+        chosen = self.packing.unpack_experts(routing.chosen)
+        return self.packing.read(hidden), routing.replace(chosen=chosen)
+
+    def _inputs(self, experts: Array | None) -> dict[str, Any]:
+        """What the decoder reads."""
+        if self.packing is None:
+            return {
+                "tokens": self.tokens,
+                "mask": self.mask,
+                "first_column": self.first_column - 1,
+                "experts": experts,
+            }
+        return {
+            "tokens": self.packing.pack(self.rows),
+            "mask": self.packing.source >= 0,
+            "segments": self.packing.segments,
+            "prefixes": self.packing.prefixes,
+            "experts": None if experts is None else self.packing.pack_experts(experts),
+        }
 
     def padded(self, x: Array) -> Array:
         """Per-token numbers f32 of the shape of `tokens`, at their columns [B, S]."""

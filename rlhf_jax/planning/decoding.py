@@ -103,7 +103,8 @@ def least_bytes(
 
 def cache_devices(model: ModelConfig, mesh: MeshShape) -> int:
     """Devices that share a KV cache, by rows and by heads."""
-    return mesh.data * mesh.fsdp * mesh.context * heads_devices(model, mesh)
+    rows = mesh.data * mesh.fsdp * mesh.expert * mesh.context
+    return rows * heads_devices(model, mesh)
 
 
 def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:

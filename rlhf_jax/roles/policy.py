@@ -43,18 +43,20 @@ def logprobs(
     first_column: int = 1,
     segments: Array | None = None,
     packing: Packing | None = None,
+    experts: Array | None = None,
 ) -> Array:
     """log π(tokens[t] | tokens[<t]), the first result of `logprobs_and_entropy`.
 
     With a `packing` of these padded rows the model runs on packed ones; log-probs are
-    those of the responses, at their padded columns.
+    those of the responses, at their padded columns. `experts` i32[B, S, L, k] are
+    those that tokens of a mixture meet (`decoder.hidden_states`).
     """
     checks.positive(first_column=first_column)
     if packing is not None:
         texts = texts_of(tokens, mask, first_column=first_column, packing=packing)
         computed, _ = logprobs_from_hidden(
             params,
-            texts.hidden_states(params, model=model),
+            texts.hidden_states(params, model=model, experts=experts),
             model=model,
             tokens=texts.tokens,
             mask=texts.mask,
@@ -69,6 +71,7 @@ def logprobs(
         temperature=temperature,
         first_column=first_column,
         segments=segments,
+        experts=experts,
     )[0]
 
 
@@ -81,6 +84,7 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     first_column: int = 1,
     segments: Array | None = None,
+    experts: Array | None = None,
 ) -> tuple[Array, Array]:
     """Log-probability of each token and entropy of the distribution it came from.
 
@@ -89,6 +93,7 @@ def logprobs_and_entropy(
         width gives the response alone.
       segments: i32[B, S], texts packed into one row (`decoder.hidden_states`); None is
         one text a row.
+      experts: i32[B, S, L, k], as `decoder.hidden_states` has them.
 
     Returns:
       f32[B, S] each, nats; column t is about tokens[:, t]. 0 at padding and at the
@@ -102,6 +107,7 @@ def logprobs_and_entropy(
         mask=mask,
         segments=segments,
         first_column=first_column - 1,
+        experts=experts,
     )
     return logprobs_from_hidden(
         params,
@@ -227,10 +233,7 @@ def exact_kl(
             )
         if tokens is not None and top_k is not None:
             return kl.head_from_hidden(*models, tokens=about, k=top_k, **options)
-        options["direction"] = direction
-        if top_k is None:
-            return kl.exact_from_hidden(*models, **options)
-        return kl.top_k_from_hidden(*models, k=top_k, **options)
+        return kl.exact_from_hidden(*models, direction=direction, k=top_k, **options)
 
     results = axes.per_prediction(
         computed,

@@ -70,6 +70,7 @@ LLAMA_TIED = transformers.LlamaConfig(
 # the range of the logits, heads that are no share of the hidden size, rotary positions
 # whose waves yarn keeps, blends and divides.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LINEAR = "linear_attention"
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 40.0,
@@ -170,6 +171,46 @@ GRANITE4 = transformers.GraniteMoeHybridConfig(
     layer_types=[GLOBAL] * 3,
     mamba_n_heads=1,
     position_embedding_type=None,
+)
+# DeltaNets whose query and key heads serve two heads of values each.
+QWEN3_5 = transformers.Qwen3_5TextConfig(
+    **FOUR_LAYERS | {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16},
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+    layer_types=[LINEAR, GLOBAL] * 2,
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.25,
+    },
+)
+# Weights of a token's experts that do not sum to 1.
+QWEN3_MOE = transformers.Qwen3MoeConfig(
+    **FAMILY | {"intermediate_size": 24},
+    use_sliding_window=True,
+    sliding_window=5,
+    moe_intermediate_size=24,
+    num_experts=8,
+    num_experts_per_tok=3,
+)
+MIXTRAL = transformers.MixtralConfig(
+    **FAMILY | {"intermediate_size": 24},
+    sliding_window=5,
+    num_local_experts=4,
+    tie_word_embeddings=True,
+)
+# Limits within the range of gate and up.
+GPT_OSS = transformers.GptOssConfig(
+    **FAMILY | {"intermediate_size": 24},
+    sliding_window=5,
+    rope_parameters=YARN_ROPE,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    swiglu_limit=0.6,
+    swiglu_alpha=1.3,
 )
 
 
@@ -293,6 +334,10 @@ FIXTURE = {
     "smollm3": causal(t.SmolLM3ForCausalLM, SMOLLM3, **LONG),
     "granite": causal(t.GraniteForCausalLM, GRANITE, **LONG),
     "granite4": causal(t.GraniteMoeHybridForCausalLM, GRANITE4, **LONG),
+    "qwen3_5": causal(t.Qwen3_5ForCausalLM, QWEN3_5, **LONG),
+    "qwen3_moe": causal(t.Qwen3MoeForCausalLM, QWEN3_MOE, **LONG),
+    "mixtral": causal(t.MixtralForCausalLM, MIXTRAL, **LONG),
+    "gpt_oss": causal(t.GptOssForCausalLM, GPT_OSS, **LONG),
     "qwen2_reward": scores(t.Qwen2ForSequenceClassification, QWEN2, **EAGER),
     "qwen3_reward": scores(t.Qwen3ForSequenceClassification, QWEN3, **EAGER),
     "mistral_reward": scores(t.MistralForSequenceClassification, MISTRAL, **EAGER),
@@ -305,6 +350,10 @@ FIXTURE = {
     "olmo2_reward": scores(t.Olmo2ForSequenceClassification, OLMO2, **EAGER),
     "olmo3_reward": scores(t.Olmo3ForSequenceClassification, OLMO3, **EAGER),
     "smollm3_reward": scores(t.SmolLM3ForSequenceClassification, SMOLLM3, **EAGER),
+    "qwen3_5_reward": scores(t.Qwen3_5TextForSequenceClassification, QWEN3_5, **EAGER),
+    "qwen3_moe_reward": scores(t.Qwen3MoeForSequenceClassification, QWEN3_MOE, **EAGER),
+    "mixtral_reward": scores(t.MixtralForSequenceClassification, MIXTRAL, **EAGER),
+    "gpt_oss_reward": scores(t.GptOssForSequenceClassification, GPT_OSS, **EAGER),
 }
 
 

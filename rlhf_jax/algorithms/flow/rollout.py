@@ -14,7 +14,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode
-from rlhf_jax.models.packing import Packing, SizedPacking, at_size
+from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
 from rlhf_jax.roles.policy import logprobs
 
 Array = jax.Array
@@ -35,6 +35,7 @@ def rollout(
     group_size: int = 1,
     continuous_batching: int | None = None,
     version: Array | None = None,
+    record_experts: bool = False,
 ) -> Rollout:
     """Samples one response to every row of prompts.
 
@@ -45,6 +46,7 @@ def rollout(
       continuous_batching: rows sampled at a time; None samples all at once.
       version: i32[], of the policy, which draws every token of this rollout; None
         stamps none.
+      record_experts: keep the experts of every token of a mixture, for replay.
 
     Returns:
       Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from,
@@ -71,6 +73,7 @@ def rollout(
         shaping=shaping,
         group_size=group_size,
         continuous_batching=continuous_batching,
+        record_experts=record_experts,
     )
     return Rollout(
         tokens=generated.tokens,
@@ -84,6 +87,7 @@ def rollout(
         if version is None
         # One policy draws this batch; the prompt's columns have no version.
         else jnp.where(generated.response_mask, version, 0),
+        experts=generated.experts,
     )
 
 
@@ -174,7 +178,10 @@ def response_logprobs(
     temperature: float,
     packing: SizedPacking | None = None,
 ) -> Array:
-    """log π of the tokens of the responses, f32[B, S], nats; 0 elsewhere."""
+    """log π of the tokens of the responses, f32[B, S], nats; 0 elsewhere.
+
+    Tokens meet the experts that the rollout has, if any.
+    """
 
     def compute(packing: Packing | None) -> Array:
         return logprobs(
@@ -185,10 +192,33 @@ def response_logprobs(
             temperature=temperature,
             first_column=rollout.tokens.shape[1] - max_new_tokens,
             packing=packing,
+            experts=rollout.experts,
         )
 
     # Observed tokens between turns have log-probs as well, but no one sampled them.
     return jnp.where(rollout.response_mask, at_size(packing, compute), 0.0)
+
+
+def record_experts(
+    rollout: Rollout,
+    policy: Params,
+    *,
+    model: ModelConfig,
+    max_new_tokens: int,
+    packing: SizedPacking | None = None,
+) -> Rollout:
+    """The rollout with the experts that this policy chooses, by one forward pass."""
+
+    def compute(packing: Packing | None) -> Array:
+        texts = texts_of(
+            rollout.tokens,
+            rollout.mask,
+            first_column=rollout.tokens.shape[1] - max_new_tokens,
+            packing=packing,
+        )
+        return texts.hidden_and_routing(policy, model=model)[1].chosen
+
+    return dataclasses.replace(rollout, experts=at_size(packing, compute))
 
 
 def recompute_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ def score(
     packing: SizedPacking | None = None,
     turn_rewards: Array | None = None,
     row_mask: Array | None = None,
+    replays_reference: bool = False,
 ) -> Scored:
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
@@ -59,6 +61,7 @@ def score(
         host computed the scores.
       value_after_stop: value the state after the last token too (N+).
       row_mask: bool[B], responses that have a score; None is all.
+      replays_reference: tokens meet the rollout's experts in the reference, too.
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
@@ -85,6 +88,7 @@ def score(
             temperature=temperature,
             penalty=penalty,
             packing=packing,
+            replays_reference=replays_reference,
         )
         if ref_logprobs is None:
             ref_logprobs = exact_ref_logprobs
@@ -97,6 +101,7 @@ def score(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             packing=packing,
+            replays=replays_reference,
         )
     if ref_logprobs is not None and estimated:
         estimate, kl_stats = reward_kl(
@@ -146,6 +151,7 @@ def _exact_kl(
     temperature: float,
     penalty: Penalty,
     packing: SizedPacking | None,
+    replays_reference: bool,
 ) -> tuple[Array, Array]:
     """Exact KL and the reference's log-probs, from one forward pass of each model."""
     if policy is None or reference is None:
@@ -166,9 +172,13 @@ def _exact_kl(
             first_column=rollout.tokens.shape[1] - max_new_tokens,
             packing=packing,
         )
-        hidden = texts.hidden_states(policy, model=model)
+        experts = rollout.experts
+        hidden = texts.hidden_states(policy, model=model, experts=experts)
+        experts = experts if replays_reference else None
         with jax.named_scope("reference"):
-            ref_hidden = texts.hidden_states(ref_params, model=ref_model)
+            ref_hidden = texts.hidden_states(
+                ref_params, model=ref_model, experts=experts
+            )
         exact = exact_kl(
             policy,
             hidden,
@@ -280,6 +290,7 @@ def reference_logprobs(
     base: Frozen | None = None,
     lora: LoRA | None = None,
     packing: SizedPacking | None = None,
+    replays: bool = False,
 ) -> Array:
     """log π_ref of the response tokens, once a rollout, before the epochs.
 
@@ -289,10 +300,13 @@ def reference_logprobs(
     Args:
       reference: however it is stored, of any shape (`Frozen.model`).
       base, lora: where the reference is adapters, else None (`adapted_params`).
+      replays: tokens meet the rollout's experts.
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
     """
+    if not replays:
+        rollout = dataclasses.replace(rollout, experts=None)
     return response_logprobs(
         adapted_params(frozen.read(reference), base=base, lora=lora),
         rollout=rollout,

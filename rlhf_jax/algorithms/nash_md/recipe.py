@@ -56,6 +56,8 @@ class NashMDRecipe(PolicyRecipe):
     # The mixture is sampled without these: no options here.
     fixed_length: ClassVar[None] = None
     continuous_batching: ClassVar[None] = None
+    # Half of the rows are drawn by a mixture of policies, which records nothing.
+    routing_replay: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,6 +47,8 @@ class OnlineDPORecipe(PolicyRecipe):
     surrogate: ClassVar[Surrogate] = CLIP
     off_policy_mask: ClassVar[None] = None
     token_choice: ClassVar[None] = None
+    routing_replay: ClassVar[None] = None
+    balance_coef: ClassVar[float] = 0.0
     entropy_coef: ClassVar[float] = 0.0
     entropy_control: ClassVar[None] = None
     aggregation: ClassVar[losses.Aggregation] = "token_mean"

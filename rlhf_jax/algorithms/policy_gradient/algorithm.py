@@ -73,6 +73,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         checks.positive(max_new_tokens=self.max_new_tokens)
         self._check_stops()
         self.check_top_k(**{"penalty.top_k": self.penalty.top_k})
+        self._check_experts()
         if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
             raise InputError(
                 "aggregation: expected groups of responses to a prompt with "
@@ -96,6 +97,27 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             advice="choose fewer tokens of the vocabulary, or the exact KL",
             **numbers,
         )
+
+    def _check_experts(self) -> None:
+        """Raises InputError for an option of mixtures that cannot act."""
+        replay = self.routing_replay
+        for name, given in {
+            "routing_replay": replay is not None,
+            "balance_coef": self.balance_coef != 0,
+        }.items():
+            if given and self.model.experts is None:
+                raise InputError(
+                    f"{name}: expected a mixture of experts, got a dense "
+                    f"{self.model.family}; leave {name} out"
+                )
+        if replay is None or replay.source != "sampler":
+            return
+        if self.continuous_batching is not None:
+            raise InputError(
+                "routing_replay: expected a sampler that records the experts it "
+                "chose, got continuous batching, which does not; leave it out, or "
+                "choose old"
+            )
 
     def _check_stops(self) -> None:
         """Raises InputError for an option about stop tokens that can never act."""
@@ -174,6 +196,10 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             group_size=self.rows_per_prompt,
             continuous_batching=self.continuous_batching,
             version=version,
+            record_experts=(
+                self.routing_replay is not None
+                and self.routing_replay.source == "sampler"
+            ),
         )
 
     def minibatch_loss(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
+from rlhf_jax.algorithms.policy_gradient import routing_replay
 from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
 from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.models.packing import SizedPacking
@@ -138,7 +139,20 @@ def recomputed(
     recipe: PolicyGradient,
     packing: SizedPacking | None,
 ) -> Rollout:
-    """The trainer's log-probs as `old_logprobs`, if the recipe recomputes them."""
+    """The trainer's log-probs as `old_logprobs`, if the recipe recomputes them.
+
+    With `recipe.routing_replay` the rollout has the experts that are replayed.
+    """
+    replay = recipe.routing_replay
+    routing_replay.require(rollout, replay=replay)
+    if replay is not None and replay.source == "old":
+        rollout = flow.rollout.record_experts(
+            rollout,
+            params,
+            model=recipe.model,
+            max_new_tokens=recipe.max_new_tokens,
+            packing=packing,
+        )
     if not recipe.recomputes_logprobs:
         return rollout
     return flow.rollout.recompute_logprobs(

@@ -267,6 +267,7 @@ def make_experience(
     # Before the KL, which is of `old_logprobs`: of the trainer's numbers where these
     # are recomputed, else of the sampler's.
     rollout = recomputed(rollout, params, recipe=recipe, packing=of_batch)
+    replay = recipe.routing_replay
     scoring: dict[str, Any] = {
         "model": recipe.model,
         "max_new_tokens": recipe.max_new_tokens,
@@ -277,6 +278,7 @@ def make_experience(
     }
     scored = flow.score.score(
         rollout,
+        replays_reference=replay is not None and replay.reference,
         scores=shaped,
         reference=frozen.reference,
         critic=None if critic is None else critic.params,
@@ -325,6 +327,7 @@ def make_experience(
             # Online DPO lays two responses in a row, so that the ledger's entries
             # follow.
             sampled=jax.tree.map(experience.laid_out, sampled),
+            experts=rollout.experts,
         ),
         rollout=rollout,
         step=state.step,

@@ -15,6 +15,7 @@ from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
 from rlhf_jax.functional.kl.penalty import with_sampled_tail
+from rlhf_jax.models.experts import balance_loss, router_stats
 from rlhf_jax.models.packing import Packing, Texts, texts_of
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference.frozen import (
@@ -96,7 +97,9 @@ def policy_terms(
         first_column=experience.tokens.shape[1] - recipe.max_new_tokens,
         packing=packing,
     )
-    hidden = texts.hidden_states(params, model=recipe.model)
+    hidden, balance, router_stats = _hidden_states(
+        params, texts, experience=experience, num_tokens=num_tokens, recipe=recipe
+    )
     # In chunks of the vocabulary: no array [b, S, V] exists, not even in the backward
     # pass.
     logprobs, entropy = logprobs_from_hidden(
@@ -129,7 +132,9 @@ def policy_terms(
         mask=mask,
         **counts,
     )
-    stats |= left_out
+    stats |= left_out | router_stats
+    if recipe.balance_coef:
+        loss += recipe.balance_coef * balance
     # Measured in every minibatch, as a scan has one body; `update` keeps the first.
     stats["policy/sampler_mismatch"] = mean_distance(
         jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
@@ -174,7 +179,11 @@ def policy_terms(
             # Of hidden states that the policy's log-probs have been made from: one
             # forward pass of the policy serves both.
             if recipe.penalty.loss_needs_logits:
-                exact = _exact_kl(params, hidden, texts, reference, recipe)
+                replay = recipe.routing_replay
+                replayed = None
+                if replay is not None and replay.reference:
+                    replayed = experience.experts
+                exact = _exact_kl(params, hidden, texts, reference, recipe, replayed)
                 if recipe.penalty.tail == "sampled":
                     exact = with_sampled_tail(
                         *exact,
@@ -213,6 +222,25 @@ def policy_terms(
     return PolicyTerms(loss, stats, hidden, texts)
 
 
+def _hidden_states(
+    params: Params,
+    texts: Texts,
+    *,
+    experience: PolicyExperience,
+    num_tokens: Array,
+    recipe: PolicyGradient,
+) -> tuple[Array, Array | float, masked.Stats]:
+    """Hidden states, and of a mixture its part of the balance loss and router stats."""
+    model, experts = recipe.model, experience.experts
+    if model.experts is None:
+        return texts.hidden_states(params, model=model), 0.0, {}
+    hidden, routing = texts.hidden_and_routing(params, model=model, experts=experts)
+    # Each part balances its own tokens, and counts by its share of the minibatch's.
+    share = experience.response_mask.sum(dtype=jnp.float32) / num_tokens
+    stats = jax.lax.stop_gradient(router_stats(routing))
+    return hidden, share * balance_loss(routing), stats
+
+
 def _kept_advantages(
     experience: PolicyExperience, logprobs: Array, recipe: PolicyGradient
 ) -> tuple[Array, masked.Stats]:
@@ -247,6 +275,7 @@ def _exact_kl(
     texts: Texts,
     reference: Frozen | None,
     recipe: PolicyGradient,
+    experts: Array | None,
 ) -> Any:
     if reference is None:
         raise InputError(
@@ -256,7 +285,9 @@ def _exact_kl(
     ref_model = shape_of(reference, policy=recipe.model)
     with jax.named_scope("reference"):
         ref_params = read(reference)
-        ref_hidden = texts.hidden_states(ref_params, model=ref_model)
+        ref_hidden = texts.hidden_states(
+            ref_params, model=ref_model, experts=experts
+        )
     exact = exact_kl(
         params,
         hidden,

@@ -18,6 +18,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
 from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
+from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
 from rlhf_jax.functional import aggregation, checks, losses
@@ -206,6 +207,12 @@ class PolicyRecipe:
     """Entropy, nats per token, at or below which there is a bonus: its weight grows by
     increment=0.005 in each iteration, up to largest=1, and shrinks by as much in those
     with more entropy (Skywork-OR1: 0.2). None keeps entropy_coef."""
+    routing_replay: RoutingReplay | None = None
+    """Experts that the tokens of a mixture meet in the trainer: sampler replays those
+    that the sampler chose (R3), old those of the policy before the updates (R2), with
+    reference=true in the reference too. None lets each pass choose."""
+    balance_coef: float = 0.0
+    """Weight of the balance loss of a mixture's routers."""
     ptx_coef: float = 0.0
     """Weight of a language-model loss on texts mixed in (InstructGPT: 27.8)."""
     aggregation: losses.Aggregation = "token_mean"
@@ -237,7 +244,11 @@ class PolicyRecipe:
             off_policy_mask=self.off_policy_mask,
             continuous_batching=self.continuous_batching,
         )
-        checks.non_negative(entropy_coef=self.entropy_coef, ptx_coef=self.ptx_coef)
+        checks.non_negative(
+            entropy_coef=self.entropy_coef,
+            ptx_coef=self.ptx_coef,
+            balance_coef=self.balance_coef,
+        )
         if self.entropy_control is not None:
             checks.within(
                 most=self.entropy_control.largest,

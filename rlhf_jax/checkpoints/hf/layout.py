@@ -29,6 +29,8 @@ _MODULES = {
     "gemma3_text": "gemma3",
     **{name: name for name in ("olmo2", "olmo3", "smollm3", "granite")},
     "granitemoehybrid": "granite4",
+    "qwen3_5_text": "hybrids.qwen3_5",
+    **{name: f"mixtures.{name}" for name in ("qwen3_moe", "mixtral", "gpt_oss")},
 }
 
 
@@ -55,7 +57,8 @@ class _Families(Mapping[str, keys.Family]):
 
 
 FAMILIES = _Families()
-# Options of a config.json that no family here implements, and what they stand for.
+# Options of a config.json that a family names in `reads` or that it does not implement,
+# and what they stand for.
 UNSUPPORTED = {
     "quantization_config": "quantised weights",
     "vision_config": "a vision tower",
@@ -77,26 +80,30 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
     """
     fields.check(config)
     name = config.get("model_type")
+    family = FAMILIES[name] if name is not None and name in FAMILIES else None
+    read = () if family is None else family.reads
     for option, feature in UNSUPPORTED.items():
-        if config.get(option):
+        if config.get(option) and option not in read:
             raise InputError(
                 f"{CONFIG}: expected a dense language model in floating point, got a "
                 f"{name} with {feature} ({option}), which is not supported; use a "
                 f"checkpoint without, of {', '.join(FAMILIES)}{_nearest(name)}"
             )
-    if name is None or name not in FAMILIES:
+    if family is None:
         code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
         raise InputError(
             f"{CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "
             f"{name!r} ({config.get('architectures')}), which is not supported"
             f"{_nearest(name)}{code}"
         )
-    return FAMILIES[name]
+    return family
 
 
 def _nearest(name: str | None) -> str:
     """The family whose name is the most like this one, for a message; "" is none."""
-    close = difflib.get_close_matches(name or "", FAMILIES, n=1)
+    # Of gemma3, which has a vision tower, that is gemma3_text.
+    texts = [family for family in FAMILIES if family == f"{name}_text"]
+    close = texts or difflib.get_close_matches(name or "", FAMILIES, n=1)
     return f" (the nearest is {close[0]})" if close else ""
 
 

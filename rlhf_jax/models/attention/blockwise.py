@@ -41,6 +41,7 @@ def attend_blockwise(
     keys_values: KeyValue,
     *,
     mask: AttentionMask,
+    sinks: Array | None = None,
     block: int | None = None,
 ) -> Array:
     """softmax(scale · q·kᵀ)·v over what the mask allows, holding no [T, S].
@@ -52,6 +53,7 @@ def attend_blockwise(
     Args:
       keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
         keys. What stands at padding is not read, not even NaN.
+      sinks: f32[H], as `engines.attend_to` has them.
       block: columns of a block; None is as measured for this backend.
 
     Returns:
@@ -90,6 +92,8 @@ def attend_blockwise(
     room = -queries % block_q
     columns = jnp.pad(columns, (0, room), mode="edge").reshape(-1, block_q)
     window = size if mask.window is None else mask.window
+    if sinks is not None:  # of the queries in a block, group by group
+        sinks = jnp.repeat(sinks.reshape(kv_heads, group), block_q, axis=1)
     out: Array = _attend(
         blocks(query, segments_q, block_q),
         blocks(key, mask.segments, block_k),
@@ -101,6 +105,7 @@ def attend_blockwise(
             columns=columns,
             window=jnp.asarray(window, jnp.int32),
         ),
+        sinks,
         form,
     )
     out = out.reshape(rows, -1, kv_heads, group, block_q, head_dim)
@@ -108,21 +113,30 @@ def attend_blockwise(
     return out[:, :, :queries]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, masked: Masked, form: Form) -> Array:
-    out, _ = blockwise_passes.forward((q, k, v), masked, form=form)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    q: Array, k: Array, v: Array, masked: Masked, sinks: Array | None, form: Form
+) -> Array:
+    out, _ = blockwise_passes.forward((q, k, v), masked, sinks=sinks, form=form)
     return out
 
 
 def _forward(
-    q: Array, k: Array, v: Array, masked: Masked, form: Form
+    q: Array, k: Array, v: Array, masked: Masked, sinks: Array | None, form: Form
 ) -> tuple[Array, Any]:
-    out, normaliser = blockwise_passes.forward((q, k, v), masked, form=form)
-    return out, ((q, k, v), masked, out, normaliser)
+    out, normaliser = blockwise_passes.forward(
+        (q, k, v), masked, sinks=sinks, form=form
+    )
+    return out, ((q, k, v), masked, out, normaliser, sinks)
 
 
 def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None, ...]:
-    return *blockwise_passes.backward(residuals, gradient, form=form), None
+    *of_keys, sinks = residuals
+    of_sinks = None
+    if sinks is not None:
+        of_sinks = blockwise_passes.gradient_of_sinks(sinks, *of_keys[2:], gradient)
+    blocks = blockwise_passes.backward(tuple(of_keys), gradient, form=form)
+    return *blocks, None, of_sinks
 
 
 _attend.defvjp(_forward, _backward)

@@ -46,8 +46,13 @@ class Form(NamedTuple):
     softcap: float | None
 
 
-def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array]:
+def forward(
+    arrays: Blocks, masked: Masked, *, sinks: Array | None = None, form: Form
+) -> tuple[Array, Array]:
     """What attention returns, and the logarithm of each softmax's denominator.
+
+    Args:
+      sinks: f32[K, Q], logits of no value; None is without.
 
     Returns:
       [B, n, K, Q, d] in q's dtype, 0 where nothing is attended to; f32[B, n, K, Q].
@@ -80,6 +85,10 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
             largest, total, out = jax.lax.fori_loop(
                 0, count, meet, (none + LEAST, none, out)
             )
+        if sinks is not None:
+            new = jnp.maximum(largest, sinks)
+            shrunk, largest = jnp.exp(largest - new), new
+            total, out = total * shrunk + jnp.exp(sinks - new), out * shrunk[:, None]
         # Padding that meets no key has no denominator.
         live = total > 0
         total = jnp.where(live, total, 1)
@@ -147,6 +156,15 @@ def backward(residuals: Any, gradient: Array, *, form: Form) -> Blocks:
     of_q, (of_k, of_v) = jax.lax.scan(of_keys, of_q, every)
     of_q = of_q.mT.reshape(q.shape).astype(q.dtype)
     return of_q, of_k.reshape(k.shape), of_v.reshape(v.shape)
+
+
+def gradient_of_sinks(
+    sinks: Array, out: Array, normaliser: Array, gradient: Array
+) -> Array:
+    """f32[K, Q]: -p Σ out·gradient of every query, p being the share of its sink."""
+    share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    # A query that meets no key has out 0.
+    return -(jnp.exp(sinks[None, None] - normaliser) * share).sum(axis=(0, 1))
 
 
 def _logits(

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 Array = jax.Array
 
 
-def attend_xla(query: Array, keys_values: KeyValue, *, mask: AttentionMask) -> Array:
+def attend_xla(
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    sinks: Array | None = None,
+) -> Array:
     """softmax(scale · q·kᵀ)·v over what the mask allows."""
     return attend_to(
         query,
@@ -32,6 +38,7 @@ def attend_xla(query: Array, keys_values: KeyValue, *, mask: AttentionMask) -> A
         attend=allowed(mask, queries=query.shape[2]),
         scale=mask.scale,
         softcap=mask.softcap,
+        sinks=sinks,
     )
 
 
@@ -42,6 +49,7 @@ def attend_to(
     attend: Array,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """softmax(scale · q·kᵀ)·v, over those keys that `attend` allows.
 
@@ -51,6 +59,8 @@ def attend_to(
         read the same keys.
       attend: bool[B, T, S].
       scale, softcap: those of `cache.logits_of`.
+      sinks: f32[H], a logit of each head that is in the sum of its softmax and has no
+        value (gpt-oss, arXiv:2508.10925, section 2.2); None is without.
 
     Returns:
       [B, H, T, head_dim], in query's dtype; logits and softmax are float32.
@@ -75,7 +85,12 @@ def attend_to(
     allowed = jnp.tile(attend, (1, group, 1))[:, None]
     # Not -inf: padding that may attend to nothing would be NaN.
     lowest = -0.7 * jnp.finfo(jnp.float32).max
-    share = jax.nn.softmax(jnp.where(allowed, logits, lowest), axis=-1)
+    logits = jnp.where(allowed, logits, lowest)
+    if sinks is None:
+        share = jax.nn.softmax(logits, axis=-1)
+    else:
+        of_head = jnp.repeat(sinks.reshape(kv_heads, group), query.shape[2], axis=1)
+        share = beside_sink(logits, of_head.astype(jnp.float32)[None, ..., None])
     if value_scales is not None:
         share = share * value_scales[:, :, None]
     # Shares in the compute dtype: their products with bfloat16 values gain nothing from
@@ -84,8 +99,26 @@ def attend_to(
     return y.reshape(query.shape)
 
 
+def beside_sink(logits: Array, sink: Array) -> Array:
+    """exp(l_j) / (exp(sink) + Σ_j exp(l_j)) over the last axis.
+
+    Args:
+      logits: f32[..., S].
+      sink: f32[..., 1], of shapes that broadcast.
+    """
+    largest = jnp.maximum(logits.max(axis=-1, keepdims=True), sink)
+    largest = jax.lax.stop_gradient(largest)
+    weights = jnp.exp(logits - largest)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - largest))
+
+
 def attend(
-    query: Array, keys_values: KeyValue, *, mask: AttentionMask, model: ModelConfig
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    model: ModelConfig,
+    sinks: Array | None = None,
 ) -> Array:
     """softmax(scale · q·kᵀ)·v over what the mask allows, by the model's engine.
 
@@ -95,6 +128,7 @@ def attend(
       keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
         keys. With a cut as the queries.
       mask: of S columns.
+      sinks: f32[H], as `attend_to` has them.
 
     Returns:
       In the shape and dtype of query; finite at padding.
@@ -108,7 +142,7 @@ def attend(
     if mask.cut is not None:
         layout.refuse_context(engine)
     if engine == "xla" and mask.cut is None:
-        return attend_xla(query, keys_values, mask=mask)
+        return attend_xla(query, keys_values, mask=mask, sinks=sinks)
     whole = mask.cut is None and engine in layout.PREFIXES
     if mask.prefixes is not None and not whole:
         count = 1 if mask.cut is None else mask.cut.count
@@ -120,7 +154,9 @@ def attend(
     from rlhf_jax.models.attention.per_device import attend_per_device
 
     one_device = _engine(engine)
-    return attend_per_device(query, keys_values, mask=mask, engine=one_device)
+    return attend_per_device(
+        query, keys_values, mask=mask, engine=one_device, sinks=sinks
+    )
 
 
 def _engine(name: str) -> Engine:

@@ -105,12 +105,14 @@ def attend_to_pages(
     pages: Pages,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """softmax(scale · q·kᵀ)·v of one token per row, over the columns of its pages.
 
     Args:
       query: [B, H, 1, head_dim].
       keys_values: [N, K, C, head_dim] each, also in int8.
+      sinks: f32[H], as `engines.attend_to` has them.
 
     Returns:
       [B, H, 1, head_dim], in query's dtype; logits and softmax are float32. A row of
@@ -139,8 +141,13 @@ def attend_to_pages(
         return x.at[pages.table].get(mode="fill", fill_value=absent)
 
     highest = of_rows(logits.max(axis=-1), lowest).max(axis=1)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1)
+        highest = jnp.maximum(highest, sinks)
     weights = jnp.where(visible, jnp.exp(logits - highest[pages.owner][..., None]), 0.0)
     total = of_rows(weights.sum(axis=-1), 0.0).sum(axis=1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - highest)
     total = jnp.where(total > 0, total, 1.0)  # of a row without pages
     share = weights / total[pages.owner][..., None]
     if value_scales is not None:

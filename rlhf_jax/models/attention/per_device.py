@@ -22,12 +22,18 @@ from rlhf_jax.models.caches import KeyValue
 from rlhf_jax.models.positions import AttentionMask
 
 Array = jax.Array
-Engine = Callable[..., Array]  # (query, keys_values, *, mask) -> [B, H, T, head_dim]
+# (query, keys_values, *, mask), and sinks of a model with some -> [B, H, T, head_dim]
+Engine = Callable[..., Array]
 HEAD_AXIS = "tensor"  # of a mesh, that shares the heads
 
 
 def attend_per_device(
-    query: Array, keys_values: KeyValue, *, mask: AttentionMask, engine: Engine
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    engine: Engine,
+    sinks: Array | None = None,
 ) -> Array:
     """engine(query, keys_values, mask=mask), on every device of the mesh that is set.
 
@@ -41,8 +47,9 @@ def attend_per_device(
         axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes
     }
     # One device, or already inside a `shard_map`: there is nothing to share out.
+    own_sinks = {} if sinks is None else {"sinks": sinks}
     if math.prod(sizes.values()) == 1:
-        return engine(query, keys_values, mask=mask)
+        return engine(query, keys_values, mask=mask, **own_sinks)
     heads, kv_heads = query.shape[1], keys_values[0].shape[1]
     devices = sizes.get(HEAD_AXIS, 1)
     shared = heads % devices == 0 and (
@@ -67,6 +74,7 @@ def attend_per_device(
         keys_values: KeyValue,
         texts: tuple[Array, Array | None],
         window: tuple[Array, ...],
+        sinks: dict[str, Array],
     ) -> Array:
         segments, prefixes = texts
         own = dataclasses.replace(
@@ -80,10 +88,14 @@ def attend_per_device(
             # Keys and values alone are gathered; queries, and what comes out, stay cut.
             key, value = (_whole(x, count=mask.cut.count) for x in keys_values)
             keys_values = key, value
-        return engine(query, keys_values, mask=own)
+        return engine(query, keys_values, mask=own, **sinks)
 
-    arguments: Any = query, keys_values, (mask.segments, mask.prefixes), traced
-    specs = by_head, by_head, by_row, PartitionSpec()
+    arguments: Any = (
+        *(query, keys_values, (mask.segments, mask.prefixes), traced),
+        own_sinks,
+    )
+    of_heads = PartitionSpec(HEAD_AXIS if shared and devices > 1 else None)
+    specs = by_head, by_head, by_row, PartitionSpec(), of_heads
     if AxisType.Explicit in mesh.axis_types:
         arguments = tuple(map(_resharded, arguments, specs))
     split = jax.shard_map(

@@ -29,7 +29,12 @@ FUSED = 8192**2
 
 
 def attend_splash(
-    query: Array, keys_values: KeyValue, *, mask: AttentionMask, interpret: bool = False
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    sinks: Array | None = None,
+    interpret: bool = False,
 ) -> Array:
     """softmax(scale · q·kᵀ)·v over what the mask allows, holding no [T, S].
 
@@ -75,9 +80,8 @@ def attend_splash(
         )
 
         def row(query: Array, key: Array, value: Array, ids: tuple[Array, ...]) -> Any:
-            return kernel(
-                query, key, value, segment_ids=splash_attention.SegmentIds(*ids)
-            )
+            ids = splash_attention.SegmentIds(*ids)
+            return kernel(query, key, value, segment_ids=ids, sinks=sinks)
 
         # The kernel computes one row of a batch, all of its heads.
         return jax.vmap(row)(scaled, key, value, (segments_q, segments))

@@ -5,13 +5,15 @@ naming it there and here. Reading, writing and checking all follow from that one
 
     Key("layers.{layer}.up_proj.weight", ("layers/mlp/up/kernel",), "transposed")
 
-says that our leaf [L, D, F] is stacked from L tensors [F, D]. `leaves` below is the
-parameter tree flattened to {"layers/mlp/up/kernel": leaf}.
+says that our leaf [L, D, F] is stacked from L tensors [F, D]. With {layer} and {expert}
+it is [L, E, D, F], of L·E tensors. `leaves` below is the parameter tree flattened to
+{"layers/mlp/up/kernel": leaf}.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ import numpy as np
 
 from rlhf_jax.models.config import ModelConfig
 
-Layout = Literal["same", "transposed", "vocabulary", "row"]
+Layout = Literal["same", "transposed", "vocabulary", "row", "taps"]
 
 
 SCORE = "score.weight"  # [1, D]
@@ -35,28 +37,38 @@ class Key:
       transposed  [out, in] -> [in, out]   (Linear)
       vocabulary  [V, D] -> [V', D]        (rows padded with zeros)
       row         [1, D] -> [D]            (the head of a scalar model)
+      taps        [C, 1, W] -> [W, C]      (the convolution of each channel)
     """
 
-    name: str  # with {layer} where there is one tensor a layer
+    # With {layer} where there is one tensor a layer, and {expert} where there is one for
+    # each of its experts.
+    name: str
     paths: tuple[str, ...]  # several are fused in that tensor, along their last axis
     layout: Layout = "same"
     head_dim: int | None = None  # fused by turns of so many columns; None leaf by leaf
+    layers: tuple[int, ...] | None = None  # that have the tensor; None is all
 
     @property
-    def stacked(self) -> bool:
-        """Whether our leaf is stacked from one tensor of theirs per layer."""
-        return "{layer}" in self.name
+    def stacked(self) -> int:
+        """Dimensions of our leaf that count tensors of theirs: layers, and experts."""
+        return ("{layer}" in self.name) + ("{expert}" in self.name)
 
-    def names(self, num_layers: int) -> list[str]:
-        """The names of their tensors: one, or one per layer."""
-        if not self.stacked:
-            return [self.name]
-        return [self.name.format(layer=layer) for layer in range(num_layers)]
+    def names(self, model: ModelConfig) -> list[str]:
+        """The names of their tensors: one, or one per layer, or one per expert of it."""
+        layers = range(model.num_layers) if self.layers is None else self.layers
+        experts = range(0 if model.experts is None else model.experts.count)
+        match self.stacked:
+            case 0:
+                return [self.name]
+            case 1:
+                return [self.name.format(layer=layer) for layer in layers]
+        every = itertools.product(layers, experts)
+        return [self.name.format(layer=layer, expert=expert) for layer, expert in every]
 
     def shape(self, leaves: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
         """The shape of their tensor, of one layer, from the shapes of our leaves."""
         first, *_ = shapes = [
-            leaves[path].shape[1 if self.stacked else 0 :] for path in self.paths
+            leaves[path].shape[self.stacked :] for path in self.paths
         ]
         fused = (*first[:-1], sum(shape[-1] for shape in shapes))
         match self.layout:
@@ -66,6 +78,8 @@ class Key:
                 return (vocab_size, *fused[1:])
             case "row":
                 return (1, *fused)
+            case "taps":
+                return (fused[1], 1, fused[0])
             case _:
                 return fused
 
@@ -94,6 +108,8 @@ class Key:
                 return (rows, *ours[1:])
             case "row":
                 return (slice(0, 1), *ours)
+            case "taps":
+                return (ours[1], slice(0, 1), ours[0])
             case _:
                 return tuple(ours)
 
@@ -104,6 +120,8 @@ class Key:
                 return part.T
             case "row":
                 return part[0]
+            case "taps":
+                return part[:, 0].T
             case _:
                 return part
 
@@ -119,6 +137,8 @@ class Key:
                 tensor = tensor[:vocab_size]
             case "row":
                 tensor = tensor[None]
+            case "taps":
+                tensor = tensor.T[:, None]
         return np.ascontiguousarray(tensor)
 
 
@@ -129,6 +149,7 @@ class Table:
     prefix: str  # of the trunk; a checkpoint of the trunk alone leaves it out
     keys: tuple[Key, ...]
     ignored: tuple[str, ...] = ()  # tensors of theirs that hold nothing of the model
+    ignored_prefixes: tuple[str, ...] = ()  # of more such tensors
     tied: str | None = None  # name of the head that is the embedding; None: untied
 
     @property
@@ -190,6 +211,9 @@ class Family:
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     config_to_hf: Callable[[ModelConfig], dict[str, Any]]  # that it reads back
     key_table: Callable[[ModelConfig], Table]
+    # Options that other families refuse (`UNSUPPORTED` of checkpoints/hf), such as
+    # num_experts.
+    reads: tuple[str, ...] = ()
     causal_suffix: str = "ForCausalLM"
     classifier_suffix: str = "ForSequenceClassification"
 
@@ -202,6 +226,11 @@ class Family:
     def classifier(self) -> str:
         """The architecture with a score."""
         return self.stem + self.classifier_suffix
+
+
+def in_layers(layers: tuple[int, ...], *of_all: Key) -> tuple[Key, ...]:
+    """The keys, of tensors that these layers alone have."""
+    return tuple(dataclasses.replace(key, layers=layers) for key in of_all)
 
 
 def linear(

@@ -109,7 +109,7 @@ def respond(
 
     def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Places:
         """Runs prompts, in the columns before `column`, and draws a token each."""
-        logits, caches = sampling.read_prompts(
+        logits, caches, _ = sampling.read_prompts(
             decoder,
             tokens=tokens,
             mask=mask,

@@ -29,6 +29,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models.caches import Caches, growing_widths, widened
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.generation import sampling
 from rlhf_jax.models.generation.sampling import Decoder, Draw, Drawn, Shaping
 
@@ -48,6 +49,10 @@ class Generated:
     response_mask: Array  # bool[B, S], response tokens, the stop token included
     logprobs: Array  # f32[B, S], nats, of the distribution each token was drawn from
     entropy: Array  # f32[B, S], nats, of that distribution
+    # i32[B, S, L, k], the experts that a token met, -1 where none is recorded: at
+    # padding, and at the last token of a response, which was not run. None unless asked
+    # for.
+    experts: Array | None = None
 
 
 @flax.struct.dataclass
@@ -95,6 +100,7 @@ def generate(
     shaping: Shaping | None = None,
     group_size: int = 1,
     continuous_batching: int | None = None,
+    record_experts: bool = False,
 ) -> Generated:
     """Samples a response to every prompt from softmax(logits / temperature).
 
@@ -115,6 +121,7 @@ def generate(
         are the same up to rounding, in less time where their lengths differ and in
         less memory always. None decodes every row at once. With `model.cache_pages` on
         a mesh the rows of a `data` share are decoded by themselves (`row_shares`).
+      record_experts: keep the experts of every token of a mixture, for replay.
 
     Returns:
       Generated, with 0 in `logprobs` and `entropy` outside the response.
@@ -126,6 +133,12 @@ def generate(
         without it or below what one row may take.
     """
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
+    if record_experts and (model.experts is None or continuous_batching is not None):
+        dense = "a dense model" if model.experts is None else "continuous batching"
+        raise InputError(
+            f"record_experts: expected a mixture of experts that decodes every row at "
+            f"once, got {dense}; leave the record out, or continuous_batching"
+        )
     if continuous_batching is not None:
         # Its places and pages are loaded by the runs that choose them.
         from rlhf_jax.models.generation.row_shares import respond
@@ -157,7 +170,7 @@ def generate(
             f"pages for prompts that wait, got {model.cache_pages} without; give both, "
             f"or neither"
         )
-    decoders = [Decoder(params, model)]
+    decoders = [Decoder(params, model, record=record_experts)]
     state = start(
         decoders,
         tokens=tokens,
@@ -197,7 +210,7 @@ def start(
     size = prompt_size + max_new_tokens
     room = ((0, 0), (0, max_new_tokens))
     checks.groups(rows, group_size=group_size)
-    logits, caches = [], []
+    logits, caches, experts = [], [], None
     for decoder in decoders:
         refuse(
             _faults(
@@ -207,7 +220,7 @@ def start(
                 temperature=draw.temperature,
             )
         )
-        last, cache = sampling.read_prompts(
+        last, cache, chosen = sampling.read_prompts(
             decoder,
             tokens=tokens,
             mask=mask,
@@ -217,6 +230,10 @@ def start(
         )
         logits.append(last)
         caches.append(cache)
+        if chosen is not None:
+            chosen = jnp.where(mask[..., None, None], chosen, OWN)
+            room_of = ((0, 0), (0, max_new_tokens), (0, 0), (0, 0))
+            experts = jnp.pad(chosen, room_of, constant_values=OWN)
     state = Decoding(
         generated=Generated(
             # All columns from the start, as a loop's state has one shape.
@@ -225,6 +242,7 @@ def start(
             response_mask=jnp.zeros((rows, size), bool),
             logprobs=jnp.zeros((rows, size), jnp.float32),
             entropy=jnp.zeros((rows, size), jnp.float32),
+            experts=experts,
         ),
         caches=tuple(caches),
         finished=jnp.zeros(rows, bool),
@@ -297,7 +315,11 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
         values = jnp.where(alive, values, jnp.zeros_like(values))[:, None]
         return jax.lax.dynamic_update_slice_in_dim(array, values, column, axis=1)
 
-    so_far = state.generated
+    so_far, experts = state.generated, state.generated.experts
+    if experts is not None and drawn.experts is not None:
+        # Of the token before, which was run to draw this one.
+        kept = jnp.where(alive[:, None, None], drawn.experts, OWN)[:, None]
+        experts = jax.lax.dynamic_update_slice_in_dim(experts, kept, column - 1, axis=1)
     return dataclasses.replace(
         state,
         generated=Generated(
@@ -306,6 +328,7 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
             response_mask=put(so_far.response_mask, alive),
             logprobs=put(so_far.logprobs, drawn.logprob),
             entropy=put(so_far.entropy, drawn.entropy),
+            experts=experts,
         ),
         # The stop token itself has been recorded: it is part of the response.
         finished=state.finished | drawn.stops,

@@ -211,6 +211,7 @@ class Decoder(NamedTuple):
     params: Params
     model: ModelConfig
     layers: tuple[Params, ...] = ()  # as `step` reads them, of `layers_to_decode`
+    record: bool = False  # the experts that tokens meet
 
     def to_decode(self, *, rows: int) -> Decoder:
         """With parameters for a step of so many rows; once, before the loop."""
@@ -228,6 +229,8 @@ class Drawn(NamedTuple):
     logprob: Array  # f32[B], nats, of the distribution the token was drawn from
     entropy: Array  # f32[B], nats, of that distribution
     stops: Array  # bool[B], it is a stop token
+    # i32[B, L, k], of the token that ran before; None unless a decoder records them.
+    experts: Array | None = None
 
     def put(self, record: Record, *, here: Array) -> Record:
         """The record with the tokens and their numbers where bool[B, W] says."""
@@ -289,27 +292,37 @@ def read_prompts(
     group_size: int,
     columns: int | None,
     end: Array | int,
-) -> tuple[Array, Caches]:
-    """Logits f32[B, V] after prompts, and a cache of their columns.
+) -> tuple[Array, Caches, Array | None]:
+    """Logits f32[B, V] after prompts, a cache of their columns, and their experts.
 
     Args:
       tokens, mask: i32[B, P] and bool[B, P], left-padded.
       group_size: consecutive rows with one prompt, which is run once for all of them.
       columns, end: those of `caches.placed`; None leaves the cache as it came.
+
+    Returns:
+      The third is i32[B, P, L, k] if the decoder records them, else None.
     """
-    params, model, _ = sampled
+    params, model, _, record = sampled
     # One prompt of each group is run, and its cache repeated.
-    last, key_values = prefill(
-        params, model=model, tokens=tokens[::group_size], mask=mask[::group_size]
+    last, key_values, experts = prefill(
+        params,
+        model=model,
+        tokens=tokens[::group_size],
+        mask=mask[::group_size],
+        record=record,
     )
-    last, caches = jax.tree.map(
-        lambda leaf: jnp.repeat(leaf, group_size, axis=0),
-        (last, unstack(key_values, num_layers=model.num_layers)),
+    caches = unstack(key_values, model=model)
+    if model.recurrent_layers:
+        caches = tuple(kept for layer in caches for kept in layer.values())
+    last, caches, experts = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf, group_size, axis=0), (last, caches, experts)
     )
     if columns is not None:
         caches = placed(caches, model=model, columns=columns, end=end)
     # f32[B, V], of the last column alone.
-    return decoder.logits(params, last, model=model, spread=True), caches
+    logits = decoder.logits(params, last, model=model, spread=True)
+    return logits, caches, experts
 
 
 def step(
@@ -331,9 +344,10 @@ def step(
       tokens, positions: i32[B], those tokens, and how many stand before each.
       attend, column: what they see and where they are written, as `decode_step` has it.
     """
-    logits, updated = [], []
-    for (params, model, layers), cache in zip(decoders, caches, strict=True):
-        hidden, cache = cached_decoder.decode_step(
+    logits, updated, experts = [], [], None
+    for decoding, cache in zip(decoders, caches, strict=True):
+        params, model, layers, record = decoding
+        hidden, cache, chosen = cached_decoder.decode_step(
             params,
             layers=layers,
             model=model,
@@ -342,10 +356,13 @@ def step(
             attend=attend,
             caches=cache,
             column=column,
+            record=record,
         )
         logits.append(decoder.logits(params, hidden[:, 0], model=model, spread=True))
         updated.append(cache)
-    return draw(*logits, keys=keys, number=number), tuple(updated)
+        experts = experts if chosen is None else chosen[:, 0]
+    drawn = draw(*logits, keys=keys, number=number)
+    return drawn._replace(experts=experts), tuple(updated)
 
 
 def run(

@@ -116,7 +116,7 @@ def plan(
         programs += [] if brought is None else [brought]
         programs.append(measured.described(one, target.chip, num_chips=chips))
     within = {
-        name: size // (mesh.data * mesh.fsdp) for name, size in work.within.items()
+        name: size // (mesh.data * mesh.fsdp * mesh.expert) for name, size in work.within.items()
     }
     if "KV cache" in within:
         shared = decoding.cache_devices(work.model, sampler_mesh or mesh)
@@ -233,7 +233,7 @@ def _largest_batch(
     """The most rows that fit, by `largest`, in steps that everything divides."""
     mesh = config.placement.policy
     step = job.minibatches(config) * math.lcm(
-        mesh.data * mesh.fsdp, config.method.micro_batch_size or 1
+        mesh.data * mesh.fsdp * mesh.expert, config.method.micro_batch_size or 1
     )
     step = math.lcm(step, getattr(config, "rows_per_prompt", 1))
     known = {}

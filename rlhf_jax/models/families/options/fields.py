@@ -69,11 +69,19 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("intermediate_size", "max_position_embeddings"),
             *("sliding_window_pattern", "original_max_position_embeddings"),
             *("no_rope_layer_interval", "shared_intermediate_size"),
+            *("linear_num_key_heads", "linear_num_value_heads"),
+            *("linear_key_head_dim", "linear_value_head_dim"),
+            *("linear_conv_kernel_dim", "full_attention_interval"),
+            "moe_intermediate_size",
         ),
     ),
     f"a whole number from 0 to {MAX_SIZE}": (
         _whole(0, MAX_SIZE),
-        ("sliding_window", "max_window_layers", "num_local_experts"),
+        (
+            *("sliding_window", "max_window_layers"),
+            *("num_local_experts", "num_experts", "decoder_sparse_step"),
+            *("num_experts_per_tok", "experts_per_token"),
+        ),
     ),
     "a finite number above 0": (
         _positive,
@@ -85,6 +93,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("beta_fast", "beta_slow", "attention_factor"),
             *("embedding_multiplier", "residual_multiplier"),
             *("attention_multiplier", "logits_scaling"),
+            *("swiglu_limit", "swiglu_alpha"),
         ),
     ),
     "a finite number": (
@@ -98,7 +107,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         _is(bool),
         (
             *("tie_word_embeddings", "attention_bias", "mlp_bias", "truncate"),
-            *("use_parallel_residual", "use_sliding_window"),
+            *("use_parallel_residual", "use_sliding_window", "attn_output_gate"),
+            "norm_topk_prob",
         ),
     ),
     "a text": (
@@ -114,7 +124,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         _is(dict),
         (
             *("rope_scaling", "rope_parameters", "id2label"),
-            *("full_attention", "sliding_attention"),
+            *("full_attention", "sliding_attention", "quantization_config"),
         ),
     ),
 }
@@ -190,6 +200,12 @@ def option(config: Mapping[str, Any], option: str, default: Any) -> Any:
     """`config[option]`, or the default where it is absent or null."""
     value = config.get(option)
     return default if value is None else value
+
+
+def filled(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, and defaults where they are absent or null."""
+    own = {name: value for name, value in config.items() if value is not None}
+    return {**config, **defaults, **own}
 
 
 def only(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:

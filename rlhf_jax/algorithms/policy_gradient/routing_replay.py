@@ -1,0 +1,45 @@
+"""Which experts the tokens of a mixture meet in the trainer: those of an earlier pass.
+
+    sampler   R3: what the sampler recorded; old and new log-probs replay it
+    old       R2: what the policy before the updates chose; new log-probs replay it
+
+The weights of the replayed experts are those of each pass' own router, and its gradient
+reaches them; which experts are met has none.
+
+Source: R2 is Zheng et al. 2025, arXiv:2507.18071, section 5.3; R3 Ma et al. 2025,
+arXiv:2510.11370, section 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+Source = Literal["sampler", "old"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingReplay:
+    """Whose experts tokens meet."""
+
+    source: Source = "sampler"
+    """Pass whose experts are replayed."""
+    reference: bool = False
+    """Whether the reference replays them too."""
+
+    def __post_init__(self) -> None:
+        checks.one_of(source=self.source, among=get_args(Source))
+
+
+def require(rollout: Rollout, *, replay: RoutingReplay | None) -> None:
+    """InputError where the sampler should have recorded experts, and has not."""
+    if replay is not None and replay.source == "sampler" and rollout.experts is None:
+        raise InputError(
+            "routing_replay: expected a rollout with the experts that its sampler "
+            "chose, got one without; sample with the trainer's own decoder, or choose "
+            "old"
+        )

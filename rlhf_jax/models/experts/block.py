@@ -1,0 +1,162 @@
+"""The Linen module of a mixture: a router, and E experts of which a token meets k.
+
+    {"router": {"weight": [D, E], "bias": [E]},
+     "up": {"kernel": [E, D, F], "bias": [E, F]}, "gate": as up,
+     "down": {"kernel": [E, F, D], "bias": [E, D]}}         of one layer
+
+`dispatch.py` has every expert meet its own tokens in one product (`grouped.py`): none is
+dropped, whatever the load. What a run gives a layer or wants of it beside its output
+goes through Linen's collections:
+
+    "replay"     experts: {"chosen": i32[B, S, k], "tokens": bool[B, S]}      in
+    "routing"    experts: {"layer": (Routing,)}                               out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models.config import Experts, ModelConfig
+from rlhf_jax.models.experts import routing
+from rlhf_jax.models.experts.dispatch import mixed
+
+Array = jax.Array
+ROUTING, REPLAY = "routing", "replay"  # collections
+NAME = "experts"  # of the module in a block
+
+
+class Linear(nn.Module):
+    """The parameters of one linear layer of every expert."""
+
+    features: int
+    experts: int
+    use_bias: bool
+    init_std: float
+
+    @nn.compact
+    def __call__(self, size_in: int, dtype: jnp.dtype) -> dict[str, Array]:
+        normal, zeros = nn.initializers.normal(self.init_std), nn.initializers.zeros
+        shape = (self.experts, size_in, self.features)
+        leaves = {"kernel": self.param("kernel", normal, shape, jnp.float32)}
+        if self.use_bias:
+            leaves["bias"] = self.param("bias", zeros, shape[::2], jnp.float32)
+        for name in ("lora_a", "lora_b"):  # put there by `lora.attach`
+            if self.has_variable("params", name):
+                leaves[name] = self.get_variable("params", name)
+        return {name: leaf.astype(dtype) for name, leaf in leaves.items()}
+
+
+class Mixture(nn.Module):
+    """y = Σ_e w_e · down_e(act(gate_e x) · up_e x) over the k experts of a token.
+
+    Args of a call:
+      x: [N, D], the tokens of all rows.
+
+    Returns:
+      [N, D] of x's dtype.
+    """
+
+    model: ModelConfig
+    activation: Callable[[Array], Array]
+    init_std: float
+    output_std: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        experts = self.model.experts
+        assert experts is not None
+        chosen, shares = self._route(x, experts)
+        model = self.model
+        widths = {
+            "up": (x.shape[1], model.intermediate_size, self.init_std),
+            "gate": (x.shape[1], model.intermediate_size, self.init_std),
+            "down": (model.intermediate_size, x.shape[1], self.output_std),
+        }
+        weights = {
+            name: Linear(size_out, experts.count, model.mlp_bias, std, name=name)(
+                size_in, x.dtype
+            )
+            for name, (size_in, size_out, std) in widths.items()
+        }
+
+        def hidden(up: Array, gate: Array) -> Array:
+            if experts.gate_limit is None:
+                return self.activation(gate) * up
+            limit = experts.gate_limit
+            gate = jnp.minimum(gate, limit)
+            up = jnp.clip(up, -limit, limit)
+            return (up + 1) * gate * jax.nn.sigmoid(gate * experts.gate_scale)
+
+        between = jax.checkpoint(hidden, prevent_cse=model.unroll)
+        return mixed(x, chosen, shares, weights=weights, gate=between)
+
+    def _route(self, x: Array, experts: Experts) -> tuple[Array, Array]:
+        logits = Router(experts, name="router")(x)
+        replayed = tokens = None
+        if self.has_variable(REPLAY, "chosen"):
+            replayed = self.get_variable(REPLAY, "chosen").reshape(x.shape[0], -1)
+        if self.has_variable(REPLAY, "tokens"):
+            tokens = self.get_variable(REPLAY, "tokens").reshape(-1)
+        chosen, weights = routing.choose(logits, experts=experts, replayed=replayed)
+        if self.is_mutable_collection(ROUTING) and tokens is not None:
+            self.sow(ROUTING, "layer", routing.summed(logits, chosen, tokens=tokens))
+        return chosen, weights
+
+
+def apply(
+    block: nn.Module,
+    params: Any,
+    x: Array,
+    *,
+    experts: routing.Given = routing.NOTHING,
+    first: int = 0,
+    **others: Any,
+) -> tuple[Any, routing.Routing | None]:
+    """block(x, first=first, **others), with the experts of its tokens given or kept.
+
+    Args:
+      x: [B, S, D].
+      experts: of one layer, of all S columns.
+      first: columns of which the block computes nothing.
+
+    Returns:
+      What the block returns, and the layer's `Routing` of B x S tokens, with `OWN` in
+      columns that were not computed, or None.
+    """
+    if experts.chosen is None and experts.tokens is None:
+        return block.apply({"params": params}, x, first=first, **others), None
+    read = {name: array for name, array in experts._asdict().items() if array is not None}
+    read = {name: array[:, first:] for name, array in read.items()}
+    variables = {"params": params, REPLAY: {NAME: read}}
+    if experts.tokens is None:
+        return block.apply(variables, x, first=first, **others), None
+    output, kept = block.apply(variables, x, first=first, **others, mutable=[ROUTING])
+    own: routing.Routing = kept[ROUTING][NAME]["layer"][0]
+    chosen = own.chosen.reshape(*read["tokens"].shape, -1)
+    room = ((0, 0), (first, 0), (0, 0))
+    chosen = jnp.pad(chosen, room, constant_values=routing.OWN)
+    return output, own.replace(chosen=chosen)
+
+
+class Router(nn.Module):
+    """f32[N, E]: x W (+ b), summed in float32, as near ties are told by few digits."""
+
+    experts: Experts
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        shape = (x.shape[-1], self.experts.count)
+        # Not a "kernel": adapters of all linear layers leave it as it is.
+        weight = self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
+        logits = jnp.matmul(
+            x, weight.astype(x.dtype), preferred_element_type=jnp.float32
+        )
+        if not self.experts.router_bias:
+            return logits
+        bias = self.param("bias", nn.initializers.zeros, shape[1:], jnp.float32)
+        return logits + bias.astype(jnp.float32)[None]

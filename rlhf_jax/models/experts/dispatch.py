@@ -1,0 +1,248 @@
+"""Tokens to their experts and back: on one device, or between those that share them.
+
+On a mesh every device sorts its own tokens; `shard_map` keeps the compiler from sorting
+those of all. Weights lie on `expert`, one share of the experts on each device, and on
+`tensor`, a share of every expert's width. Between the devices of `expert` rows travel,
+not weights, by one all-to-all there and one back:
+
+    device          0                    1                 2 experts on each
+    its rows        e0 e1 e2 e2          e1 e3 e3 e3
+    sent to 0       e0 e1 ·  ·           e1 ·  ·  ·        room for all of its rows
+    sent to 1       e2 e2 ·  ·           e3 e3 e3 ·
+    multiplied      e0 e1 e1             e2 e2 e3 e3 e3
+
+No row is dropped: there is room for all rows of all devices on one. TPUs and GPUs send
+what is there (`jax.lax.ragged_all_to_all`), a CPU the empty places too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from rlhf_jax.models import axes
+from rlhf_jax.models.experts.grouped import grouped_product
+
+Array = jax.Array
+# Of "up", "gate" and "down": {"kernel": [E, in, out], "bias": [E, out], "lora_a": ...}.
+Weights = Mapping[str, Mapping[str, Array]]
+Gate = Callable[[Array, Array], Array]  # (up, gate) -> what `down` reads
+
+
+def mixed(
+    x: Array, chosen: Array, shares: Array, *, weights: Weights, gate: Gate
+) -> Array:
+    """y = Σ_e w_e · down_e(gate(up_e x, gate_e x)) over the experts e of every token.
+
+    Args:
+      x: floats[N, D].
+      chosen, shares: i32[N, k] and f32[N, k], experts of every token and their w_e.
+      weights: of all E experts, in x's dtype.
+
+    Returns:
+      [N, D], in x's dtype.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {axis: mesh.shape[axis] for axis in {*mesh.shape} - {*mesh.manual_axes}}
+    if math.prod(sizes.values()) == 1:
+        return _of_device(x, chosen, shares, weights=weights, gate=gate)
+    rows = tuple(axis for axis in axes.ACTIVATION_AXES if axis in sizes)
+    devices = math.prod(sizes[axis] for axis in rows)
+    room = -x.shape[0] % devices
+    by_row = PartitionSpec(rows)
+    expert = axes.EXPERT_AXIS if sizes.get(axes.EXPERT_AXIS, 1) > 1 else None
+    tensor = axes.TENSOR_AXIS if sizes.get(axes.TENSOR_AXIS, 1) > 1 else None
+    # Of the two matrices of an adapter the one on the hidden side is whole.
+    inward = {
+        **{"kernel": (None, tensor), "bias": (tensor,)},
+        **{"lora_a": (None, None), "lora_b": (None, tensor)},
+    }
+    outward = {
+        **{"kernel": (tensor, None), "bias": (None,)},
+        **{"lora_a": (tensor, None), "lora_b": (None, None)},
+    }
+    specs = {
+        name: {
+            leaf: PartitionSpec(expert, *(outward if name == "down" else inward)[leaf])
+            for leaf in leaves
+        }
+        for name, leaves in weights.items()
+    }
+
+    def local(x: Array, chosen: Array, shares: Array, weights: Weights) -> Array:
+        y = _of_device(
+            x, chosen, shares, weights=weights, gate=gate, expert=expert, tensor=tensor
+        )
+        return y if tensor is None else jax.lax.psum(y, tensor)
+
+    padded = (jnp.pad(array, ((0, room), (0, 0))) for array in (x, chosen, shares))
+    y = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(by_row, by_row, by_row, specs),
+        out_specs=by_row,
+        axis_names=set(sizes),
+        check_vma=False,
+    )(*padded, weights)
+    return y[: x.shape[0]]
+
+
+def _of_device(
+    x: Array,
+    chosen: Array,
+    shares: Array,
+    *,
+    weights: Weights,
+    gate: Gate,
+    expert: str | None = None,
+    tensor: str | None = None,
+) -> Array:
+    """`mixed` of the tokens of this device, with its share of the experts' weights."""
+    own = weights["up"]["kernel"].shape[0]
+    devices = 1 if expert is None else jax.lax.axis_size(expert)
+    # Equal ones by token: what a token's rows are summed up from does not depend on
+    # other tokens.
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    group = chosen.reshape(-1)[order]
+    sizes = _sizes(group, own * devices)
+    rows = x[order // chosen.shape[1]]
+
+    def compute(rows: Array, group: Array, sizes: Array) -> Array:
+        return _experts(rows, group, sizes, weights=weights, gate=gate, tensor=tensor)
+
+    if expert is None:
+        rows = compute(rows, group, sizes)
+    else:
+        rows = _exchanged(rows, group, sizes, compute=compute, axis=expert)
+    rows = rows[jnp.argsort(order)].reshape(*chosen.shape, -1).astype(jnp.float32)
+    return (rows * shares[..., None]).sum(axis=1).astype(x.dtype)
+
+
+def _sizes(group: Array, count: int) -> Array:
+    """i32[count]: rows of each group, of sorted ones."""
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    ends = jnp.searchsorted(group, numbers, side="right").astype(jnp.int32)
+    return jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32))
+
+
+def _experts(
+    x: Array,
+    group: Array,
+    sizes: Array,
+    *,
+    weights: Weights,
+    gate: Gate,
+    tensor: str | None,
+) -> Array:
+    """down(gate(up x, gate x)) of sorted rows, each by its expert; a share of `tensor`.
+
+    Args:
+      group: i32[M], the expert of each row; of a row that is none, any.
+    """
+
+    def linear(name: str, x: Array) -> Array:
+        own = weights[name]
+        y = grouped_product(x, own["kernel"], sizes=sizes)
+        if "lora_a" in own:
+            narrow = grouped_product(x, own["lora_a"], sizes=sizes)
+            y = y + grouped_product(narrow, own["lora_b"], sizes=sizes)
+        if "bias" in own:
+            bias = own["bias"][group]
+            if name == "down" and tensor is not None:
+                # The parts are summed: one of them brings the bias.
+                bias = jnp.where(jax.lax.axis_index(tensor) == 0, bias, 0)
+            y = y + bias
+        return y
+
+    return linear("down", gate(linear("up", x), linear("gate", x)))
+
+
+def _exchanged(
+    rows: Array,
+    group: Array,
+    sizes: Array,
+    *,
+    compute: Callable[[Array, Array, Array], Array],
+    axis: str,
+) -> Array:
+    """compute(rows, group, sizes), each row where its expert is."""
+    devices, size = jax.lax.axis_size(axis), rows.shape[0]
+    of_device = sizes.reshape(devices, -1)  # rows for each expert there
+    own = of_device.shape[1]
+    counts = of_device.sum(axis=1)
+    start = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    coming = jax.lax.all_to_all(of_device, axis, 0, 0)
+    arrived = _swapped(
+        rows, start=start, counts=counts, coming=coming.sum(axis=1), axis=axis
+    )
+    # The expert of each place, of `own` where nothing has arrived.
+    place = jnp.arange(size, dtype=jnp.int32)
+    ends = jnp.cumsum(coming, axis=1, dtype=jnp.int32)
+    number = jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))(ends)
+    number = number.astype(jnp.int32).reshape(-1)
+    order = jnp.argsort(number, stable=True)
+    computed = compute(
+        arrived[order], jnp.minimum(number[order], own - 1), coming.sum(axis=0)
+    )[jnp.argsort(order)]
+    # What came from device s stands in its places again, and goes back to them.
+    back = _returned(computed, counts=counts, coming=coming.sum(axis=1), axis=axis)
+    device = group // own
+    return back[device * size + jnp.arange(size, dtype=jnp.int32) - start[device]]
+
+
+def _swapped(
+    rows: Array, *, start: Array, counts: Array, coming: Array, axis: str
+) -> Array:
+    """[G·M, D]: the rows that each device sends here, from its place s·M on.
+
+    Args:
+      start, counts: i32[G], of the rows that go to each device.
+      coming: i32[G], of those that come from each.
+    """
+    devices, size = counts.shape[0], rows.shape[0]
+
+    def with_room(rows: Array) -> Array:
+        place = jnp.arange(size, dtype=jnp.int32)
+        at = jnp.minimum(start[:, None] + place[None], size - 1)
+        there = (place[None] < counts[:, None])[..., None]
+        sent = jnp.where(there, rows[at], jnp.zeros((), rows.dtype))
+        return jax.lax.all_to_all(sent, axis, 0, 0).reshape(devices * size, -1)
+
+    def ragged(rows: Array) -> Array:
+        first = jax.lax.axis_index(axis).astype(jnp.int32) * size
+        return jax.lax.ragged_all_to_all(
+            rows,
+            jnp.zeros((devices * size, rows.shape[1]), rows.dtype),
+            *(start, counts, jnp.broadcast_to(first, (devices,)), coming),
+            axis_name=axis,
+        )
+
+    return jax.lax.platform_dependent(rows, cpu=with_room, default=ragged)
+
+
+def _returned(rows: Array, *, counts: Array, coming: Array, axis: str) -> Array:
+    """[G·M, D]: what `_swapped` brought, back on the device that it came from."""
+    devices = counts.shape[0]
+    size = rows.shape[0] // devices
+
+    def with_room(rows: Array) -> Array:
+        parts = rows.reshape(devices, size, -1)
+        return jax.lax.all_to_all(parts, axis, 0, 0).reshape(rows.shape)
+
+    def ragged(rows: Array) -> Array:
+        first = jax.lax.axis_index(axis).astype(jnp.int32) * size
+        return jax.lax.ragged_all_to_all(
+            rows,
+            jnp.zeros_like(rows),
+            jnp.arange(devices, dtype=jnp.int32) * size,
+            coming,
+            jnp.broadcast_to(first, (devices,)),
+            counts,
+            axis_name=axis,
+        )
+
+    return jax.lax.platform_dependent(rows, cpu=with_room, default=ragged)

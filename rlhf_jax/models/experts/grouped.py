@@ -1,0 +1,131 @@
+"""Products of rows with the matrix of their group: one function, dropless.
+
+    rows, sorted by group     0 0 0 1 3 3       sizes  3 1 0 2
+    y[i] = x[i] · w[group of i]
+
+On TPUs and GPUs it is `jax.lax.ragged_dot`. XLA:CPU expands that to every group times
+every row, so that a CPU runs a loop of its own over blocks of rows instead:
+
+    blocks of 2       [0 0] [0 ·] [1 ·] [3 3]
+
+Each block meets one matrix, and no more blocks are visited than hold a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+# Rows of a block on a CPU: the largest that an even share of the rows fills, so that
+# little of a block stands empty.
+BLOCKS = (128, 64, 32, 16, 8)
+
+
+def grouped_product(x: Array, w: Array, *, sizes: Array) -> Array:
+    """y[i] = x[i] · w[g(i)], where rows of group 0 come first, then those of group 1.
+
+    Rows beyond Σ sizes are of no group: what is returned for them is finite where x is,
+    and without meaning, and no gradient comes from them if none goes to them.
+
+    Reverse mode, `jax.vmap` and the forward mode of a gradient work everywhere; on a
+    CPU forward mode by itself does not, nor a reverse pass through a reverse pass.
+
+    Args:
+      x: floats[M, in].
+      w: [G, in, out], of the same dtype.
+      sizes: i32[G], rows of each group; Σ sizes <= M.
+
+    Returns:
+      [M, out] of x's dtype, summed in float32.
+    """
+
+    def blocks(x: Array, w: Array, sizes: Array) -> Array:
+        return _blocked(x, w, sizes)
+
+    def ragged(x: Array, w: Array, sizes: Array) -> Array:
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    return jax.lax.platform_dependent(x, w, sizes, cpu=blocks, default=ragged)
+
+
+def _block_size(rows: int, groups: int) -> int:
+    return next((size for size in BLOCKS if rows >= size * groups), BLOCKS[-1])
+
+
+def _plan(sizes: Array, *, rows: int, block: int) -> tuple[Array, ...]:
+    """Where every block begins and ends, and its group; how many there are."""
+    groups = sizes.shape[0]
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    of_group = -(-sizes // block)
+    last = jnp.cumsum(of_group, dtype=jnp.int32)
+    # Of a group that has a row, at most block - 1 places stand empty.
+    most = (rows + min(groups, rows) * (block - 1)) // block
+    number = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.searchsorted(last, number, side="right").astype(jnp.int32)
+    group = jnp.minimum(group, groups - 1)
+    turn = number - (last - of_group)[group]
+    start = (ends - sizes)[group] + turn * block
+    return group, start, ends[group], last[-1]
+
+
+def _visited(x: Array, w: Array, sizes: Array) -> Array:
+    rows, groups = x.shape[0], w.shape[0]
+    block = _block_size(rows, groups)
+    group, start, _, count = _plan(sizes, rows=rows, block=block)
+    # Room for the last block, which may reach beyond the rows.
+    x = jnp.pad(x, ((0, block), (0, 0)))
+    y = jnp.zeros((rows + block, w.shape[2]), x.dtype)
+
+    def meet(turn: Array, y: Array) -> Array:
+        at = start[turn]
+        part = jax.lax.dynamic_slice_in_dim(x, at, block)
+        matrix = jax.lax.dynamic_index_in_dim(w, group[turn], keepdims=False)
+        product = jnp.matmul(part, matrix, preferred_element_type=jnp.float32)
+        # What a block computes for rows of the next group is written over by it.
+        return jax.lax.dynamic_update_slice_in_dim(y, product.astype(y.dtype), at, 0)
+
+    return jax.lax.fori_loop(0, count, meet, y)[:rows]
+
+
+_blocked = jax.custom_vjp(_visited)
+
+
+def _forward(x: Array, w: Array, sizes: Array) -> tuple[Array, Any]:
+    return _visited(x, w, sizes), (x, w, sizes)
+
+
+def _backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
+    x, w, sizes = residuals
+    rows, groups = x.shape[0], w.shape[0]
+    block = _block_size(rows, groups)
+    group, start, end, count = _plan(sizes, rows=rows, block=block)
+    x, gradient = (jnp.pad(a, ((0, block), (0, 0))) for a in (x, gradient))
+    place = jnp.arange(block, dtype=jnp.int32)
+
+    def meet(turn: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_x, of_w = so_far
+        at, own = start[turn], group[turn]
+        part, above = (
+            jax.lax.dynamic_slice_in_dim(a, at, block) for a in (x, gradient)
+        )
+        matrix = jax.lax.dynamic_index_in_dim(w, own, keepdims=False)
+        back = jnp.matmul(above, matrix.T, preferred_element_type=jnp.float32)
+        of_x = jax.lax.dynamic_update_slice_in_dim(of_x, back.astype(of_x.dtype), at, 0)
+        # Rows of the next group add nothing to this one's matrix.
+        above = jnp.where((at + place < end[turn])[:, None], above, 0)
+        laid_out = jax.lax.optimization_barrier(part.T)
+        more = jnp.matmul(laid_out, above, preferred_element_type=jnp.float32)
+        sums = jax.lax.dynamic_index_in_dim(of_w, own, keepdims=False) + more
+        of_w = jax.lax.dynamic_update_index_in_dim(of_w, sums, own, 0)
+        return of_x, of_w
+
+    of_x = jnp.zeros(x.shape, x.dtype)
+    of_w = jnp.zeros(w.shape, jnp.float32)
+    of_x, of_w = jax.lax.fori_loop(0, count, meet, (of_x, of_w))
+    return of_x[:rows], of_w.astype(w.dtype), None
+
+
+_blocked.defvjp(_forward, _backward)
