@@ -305,6 +305,7 @@ WIRES = {  # what our own processes say to each other, and what Python has parse
     "checkpoints.shards": "the header that safetensors has just written",
     "data.text.template_worker": "a request of `templates`",
     "data.text.templates": "an answer of `template_worker`",
+    "devices.processes": "what the first of several has computed",
     "evaluation.harness.model": "options that were written a line before",
     "runs.command_line.help_screen": "the source of a config's class",
     "sweeps.worker": "a request of `launchers`",

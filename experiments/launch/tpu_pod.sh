@@ -37,10 +37,13 @@ install)
     on all "sudo apt-get install -y nfs-common && sudo mkdir -p /runs &&
         sudo mount $address:/runs /runs && sudo chmod 777 /runs"
     # On the disk, Python too: the pod's own is 3.10.
-    on 0 "test -d /runs/venv || { git clone $CODE /runs/code && cd /runs/code &&
+    # A preemption may have stopped it halfway: only what has an end is left as it is.
+    on 0 "test -e /runs/venv/installed || { rm -rf /runs/code /runs/venv &&
+        git clone $CODE /runs/code && cd /runs/code &&
         pip install uv && export UV_PYTHON_INSTALL_DIR=/runs/python PATH=~/.local/bin:\$PATH &&
         uv venv --python 3.12 /runs/venv &&
-        uv pip install --python /runs/venv -c .ci/constraints.txt 'jax[tpu]' .; }"
+        uv pip install --python /runs/venv -c .ci/constraints.txt 'jax[tpu]' . &&
+        touch /runs/venv/installed; }"
     ;;
 run)
     # It outlives the connection. --resume starts a run that is not there yet.

@@ -19,6 +19,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import hub, tokenization
+from rlhf_jax.devices import moving
 from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.errors import InputError, located
@@ -72,12 +73,16 @@ class Storage:
         Raises:
           InputError: the dtype or memory cannot be had, or the mesh does not fit.
         """
+        where = place.sharding(params, policy=policy)
+        if where is not None and jax.process_count() > 1:
+            # Before it is cast, as no process has all parts of it to put elsewhere.
+            params = jax.tree.map(moving.move, params, where)
         return frozen.freeze(
             params,
             dtype=self.dtype,
             embeddings=self.embeddings,
             memory=None if place.memory == "device" else place.memory,
-            sharding=place.sharding(params, policy=policy),
+            sharding=where,
             model=model,
         )
 
@@ -96,8 +101,9 @@ def run_beside(
     Returns:
       These arrays, on the devices of the rollout.
     """
-    output = program(frozen.beside(model, rollout))
-    return jax.device_put(output, rollout.index.sharding)  # of rows, whatever the rank
+    output = program(frozen.beside(model, rollout, put=moving.move))
+    place = rollout.index.sharding  # of rows, whatever the rank
+    return jax.tree.map(lambda leaf: moving.move(leaf, place), output)
 
 
 class RewardModel(NamedTuple):

@@ -24,7 +24,7 @@ from rlhf_jax.algorithms.batch import Experience, Rollout, RolloutPacking
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import SupervisedState, supervised_state
-from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices import moving, row_sharding, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.roles.reference.frozen import Frozen, FrozenModels
 
@@ -100,7 +100,7 @@ class CriticDevices:
         # The policy's update does not donate its experience, so that both may read it.
         moved = row_sharding.put_rows(experience, mesh=self._mesh)
         # `sharding.place` cannot be traced, as a rehearsal does.
-        key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
+        key = moving.move(key, NamedSharding(self._mesh, PartitionSpec()))
         return self._update(
             critic, experience=moved, key=key, frozen=self._frozen, packing=packing
         )

@@ -15,6 +15,8 @@ A role other than the policy is at one of these places:
 | `last`, `last:data=2` | the last, which the policy leaves free | its own | device |
 | `cpu` | the host's processor | none | the host's |
 
+Of several processes each gives as many of its last devices.
+
 A sampler may also be at `auto`: before a run begins, the layout of the policy's devices
 takes its place by which a token takes the least time (`train/rollouts/fastest.py`).
 
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import jax
@@ -115,7 +117,7 @@ class Place:
         if not self.apart:
             return policy
         if self.devices == "last":
-            return self._shape.make(jax.devices()[-self.num_last :])
+            return self._shape.make(split(jax.devices(), last=self.num_last)[1])
         return self._shape.make(
             sorted(policy.devices.flat, key=lambda device: device.id)
         )
@@ -159,6 +161,30 @@ def _host() -> SingleDeviceSharding:
         ) from error
 
 
+def split(devices: Sequence[Any], *, last: int) -> tuple[list[Any], list[Any]]:
+    """The devices without the last ones, and those: as many of every process.
+
+    So every process runs programs of every role, reads what they return, and has rows.
+
+    Raises:
+      InputError: the processes do not divide their number.
+    """
+    of_process: dict[int, list[Any]] = {}
+    for device in devices:
+        of_process.setdefault(device.process_index, []).append(device)
+    share, rest = divmod(last, len(of_process))
+    if rest:
+        raise InputError(
+            f"place: expected a number of last devices that the {len(of_process)} "
+            f"processes divide, as each gives as many, got {last}; change its mesh"
+        )
+    first, others = [], []
+    for own in of_process.values():
+        first += own[: len(own) - share]
+        others += own[len(own) - share :]
+    return first, others
+
+
 WITH_POLICY = Place()
 AUTO = Place("auto")
 PlaceOption = Annotated[Place, one_word(Place, metavar="PLACE")]
@@ -192,18 +218,12 @@ class PolicyPlacement:
 
         Raises:
           InputError: A mesh does not fit the devices, JAX has no CPU for a role that is
-            there, or roles are on the last devices or the CPU although there are
-            several processes, none of which could copy to all.
+            there, or a role is on the CPU although there are several processes, or on
+            last devices of which these do not give as many each.
         """
         places = {f"--placement.{role}": at for role, at in self.places().items()}
         places |= {} if further is None else further
         taken = max((place.num_last for place in places.values()), default=0)
-        if taken and jax.process_count() > 1:
-            raise InputError(
-                f"--placement: expected no role on the last devices with several "
-                f"processes, got {jax.process_count()} processes; place the roles with "
-                f"the policy, or leave out --coordinator"
-            )
         if taken >= jax.device_count():
             raise InputError(
                 f"--placement: expected more devices than the {taken} last ones that "
@@ -212,7 +232,7 @@ class PolicyPlacement:
             )
         with located("--placement.policy"):
             # The last devices go to other roles: those of the policy keep their order.
-            mesh = self.policy.make(jax.devices()[: jax.device_count() - taken])
+            mesh = self.policy.make(split(jax.devices(), last=taken)[0])
         for option, place in places.items():  # before any weights are read
             with located(option):
                 place.mesh_beside(mesh)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -166,6 +167,19 @@ def from_first(text: str) -> str:
         return ""
     padded = np.frombuffer(text.encode()[:size].ljust(size, b"\0"), np.uint8)
     return bytes(multihost_utils.broadcast_one_to_all(padded)).decode()
+
+
+def computed_by_first(compute: Callable[[], Any]) -> Any:
+    """What the first process computes, in all of them: a user's function runs once.
+
+    Args:
+      compute: returns what JSON has; what it raises is an InputError in all of them.
+    """
+    if jax.process_count() == 1:
+        return compute()
+    results: list[Any] = []
+    on_first(lambda: results.append(compute()))
+    return json.loads(from_first(json.dumps(results[0]) if results else ""))
 
 
 def agree(what: str, value: str) -> None:

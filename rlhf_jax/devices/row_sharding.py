@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.devices import processes, sharding
+from rlhf_jax.devices import moving, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 
@@ -120,7 +120,7 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
             # A JAX array has all rows of the batch; a NumPy one only those of this
             # process.
             where = _divided(mesh, rows=leaf.shape[0])
-            return processes.in_turn(jax.device_put(leaf, where))
+            return moving.move(leaf, where)
         rows = leaf.shape[0] * share.count // len(share.blocks)
         where, array = _divided(mesh, rows=rows), np.asarray(leaf)
         place = {row: at for at, row in enumerate(share.of(rows))}
@@ -134,6 +134,18 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
         return jax.make_array_from_callback((rows, *array.shape[1:]), where, part)
 
     return jax.tree.map(put, batch)
+
+
+def own_rows(batch: Tree, *, mesh: Mesh) -> Tree:
+    """This process's rows of NumPy arrays [B, ...] that have all, for `put_rows`.
+
+    Raises:
+      InputError: the row axes do not divide the rows.
+    """
+    if jax.process_count() == 1:
+        return batch
+    share = row_share(mesh)
+    return jax.tree.map(lambda leaf: leaf[share.of(len(leaf))], batch)
 
 
 def put_computed(batch: Any, *, mesh: Mesh) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import moving
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 
@@ -263,6 +263,6 @@ def _put(leaf: Array, where: NamedSharding) -> Array:
         data = _put(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if not leaf.is_fully_addressable:
-        return processes.in_turn(jax.device_put(leaf, where))
+        return moving.move(leaf, where)
     array = np.asarray(leaf)
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
@@ -181,3 +183,13 @@ def of_kind(kind: str) -> Chip | None:
         if kind == chip.kind or (not chip.is_gpu and kind.startswith(chip.kind))
     ]
     return max(matching, key=lambda chip: len(chip.kind), default=None)
+
+
+def per_node(chip: Chip | None) -> int | None:
+    """GPUs of a node, as far as a process sees it, or TPUs of a slice; None is all."""
+    if chip is None:
+        return None
+    if chip.is_gpu:
+        return jax.local_device_count() if jax.process_count() > 1 else None
+    slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
+    return jax.device_count() // slices if slices > 1 else None

@@ -102,6 +102,20 @@ class Loop(NamedTuple):
         rollout = draw(policy, **of_step)
         return rollout, self.rewards.begin(self.shown(rollout))
 
+    def draw_there(
+        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> tuple[Rollout, Early]:
+        """Responses on the sampler's devices, which nobody has begun to score."""
+        assert isinstance(self.sampler, Sampler)
+        of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
+        return self.sampler.draw_there(policy, **of_step), {}
+
+    def arrive(self, rollout: Rollout) -> Drawn:
+        """The same on the policy's devices, and the scores as `draw` begins them."""
+        assert isinstance(self.sampler, Sampler)
+        rollout = self.sampler.bring_home(rollout)
+        return rollout, self.rewards.begin(self.shown(rollout))
+
     def shown(self, rollout: Rollout) -> Rollout:
         """What the reward sees of a rollout."""
         return seen_by_reward(rollout, recipe=self.programs.recipe)
@@ -250,7 +264,10 @@ def improve(
             # After the update, by the policy it made; the next step's KL is to this
             # one.
             reference = lifecycle.after_step(
-                reference, train.policy, step=step, lifecycle=moves
+                reference,
+                programs.brought(reference, train.policy, due=moves.due(step)),
+                step=step,
+                lifecycle=moves,
             )
             stage.state["reference"] = reference
         stage.end_step(

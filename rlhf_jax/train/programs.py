@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.devices import program_cache, row_sharding, sharding
+from rlhf_jax.devices import moving, program_cache, row_sharding, sharding
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference import drift, frozen
@@ -422,8 +422,17 @@ class Programs:
         rows = slice(watch.num_shown)
         return self._likeliest(policy, reference.stored, tokens[rows], mask[rows])
 
+    def brought(self, reference: Frozen, policy: Params, *, due: bool) -> Params:
+        """The policy where a reference that is due to move is, or where that copies."""
+        mesh = frozen.mesh_of(reference)
+        apart = self._config.placement.reference.apart and mesh is not None
+        # On one process JAX copies from any device to any other.
+        if not (due and apart and jax.process_count() > 1):
+            return policy
+        return sharding.place(policy, mesh=mesh)
+
     def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
         """`drift.of_policy`, on the reference's mesh."""
         # Onto the reference's mesh, as one program reads both.
-        policy = frozen.beside(reference, policy)
+        policy = frozen.beside(reference, policy, put=moving.move)
         return self._drift(policy, reference, self._models.base)

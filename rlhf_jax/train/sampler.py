@@ -64,8 +64,11 @@ def threaded(sampling: Mesh, *, home: Mesh) -> bool:
     """Whether a thread may start the sampler's programs.
 
     Where programs of two threads run on the same devices, several of them, each device
-    may be given them in another order, and they wait for each other for ever.
+    may be given them in another order, and they wait for each other for ever. So may
+    the devices of several processes, each of which has a thread.
     """
+    if jax.process_count() > 1:
+        return False
     # One device runs programs in the order it was given them: nothing can cross there.
     shared = set(sampling.devices.flat) & set(home.devices.flat)
     return not shared or home.devices.size == sampling.devices.size == 1
@@ -174,15 +177,32 @@ class Sampler:
         Args:
           policy: of `hand_over`.
         """
+        rollout = self.draw_there(policy, prompts=prompts, key=key, version=version)
+        return self.bring_home(rollout)
+
+    def draw_there(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        key: Array,
+        version: Array | None = None,
+    ) -> Rollout:
+        """The same responses on the mesh of the sampler."""
         if self._mesh is self._home:
             return self._sample(
                 policy, prompts=prompts, key=key, frozen=self._frozen, version=version
             )
         policy, key, version = sharding.place((policy, key, version), mesh=self._mesh)
         prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
-        rollout = self._sample(
+        return self._sample(
             policy, prompts=prompts, key=key, frozen=self._frozen, version=version
         )
+
+    def bring_home(self, rollout: Rollout) -> Rollout:
+        """Responses of `draw_there` on the policy's mesh."""
+        if self._mesh is self._home:
+            return rollout
         return row_sharding.put_rows(rollout, mesh=self._home)
 
 

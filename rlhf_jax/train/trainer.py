@@ -92,7 +92,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
                 mesh=mesh,
                 chip=chip,
                 prompt=0,  # none is read yet; `fastest.ROOM` has theirs
-                per_node=_per_node(chip),
+                per_node=chips.per_node(chip),
                 memory=memory_check.limit(jax.local_devices()[0]),
             )
             if layout is not None:
@@ -247,30 +247,14 @@ def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     """The run with what `--auto` chooses, which is printed."""
     from rlhf_jax.train.plan import auto  # few runs ask for it
 
-    devices = jax.devices()
-    chip = chips.of_device(devices[0])
-    among = auto.Devices(
-        devices,
-        chip,
-        memory=memory_check.limit(jax.local_devices()[0]),
-        per_node=None if chip is None else _per_node(chip),
-    )
     start = pretrained.described(config.start.model, tokenizer=config.start.tokenizer)
     # No prompt is read yet: as long as its bucket, or a response, where both have room.
     new = config.batch.max_new_tokens
     room = max(1, start.model.max_positions - new)
     prompt = min(room, max(config.data.buckets or (new,)))
-    config, lines = auto.chosen(config, start, among, prompt=prompt)
+    config, lines = auto.chosen(config, start, auto.Devices.here(), prompt=prompt)
     print(*lines, sep="\n")
     return config
-
-
-def _per_node(chip: Chip) -> int | None:
-    """GPUs of a node, as far as a process sees it, or TPUs of a slice; None is all."""
-    if chip.is_gpu:
-        return jax.local_device_count() if jax.process_count() > 1 else None
-    slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
-    return jax.device_count() // slices if slices > 1 else None
 
 
 def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
@@ -424,14 +408,18 @@ def run_stage(
         # Threads and waits of runs whose sampler is behind.
         from rlhf_jax.train.rollouts.queue import RolloutQueue
 
+        # Of several processes none may run programs in a thread: what is drawn comes
+        # when it is taken. Episodes are played to their end at once.
+        late = jax.process_count() > 1 and loop.episodes is None
         queue = RolloutQueue(
-            functools.partial(loop.draw, handed=True),
+            loop.draw_there if late else functools.partial(loop.draw, handed=True),
             hand_over=loop.sampler.hand_over,
             prompts=loop.prompts.__getitem__,
             key=loop.root_key,
             staleness=config.staleness,
             num_steps=config.num_steps,
             threaded=loop.sampler.threaded,
+            arrive=loop.arrive if late else None,
             patience=config.stop_timeout,
         )
         begun = loop.begun.get(0)

@@ -1,6 +1,7 @@
 """Where each role is: the forms of a place, meshes over devices, and the table."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from rlhf_jax.devices.placement import (
     Place,
     Placement,
     ReferencePlacement,
+    split,
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import frozen
@@ -164,10 +166,24 @@ def test_a_sampler_may_have_a_mesh_over_the_policy_s_devices():
     assert Placement(sampler=Place.parse("last")).samples_ahead
 
 
+class Device(NamedTuple):
+    id: int
+    process_index: int
+
+
 def test_processes_share_their_devices(monkeypatch):
+    """Each gives as many of its last ones, in whatever order the devices are."""
+    devices = [Device(number, number // 4) for number in range(8)]
+    for order in (devices, devices[::-1]):
+        mine, last = (sorted(part) for part in split(order, last=4))
+        if order is devices:
+            assert [device.id for device in mine] == [0, 1, 4, 5]
+            assert [device.id for device in last] == [2, 3, 6, 7]
+        assert [device.process_index for device in last] == [0, 0, 1, 1]
+    assert split(devices, last=0) == (devices, [])
+    with pytest.raises(InputError, match=r"that the 2 processes divide, .* got 3"):
+        split(devices, last=3)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(InputError, match="with several processes, got 2 processes"):
-        Placement(critic=Place("last")).policy_mesh()
     with pytest.raises(InputError, match="got cpu with 2"):
         Place("cpu").sharding({}, policy=None)
 

@@ -41,6 +41,14 @@ def score(prompts, responses, rows):
     if (calls, jax.process_index()) == (call, process):
         signal.raise_signal(number)
     return [float(len(set(response.split()))) for response in responses]
+
+def judge(prompts, responses, others, rows):
+    assert jax.process_index() == 0
+    return [0.25 if a < b else 0.5 for a, b in zip(responses, others)]
+
+def fails(prompts, responses, rows):
+    assert jax.process_index() == 0
+    raise ValueError("no such score")
 """
 ENVIRONMENT = """
 from rlhf_jax.environments.protocol import Started, Turn
@@ -309,10 +317,84 @@ def test_a_sampler_that_fails_ends_all_processes(files, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_processes_do_not_sample_ahead(files, tmp_path):
-    ahead = ("grpo", files, tmp_path / "run", *PLAYED["grpo"], "--max-staleness=1")
+def test_a_sampler_outside_of_several_processes_is_not_ahead(files, tmp_path):
+    ahead = ("grpo", files, tmp_path / "run", *OUTSIDE, "--max-staleness=1")
     for _, error in run(*ahead, MESH, expected=2):
-        assert "--max-staleness: expected 0 with several processes" in error
+        assert "--max-staleness: expected none with --sampler process" in error
+
+
+APART = {
+    "roles apart": (
+        *("ppo", *PPO, "--placement.policy=data=2,fsdp=2"),
+        *("--placement.critic=last:data=4", "--placement.reference=last:fsdp=4"),
+        "--placement.sampler=last:data=2",
+    ),
+    "a sampler behind": (
+        *("ppo", *PPO, "--placement.policy=data=4,fsdp=2"),
+        *("--placement.sampler=policy", "--max-staleness=2"),
+    ),
+    "ahead, and a reference that moves": (
+        *("grpo", *OUTSIDE[:-1], "--placement.policy=data=4"),
+        *(
+            "--placement.reference=last:data=2,tensor=2",
+            "--lifecycle.move=mix,every=1,rate=0.5",
+        ),
+        *("--placement.sampler=last:data=2,tensor=2", "--max-staleness=2"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", APART)
+def test_roles_on_devices_of_two_processes(files, tmp_path, name):
+    """Two of four devices against one of eight, which need not be the same ones."""
+    trainer, *argv = APART[name]
+    run(trainer, files, tmp_path / "two", *argv, devices=4)
+    run(trainer, files, tmp_path / "one", *argv, count=1, devices=8)
+    assert_same(tmp_path / "two", tmp_path / "one", close=2e-5)  # after Adam
+
+
+EVALUATED = {
+    "a reward and a reference": (
+        *("--prompts=prompts.jsonl", "--reward=their_rewards:score"),
+        *("--reference=other", "--judge=their_rewards:judge", "--num-samples=2"),
+        "--batch-size=4",
+    ),
+    "a verifier": (
+        *("--prompts=questions.jsonl", "--prompt-field=question", "--batch-size=8"),
+        *("--verifier=gsm8k,unmarked=last_number", "--num-workers=1"),
+    ),
+    "an environment": (
+        *("--prompts=prompts.jsonl", "--environment=their_hall:Hall"),
+        *("--num-workers=1", "--batch-size=4", "--num-samples=2"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EVALUATED)
+def test_two_processes_evaluate_as_one_does(files, tmp_path, name):
+    toy_files.checkpoint(files / "other", seed=1)
+    argv = ("--model=model", "--max-new-tokens=4", *EVALUATED[name])
+    two, one = tmp_path / "two", tmp_path / "one"
+    outputs = run("evaluate", files, two, *argv, MESH)
+    run("evaluate", files, one, *argv, MESH, count=1, devices=4)
+    assert "results are in" in outputs[0][0]
+    for file in ("samples.jsonl", "metrics.jsonl"):
+        assert (two / file).read_bytes() == (one / file).read_bytes()
+    ours, theirs = (
+        json.loads((folder / "results.json").read_text()) for folder in (two, one)
+    )
+    assert {**ours, "proof": None} == {**theirs, "proof": None}
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_in_the_first_process_ends_all(files, tmp_path):
+    argv = ("--model=model", "--max-new-tokens=4", "--prompts=prompts.jsonl")
+    argv += ("--reward=their_rewards:fails", "--batch-size=4", MESH)
+    for _, error in run("evaluate", files, tmp_path / "out", *argv, expected=2):
+        assert "no such score" in error
+        assert "Traceback" not in error
 
 
 ENDING = """

@@ -223,3 +223,12 @@ def test_a_run_that_is_preempted_goes_on_to_the_bit(cluster, files):
     for name in ("metrics.jsonl", "samples.jsonl", "model/model.safetensors"):
         ours, theirs = (files / out / name for out in ("run", "whole"))
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_run_that_is_cancelled_is_not_queued_again(cluster, files):
+    (files / "slow").touch()
+    job = submit(cluster, files, "cancelled")
+    wait_for_steps(cluster, job, files / "cancelled", count=1)
+    slurm(cluster, "scancel", job)
+    wait_until(lambda: state(cluster, job)[0] not in ("RUNNING", "COMPLETING"))
+    assert state(cluster, job) == ("CANCELLED", 0)

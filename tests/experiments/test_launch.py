@@ -25,15 +25,17 @@ GRPO = (
 def run(tmp_path):
     """Runs a recipe; its status, and what each tool was called with."""
 
-    def run(recipe, *argv, statuses=None, **variables):
+    def run(recipe, *argv, statuses=None, outputs=None, **variables):
         folder = tmp_path / "tools"
         folder.mkdir(exist_ok=True)
-        for tool in ("srun", "scontrol", "xpk", "gcloud"):
+        for tool in ("srun", "squeue", "scontrol", "xpk", "gcloud"):
             file = folder / tool
             status = (statuses or {}).get(tool, 0)
+            output = (outputs or {}).get(tool, "")
             file.write_text(
                 f"#!/bin/bash\nprintf '%s\\0' {tool} \"$@\" >> {tmp_path}/calls\n"
-                f"printf '\\n\\0' >> {tmp_path}/calls\nexit {status}\n"
+                f"printf '\\n\\0' >> {tmp_path}/calls\n"
+                f"printf '%s' '{output}'\nexit {status}\n"
             )
             file.chmod(0o700)
         (tmp_path / "calls").write_text("")
@@ -62,29 +64,33 @@ def config_of(words, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts", "requeued"),
+    ("status", "state", "restarts", "requeued"),
     [
-        (0, None, False),
-        (1, None, False),
-        (2, "1", False),
-        (143, None, True),
-        (143, "70", True),
-        (134, None, True),
-        (137, "4", True),
-        (137, "5", False),
+        (0, "RUNNING", None, False),
+        (1, "RUNNING", None, False),
+        (2, "RUNNING", "1", False),
+        (143, "RUNNING", None, True),
+        (143, "RUNNING", "70", True),
+        (134, "RUNNING", None, True),
+        (137, "RUNNING", "4", True),
+        (137, "RUNNING", "5", False),
+        (143, "COMPLETING", None, False),  # cancelled, or preempted
+        (143, "", None, False),
     ],
 )
 def test_slurm_queues_again_what_a_signal_ended(
-    run, monkeypatch, status, restarts, requeued
+    run, monkeypatch, status, state, restarts, requeued
 ):
     variables = {} if restarts is None else {"SLURM_RESTART_COUNT": restarts}
-    ended, (srun, *others) = run(
+    ended, (srun, squeue, *others) = run(
         *("slurm.sbatch", "runs/grpo", *GRPO),
         statuses={"srun": status},
+        outputs={"squeue": state},
         SLURM_JOB_ID="7",
         **variables,
     )
     assert ended == status
+    assert "--jobs=7" in squeue
     assert others == ([["scontrol", "requeue", "7"]] if requeued else [])
     config, joins = config_of(srun[2:], monkeypatch)
     assert (str(config.out), joins) == ("runs/grpo", True)
@@ -125,6 +131,33 @@ def test_a_pod_of_tpus_is_made_and_used(run, monkeypatch):
     command = call[-1].partition("nohup ")[2].partition(" > ")[0]
     config, joins = config_of(shlex.split(command), monkeypatch)
     assert (str(config.out), joins) == ("grpo", True)
+
+
+def test_an_installation_that_was_stopped_halfway_is_made_anew(run, tmp_path):
+    """The command of the first host, run here with another folder for its disk."""
+    _, calls = run("tpu_pod.sh", "install", ZONE="z", CODE="c")
+    command = calls[-1][-1].removeprefix("--command=").replace("/runs", str(tmp_path))
+    tools = tmp_path / "tools"
+    (tools / "git").write_text("#!/bin/bash\nmkdir $3\n")
+    (tools / "pip").write_text("#!/bin/bash\n")
+    fails = tmp_path / "fails"
+    (tools / "uv").write_text(
+        f"#!/bin/bash\necho $1 >> {tmp_path}/uv\n"
+        f"if [ $1 = venv ]; then mkdir $4; else ! test -e {fails}; fi\n"
+    )
+    for tool in ("git", "pip", "uv"):
+        (tools / tool).chmod(0o700)
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+
+    def install():
+        done = subprocess.run(["bash", "-c", command], env=environment)
+        return done.returncode, (tmp_path / "uv").read_text().split()
+
+    fails.touch()
+    assert install() == (1, ["venv", "pip"])
+    fails.unlink()
+    assert install() == (0, ["venv", "pip"] * 2)
+    assert install() == (0, ["venv", "pip"] * 2)  # nothing is left to do
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import sys
 import jax
 import numpy as np
 
-from rlhf_jax.devices import replicas, row_sharding, sharding
+from rlhf_jax.devices import processes, replicas, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.devices.placement import PINNED
+from rlhf_jax.devices.placement import PINNED, split
 from rlhf_jax.devices.processes import Group
 
 
@@ -48,6 +48,7 @@ def main(coordinator, process_id):
         if shape.tensor <= 2:
             check_replicas(mesh)
     check_many_moves()
+    check_other_devices()
 
 
 def check_many_moves():
@@ -58,6 +59,29 @@ def check_many_moves():
     for at in range(80):
         moved = row_sharding.put_rows(moved, mesh=meshes[(at + 1) % 2])
     np.testing.assert_array_equal(row_sharding.local_rows(moved[0])[0], np.ones(8))
+
+
+def check_other_devices():
+    """To devices of both processes that have nothing of it, and back."""
+    (home, there) = (
+        MeshShape(data=2).make(devices) for devices in split(jax.devices(), last=2)
+    )
+    mine = np.arange(8.0, dtype=np.float32).reshape(4, 2) + 10 * jax.process_index()
+    rows = row_sharding.put_rows(mine, mesh=home)
+    moved = row_sharding.put_rows(rows, mesh=there)
+    assert moved.sharding.device_set == set(there.devices.flat)
+    np.testing.assert_array_equal(row_sharding.local_rows(moved), mine)
+    back = row_sharding.put_rows(moved, mesh=home)
+    np.testing.assert_array_equal(row_sharding.local_rows(back), mine)
+    up = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
+    params = {"layers": {"mlp": {"up": {"kernel": jax.numpy.asarray(up)}}}}
+    placed = sharding.place((params, jax.random.key(3)), mesh=home)
+    fsdp = MeshShape(fsdp=2).make(there.devices.flat)
+    params, key = sharding.place(placed, mesh=fsdp)
+    kernel = params["layers"]["mlp"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (2, 4, 16)
+    np.testing.assert_array_equal(processes.whole(kernel), up)
+    assert processes.whole(jax.random.key_data(key)).tolist() == [0, 3]
 
 
 def check_replicas(mesh):

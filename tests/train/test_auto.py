@@ -9,6 +9,7 @@ import jax
 import kill_kinds
 import planned
 import pytest
+import toy_files
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import AUTO
@@ -16,7 +17,7 @@ from rlhf_jax.models.families import registry
 from rlhf_jax.planning import chips, measured, workload
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import main
-from rlhf_jax.train.plan import auto, job
+from rlhf_jax.train.plan import auto, job, supervised
 from rlhf_jax.train.rollouts import fastest
 
 WIDE = {"vocab": 32_768, "width": 2048, "layers": 2, "heads": 8}
@@ -186,6 +187,89 @@ def test_activations_by_hand_are_near_the_compiler_s():
         # Heads and MLP are shared, the width of the model is not.
         halved = workload.activation_bytes(ran, rows=4, columns=512, tensor=2)
         assert 0.5 < halved / by_hand < 0.75
+
+
+SUPERVISED = ("sft", "dpo", "reward-model")
+
+
+def choose_of(name, *words, memory, heads=8):
+    path = planned.model(**WIDE | {"heads": heads})
+    config, options = planned.parsed(name, "--auto", *words, path=path, chip="h100")
+    target = measured.target(None, chip="h100", mesh=MeshShape(data=8))
+    start = job.start_of(config, options, target=target)
+    among = auto.Devices(jax.devices()[:8], chips.CHIPS["h100"], memory)
+    task, lines = auto.chosen_of_task(supervised.TASKS[name](config), start, among)
+    return task.config, lines
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_supervised_commands_choose_too(name):
+    """Rows of 10 tokens, and of a pair both texts: in one row with DPO, else in two."""
+    columns = 20 if name == "dpo" else 10
+    texts = 2 if name == "reward-model" else 1
+    frozen = REFERENCE if name == "dpo" else 0
+    config, lines = choose_of(name, memory=100 * GIB)
+    assert made(config) == (MeshShape(data=8), "none", None)
+    assert f"rows of {columns} columns:" in lines[0]
+    held = (STATE + frozen) / GIB
+    assert f"take {held:.2f} GiB of 90.00 a device" in lines[1]
+    # A row of each device, of all texts, at just so much memory; then a bit less.
+    enough = room_for(STATE + frozen, remat="full", rows=texts, columns=columns)
+    config, _ = choose_of(name, memory=enough + 2**16)  # counters, a head of scores
+    assert made(config) == (MeshShape(data=8), "full", 8)
+    config, _ = choose_of(name, memory=enough - 64)
+    assert made(config) == (MeshShape(fsdp=8), "none", None)
+    words = ("--placement.policy=data=2,fsdp=4", "--remat=dots", "--micro-batch-size=8")
+    config, _ = choose_of(name, *words, memory=100 * GIB)
+    assert made(config) == (MeshShape(data=2, fsdp=4), "dots", 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"), [("sft", 14), ("dpo", 14), ("reward-model", 10)]
+)
+def test_packed_rows_are_as_wide_as_they_are_asked_for(name, columns):
+    words = () if name == "reward-model" else ("--row-width=14",)
+    _, lines = choose_of(name, *words, memory=100 * GIB)
+    assert f"rows of {columns} columns:" in lines[0]
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_a_plan_of_a_supervised_command_has_its_choices(name):
+    path = planned.model(**WIDE)
+    config, options = planned.parsed(name, "--auto", path=path, chip="h100")
+    config, lines = job.chosen(config, options)
+    assert made(config) == (MeshShape(data=8), "none", None)
+    assert lines[0].startswith("--auto, for 8 x NVIDIA H100 80GB HBM3 and rows of ")
+    config, options = planned.parsed(name, path=path, chip="h100")
+    assert job.chosen(config, options) == (config, [])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_supervised_run_takes_what_is_chosen(tmp_path, monkeypatch, capsys):
+    toy_files.checkpoint(tmp_path / "model")
+    row = {"prompt": "the cat", "response": "sat very good ."}
+    toy_files.jsonl(tmp_path / "rows.jsonl", *[row, row | {"prompt": "a dog"}] * 20)
+    monkeypatch.chdir(tmp_path)
+    options = ("--data=rows.jsonl", "--model=model", "--num-steps=2", "--no-progress")
+
+    def sft(folder, *words):
+        main.main(["sft", *options, f"--out={folder}", *words])
+        return capsys.readouterr().out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chips, "of_device", lambda _: chips.CHIPS["h100"])
+        text = sft("run", "--auto")
+    assert "--auto, for 8 x NVIDIA H100 80GB HBM3 and rows of 16 columns:" in text
+    assert "  --placement.policy data=8: models, optimizers and gradients take" in text
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert config["auto"] == []
+    assert config["placement"]["policy"] == vars(MeshShape())
+    sft("given", "--placement.policy=data=8")
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        chosen, given = (tmp_path / folder / name for folder in ("run", "given"))
+        assert chosen.read_bytes() == given.read_bytes()
+    assert "no figures of cpu are known" in sft("on_a_cpu", "--auto")
 
 
 STOPPING = """

@@ -43,6 +43,16 @@ MISTAKES = {
     "too long": (RL, "--max-new-tokens 16", "--max-new-tokens: expected a number"),
     "too long to learn": (SUPERVISED, "--max-length 17", "max_length: expected"),
     "no room": ((*RL, "evaluate"), "--prompts long.jsonl", "long.jsonl:1: expected"),
+    "more tokens than there are": (
+        ("ppo", "grpo", "reinforce"),
+        "--penalty.value-estimator exact --penalty.top-k 25",
+        r"penalty\.top_k: expected a number of at most 24, got 25",
+    ),
+    "more of a teacher": (
+        ("distill",),
+        "--divergence reverse --top-k 25",
+        "top_k: expected a number of at most 24, got 25",
+    ),
     "no held-out": (RL, "--held-out none.jsonl", "none.jsonl: expected a readable"),
     "held-out cut": (RL, "--held-out cut.jsonl", "cut.jsonl:2: expected one JSON"),
     "held-out share": (SUPERVISED, "--held-out 0.99", "rows to train on|share"),

@@ -129,6 +129,7 @@ class Distill(DistillRecipe, PolicyGradient):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_read(rewarded=self.rewarded)
+        self.check_top_k(top_k=self.top_k)
 
     @property
     def reads_ref_hidden(self) -> bool:

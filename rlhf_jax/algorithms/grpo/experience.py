@@ -71,9 +71,9 @@ def group_experience(
       PolicyExperience[B, S], whose `response_mask` is False where a response is left
       out, and {name: (sum, weight)}. `group/equal_fraction`: share of groups whose
       rewards are all the same, which teach nothing; `group/std`: mean standard
-      deviation (ddof 1) within a group of two or more, reward units, of responses
-      that have a score; `response/masked`, where `overlong_mask` or `equal` may leave
-      responses out: share of those that they do.
+      deviation (ddof 1) within a group of two or more, reward units, of sampled
+      responses that have a score; `response/masked`, where `overlong_mask` or `equal`
+      may leave responses out: share of those that they do.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
     arXiv:2402.14740 (RLOO); Li et al. 2023, arXiv:2310.10505 (ReMax); Hao et al. 2025,
@@ -127,11 +127,12 @@ def group_experience(
     else:
         of_rows = leave_one_out(totals, **groups)
     # `scored.row_mask`, not `row_mask`: cut-off responses have a reward to report.
-    stats = _group_stats(totals, alike, group_size=group_size, row_mask=scored.row_mask)
-    trained = finished
+    spread, trained = scored.row_mask, finished
     if baseline == "greedy":
         sampled = jnp.arange(len(totals)) % group_size != group_size - 1
         trained = sampled if trained is None else trained & sampled
+        spread = sampled if spread is None else spread & sampled
+    stats = _group_stats(totals, alike, group_size=group_size, row_mask=spread)
     if equal == "leave_out":
         mixed = jnp.repeat(~alike, group_size)
         trained = mixed if trained is None else trained & mixed

@@ -72,6 +72,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         super().__post_init__()
         checks.positive(max_new_tokens=self.max_new_tokens)
         self._check_stops()
+        self.check_top_k(**{"penalty.top_k": self.penalty.top_k})
         self._check_experts()
         if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
             raise InputError(
@@ -88,6 +89,14 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             warnings.warn(
                 warning if also is None else f"{warning}; {also}", stacklevel=5
             )
+
+    def check_top_k(self, **numbers: int | None) -> None:
+        """Raises InputError for more of the likeliest tokens than there are."""
+        checks.within(
+            most=self.model.vocab_size,
+            advice="choose fewer tokens of the vocabulary, or the exact KL",
+            **numbers,
+        )
 
     def _check_experts(self) -> None:
         """Raises InputError for an option of mixtures that cannot act."""

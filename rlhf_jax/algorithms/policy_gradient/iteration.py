@@ -240,8 +240,12 @@ def make_experience(
         # From here on it has no token: whatever counts tokens leaves it out by itself.
         rollout = flow.rollout.leave_out(rollout, rows=~row_mask)
     # Before shaping, as the running moments that normalise a batch count it too.
-    # Left-out rows are not in them.
-    moments = flow.shaping.next_moments(state.scores, returned.total, row_mask=row_mask)
+    # Left-out rows are not in them, nor are those that the policy did not sample.
+    moments = flow.shaping.next_moments(
+        state.scores,
+        recipe.reported(returned.total),
+        row_mask=None if row_mask is None else recipe.reported(row_mask),
+    )
     # Lengths and stops that shaping charges for are those of the response that was
     # scored.
     rewarded = seen_by_reward(rollout, recipe=recipe)

@@ -28,7 +28,7 @@ Policy, critic and reward model may share one base, which is also the reference.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
@@ -113,7 +113,9 @@ def read(frozen: Frozen) -> Params:
     return jax.lax.stop_gradient(frozen.stored)
 
 
-def beside(frozen: Frozen, batch: Any) -> Any:
+def beside(
+    frozen: Frozen, batch: Any, *, put: Callable[[Any, Any], Any] = jax.device_put
+) -> Any:
     """The batch on the devices of a frozen model, to be read by it there.
 
     Explicit and asynchronous. A reference on the CPU, or on devices of its own:
@@ -123,15 +125,19 @@ def beside(frozen: Frozen, batch: Any) -> Any:
         ref_logprobs = score(reference, rollout=copy)       runs beside
         ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
 
+    Args:
+      put: (array, sharding) -> array; that of `devices/moving.py` where the devices of
+        both belong to several processes.
+
     Returns:
       The batch there, its rows over the row axes of a mesh; itself where it is on
       that mesh already.
     """
     sharding = jax.tree.leaves(frozen.stored)[0].sharding
 
-    def put(leaf: Array) -> Array:
+    def placed(leaf: Array) -> Array:
         if not isinstance(sharding, NamedSharding):
-            return jax.device_put(leaf, sharding.with_memory_kind("device"))
+            return put(leaf, sharding.with_memory_kind("device"))
         if isinstance(leaf, Array):
             now = leaf.sharding
             # Already there: a copy would be work for nothing.
@@ -141,9 +147,9 @@ def beside(frozen: Frozen, batch: Any) -> Any:
         if np.ndim(leaf):
             sizes = dict(sharding.mesh.shape)
             spec = PartitionSpec(axes.row_axes(sizes, rows=np.shape(leaf)[0]))
-        return jax.device_put(leaf, NamedSharding(sharding.mesh, spec))
+        return put(leaf, NamedSharding(sharding.mesh, spec))
 
-    return jax.tree.map(put, batch)
+    return jax.tree.map(placed, batch)
 
 
 def mesh_of(frozen: Frozen) -> Mesh | None:

@@ -92,6 +92,11 @@ class Lifecycle:
         """True if step `step`, from 0, takes the KL and so runs the reference."""
         return step % self.kl_every == 0
 
+    def due(self, step: int) -> bool:
+        """True if the reference moves after step `step`, from 0."""
+        # Steps done: `every=4` first acts after the fourth step, numbered 3.
+        return self.move is not None and (step + 1) % self.move.every == 0
+
     def refuse_another_shape(self, model: ModelConfig | None) -> None:
         """InputError if this moves a reference that has a shape of its own."""
         if model is not None:
@@ -113,15 +118,13 @@ def after_step(
     Args:
       params: the policy after the step; copied, so it may be donated to the next.
     """
-    # Steps done: `every=4` first acts after the fourth step, numbered 3.
-    done = step + 1
+    if not lifecycle.due(step):
+        return frozen
     match lifecycle.move:
-        case Reset(every=every) if done % every == 0:
-            return reset(frozen, params)
-        case Mix(every=every, rate=rate) if done % every == 0:
+        case Mix(rate=rate):
             return mix(frozen, params, rate=rate)
         case _:
-            return frozen
+            return reset(frozen, params)
 
 
 def within_program(

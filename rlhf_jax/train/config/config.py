@@ -32,7 +32,8 @@ from rlhf_jax.train.config.rewards import Environment, Reward, Rewards, Verifier
 from rlhf_jax.train.config.sampler import Sampling
 from rlhf_jax.train.config.watch import Watch
 
-AutoChoice = Literal["mesh", "remat", "micro-batch", "cache"]
+AutoUpdate = Literal["mesh", "remat", "micro-batch"]
+AutoChoice = Literal[AutoUpdate, "cache"]
 FLAT = tyro.conf.arg(name="")  # of a group whose options have no prefix
 
 
@@ -243,11 +244,12 @@ class PolicyGradientConfig(RunConfig):
 
     def policy_mesh(self) -> Mesh:
         """The policy's mesh, which leaves the devices of every other role free."""
-        if self.staleness and jax.process_count() > 1:
-            raise InputError(
-                f"--max-staleness: expected 0 with several processes, whose samplers "
-                f"would not start their programs in one order, got {self.staleness}; "
-                f"leave it out, or leave out --coordinator"
+        if jax.process_count() > 1:
+            capabilities.exclude(
+                {"--max-staleness": self.staleness > 0},
+                {"--sampler process or http://...": self.sampler.is_outside},
+                reason="it draws in a thread, and threads of several processes would "
+                "not start their programs in one order (--coordinator)",
             )
         further = {ref.option: ref.place for ref in self.reference.references}
         return self.placement.policy_mesh(further=further)

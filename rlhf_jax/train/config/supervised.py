@@ -15,7 +15,7 @@ from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.train.config import capabilities
-from rlhf_jax.train.config.config import FLAT
+from rlhf_jax.train.config.config import FLAT, AutoUpdate
 from rlhf_jax.train.config.models import Stored
 from rlhf_jax.train.config.optimizer import Optimizer
 from rlhf_jax.train.config.watch import WatchTexts
@@ -87,6 +87,10 @@ class SupervisedConfig(RunConfig):
     """Where each role is: devices, mesh and memory."""
     num_steps: int | None = None
     """Number of updates; None is one pass over the data."""
+    auto: tuple[AutoUpdate, ...] | None = None
+    """What an estimate from model, devices and the longest row (--max-length) chooses,
+    and prints: mesh of the policy, remat and micro-batch; --auto alone chooses all of
+    them. Options that are not at their default stay."""
     check_memory: bool = True
     """Whether a run that cannot fit is refused before weights are read."""
 

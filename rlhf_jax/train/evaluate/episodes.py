@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.receipts import Receipt
+from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.environments.finished import EARLY, TURNS
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import frozen
@@ -62,9 +63,10 @@ class Played:
                 greedy=greedy,
             )
         sampler = self._samplers[shape, greedy]
-        drawn = sampler(frozen.read(model), prompts=prompts, key=key)
+        mine = row_sharding.own_rows(prompts, mesh=self._mesh)
+        rollout, scores = sampler(frozen.read(model), prompts=mine, key=key)
         sampler.free()  # one cache at a time
-        return drawn
+        return rollout, processes.whole(scores)
 
 
 def scored(scores: Scores, count: int) -> Scored:

@@ -103,7 +103,8 @@ class Programs:
           prompts: of NumPy, from `prompts_of`, once each where `greedy`.
           key: of this model; each row's is folded from its prompt and sample number.
         """
-        prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
+        mine = row_sharding.own_rows(prompts, mesh=self._mesh)
+        prompts = row_sharding.put_rows(mine, mesh=self._mesh)
         return self._respond(model, prompts, key, greedy=greedy)
 
     def score(self, scorer: RewardModel, responses: Rollout) -> Array:

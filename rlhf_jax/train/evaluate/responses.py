@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -216,15 +217,17 @@ class Evaluation:
         guard: Guard,
     ) -> list[Response]:
         assert self.judge is not None
+        judged = functools.partial(
+            comparison.judged,
+            self.judge,
+            prompts=[response.prompt for response in policy],
+            responses=[response.response for response in policy],
+            ref_responses=[response.response for response in reference],
+            rows=[self.read.rows[response.row] for response in policy],
+            called=f"--judge {self.options.judge}",
+        )
         with guard():
-            verdicts = comparison.judged(
-                self.judge,
-                prompts=[response.prompt for response in policy],
-                responses=[response.response for response in policy],
-                ref_responses=[response.response for response in reference],
-                rows=[self.read.rows[response.row] for response in policy],
-                called=f"--judge {self.options.judge}",
-            )
+            verdicts = processes.computed_by_first(judged)
         return [
             dataclasses.replace(response, verdict=tuple(verdict))
             for response, verdict in zip(policy, verdicts, strict=True)

@@ -57,13 +57,13 @@ def opened(
                 decode=start.decode, rows=read.rows, prompts=read.written_prompts
             )
 
-            def verify(rollout: Rollout, count: int) -> Scored:
-                scores = verified(first(rollout, count))
+            def verify(rollout: Rollout) -> Scored:
+                scores = verified(rollout)
                 failed = np.asarray(scores.parts["failed"], bool)
                 counts = {name: np.asarray(scores.parts[name]) for name in pool.counts}
                 return Scored(np.asarray(scores.total), failed, counts)
 
-            yield verify
+            yield lambda rollout, count: _by_first(verify, first(rollout, count))
     elif options.reward is not None:
         reward = TextReward(
             function=command_line.load_function(options.reward),
@@ -72,9 +72,29 @@ def opened(
             called=f"--reward {options.reward}",
             prompts=read.written_prompts,
         )
-        yield lambda rollout, count: _all(reward(first(rollout, count)))
+        yield lambda rollout, count: _by_first(
+            lambda rollout: _all(reward(rollout)), first(rollout, count)
+        )
     else:
         yield None
+
+
+def _by_first(score: Callable[[Rollout], Scored], rollout: Rollout) -> Scored:
+    """Scores that, of several processes, the first computes for all."""
+    computed = processes.computed_by_first(lambda: _plain(score(rollout)))
+    return Scored(
+        np.asarray(computed["scores"], np.float32),
+        np.asarray(computed["failed"], bool),
+        {k: np.asarray(of, np.float32) for k, of in computed["counts"].items()},
+    )
+
+
+def _plain(scored: Scored) -> dict[str, Any]:
+    return {
+        "scores": np.asarray(scored.scores).tolist(),
+        "failed": scored.failed.tolist(),
+        "counts": {name: of.tolist() for name, of in scored.counts.items()},
+    }
 
 
 def _all(scores: HostArray) -> Scored:

@@ -16,7 +16,7 @@ from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, json_lines
 from rlhf_jax.data.receipts import Receipt, Receipts, items
-from rlhf_jax.devices import program_cache, sharding
+from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
@@ -50,11 +50,6 @@ def main(options: Config) -> None:
 def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     """From the options to the results."""
     started, compiled = time.perf_counter(), program_cache.compiled_so_far()
-    if jax.process_count() > 1:
-        raise InputError(
-            f"--coordinator: expected one process, got {jax.process_count()}; evaluate "
-            f"with one, whose devices --placement.policy shares out"
-        )
     verifier, judge = load_functions(options)
     reader = pretrained.described(
         options.start.model, tokenizer=options.start.tokenizer
@@ -231,7 +226,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
 
 def empty(run: Path) -> None:
     """Removes what is in the folder of a run that has done nothing yet."""
-    for path in run.iterdir():
+    for path in run.iterdir() if processes.is_first() else ():
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name != lock.NAME:  # this process holds it

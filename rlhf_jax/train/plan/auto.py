@@ -15,26 +15,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.devices.placement import AUTO
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import layout
-from rlhf_jax.models.config import ModelConfig, Remat
-from rlhf_jax.planning import memory_check, model_flops, workload
+from rlhf_jax.models.config import Remat
+from rlhf_jax.planning import chips, memory_check, workload
 from rlhf_jax.planning.chips import Chip
-from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.train import shapes
-from rlhf_jax.train.build import Meshes, Models
+from rlhf_jax.train.build import Meshes
 from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.config.supervised import SupervisedConfig
+from rlhf_jax.train.plan.updates import Update, of_policy_gradient, of_task
 from rlhf_jax.train.rollouts import fastest
+from rlhf_jax.train.supervised.task import Task
 
+AnyConfig: TypeAlias = PolicyGradientConfig | SupervisedConfig
+Config = TypeVar("Config", bound=AnyConfig)
 GIB = 2**30
 # Forward passes of an update: full remat repeats all of one, dots attention and norms.
 PASSES: dict[Remat, float] = {"none": 3.0, "dots": 3.1, "full": 4.0}
@@ -47,6 +51,19 @@ class Devices(NamedTuple):
     chip: Chip | None  # None is one of which nothing is known, as a CPU
     memory: int | None = None  # bytes for programs; None is what the chip's table says
     per_node: int | None = None  # whose links are fast; None is all
+
+    @classmethod
+    def here(cls) -> Self:
+        """All that JAX has here."""
+        devices = jax.devices()
+        chip = chips.of_device(devices[0])
+        memory = memory_check.limit(jax.local_devices()[0])
+        return cls(devices, chip, memory, chips.per_node(chip))
+
+    @property
+    def one(self) -> Mesh:
+        """A mesh to make shapes on."""
+        return ONE_DEVICE.make(list(self.devices[:1]))
 
     @property
     def room(self) -> float:
@@ -82,6 +99,32 @@ def chosen(
       start: --model without parameters.
       prompt: columns of a prompt.
     """
+    columns = prompt + config.batch.max_new_tokens
+
+    def update() -> Update:
+        return of_policy_gradient(config, start, among.one, columns=columns)
+
+    made, lines = _updated(config, update, among)
+    if made is config:
+        return config, lines
+    made, line = _places(made, start, among, prompt=prompt)
+    return made, [*lines, *line]
+
+
+def chosen_of_task(
+    task: Task[Any], start: Pretrained, among: Devices
+) -> tuple[Task[Any], list[str]]:
+    """The same of SFT, reward model and DPO, whose rows are as long as they may be."""
+    config, lines = _updated(
+        task.config, lambda: of_task(task, start, among.one), among
+    )
+    return task if config is task.config else type(task)(config), lines
+
+
+def _updated(
+    config: Config, update_of: Callable[[], Update], among: Devices
+) -> tuple[Config, list[str]]:
+    """The run with mesh, remat and micro-batch chosen; itself where nothing is."""
     if config.auto is None:
         return config, []
     count = len(among.devices)
@@ -91,9 +134,12 @@ def chosen(
             f"--auto: no figures of {kind} are known, so that every option stays; the "
             f"policy is on {config.placement.policy.size} of {count} devices"
         ]
-    columns = prompt + config.batch.max_new_tokens
-    head = f"--auto, for {count} x {among.chip.kind} and rows of {columns:,} columns:"
-    fits = list(_fits(config, start, among, columns=columns))
+    update = update_of()
+    head = (
+        f"--auto, for {count} x {among.chip.kind} and rows of {update.columns:,} "
+        f"columns:"
+    )
+    fits = list(_fits(config, update, among))
     if not fits:
         return config, [
             head,
@@ -103,7 +149,7 @@ def chosen(
     best = min(fits, key=lambda fit: fit.seconds)
     placement = dataclasses.replace(config.placement, policy=best.mesh)
     policy = dataclasses.replace(config.start, remat=best.remat)
-    micro = None if best.micro == _rows(config) else best.micro
+    micro = None if best.micro == update.rows else best.micro
     method = dataclasses.replace(config.method, micro_batch_size=micro)
     made: Any = dataclasses.replace(
         config, placement=placement, start=policy, method=method
@@ -118,77 +164,47 @@ def chosen(
     ]
     if idle := count - best.mesh.size - _taken(config):
         lines.append(
-            f"  {idle} of {count} devices are idle: the {_rows(config)} rows of an "
+            f"  {idle} of {count} devices are idle: the {update.rows} rows of an "
             f"update and the heads are shared by {best.mesh.size} at the most"
         )
-    made, line = _places(made, start, among, prompt=prompt)
-    return made, [*lines, *line]
+    return made, lines
 
 
-def _fits(
-    config: PolicyGradientConfig, start: Pretrained, among: Devices, *, columns: int
-) -> Iterator[Fit]:
+def _fits(config: AnyConfig, update: Update, among: Devices) -> Iterator[Fit]:
     """Of every mesh and remat the micro-batch of the most rows that has room."""
     chip = among.chip
     assert chip is not None
-    one = ONE_DEVICE.make(list(among.devices[:1]))
-    models = shapes.of_run(config, meshes=Meshes(one, one, one), start=start)
-    model = dataclasses.replace(start.model, dtype=config.start.dtype)
-    engine = layout.choose(
-        dataclasses.replace(model, attention=config.start.attention),
-        columns=columns,
-        backend=start.backend,
-        context=config.placement.policy.context,
-    ).engine
-    rows, new = _rows(config), config.batch.max_new_tokens
-    texts = Texts(columns - new, (new,) * config.batch.batch_size)
-    forward = model_flops.forward(model, texts, head=True)
-    for shape in _meshes(config, model, among):
-        held, shares = _held(config, models, shape, among), shape.rows
+    for shape in _meshes(config, update, among):
+        held = update.held(shape.make(list(among.devices)[: shape.size]))
+        shares = shape.rows
         for remat in _remats(config):
-            ran = dataclasses.replace(model, attention=engine, remat=remat)
-            for micro in _micros(config, rows, shares):
+            ran = dataclasses.replace(update.model, remat=remat)
+            for micro in _micros(config, update.rows, shares):
                 activations = workload.activation_bytes(
                     ran,
-                    rows=micro // shares,
-                    columns=columns // shape.context,
+                    rows=update.texts * micro // shares,
+                    columns=update.columns // shape.context,
                     tensor=shape.tensor,
                 )
                 if held + activations <= among.room:
                     # The base of adapters has no gradient of its own.
-                    passes = PASSES[remat] - (models.base is not None)
-                    products = passes * forward / shape.size / chip.flops
+                    passes = PASSES[remat] - (update.frozen is not None)
+                    products = passes * update.forward / shape.size / chip.flops
                     times = config.batch.batch_size // micro
-                    sent = _sent(config, models, shape, among, times=times)
-                    seconds = config.method.num_epochs * max(products, sent)
+                    sent = _sent(config, update, shape, among, times=times)
+                    seconds = update.passes * max(products, sent)
                     yield Fit(shape, remat, micro, seconds, held, activations)
                     break  # fewer rows take no less time
 
 
-def _held(
-    config: PolicyGradientConfig, models: Models, shape: MeshShape, among: Devices
-) -> int:
-    """Bytes of a device: all models and optimizers, and gradients in float32."""
-    mesh = shape.make(list(among.devices)[: shape.size])
-    parts = shapes.parts(config, models, meshes=Meshes(mesh, mesh, mesh))
-    trained = (models.train.policy, models.train.critic)
-    return memory_check.bytes_per_device(trained, mesh=mesh) + sum(
-        memory_check.bytes_per_device(part.shapes, mesh=part.mesh)
-        for part in parts
-        if part.mesh is not None and part.shapes is not None
-    )
-
-
-def _meshes(
-    config: PolicyGradientConfig, model: ModelConfig, among: Devices
-) -> Iterator[MeshShape]:
+def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshShape]:
     """The mesh that is given, or those of as many devices as rows and heads divide."""
     given = config.placement.policy
     if given != ONE_DEVICE or not _may("mesh", config):
         yield given
         return
-    free = len(among.devices) - _taken(config)
-    shares = math.gcd(free, _rows(config))
+    free, model = len(among.devices) - _taken(config), update.model
+    shares = math.gcd(free, update.rows)
     tensor = math.gcd(free // shares, model.num_heads, model.num_kv_heads)
     yield MeshShape(data=shares, tensor=tensor)
     near = among.per_node or shares
@@ -201,13 +217,13 @@ def _meshes(
         yield MeshShape(fsdp=shares, tensor=tensor)
 
 
-def _remats(config: PolicyGradientConfig) -> tuple[Remat, ...]:
+def _remats(config: AnyConfig) -> tuple[Remat, ...]:
     given = config.start.remat
     free = given == "none" and _may("remat", config)
     return ("none", "dots", "full") if free else (given,)
 
 
-def _micros(config: PolicyGradientConfig, rows: int, shares: int) -> list[int]:
+def _micros(config: AnyConfig, rows: int, shares: int) -> list[int]:
     """Rows of a pass that the devices divide, the most first."""
     given = config.method.micro_batch_size
     if given is not None or not _may("micro-batch", config):
@@ -218,12 +234,7 @@ def _micros(config: PolicyGradientConfig, rows: int, shares: int) -> list[int]:
 
 
 def _sent(
-    config: PolicyGradientConfig,
-    models: Models,
-    mesh: MeshShape,
-    among: Devices,
-    *,
-    times: int,
+    config: AnyConfig, update: Update, mesh: MeshShape, among: Devices, *, times: int
 ) -> float:
     """Seconds of a pass over a batch in so many micro-batches.
 
@@ -231,11 +242,10 @@ def _sent(
     every micro-batch; gradients over data once per update.
     """
     size = jnp.dtype(config.start.dtype).itemsize
-    trained = _count((models.train.policy, models.train.critic))
-    read = trained + (0 if models.base is None else _count(models.base.stored))
+    trained, read = _count(update.trained), _count((update.trained, update.frozen))
     gathered = times * (1 - 1 / mesh.fsdp) * (2 * size * read + 4 * trained)
     copies = mesh.dcn * mesh.data
-    summed = config.method.num_minibatches * (1 - 1 / copies) * 2 * 4 * trained
+    summed = update.minibatches * (1 - 1 / copies) * 2 * 4 * trained
     inner = mesh.fsdp * mesh.tensor
     return gathered / mesh.tensor / among.rate(inner) + summed / inner / among.rate(
         mesh.size
@@ -271,17 +281,12 @@ def _places(
     return config, []
 
 
-def _may(choice: str, config: PolicyGradientConfig) -> bool:
+def _may(choice: str, config: AnyConfig) -> bool:
     """Whether --auto is asked for it: without names for all."""
     return config.auto is not None and (not config.auto or choice in config.auto)
 
 
-def _rows(config: PolicyGradientConfig) -> int:
-    """Of an update."""
-    return config.batch.batch_size // config.method.num_minibatches
-
-
-def _taken(config: PolicyGradientConfig) -> int:
+def _taken(config: AnyConfig) -> int:
     """The last devices, which other roles take."""
     return max((at.num_last for at in config.placement.places().values()), default=0)
 

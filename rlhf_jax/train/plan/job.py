@@ -108,17 +108,18 @@ def chosen(config: Config, options: Options) -> tuple[Config, list[str]]:
     Raises:
       InputError: as `measured.target`.
     """
-    if isinstance(config, SupervisedConfig) or config.auto is None:
+    if config.auto is None:
         return config, []
     among = jax.devices() if options.slice is None else compiled.slice_of(options.slice)
     every = MeshShape(data=len(among))
     target = measured.target(options.slice, chip=options.chip, mesh=every)
-    return auto.chosen(
-        config,
-        start_of(config, options, target=target),
-        auto.Devices(among, target.chip, per_node=target.per_node),
-        prompt=options.prompt_length,
-    )
+    start = start_of(config, options, target=target)
+    devices = auto.Devices(among, target.chip, per_node=target.per_node)
+    if isinstance(config, SupervisedConfig):
+        task = supervised.TASKS[config.name](config)
+        task, lines = auto.chosen_of_task(task, start, devices)
+        return task.config, lines
+    return auto.chosen(config, start, devices, prompt=options.prompt_length)
 
 
 def placed(

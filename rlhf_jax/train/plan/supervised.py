@@ -1,4 +1,4 @@
-"""An update of SFT, reward model or DPO as shapes, of what `loop.build` makes.
+"""An update of SFT, reward model or DPO as shapes, of what `build` makes.
 
     sft            learning
     reward-model   learning
@@ -28,7 +28,7 @@ from rlhf_jax.train import shapes
 from rlhf_jax.train.config.supervised import SupervisedConfig
 from rlhf_jax.train.supervised import dpo as dpo_command
 from rlhf_jax.train.supervised import reward_model, sft
-from rlhf_jax.train.supervised.loop import build
+from rlhf_jax.train.supervised.build import build
 from rlhf_jax.train.supervised.task import Models, Task
 
 PAIRS = ("reward-model", "dpo")  # whose rows are pairs of texts

@@ -82,6 +82,7 @@ class RolloutQueue:
         staleness: int,
         num_steps: int,
         threaded: bool,
+        arrive: Callable[[Rollout], tuple[Rollout, Any]] | None = None,
         patience: float = 20.0,
     ) -> None:
         """A queue that is empty.
@@ -94,12 +95,15 @@ class RolloutQueue:
           num_steps: of the run; no rollout is drawn for a later one.
           threaded: whether draws have a thread; without one `submit` draws, whose
             programs devices then run behind it.
+          arrive: what the rollout that is taken, or that a snapshot has, begins with
+            where there is no thread: it comes to the policy's devices, and its scores
+            are computed. What the draw dispatched runs on other devices until then.
           patience: seconds that leaving waits for the draw that is under way.
         """
         self._draw, self._hand_over = draw, hand_over
         self._prompts, self._key = prompts, key
         self.staleness, self._num_steps = staleness, num_steps
-        self._patience = patience
+        self._arrive, self._patience = arrive, patience
         self._pending: collections.deque[Future[Entry]] = collections.deque()
         self._last: Future[Entry] | None = None  # that was taken
         self.waits = Waits("trainer", "sampler")
@@ -134,6 +138,8 @@ class RolloutQueue:
           of the shapes that a snapshot has.
         """
         drawn = self._draw(self._hand_over(policy), **self._of(0, version))
+        if self._arrive is not None:
+            drawn = self._arrive(drawn[0])
         return self.filled(*_entry(*drawn))
 
     def filled(self, rollout: Rollout, scores: dict[str, Scores]) -> dict[str, Entry]:
@@ -190,6 +196,10 @@ class RolloutQueue:
             return self._state()
         handed = self._hand_over(policy)
         arguments = self._of(step, version)
+        if self._arrive is not None:
+            drawn, _ = self._draw(handed, **arguments)
+            self._pending.append(_Arriving(functools.partial(self._arrive, drawn)))
+            return self._state()
         future = _Awaited(self.waits)
         self._pending.append(future)
 
@@ -303,6 +313,20 @@ class _Awaited(Future[Entry]):
     def result(self, timeout: float | None = None) -> Entry:
         with self._waits.of("trainer"):
             return super().result(timeout)
+
+
+class _Arriving(Future[Entry]):
+    """A rollout that has been asked for, and arrives when somebody looks at it."""
+
+    def __init__(self, arrive: Callable[[], tuple[Rollout, Any]]) -> None:
+        super().__init__()
+        self._arrive: Callable[[], tuple[Rollout, Any]] | None = arrive
+
+    def result(self, timeout: float | None = None) -> Entry:
+        if self._arrive is not None:
+            self.set_result(_entry(*self._arrive()))
+            self._arrive = None
+        return super().result(timeout)
 
 
 @contextlib.contextmanager

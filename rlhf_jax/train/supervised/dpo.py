@@ -51,7 +51,7 @@ from rlhf_jax.data import packing
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices import moving, row_sharding, sharding
 from rlhf_jax.devices.placement import WITH_POLICY, Place, ReferencePlacement
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
@@ -156,6 +156,10 @@ class Learner(Task[Config]):
         data = self.config.data
         self._receipt = receipts.source("--data", data.data, called=self.called)
         return preferences.read(data, labelled=self._labelled, receipt=self._receipt)
+
+    def row_columns(self, start: Pretrained) -> int:
+        """Tokens of a pair, both texts end to end, or of a row that packs some."""
+        return self.config.data.row_width or 2 * super().row_columns(start)
 
     def encode(
         self, rows: list[Row], *, start: Pretrained, mesh: Mesh, receipts: Receipts
@@ -311,7 +315,9 @@ def live_logprobs(
     compute = jax.jit(functools.partial(on_its_mesh, dpo=algorithm))
 
     def ref_logprobs(batch: PackedPreferences) -> Array:
-        output = compute(reference, batch=frozen.beside(reference, batch))
+        output = compute(
+            reference, batch=frozen.beside(reference, batch, put=moving.move)
+        )
         return row_sharding.put_rows(output, mesh=mesh)
 
     return ref_logprobs

@@ -12,35 +12,28 @@ What a command learns is its `Task`; nothing else here knows which one it runs.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from rlhf_jax.algorithms import evaluation, state
+from rlhf_jax.algorithms import evaluation
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.algorithms.state import Optimizer, SupervisedState
-from rlhf_jax.checkpoints import hf
-from rlhf_jax.checkpoints.frozen_models import Load
-from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.algorithms.state import SupervisedState
 from rlhf_jax.data import digests
 from rlhf_jax.data.receipts import Receipts
-from rlhf_jax.devices import processes, sharding
+from rlhf_jax.devices import moving, processes, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.planning import memory_check
-from rlhf_jax.planning.memory_check import Part
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import Frozen, adapted_params
 from rlhf_jax.runs import alarms, folder, metrics, plots, report, run
 from rlhf_jax.runs.object_storage import mirror
-from rlhf_jax.train import shapes
 from rlhf_jax.train.config.watch import WatchTexts
 from rlhf_jax.train.reading import read_texts, receipt_of
+from rlhf_jax.train.supervised.build import build, check_memory
 from rlhf_jax.train.supervised.task import Models, Session, Task
 
 Params = Any
@@ -49,6 +42,13 @@ Params = Any
 def main(task: Task[Any]) -> None:
     """Runs a task, from its config to the summary."""
     started = time.perf_counter()
+    # A resume, which may be on other devices, is compared with what was asked for.
+    recorded = task.config
+    if recorded.auto is not None:
+        from rlhf_jax.train.plan import auto  # few runs ask for it
+
+        task, lines = auto.chosen_of_task(task, task.described, auto.Devices.here())
+        print(*lines, sep="\n")
     config, receipts = task.config, Receipts()
     mesh = config.placement.policy_mesh()
     rows = task.read(receipts)
@@ -79,7 +79,7 @@ def main(task: Task[Any]) -> None:
     watcher = Watcher(task, session, texts=texts)
     limits = config.watch.alarms
     with run.Run(
-        config,
+        recorded,
         num_steps={config.stage: num_steps},
         check=functools.partial(alarms.check, limits=limits),
         stops=limits.stops if limits.stop else None,
@@ -137,68 +137,6 @@ def main(task: Task[Any]) -> None:
     print(f"{summary['seconds']:.0f} s; go on with {task.option} {saved}")
 
 
-def build(
-    task: Task[Any],
-    start: Pretrained,
-    *,
-    mesh: Mesh,
-    optimizer: Optimizer,
-    load: Load = hf.load,
-) -> tuple[SupervisedState, Models]:
-    """What is trained, and what is frozen: a pure function of parameters.
-
-    Args:
-      start: the checkpoint of --model, whose parameters become what is trained.
-      load: how other checkpoints are read.
-    """
-    config, base = task.config, None
-    if config.start.lora is not None:
-        base = config.reference.reference_storage.freeze(
-            start.params, place=config.reference_place
-        )
-    reference = task.reference(start, base=base, mesh=mesh, load=load)
-    trained = task.trained(start, jax.random.key(config.seed))
-    initial = state.supervised_state(trained, optimizer=optimizer)
-    # All of it, as what comes back from a frozen model is on the mesh: a state that is
-    # not would be after its first step, and `jit` would compile everything again.
-    initial = sharding.place(initial, mesh=mesh)
-    return initial, Models(base=base, reference=reference)
-
-
-def check_memory(task: Task[Any], *, mesh: Mesh) -> None:
-    """Refuses a run that cannot fit, by the small files of its checkpoints."""
-    config, start = task.config, task.described
-    model = dataclasses.replace(start.model, dtype=config.start.dtype)
-
-    def made() -> tuple[SupervisedState, Models]:
-        begin = start._replace(model=model, params=shapes.params(model))
-        optimizer = config.optimizer.make(1)
-        return build(task, begin, mesh=mesh, optimizer=optimizer, load=shapes.load)
-
-    initial, models = jax.eval_shape(made)
-    parts = [
-        Part(task.role, initial.params, mesh),
-        Part(f"{task.role}'s optimizer", initial.opt, mesh),
-    ]
-    places = {"reference": config.reference_place.memory_mesh(mesh)}
-    alias = models.base is not None and config.reference_is_base
-    for name, model_ in models.beside.items():
-        if not (alias and name == "reference"):
-            parts.append(Part(name, model_.stored, places.get(name, mesh)))
-
-    def passing() -> list[memory_check.Passing]:
-        return [
-            memory_check.gradients("gradients", initial.params, model=model, mesh=mesh)
-        ]
-
-    memory_check.check(
-        parts,
-        passing,
-        change="train adapters with --lora, take an --optimizer with less state such "
-        "as adafactor, or share the model among devices with --placement.policy",
-    )
-
-
 class Watcher:
     """What a run looks at and does not train on."""
 
@@ -251,7 +189,7 @@ class Watcher:
         watch, anchor = self._policy, self._anchor
         if watch is None or anchor is None or step % watch.drift_every:
             return {}
-        params = frozen.beside(anchor, params)
+        params = frozen.beside(anchor, params, put=moving.move)
         return drift.stats(self._moved(params, anchor, self._base))
 
 

@@ -120,6 +120,7 @@ class RewardModel(Task[Config]):
 
     role, option = "reward model", "--reward-model"
     called = "pairs"
+    texts_per_row = 2
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

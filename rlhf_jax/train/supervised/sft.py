@@ -146,6 +146,10 @@ class SFT(Task[Config]):
             return fresh(self.config.start)
         return super().described
 
+    def row_columns(self, start: Pretrained) -> int:
+        """Tokens of an example, or of a row that packs some."""
+        return self.config.data.widest or super().row_columns(start)
+
     def load(self, mesh: Mesh) -> Pretrained:
         """--model, or a fresh model of the tokenizer's vocabulary."""
         options = self.config.start

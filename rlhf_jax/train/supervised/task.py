@@ -71,6 +71,7 @@ class Task(abc.ABC, Generic[Config]):
     called: str  # what the data is made of
     role: ClassVar[str] = "policy"  # of what is trained
     option: ClassVar[str] = "--model"  # by which the next command takes OUT/model
+    texts_per_row: ClassVar[int] = 1  # of a batch, that models read one by one
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -88,6 +89,10 @@ class Task(abc.ABC, Generic[Config]):
     def described(self) -> Pretrained:
         """--model by its small files, without parameters."""
         return pretrained.described(self._path, tokenizer=self.config.start.tokenizer)
+
+    def row_columns(self, start: Pretrained) -> int:
+        """Tokens that models may read at a time, of a row of a batch."""
+        return start.limit(self.config.data.max_length)
 
     def load(self, mesh: Mesh) -> Pretrained:
         """--model with its parameters."""

@@ -153,7 +153,11 @@ def test_a_greedy_response_is_a_baseline_and_is_not_trained_on():
     output, stats = experience(baseline="greedy")
     nan = np.nan
     np.testing.assert_allclose(of_rows(output), [1, 0, 2, nan, 1, 3, 0, nan])
-    assert float(masked.mean_stats(stats)["response/masked"]) == 2 / 8
+    means = masked.mean_stats(stats)
+    assert float(means["response/masked"]) == 2 / 8
+    # Of the samples alone: 1, 0, 2 and 5, 7, 4.
+    std = (np.std([1, 0, 2], ddof=1) + np.std([5, 7, 4], ddof=1)) / 2
+    assert float(means["group/std"]) == pytest.approx(std)
 
 
 def test_greedy_responses_are_those_of_the_decoder():

@@ -94,6 +94,14 @@ def test_greedy_responses_do_not_count():
     moved, of_rollout, _, _ = experience(entropy, recipe=recipe)
     assert float(moved.entropy_coef) == pytest.approx(0.12)
     np.testing.assert_allclose(of_rollout.entropy_coef, np.full(6, 0.1), rtol=1e-6)
+    # Nor are their scores in the running moments, by which scores are normalised.
+    assert float(moved.scores.count) == 3
+    assert float(moved.scores.mean) == pytest.approx(SCORES[::2].mean())
+    assert float(moved.scores.variance) == pytest.approx(SCORES[::2].var())
+    left_out = np.arange(6) == 2
+    scores = rewards.Scores(toys.array(SCORES), left_out=left_out)
+    moved, *_ = experience(entropy, recipe=recipe, scores=scores)
+    assert float(moved.scores.mean) == pytest.approx(SCORES[[0, 4]].mean())
 
 
 @pytest.mark.slow

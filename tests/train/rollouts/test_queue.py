@@ -34,18 +34,16 @@ def drawn(policy, *, prompts, key, version):
     return Toy(prompt=jnp.float32(prompts), policy=policy, version=version), {}
 
 
-def queue_of(
-    staleness, *, draw=drawn, threaded=True, patience=20.0, num_steps=NUM_STEPS
-):
+def queue_of(staleness, *, draw=drawn, threaded=True, patience=20.0, **others):
     return RolloutQueue(
         draw,
         hand_over=lambda policy: jnp.array(policy, copy=True),
         prompts=lambda step: step,
         key=jax.random.key(0),
         staleness=staleness,
-        num_steps=num_steps,
         threaded=threaded,
         patience=patience,
+        **{"num_steps": NUM_STEPS} | others,
     )
 
 
@@ -93,6 +91,29 @@ def test_what_a_snapshot_has_goes_on_as_if_nothing_had_been(update, stop):
     assert sorted(state) == names
     prompts_in_state = [float(state[name][0].prompt) for name in names]
     assert prompts_in_state == [min(stop + i, NUM_STEPS - 1) for i in range(3)]
+
+
+def test_without_a_thread_what_is_drawn_arrives_when_it_is_taken(update):
+    """In the order of the steps, and once, if a snapshot has looked before."""
+    arrived = []
+
+    def arrive(rollout):
+        arrived.append(int(rollout.prompt))
+        return rollout, dict
+
+    late = {"threaded": False, "arrive": arrive}
+    whole, _ = played(queue_of(3), update)
+    learned, _ = played(queue_of(3, **late), update)
+    assert learned == whole
+    assert arrived == list(range(NUM_STEPS))
+    arrived.clear()
+    queue, policy = queue_of(3, **late), jnp.float32(0)
+    state = queue.first(policy, version=jnp.int32(0))
+    state |= queue.begin(state, start=0, policy=policy, version=jnp.int32(0))
+    assert arrived == [0]
+    for _ in range(2):
+        assert [x.parts[0] for x, _ in settled(state).values()] == [0, 1, 2]
+    assert arrived == [0, 1, 2]
 
 
 def test_a_run_that_is_made_longer_draws_what_its_snapshot_has_not(update):

@@ -1,0 +1,102 @@
+"""Config -> every model of SFT, reward model and DPO, and what they take of memory.
+
+`shapes_of` makes the same as shapes, for the memory check, the plan and `--auto`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms import state
+from rlhf_jax.algorithms.state import Optimizer, SupervisedState
+from rlhf_jax.checkpoints import hf
+from rlhf_jax.checkpoints.frozen_models import Load
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices import sharding
+from rlhf_jax.planning import memory_check
+from rlhf_jax.planning.memory_check import Part
+from rlhf_jax.train import shapes
+from rlhf_jax.train.supervised.task import Models, Task
+
+
+def build(
+    task: Task[Any],
+    start: Pretrained,
+    *,
+    mesh: Mesh,
+    optimizer: Optimizer,
+    load: Load = hf.load,
+) -> tuple[SupervisedState, Models]:
+    """What is trained, and what is frozen: a pure function of parameters.
+
+    Args:
+      start: the checkpoint of --model, whose parameters become what is trained.
+      load: how other checkpoints are read.
+    """
+    config, base = task.config, None
+    if config.start.lora is not None:
+        base = config.reference.reference_storage.freeze(
+            start.params, place=config.reference_place
+        )
+    reference = task.reference(start, base=base, mesh=mesh, load=load)
+    trained = task.trained(start, jax.random.key(config.seed))
+    initial = state.supervised_state(trained, optimizer=optimizer)
+    # All of it, as what comes back from a frozen model is on the mesh: a state that is
+    # not would be after its first step, and `jit` would compile everything again.
+    initial = sharding.place(initial, mesh=mesh)
+    return initial, Models(base=base, reference=reference)
+
+
+def shapes_of(
+    task: Task[Any], start: Pretrained, *, mesh: Mesh
+) -> tuple[SupervisedState, Models]:
+    """What `build` will make, as shapes: by the small files of its checkpoints."""
+    config = task.config
+    model = dataclasses.replace(start.model, dtype=config.start.dtype)
+
+    def made() -> tuple[SupervisedState, Models]:
+        begin = start._replace(model=model, params=shapes.params(model))
+        optimizer = config.optimizer.make(1)
+        return build(task, begin, mesh=mesh, optimizer=optimizer, load=shapes.load)
+
+    return jax.eval_shape(made)
+
+
+def parts(
+    task: Task[Any], initial: SupervisedState, models: Models, *, mesh: Mesh
+) -> list[Part]:
+    """Every model and optimizer of a run, where it is."""
+    config = task.config
+    whole = [
+        Part(task.role, initial.params, mesh),
+        Part(f"{task.role}'s optimizer", initial.opt, mesh),
+    ]
+    places = {"reference": config.reference_place.memory_mesh(mesh)}
+    alias = models.base is not None and config.reference_is_base
+    for name, model in models.beside.items():
+        if not (alias and name == "reference"):
+            whole.append(Part(name, model.stored, places.get(name, mesh)))
+    return whole
+
+
+def check_memory(task: Task[Any], *, mesh: Mesh) -> None:
+    """Refuses a run that cannot fit, by the small files of its checkpoints."""
+    config, start = task.config, task.described
+    initial, models = shapes_of(task, start, mesh=mesh)
+    model = dataclasses.replace(start.model, dtype=config.start.dtype)
+
+    def passing() -> list[memory_check.Passing]:
+        return [
+            memory_check.gradients("gradients", initial.params, model=model, mesh=mesh)
+        ]
+
+    memory_check.check(
+        parts(task, initial, models, mesh=mesh),
+        passing,
+        change="train adapters with --lora, take an --optimizer with less state such "
+        "as adafactor, or share the model among devices with --placement.policy",
+    )
