@@ -54,6 +54,8 @@ def forward(
     size, width = model.hidden_size, model.num_heads * model.head_dim
     projections = 2 * size * (width + model.num_kv_heads * model.head_dim)
     mlp = (3 if model.gated_mlp else 2) * size * model.intermediate_size
+    if model.experts is not None:  # those that a token meets, and the router
+        mlp = model.experts.per_token * mlp + size * model.experts.count
     shared = len(texts.responses) * (1 - 1 / group_size)  # prompts that are not run
     tokens = texts.tokens - shared * texts.prompt
     total = 2.0 * tokens * model.num_layers * (projections + mlp)

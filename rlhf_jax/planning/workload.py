@@ -177,6 +177,9 @@ def activation_bytes(
     """
     width, kv = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
     mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
+    if model.experts is not None:
+        # Rows sorted by expert, and what an expert returns of each.
+        mlp = model.experts.per_token * (mlp + 2 * model.hidden_size)
     tokens, size = rows * columns, jnp.dtype(model.dtype).itemsize
     shared = (width + 2 * kv + mlp) / tensor
     projections = tokens * size * (shared + 2 * model.hidden_size)

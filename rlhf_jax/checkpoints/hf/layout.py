@@ -79,7 +79,8 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
     """
     fields.check(config)
     name = config.get("model_type")
-    family = FAMILIES[name] if name in FAMILIES else None
+    # Not `get`: of a name that is not there `[]` raises another error.
+    family = FAMILIES[name] if name in FAMILIES else None  # noqa: SIM401
     read = () if family is None else family.reads
     for option, feature in UNSUPPORTED.items():
         if config.get(option) and option not in read:

@@ -116,7 +116,8 @@ def plan(
         programs += [] if brought is None else [brought]
         programs.append(measured.described(one, target.chip, num_chips=chips))
     within = {
-        name: size // (mesh.data * mesh.fsdp * mesh.expert) for name, size in work.within.items()
+        name: size // (mesh.data * mesh.fsdp * mesh.expert)
+        for name, size in work.within.items()
     }
     if "KV cache" in within:
         shared = decoding.cache_devices(work.model, sampler_mesh or mesh)
