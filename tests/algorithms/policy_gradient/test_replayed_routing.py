@@ -32,6 +32,15 @@ updated = toys.jit(update, static_argnames=("recipe",))
 SCORES = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
 
 
+def prompts():
+    """Two of each, as a group's are run once."""
+    alone = toys.prompts((4, 4, 2, 2))
+    first = np.array([0, 0, 2, 2])
+    return dataclasses.replace(
+        alone, tokens=alone.tokens[first], mask=alone.mask[first]
+    )
+
+
 def experience(recipe, *, flipped=False):
     """Of a sampler whose tokens meet other experts, if asked for."""
     params = toys.params(MODEL)
@@ -40,9 +49,7 @@ def experience(recipe, *, flipped=False):
         policy_optimizer=recipe.policy_optimizer,
         kl=kl_control.fixed(0.1),
     )
-    rollout = sampled(
-        params, prompts=toys.prompts((4, 4, 2, 2)), key=jax.random.key(0), recipe=recipe
-    )
+    rollout = sampled(params, prompts=prompts(), key=jax.random.key(0), recipe=recipe)
     if flipped and rollout.experts is not None:
         other = jnp.where(rollout.experts < 0, -1, (rollout.experts + 1) % 4)
         rollout = dataclasses.replace(rollout, experts=other)
