@@ -676,6 +676,36 @@ def importance_weights(
     return weights, mask_left
 
 
+def delta_rule(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array,
+    beta: Array,
+    memory: Array,
+    *,
+    texts: Array,
+) -> tuple[Array, Array]:
+    """Outputs [T, H, V] of one row token by token, and the memory [H, K, V] at its end.
+
+    A token of another text than the one before starts from 0; text 0 from `memory`.
+    """
+    heads = value.shape[1]
+    outputs = np.zeros(value.shape)
+    memory, before = np.array(memory, np.float64), 0
+    for t, text in enumerate(texts):
+        if text != before:
+            memory, before = np.zeros(memory.shape), text
+        for head in range(heads):
+            own = head * key.shape[1] // heads
+            k, q = np.float64(key[t, own]), np.float64(query[t, own])
+            memory[head] *= math.exp(log_decay[t, head])
+            change = float(beta[t, head]) * (value[t, head] - memory[head].T @ k)
+            memory[head] += np.outer(k, change)
+            outputs[t, head] = memory[head].T @ q
+    return outputs, memory
+
+
 def effective_share(weights: Array) -> float:
     """Kish's effective sample size over the number of weights."""
     values = [float(w) for w in weights]

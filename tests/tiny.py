@@ -78,6 +78,19 @@ LATE = dataclasses.replace(
     logit_divisor=0.7,
 )
 
+# DeltaNets, two of three layers, and gated attention whose heads rotate in part.
+HYBRID = dataclasses.replace(
+    LLAMA,
+    num_layers=6,
+    rope_scaling=None,
+    rotary_dim=4,
+    norm_from_one=True,
+    query_key_norm=True,
+    output_gate=True,
+    delta_net=config.DeltaNet(2, 4, key_dim=6, value_dim=4, conv_width=3),
+    recurrent_layers=(True, True, False) * 2,
+)
+
 
 def bfloat16(model: config.ModelConfig) -> config.ModelConfig:
     return dataclasses.replace(model, dtype="bfloat16")

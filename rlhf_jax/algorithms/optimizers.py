@@ -114,7 +114,9 @@ def muon(
 
     def dimensions(params: Params) -> Params:
         def of(path: Any, leaf: Array) -> Any:
-            if not _stacked(path) or leaf.ndim < 3:
+            # Taps of a convolution, one filter a channel, are no matrix.
+            taps = getattr(path[-1], "key", "").endswith("_taps")
+            if not _stacked(path) or leaf.ndim < 3 or taps:
                 return None
             last = leaf.ndim - 1
             return optax.contrib.MuonDimensionNumbers(last - 1, last)

@@ -32,7 +32,7 @@ class Linear:
         return self.name.split("{layer}.")[1].split("{expert}.")[-1]
 
     def tensors(self, model: ModelConfig) -> list[tuple[str, str]]:
-        """The names of A and B of every layer, and of every expert of it."""
+        """The names of A and B of every layer that has it, and of its every expert."""
         return [
             (f"{PREFIX}{at}.lora_A.weight", f"{PREFIX}{at}.lora_B.weight")
             for at in dataclasses.replace(self.key, name=self.name).names(model)
@@ -82,8 +82,9 @@ def to_theirs(
                 array = np.asarray(adapters[f"{path}/{leaf}"])
                 parts.append(array.reshape(-1, *array.shape[-2:]))
         else:
-            downs.append(np.zeros((model.num_layers, size_in, rank), np.float32))
-            ups.append(np.zeros((model.num_layers, rank, size_out), np.float32))
+            count = len(linear.tensors(model))
+            downs.append(np.zeros((count, size_in, rank), np.float32))
+            ups.append(np.zeros((count, rank, size_out), np.float32))
     if all(np.array_equal(down, downs[0]) for down in downs):
         down, up = downs[0], np.concatenate(ups, axis=-1)
     else:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from rlhf_jax.checkpoints import fused_adapters, refusals, shards
+from rlhf_jax.checkpoints import fused_adapters, mapping, shards
 from rlhf_jax.checkpoints.fused_adapters import Linear
 from rlhf_jax.checkpoints.hf import PathLike, SaveDtype, casting
 from rlhf_jax.devices import processes
@@ -42,7 +42,7 @@ from rlhf_jax.runs.proof import exported
 Params = Any
 Tensors = dict[str, np.ndarray]
 
-_CONFIG = refusals.ADAPTER
+_CONFIG = mapping.ADAPTER
 _WEIGHTS = "adapter_model.safetensors"
 _SCORE = f"{fused_adapters.PREFIX}score.weight"
 # Options that say nothing of the numbers, or are read below. Dropout is of training
@@ -107,9 +107,9 @@ def save(
             adapted.append(linear)
             if down.shape[1] != lora.rank:
                 fused[linear.pattern] = len(linear.paths)
-            for at, (name_a, name_b) in enumerate(linear.tensors(model)):
-                tensors[name_a] = np.ascontiguousarray(down[at])
-                tensors[name_b] = np.ascontiguousarray(up[at])
+            for number, (name_a, name_b) in enumerate(linear.tensors(model)):
+                tensors[name_a] = np.ascontiguousarray(down[number])
+                tensors[name_b] = np.ascontiguousarray(up[number])
     written = {path for linear in adapted for path in linear.paths}
     if nameless := sorted({*paths(trunk)} - written):
         raise InputError(
@@ -167,9 +167,9 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
         lora, adapters = _read(config, tensors, model=model)
         bias = np.array(metadata.get("score_bias", 0.0), np.float32)
         numbers = {**tensors, "score_bias": bias}
-        refusals.refuse_not_finite(
+        mapping.refuse_not_finite(
             {
-                f"{name} in {_WEIGHTS}": (refusals.NotFinite.of(array), array.size)
+                f"{name} in {_WEIGHTS}": (mapping.NotFinite.of(array), array.size)
                 for name, array in numbers.items()
             }
         )

@@ -20,8 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rlhf_jax.checkpoints import mapping, refusals
-from rlhf_jax.checkpoints.refusals import NotFinite
+from rlhf_jax.checkpoints import mapping
+from rlhf_jax.checkpoints.mapping import NotFinite
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import parsing, write_errors
 
@@ -130,7 +130,7 @@ class Tensors:
 
     def check_finite(self) -> None:
         """Raises InputError if an entry read so far was NaN or infinite."""
-        refusals.refuse_not_finite(
+        mapping.refuse_not_finite(
             {
                 f"{name} in {self._files[name].name}": (
                     not_finite,
@@ -239,7 +239,7 @@ def _files(folder: Path) -> list[Path]:
                 f"the checkpoint again"
             )
         return files
-    refusals.refuse_adapter(folder)
+    mapping.refuse_adapter(folder)
     raise InputError(
         f"expected {WEIGHTS} or {INDEX}, got {_listing(folder)}; to convert a "
         f"pytorch_model.bin (a pickle), load it with torch and transformers and call "

@@ -53,7 +53,15 @@ _LINEAR = {  # of a layer: what goes in, and what comes out
     ("attention", "query"): ("embed", "heads"),
     ("attention", "key"): ("embed", "kv_heads"),
     ("attention", "value"): ("embed", "kv_heads"),
+    ("attention", "gate"): ("embed", "heads"),
     ("attention", "output"): ("heads", "embed"),
+    **{
+        ("delta_net", name): ("embed", "heads")
+        for name in ("query", "key", "value", "gate")
+    },
+    # One number a head.
+    **{("delta_net", name): ("embed", None) for name in ("beta", "decay")},
+    ("delta_net", "output"): ("heads", "embed"),
     ("mlp", "up"): ("embed", "mlp"),
     ("mlp", "gate"): ("embed", "mlp"),
     ("mlp", "down"): ("mlp", "embed"),
@@ -82,6 +90,14 @@ PARAMETERS: dict[tuple[str, ...], Names] = {
     },
     **{
         (*path, leaf): ("layers", None) for path in _NORMS for leaf in ("scale", "bias")
+    },
+    **{
+        ("delta_net", f"{name}_taps"): ("layers", None, "heads")
+        for name in ("query", "key", "value")
+    },
+    **{
+        ("delta_net", name): ("layers", None)
+        for name in ("log_rate", "decay_bias", "norm_scale")
     },
     ("attention", "sinks"): ("layers", "heads"),
     **{

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -25,6 +26,7 @@ from rlhf_jax.models.attention import (
     attend_to,
     attend_to_pages,
 )
+from rlhf_jax.models.caches import DeltaState, Kept
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import Mixture
 from rlhf_jax.models.positions import rotate
@@ -194,6 +196,10 @@ class Attention(nn.Module):
                 softcap=model.attention_softcap,
                 sinks=sinks,
             )
+        y = y.swapaxes(1, 2).reshape(-1, model.num_heads * model.head_dim)
+        if model.output_gate:
+            gate = Linear(y.shape[-1], model.attention_bias, name="gate")(read)
+            y = rematerialised(gated, model=model)(y, gate)
         y = Linear(
             x.shape[-1],
             model.attention_output_bias,
@@ -201,8 +207,13 @@ class Attention(nn.Module):
             # of one.
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="output",
-        )(y.swapaxes(1, 2).reshape(-1, model.num_heads * model.head_dim))
+        )(y)
         return y, keys_values
+
+
+def gated(y: Array, gate: Array) -> Array:
+    """y · sigmoid(gate)."""
+    return y * nn.sigmoid(gate)
 
 
 def columns_from(x: Array, first: int, *, rows: int) -> Array:
@@ -252,11 +263,13 @@ class Block(nn.Module):
     attention and MLP return is normed before it is added, and without `model.pre_norms`
     they read x as it is (OLMo 2, arXiv:2501.00656).
     `model.residual_scale` multiplies what is added.
+    A recurrent block has `recurrence`, a module, in place of attention.
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
       mask: which columns each new token attends to: the record of S columns, or, with
-        a cache, bool[B, T, S] or the pages of each row.
+        a cache, bool[B, T, S] or the pages of each row. Of a recurrent block with a
+        cache bool[B, T], which of the new ones are tokens, or None: all.
       rotary: `rotary_table` of the new tokens' positions; None rotates nothing.
       first: how many columns to leave out; they are attended to all the same.
       cache: keys and values of the columns so far, with room for one more, or None when
@@ -265,22 +278,23 @@ class Block(nn.Module):
 
     Returns:
       [B, T - first, D], and the keys and values that were attended to: the cache with
-      the new column, or without one those of the T tokens.
+      the new column, or without one those of the T tokens; or the state behind them.
     """
 
     model: ModelConfig
+    recurrence: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(
         self,
         x: Array,
         *,
-        mask: AttentionMask | Pages | Array,
+        mask: AttentionMask | Pages | Array | None,
         rotary: tuple[Array, Array] | None,
         first: int = 0,
-        cache: Cached | None = None,
+        cache: Kept | None = None,
         column: Array | int = 0,
-    ) -> tuple[Array, Cached]:
+    ) -> tuple[Array, Kept]:
         model, (rows, columns, size) = self.model, x.shape
         x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
 
@@ -295,14 +309,23 @@ class Block(nn.Module):
             # In float32: in bfloat16 0.22 would be 0.2197 in every layer.
             return (y.astype(jnp.float32) * model.residual_scale).astype(y.dtype)
 
-        y, keys_values = Attention(model, name="attention")(
-            before("attention_norm", x),
-            mask=mask,
-            rotary=rotary,
-            first=first,
-            cache=cache,
-            column=column,
-        )
+        kept: Kept
+        if self.recurrence is not None:
+            y, kept = self.recurrence(model, name="delta_net")(
+                before("attention_norm", x), rows=rows, mask=mask, cache=cache
+            )
+            y = columns_from(y, first, rows=rows)
+        else:
+            assert mask is not None
+            assert not isinstance(cache, DeltaState)
+            y, kept = Attention(model, name="attention")(
+                before("attention_norm", x),
+                mask=mask,
+                rotary=rotary,
+                first=first,
+                cache=cache,
+                column=column,
+            )
         y = after("attention_post_norm", y)
         x = columns_from(x, first, rows=rows)
         attended = x + y
@@ -321,4 +344,4 @@ class Block(nn.Module):
                 name="experts",
             )(between)
         x = attended + after("mlp_post_norm", z)
-        return x.reshape(rows, columns - first, size), keys_values
+        return x.reshape(rows, columns - first, size), kept

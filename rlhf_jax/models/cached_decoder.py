@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from rlhf_jax.models import axes, blocks, decoder, leaves
-from rlhf_jax.models.attention import Cached, KeyValue, Pages
-from rlhf_jax.models.caches import near
+from rlhf_jax.models.attention import KeyValue, Pages
+from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state, near
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import Given, apply
-from rlhf_jax.models.layers import unstack
+from rlhf_jax.models.layers import block_of, in_periods, unstack
 from rlhf_jax.models.positions import angles, positions_of, unless
 
 Array = jax.Array
@@ -38,6 +38,9 @@ class Seen(NamedTuple):
 
     everything: Array | Pages  # of layers that see all columns
     window: Array | Pages  # of local layers
+    # bool[B, N], which of the new ones are tokens, for recurrent layers: the state of a
+    # row does not move elsewhere. None is all.
+    tokens: Array | None = None
 
 
 def params_to_decode(params: Params, *, model: ModelConfig) -> Params:
@@ -77,7 +80,7 @@ def layers_to_decode(
                 flat[*path[:-1], "transposed"] = flat.pop(path).T
         return traverse_util.unflatten_dict(flat)
 
-    return tuple(map(ready, unstack(params["layers"], num_layers=model.num_layers)))
+    return tuple(map(ready, unstack(params["layers"], model=model)))
 
 
 def decode_step(
@@ -88,10 +91,10 @@ def decode_step(
     tokens: Array,
     positions: Array,
     attend: Array | Seen,
-    caches: Sequence[Cached],
+    caches: Sequence[Kept],
     column: Array,
     record: bool = False,
-) -> tuple[Array, tuple[Cached, ...], Array | None]:
+) -> tuple[Array, Caches, Array | None]:
     """N new tokens of every row, mostly one, against the cache.
 
     Args:
@@ -100,7 +103,8 @@ def decode_step(
       tokens, positions: i32[B, N], the new tokens and how many stand before each.
       attend: what they see; of one new token in a column of all rows bool[B, W], the
         columns that it may see, its own included.
-      caches: per layer the keys and values, as `caches.py` has them, or pages.
+      caches: per layer the keys and values, as `caches.py` has them, or pages; of a
+        recurrent layer its state.
       column: i32[], the number of the first new column, the same in all rows, or
         i32[B], of each row; not read of pages.
 
@@ -118,12 +122,24 @@ def decode_step(
     if model.sliding_window is not None:
         local = angles(positions, model=model, local=True)
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
-    updated, chosen = [], []
+    updated: list[Kept] = []
+    chosen = []
     given = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        if isinstance(cache, DeltaState):
+            output: Any = block_of(model, recurrent=True).apply(
+                {"params": leaves.read(layer)},
+                x,
+                mask=attend.tokens,
+                rotary=None,
+                cache=cache,
+            )
+            x, state = output
+            updated.append(state)
+            continue
         is_local = model.is_local(number)
         rotary = local if is_local else far
-        (x, cache), routing = apply(
+        (x, key_values), routing = apply(
             blocks.Block(model),
             leaves.read(layer),
             x,
@@ -134,7 +150,7 @@ def decode_step(
             # A cache of W places is a ring: a local layer has as many as its window.
             column=column % cache[0].shape[2],
         )
-        updated.append(cache)
+        updated.append(key_values)
         if routing is not None:
             chosen.append(routing.chosen)
     hidden = decoder.final_norm(params, x, model=model)
@@ -148,8 +164,8 @@ def prefill(
     tokens: Array,
     mask: Array,
     record: bool = False,
-) -> tuple[Array, KeyValue, Array | None]:
-    """Hidden states of the last column, and keys and values for a cache.
+) -> tuple[Array, Any, Array | None]:
+    """Hidden states of the last column, and what a cache keeps of every layer.
 
     Args:
       model: with `prefill_chunk` N columns are run at a time, else all at once.
@@ -158,7 +174,7 @@ def prefill(
     Returns:
       [B, D] after the final norm, keys and values [L, B, K, P, head_dim] each, in
       `model.dtype`, and with `record` experts i32[B, P, L, k]; what stands at padding
-      has no meaning.
+      has no meaning. With recurrent layers the second is as `layers.run` has it.
 
     Raises:
       InputError: as `decoder.prefill`.
@@ -186,7 +202,7 @@ def prefill(
     local_layers = jnp.asarray([model.is_local(n) for n in range(model.num_layers)])
     unrotated = jnp.asarray(model.unrotated_layers) if model.unrotated_layers else None
 
-    def run(caches: KeyValue, start: Array) -> tuple[KeyValue, Any]:
+    def run(caches: Any, start: Array) -> tuple[Any, Any]:
         def own(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
 
@@ -221,23 +237,56 @@ def prefill(
             chosen = None if routing is None else routing.chosen
             return axes.rows_apart(x), (cache, chosen)
 
+        def of_kinds(
+            x: Array, one: Sequence[Any], number: int
+        ) -> tuple[Array, dict[str, Any]]:
+            params, kept = one
+            if not model.is_recurrent(number):
+                no_positions = jnp.asarray(True) if model.is_unrotated(number) else None
+                flags = jnp.asarray(model.is_local(number)), no_positions
+                x, (cache, _) = layer(x, (params, kept["attention"], *flags))
+                return x, {"attention": cache}
+            x, state = block_of(model, recurrent=True).apply(
+                {"params": leaves.read(params)},
+                x,
+                mask=own(mask),
+                rotary=None,
+                cache=kept["delta_net"],
+            )
+            return axes.rows_apart(x), {"delta_net": state}
+
         x = decoder.embed(params, model=model, tokens=own(tokens), positions=at)
-        x, (caches, chosen) = jax.lax.scan(
-            layer,
-            axes.rows_apart(x),
-            (params["layers"], caches, local_layers, unrotated),
-        )
+        x, chosen = axes.rows_apart(x), None
+        if model.recurrent_layers:
+            stacks = params["layers"], caches
+            x, caches = in_periods(
+                of_kinds, x, stacks, model=model, period=model.period
+            )
+        else:
+            x, (caches, chosen) = jax.lax.scan(
+                layer, x, (params["layers"], caches, local_layers, unrotated)
+            )
         return caches, (x[:, -1], chosen)
 
-    shape = (model.num_layers, rows, model.num_kv_heads, columns, model.head_dim)
-    empty = jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
+    of_attention = len(model.layers_of("attention"))
+    shape = (of_attention, rows, model.num_kv_heads, columns, model.head_dim)
+    empty: Any = jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)
+    if model.recurrent_layers:
+        states = [blank_state(model, rows=rows)] * len(model.layers_of("delta_net"))
+        empty = {
+            "attention": empty,
+            "delta_net": jax.tree.map(lambda *parts: jnp.stack(parts), *states),
+        }
     starts = jnp.arange(0, columns, chunk, dtype=jnp.int32)
     # Chunk after chunk, as each attends to the cache of those before.
     caches, (last, chosen) = jax.lax.scan(run, empty, starts)
     hidden = decoder.final_norm(params, last[-1][:, None], model=model)[:, 0]
     # The columns of padding leave again: caches hold P columns, as of a whole pass.
-    key, value = (leaf[:, :, :, room:] for leaf in caches)
+    key, value = caches["attention"] if model.recurrent_layers else caches
+    key_values = key[:, :, :, room:], value[:, :, :, room:]
+    if model.recurrent_layers:
+        return hidden, caches | {"attention": key_values}, None
     if chosen is not None:  # [chunks, L, B, N, k]
         chosen = jnp.moveaxis(chosen, (2, 0, 3, 1), (0, 1, 2, 3))
         chosen = chosen.reshape(rows, columns, *chosen.shape[3:])[:, room:]
-    return hidden, (key, value), chosen
+    return hidden, key_values, chosen

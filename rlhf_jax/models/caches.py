@@ -46,6 +46,33 @@ Columns = Array | Int8Columns
 Cached = tuple[Columns, Columns]  # keys and values as a cache has them, likewise
 
 
+@flax.struct.dataclass
+class DeltaState:
+    """What a DeltaNet layer keeps of a row, however long it is."""
+
+    memory: Array  # f32[B, H, key_dim, value_dim]
+    # Inputs of the convolutions of query, key and value, of the last conv_width - 1
+    # tokens: [B, conv_width - 1, width of the projection], in the compute dtype.
+    tails: tuple[Array, Array, Array]
+
+
+def blank_state(model: ModelConfig, *, rows: int) -> DeltaState:
+    """The state before a text begins."""
+    shape = model.delta_net
+    assert shape is not None
+    memory = rows, shape.num_value_heads, shape.key_dim, shape.value_dim
+
+    def tail(width: int) -> Array:
+        return jnp.zeros((rows, shape.conv_width - 1, width), model.dtype)
+
+    keys = shape.num_key_heads * shape.key_dim
+    values = shape.num_value_heads * shape.value_dim
+    return DeltaState(
+        memory=jnp.zeros(memory, jnp.float32),
+        tails=(tail(keys), tail(keys), tail(values)),
+    )
+
+
 def quantise(x: Array) -> Int8Columns:
     """values = round(x / scale), scale = max|x| / 127 of each vector.
 
@@ -126,7 +153,8 @@ def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
     return key, value
 
 
-Caches = tuple[Cached, ...]  # of every layer, [B, K, W, head_dim] each
+Kept = Cached | DeltaState  # of a layer
+Caches = tuple[Kept, ...]  # of every layer, [B, K, W, head_dim] each
 FIRST_WIDTH = 128  # columns of the first cache
 
 
@@ -152,7 +180,7 @@ def width(model: ModelConfig, layer: int, *, columns: int) -> int:
 
 
 def placed(
-    caches: Sequence[Cached], *, model: ModelConfig, columns: int, end: Array | int
+    caches: Sequence[Kept], *, model: ModelConfig, columns: int, end: Array | int
 ) -> Caches:
     """Caches of the columns before number `end`, as they came from the prompts.
 
@@ -161,8 +189,12 @@ def placed(
         with `model.cache` they are kept in int8.
       columns: places of a layer that sees all; P or more.
     """
-    windows = []
-    for layer, (key, value) in enumerate(caches):
+    windows: list[Kept] = []
+    for layer, kept in enumerate(caches):
+        if isinstance(kept, DeltaState):  # of no columns
+            windows.append(kept)
+            continue
+        key, value = kept
         size = width(model, layer, columns=columns)
 
         def place(columns: Columns, size: int = size) -> Any:
@@ -191,8 +223,12 @@ def at_end(array: Array, *, size: int, end: Array | int, axis: int) -> Array:
 
 def widened(caches: Caches, *, model: ModelConfig, columns: int) -> Caches:
     """The caches with more places, none of which has been used twice."""
-    windows = []
-    for layer, (key, value) in enumerate(caches):
+    windows: list[Kept] = []
+    for layer, kept in enumerate(caches):
+        if isinstance(kept, DeltaState):
+            windows.append(kept)
+            continue
+        key, value = kept
         more = width(model, layer, columns=columns) - key.shape[2]
 
         def widen(leaf: Array, more: int = more) -> Array:

@@ -65,6 +65,25 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """The shape of gated DeltaNet layers (`delta_net.py`)."""
+
+    num_key_heads: int  # K, of query and key; divides the value heads
+    num_value_heads: int  # H, each with a memory of its own
+    key_dim: int  # of a head of query and key
+    value_dim: int  # of a head of values
+    conv_width: int = 4  # tokens that the convolution sees, its own included
+
+    def __post_init__(self) -> None:
+        checks.positive(**dataclasses.asdict(self))
+        if self.num_value_heads % self.num_key_heads:
+            raise InputError(
+                f"expected num_key_heads to divide num_value_heads, got "
+                f"{self.num_key_heads} and {self.num_value_heads}; change either"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Experts:
     """A mixture of experts in place of every layer's MLP (`experts/`)."""
 
@@ -123,6 +142,9 @@ class ModelConfig:
     local_layers: tuple[bool, ...] = ()  # [L], which have that window; () is none
     rope_local_theta: float | None = None  # theirs, never scaled; None is as elsewhere
     unrotated_layers: tuple[bool, ...] = ()  # [L], without positions; () is none
+    output_gate: bool = False  # attention(x) · sigmoid(gate x) (Qwen 3.5)
+    delta_net: DeltaNet | None = None  # of the layers below
+    recurrent_layers: tuple[bool, ...] = ()  # [L], without attention; () is none
     query_scale: float | None = None  # of q·k; None is 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # c: logits of attention are c tanh(x / c)
     logit_softcap: float | None = None  # the same of the logits over the vocabulary
@@ -232,6 +254,14 @@ class ModelConfig:
                 f"expected local_layers to say for each of {self.num_layers} layers "
                 f"whether it is local, got {len(self.local_layers)} entries"
             )
+        if any(self.recurrent_layers) != (self.delta_net is not None) or (
+            self.recurrent_layers and len(self.recurrent_layers) != self.num_layers
+        ):
+            yield (
+                f"expected a delta_net and recurrent_layers that say for each of "
+                f"{self.num_layers} layers whether it is one, or neither, got "
+                f"{self.delta_net} and {len(self.recurrent_layers)} entries"
+            )
         if any(self.local_layers) != (self.sliding_window is not None):
             yield (
                 f"expected a sliding_window if, and only if, some layer is local, got "
@@ -265,6 +295,28 @@ class ModelConfig:
     def is_unrotated(self, layer: int) -> bool:
         """Whether a layer, from 0, has no positions."""
         return bool(self.unrotated_layers) and self.unrotated_layers[layer]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer, from 0, has a DeltaNet in place of attention."""
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    def layers_of(self, module: str) -> tuple[int, ...]:
+        """The layers, from 0, that have a module of a block, in which it is stacked."""
+        has = {
+            "attention": lambda layer: not self.is_recurrent(layer),
+            "delta_net": self.is_recurrent,
+        }.get(module, lambda layer: True)
+        return tuple(filter(has, range(self.num_layers)))
+
+    @property
+    def period(self) -> int:
+        """After how many layers, a divisor of L, their kinds begin again."""
+        kinds = [
+            (self.is_recurrent(layer), self.is_local(layer), self.is_unrotated(layer))
+            for layer in range(self.num_layers)
+        ]
+        sizes = range(1, self.num_layers + 1)
+        return next(n for n in sizes if kinds == kinds[:n] * (self.num_layers // n))
 
     @property
     def num_tokens(self) -> int:

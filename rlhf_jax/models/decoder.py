@@ -1,7 +1,8 @@
 """The decoder as pure functions: parameters in, hidden states, logits or scores out.
 
     {"embed": {"tokens": [V', D], "positions": [N, D]},    learned positions only
-     "layers": {...},                                      every leaf [L, ...]
+     "layers": {...},                                      every leaf [L, ...], or
+                                                           of layers that have it
      "final_norm": {"scale": [D], "bias": [D]},
      "head": {"kernel": [V', D]}}                          untied heads only
 
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes, blocks, layers, layout, leaves
-from rlhf_jax.models.attention import AttentionMask, KeyValue, mask_of
+from rlhf_jax.models.attention import AttentionMask, mask_of
 from rlhf_jax.models.axes import Cut
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import Given, Routing, routing_faults
@@ -45,21 +46,27 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     x = jnp.zeros((1, 1, model.hidden_size), jnp.float32)
     norm = blocks.Norm(model)
     # Attention has no parameters, and a kernel takes neither float32 nor one token.
-    block = blocks.Block(dataclasses.replace(model, attention="xla"))
+    plain = dataclasses.replace(model, attention="xla")
 
     def normal(key: Array, rows: int) -> Array:
         shape = (rows, model.hidden_size)
         return blocks.INIT_STD * jax.random.normal(key, shape, jnp.float32)
 
-    def layer(key: Array) -> Params:
+    def layer(key: Array, number: int = 0) -> Params:
+        block = layers.block_of(plain, recurrent=model.is_recurrent(number))
         mask = AttentionMask(segments=jnp.ones((1, 1), jnp.int32))
         rotary = angles(jnp.zeros((1, 1), jnp.int32), model=model)
         return block.init(key, x, mask=mask, rotary=rotary)["params"]
 
+    layer_keys = jax.random.split(layer_key, model.num_layers)
     params = {
         "embed": {"tokens": normal(embed_key, model.padded_vocab_size)},
         # Stacked [L, ...] from the start, as the scan over layers reads them.
-        "layers": jax.vmap(layer)(jax.random.split(layer_key, model.num_layers)),
+        "layers": (
+            layers.stacked([layer(key, n) for n, key in enumerate(layer_keys)])
+            if model.recurrent_layers
+            else jax.vmap(layer)(layer_keys)
+        ),
         "final_norm": norm.init(norm_key, x)["params"],
     }
     if model.positions == "learned":
@@ -185,12 +192,13 @@ def prefill(
     mask: Array,
     first_column: int = 0,
     record: bool = False,
-) -> tuple[Array, KeyValue, Routing | None]:
+) -> tuple[Array, Any, Routing | None]:
     """`hidden_states` of one text a row, and what a cache keeps of every layer.
 
     Returns:
       [B, S, D], keys and values [L, B, K, S, head_dim] each, in `model.dtype`, of all
-      columns, and with `record` the routing. On a mesh with `context` nothing is cut.
+      columns, or what `layers.run` keeps of recurrent layers too, and with `record` the
+      routing. On a mesh with `context` nothing is cut.
 
     Raises:
       InputError: as `hidden_states`.
@@ -220,12 +228,14 @@ def _run(
     cut: Cut | None,
     experts: Array | None = None,
     record: bool = False,
-) -> tuple[Array, KeyValue, Routing | None]:
+) -> tuple[Array, Any, Routing | None]:
     """`prefill`; with a cut keys and values are those of the balanced parts of rows."""
     faults = _faults(
         model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
     )
     refuse((*faults, *routing_faults(model, experts, tokens=tokens, record=record)))
+    if cut is not None:
+        layout.refuse_context("auto", model=model)
     columns = tokens.shape[1]
     if cut is not None:
         room = cut.width(columns) - columns
@@ -305,6 +315,12 @@ def _faults(
             f"expected a model without a sliding window for texts that share a prefix, "
             f"got one of {model.sliding_window} tokens, which columns would not count; "
             f"let no texts share one"
+        )
+    if prefixes is not None and model.recurrent_layers:
+        yield (
+            "expected a model of attention alone for texts that share a prefix, got "
+            "one with recurrent layers, whose state a row has once; let no texts share "
+            "one"
         )
 
 

@@ -1,7 +1,14 @@
 """The layers of a decoder over whole rows, and stacked layers taken apart.
 
 `lax.scan` runs over stacked layers, [L, ...] a leaf; with `model.unroll` each layer is
-an operation of its own. A layer that is stored in int8 or on the host (`leaves.py`) is
+an operation of its own. Where some layers have modules that others lack, the leaves of
+a module are stacked over the layers that have it, and the scan is over periods:
+
+    layer          0 1 2 3  4 5 6 7        a: attention, d: a DeltaNet
+    has            d d d a  d d d a        attention [2, ...], delta_net [6, ...],
+    turn of scan   0 0 0 0  1 1 1 1        mlp [8, ...]
+
+A layer that is stored in int8 or on the host (`leaves.py`) is
 read when its turn comes. `cached_decoder.py` runs layers on new tokens.
 """
 
@@ -9,14 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models.attention import AttentionMask, KeyValue
+from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.experts import NOTHING, Given, Routing, apply
 from rlhf_jax.models.positions import angles, unless
@@ -43,7 +50,7 @@ def run(
     positions: Array,
     first_column: int = 0,
     experts: Given = NOTHING,
-) -> tuple[Array, KeyValue, Routing | None]:
+) -> tuple[Array, Any, Routing | None]:
     """All layers, one after another.
 
     Args:
@@ -57,7 +64,9 @@ def run(
     Returns:
       [B, S - first_column, D] before the final norm, keys and values
       [L, B, K, S, head_dim] each, of all columns, and the `Routing` of B x S tokens if
-      `experts` asks for it; of columns that were not computed nothing is recorded.
+      `experts` asks for it; of columns that were not computed nothing is recorded. With
+      recurrent layers the second is {"attention": keys and values, "delta_net":
+      states}, [n, B, ...] each.
     """
     # Tables once for all layers, and not in every turn of the scan.
     everything = mask, angles(positions, model=model)
@@ -77,9 +86,26 @@ def run(
         # Only a loop keeps the two passes apart by itself.
         return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=model.unroll)
 
+    if model.recurrent_layers:
+
+        def of_kinds(x: Array, layer: Sequence[Params], number: int) -> tuple[Any, Any]:
+            sight = window if model.is_local(number) else everything
+            if model.is_unrotated(number):
+                sight = sight[0], None
+            recurrent = model.is_recurrent(number)
+            own = functools.partial(
+                _layer, model=model, sight=sight, recurrent=recurrent
+            )
+            x, (kept, _) = rematerialised(own)(x, layer[0], NOTHING)
+            return x, {"delta_net" if recurrent else "attention": kept}
+
+        period = model.num_layers if model.unroll and not stored else model.period
+        x, kept = in_periods(of_kinds, x, [layers], model=model, period=period)
+        return x[:, first_column:], kept, None
+
     if model.unroll and not stored:
         outputs = []
-        for number, layer in enumerate(unstack(layers, num_layers=model.num_layers)):
+        for number, layer in enumerate(unstack(layers, model=model)):
             sight = window if model.is_local(number) else everything
             if model.is_unrotated(number):
                 sight = sight[0], None
@@ -168,10 +194,11 @@ def _layer(
     model: ModelConfig,
     sight: Sight,
     first: int = 0,
+    recurrent: bool = False,
 ) -> tuple[Any, Any]:
     mask, rotary = sight
-    (y, key_value), routing = apply(
-        blocks.Block(model),
+    (y, kept), routing = apply(
+        block_of(model, recurrent=recurrent),
         leaves.read(params),
         x,
         experts=experts,
@@ -180,15 +207,99 @@ def _layer(
         rotary=rotary,
     )
     y = axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y)
-    return y, (key_value, routing)
+    return y, (kept, routing)
 
 
-def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
-    """Takes stacked layers (or caches) apart, once, before a decode loop."""
+def block_of(model: ModelConfig, *, recurrent: bool) -> blocks.Block:
+    """The block of a layer, with attention or a DeltaNet."""
+    if not recurrent:
+        return blocks.Block(model)
+    # Loaded by the models that have it.
+    from rlhf_jax.models.delta_net import GatedDeltaNet
+
+    return blocks.Block(model, GatedDeltaNet)
+
+
+def in_periods(
+    one: Callable[[Array, Sequence[Any], int], tuple[Array, Any]],
+    x: Array,
+    stacks: Sequence[Params],
+    *,
+    model: ModelConfig,
+    period: int,
+) -> tuple[Array, Any]:
+    """x through all layers, a period of them in each turn of one scan.
+
+    Args:
+      one: of x, what each stack has of a layer, and its number in the period: returns
+        x, and {module: what is kept}.
+      stacks: {module: leaves stacked over the layers that have it} each.
+      period: a multiple of `model.period`.
+
+    Returns:
+      x, and {module: what is kept, stacked over the layers that have it}.
+    """
+    turns = model.num_layers // period
+
+    def turn(x: Array, stacks: Sequence[Params]) -> tuple[Array, Any]:
+        kept = []
+        layers = zip(
+            *(unstack(stack, model=model, layers=period) for stack in stacks),
+            strict=True,
+        )
+        for number, layer in enumerate(layers):
+            x, of_layer = one(x, layer, number)
+            kept.append(of_layer)
+        return x, stacked(kept)
+
+    if turns == 1:
+        return turn(x, stacks)
+    apart = jax.tree.map(
+        lambda leaf: leaf.reshape(turns, -1, *leaf.shape[1:]), list(stacks)
+    )
+    x, kept = jax.lax.scan(turn, x, apart)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), kept)
+
+
+def stacked(layers: Sequence[Params]) -> Params:
+    """{module: leaves [n, ...]} of layers, n of which have the module."""
+    modules = dict.fromkeys(module for layer in layers for module in layer)
+    return {
+        module: jax.tree.map(
+            lambda *leaves: jnp.stack(leaves),
+            *(layer[module] for layer in layers if module in layer),
+        )
+        for module in modules
+    }
+
+
+def unstack(
+    tree: Any, *, model: ModelConfig, layers: int | None = None
+) -> tuple[Any, ...]:
+    """Takes stacked layers (or caches) apart, once, before a decode loop.
+
+    Args:
+      layers: how many of the model's, a multiple of its period; None is all.
+    """
+    count = model.num_layers if layers is None else layers
+    if not model.recurrent_layers:
+        return _split(tree, count)
+    parts = {
+        module: dict(zip(numbers, _split(tree[module], len(numbers)), strict=True))
+        for module in tree
+        if (numbers := [n for n in model.layers_of(module) if n < count])
+    }
+    return tuple(
+        {module: part[number] for module, part in parts.items() if number in part}
+        for number in range(count)
+    )
+
+
+def _split(tree: Any, count: int) -> tuple[Any, ...]:
     leaves, structure = jax.tree.flatten(tree)
     # Of a split the gradient is one concatenation; of L slices it would be a sum of L
     # arrays as large as the whole.
-    split = [jax.lax.split(leaf, (1,) * num_layers, axis=0) for leaf in leaves]
+    split = [jax.lax.split(leaf, (1,) * count, axis=0) for leaf in leaves]
     return tuple(
         structure.unflatten([jnp.squeeze(part, 0) for part in parts])
         for parts in zip(*split, strict=True)

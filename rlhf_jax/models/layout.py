@@ -123,12 +123,19 @@ def refuse(model: ModelConfig, *, backend: str) -> None:
         )
 
 
-def refuse_context(engine: Attention) -> None:
-    """Stops where an engine cannot compute a row whose columns are shared.
+def refuse_context(engine: Attention, *, model: ModelConfig | None = None) -> None:
+    """Stops where an engine, or a model, cannot have rows whose columns are shared.
 
     Raises:
-      InputError: says which engines compute a row whose columns are cut.
+      InputError: says which engines compute a row whose columns are cut, or that the
+        model's layers do not.
     """
+    if model is not None and model.recurrent_layers:
+        raise InputError(
+            f"expected a mesh without a context axis for a {model.family}, whose "
+            f"recurrent layers pass a state from column to column; share rows by data "
+            f"and fsdp"
+        )
     if engine not in (*ANY_COLUMNS, "auto"):
         raise InputError(
             f"expected attention {', '.join(ANY_COLUMNS[:-1])} or {ANY_COLUMNS[-1]} on "

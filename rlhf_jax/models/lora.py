@@ -69,11 +69,7 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, ...]]:
         The rank is above the smaller width of a layer, where A B has more parameters
         than W and no higher rank; names these layers.
     """
-    linear = {
-        path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape[1:]
-        for path, leaf in _flat(decoder.shapes(model)).items()
-        if path.startswith(_LAYERS) and path.endswith(_KERNEL)
-    }
+    linear = {path: shape[1:] for path, shape in _kernels(model).items()}
     for pattern in lora.modules:
         if not fnmatch.filter(linear, pattern):
             raise InputError(
@@ -113,13 +109,13 @@ def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
       InputError: no layer matches `lora.modules`, or the rank is above the smaller
         width of an adapted layer.
     """
-    adapted = targets(model=model, lora=lora)
+    adapted, kernels = targets(model=model, lora=lora), _kernels(model)
     adapters: Flat = {}
     keys = jax.random.split(key, len(adapted))
     for one, (path, shape) in zip(keys, adapted.items(), strict=True):
-        *experts, size_in, size_out = shape
-        down = (model.num_layers, *experts, size_in, lora.rank)
-        up = (model.num_layers, *experts, lora.rank, size_out)
+        num_layers, (*experts, size_in, size_out) = kernels[path][0], shape
+        down = (num_layers, *experts, size_in, lora.rank)
+        up = (num_layers, *experts, lora.rank, size_out)
         bound = 1 / math.sqrt(size_in)
         adapters[f"{_LAYERS}{path}/lora_a"] = jax.random.uniform(
             one, down, jnp.float32, minval=-bound, maxval=bound
@@ -210,6 +206,15 @@ def paths(adapters: Params) -> list[str]:
         for path in _flat(adapters)
         if path.endswith(suffix)
     ]
+
+
+def _kernels(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """{"attention/query": [L, in, out]} of the layers that have it."""
+    return {
+        path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape
+        for path, leaf in _flat(decoder.shapes(model)).items()
+        if path.startswith(_LAYERS) and path.endswith(_KERNEL)
+    }
 
 
 def _moved(

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from rlhf_jax.planning.hlo import exchanges, instructions, parsing, products
+from rlhf_jax.planning.hlo import exchanges, parsing, products
 from rlhf_jax.planning.hlo.exchanges import Collective
 from rlhf_jax.planning.hlo.parsing import Computation, Line
 
@@ -125,15 +125,13 @@ class _Walker:
 
     def _called(self, line: Line) -> Computation:
         """The computation of a fusion."""
-        return self._computations[instructions.called(line, "calls")]
+        return self._computations[line.called("calls")]
 
     def _sum(self, lines: Computation) -> Cost:
         total, channels = Cost(), set()
         for line in lines.values():
             if line.opcode == "while":
-                body, condition = (
-                    instructions.called(line, what) for what in ("body", "condition")
-                )
+                body, condition = (line.called(what) for what in ("body", "condition"))
                 times = self._times(line, lines, body=body, condition=condition)
                 if times is None:
                     times = self._of_name(line)
@@ -143,10 +141,10 @@ class _Walker:
                 total.add(self.of(body), times=times)
                 total.add(self.of(condition), times=times)
             elif line.opcode == "conditional":
-                parts = [self.of(name) for name in instructions.branches(line)]
+                parts = [self.of(name) for name in line.branches]
                 total.add(max(parts, key=lambda part: (part.flops, part.bytes)))
             elif line.opcode in ("call", "async-start"):
-                total.add(self.of(instructions.called(line, "(?:calls|to_apply)")))
+                total.add(self.of(line.called("(?:calls|to_apply)")))
             else:
                 total.flops += products.flops(line, lines, self._computations)
                 total.bytes += self._bytes(line, lines)
@@ -160,23 +158,23 @@ class _Walker:
         if known is not None:
             return int(known[1])
         tests = self._computations[condition]
-        test = instructions.root(tests)
+        test = parsing.root(tests)
         while test.opcode == "fusion":  # of the comparison alone
             inner = self._called(test)
             names = [line.name for line in inner.values() if line.opcode == "parameter"]
             outer = dict(zip(names, test.operands, strict=True))
-            test = instructions.root(inner)
+            test = parsing.root(inner)
             swapped = tuple(outer.get(name, name) for name in test.operands)
             test = dataclasses.replace(test, operands=swapped)
             tests = tests | inner
         if test.opcode != "compare" or "direction=LT" not in test.rest:
             return None
         counter, limit = (tests[name] for name in test.operands)
-        end = instructions.constant(limit)
+        end = limit.constant
         if end is None or counter.opcode != "get-tuple-element":
             return None
-        at = instructions.index(counter)
-        start = instructions.constant(lines[lines[loop.operands[0]].operands[at]]) or 0
+        at = counter.index
+        start = lines[lines[loop.operands[0]].operands[at]].constant or 0
         return -(-(end - start) // self._stride(body, at))
 
     def _of_name(self, loop: Line) -> float | None:
@@ -187,16 +185,14 @@ class _Walker:
     def _stride(self, body: str, at: int) -> int:
         """By how much a turn moves the counter: a loop may have been unrolled."""
         lines = self._computations[body]
-        root = instructions.root(lines)
+        root = parsing.root(lines)
         moved = lines[root.operands[at]]
         if moved.opcode == "fusion":
             lines = self._called(moved)
-            moved = instructions.root(lines)
+            moved = parsing.root(lines)
         if moved.opcode != "add":
             return 1
-        return (
-            max(instructions.constant(lines[name]) or 0 for name in moved.operands) or 1
-        )
+        return max(lines[name].constant or 0 for name in moved.operands) or 1
 
     def _exchange(
         self, line: Line, lines: Computation, total: Cost, channels: set[str]
@@ -274,7 +270,7 @@ class _Walker:
                 operand = lines[line.operands[int(part.text)]]
                 if far := self._far(operand, lines):
                     total += min(self._read(part, inner), far)
-        root = instructions.root(inner)
+        root = parsing.root(inner)
         parts = [root]
         if root.opcode == "tuple":
             parts = [inner[name] for name in root.operands]
@@ -295,7 +291,7 @@ class _Walker:
                 total += sum(leaf.size for leaf in user.result)
             elif user.opcode == "dynamic-update-slice":
                 if parameter.name != user.operands[0]:
-                    total += instructions.whole(parameter)
+                    total += parameter.whole
             elif user.opcode == "fusion":
                 called = self._called(user)
                 at = [
@@ -311,8 +307,8 @@ class _Walker:
             elif not (user.root and user.opcode == "tuple") and (
                 user.opcode not in exchanges.COLLECTIVES
             ):  # what passes through a fusion, or is sent in it, is not read by it
-                total += instructions.whole(parameter)
-        return min(total, instructions.whole(parameter))
+                total += parameter.whole
+        return min(total, parameter.whole)
 
     def _origin(self, line: Line, lines: Computation) -> Line:
         """What a line is another view of, through bitcasts and fusions of nothing else.
@@ -323,7 +319,7 @@ class _Walker:
             return self._origin(lines[line.operands[0]], lines)
         if line.opcode == "fusion":
             called = self._called(line)
-            root = instructions.root(called)
+            root = parsing.root(called)
             origin = self._origin(root, called)
             if origin.opcode == "parameter":
                 operand = line.operands[int(origin.text)]
@@ -335,10 +331,10 @@ class _Walker:
         if part.opcode == "parameter" or part.opcode in exchanges.COLLECTIVES:
             return 0
         if part.opcode == "dynamic-update-slice":
-            return instructions.whole(inner[part.operands[1]])
+            return inner[part.operands[1]].whole
         if part.opcode == "fusion":
             called = self._called(part)
-            root = instructions.root(called)
+            root = parsing.root(called)
             if root.opcode != "tuple":
                 return self._written(root, called)
-        return instructions.whole(part)
+        return part.whole

@@ -5,11 +5,12 @@
 A forward pass of a text of n tokens through L layers, of H heads of d dimensions:
 
     2·n·Σ kernels  +  4·H·d·Σ_l pairs_l(n)  +  2·D·V a token that is predicted
+                   +  6·n·H·k·v a DeltaNet of H heads, whose memory is [k, v]
 
 pairs_l(n) are the (token, earlier token or itself) that layer l attends to, n(n + 1)/2
-without a window. A gradient costs two forward passes more, or one more and the
-adapters' own where adapters alone are trained. Norms, softmax, optimizers and
-rematerialised layers count nothing.
+without a window. A memory is read, written and read once more per token. A gradient
+costs two forward passes more, or one more and the adapters' own where adapters alone
+are trained. Norms, softmax, optimizers and rematerialised layers count nothing.
 
 Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, here with causal pairs.
 """
@@ -53,15 +54,17 @@ def forward(
     """
     size, width = model.hidden_size, model.num_heads * model.head_dim
     projections = 2 * size * (width + model.num_kv_heads * model.head_dim)
+    projections += size * width if model.output_gate else 0
+    attention = model.layers_of("attention")
     mlp = (3 if model.gated_mlp else 2) * size * model.intermediate_size
     if model.experts is not None:  # those that a token meets, and the router
         mlp = model.experts.per_token * mlp + size * model.experts.count
     shared = len(texts.responses) * (1 - 1 / group_size)  # prompts that are not run
     tokens = texts.tokens - shared * texts.prompt
-    total = 2.0 * tokens * model.num_layers * (projections + mlp)
+    total = 2.0 * tokens * (len(attention) * projections + model.num_layers * mlp)
+    total += tokens * _of_delta_nets(model)
     windows = Counter(
-        model.sliding_window if model.is_local(layer) else None
-        for layer in range(model.num_layers)
+        model.sliding_window if model.is_local(layer) else None for layer in attention
     )
     for window, layers in windows.items():
         pairs = sum(
@@ -85,6 +88,19 @@ def training(
     passes = 3 if adapters is None else 2
     own = 0.0 if adapters is None else 3 * 2.0 * texts.tokens * adapters
     return passes * forward(model, texts, head=head) + own
+
+
+def _of_delta_nets(model: ModelConfig) -> float:
+    """FLOPs of a token in all of them."""
+    shape = model.delta_net
+    if shape is None:
+        return 0.0
+    values = shape.num_value_heads * shape.value_dim
+    keys = shape.num_key_heads * shape.key_dim
+    numbers = 2 * keys + 3 * values + 2 * shape.num_value_heads
+    memory = values * shape.key_dim
+    layers = len(model.layers_of("delta_net"))
+    return layers * (2.0 * model.hidden_size * numbers + 6.0 * memory)
 
 
 def _pairs(length: int, *, window: int | None) -> int:

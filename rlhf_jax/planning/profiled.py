@@ -21,7 +21,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import chips, model_flops
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.runs import metrics, report
-from rlhf_jax.runs.profile import profiler, window
+from rlhf_jax.runs.profile import Window, profiler
 from rlhf_jax.runs.profile.profiler import Profiled, Text
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def summary(
     Returns:
       {"profile": {...}}, or {} of a run without a profile of these steps.
     """
-    steps = None if profile is None else window.parse(profile)
+    steps = None if profile is None else Window.parse(profile)
     profiled = profiler.read(run_folder, window=steps)
     if profiled is None:
         return {}

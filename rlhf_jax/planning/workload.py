@@ -10,11 +10,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import caches
-from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.config import DeltaNet, ModelConfig
 
 PyTree = Any
 # Norms, activations and gated products of a layer, in parts of its projections.
@@ -123,10 +124,10 @@ def block_visits(
     blocks = -(-columns // block)
     windows = (
         1 - (1 - caches.width(model, layer, columns=columns)) // block
-        for layer in range(model.num_layers)
+        for layer in model.layers_of("attention")
     )
     pairs = sum(min(i + 1, window) for window in windows for i in range(blocks))
-    mean = pairs / (blocks * model.num_layers)
+    mean = pairs / (blocks * max(1, len(model.layers_of("attention"))))
     return {
         blockwise_passes.KEY_BLOCKS: mean,
         blockwise_passes.QUERY_BLOCKS: mean / context,
@@ -138,7 +139,8 @@ def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
 
     In int8 every d of them have a scale in float32. With `model.cache_pages` a layer
     that sees all columns has those of the pages in place of B·W_l. W_l are those of
-    the columns, of prompt and response together, that layer l keeps.
+    the columns, of prompt and response together, that layer l keeps. A DeltaNet layer
+    has its state instead, however many columns there are.
     """
 
     def places(layer: int) -> int:
@@ -154,7 +156,14 @@ def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
     size = model.head_dim * jnp.dtype(model.dtype).itemsize
     if model.cache == "int8":
         size = model.head_dim + 4
-    return 2 * sum(map(places, range(model.num_layers))) * model.num_kv_heads * size
+    columns_bytes = 2 * model.num_kv_heads * size
+    states = 0
+    if model.delta_net is not None:
+        state = jax.eval_shape(lambda: caches.blank_state(model, rows=rows))
+        states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return columns_bytes * sum(map(places, model.layers_of("attention"))) + (
+        states * len(model.layers_of("delta_net"))
+    )
 
 
 def activation_bytes(
@@ -162,7 +171,7 @@ def activation_bytes(
 ) -> int:
     """Bytes that a device keeps between a forward pass and its backward pass, by hand.
 
-        L · (input of a layer + what remat keeps) + one layer at work + the head's
+        Σ_l (input of a layer + what remat keeps) + one layer at work + the head's
 
     A layer keeps its input; with dots every projection too; with none all there is, of
     attention without a flash kernel scores and probabilities [H, S, S] as well.
@@ -176,18 +185,41 @@ def activation_bytes(
     MiB of temporaries without remat, with dots and with full; here 3087, 963 and 315.
     """
     width, kv = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
+    width *= 2 if model.output_gate else 1
     mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
     if model.experts is not None:
         # Rows sorted by expert, and what an expert returns of each.
         mlp = model.experts.per_token * (mlp + 2 * model.hidden_size)
     tokens, size = rows * columns, jnp.dtype(model.dtype).itemsize
-    shared = (width + 2 * kv + mlp) / tensor
-    projections = tokens * size * (shared + 2 * model.hidden_size)
-    scores = 0.0
+
+    def layer(width: int, inner: float) -> tuple[float, float]:
+        """What a layer of one kind keeps, and what it has at work."""
+        shared = (width + mlp) / tensor
+        projections = tokens * size * (shared + 2 * model.hidden_size)
+        whole = (1 + BETWEEN) * projections + inner / tensor
+        return {"none": whole, "dots": projections, "full": 0.0}[model.remat], whole
+
+    inner = 0.0
     if model.attention == "xla":  # of float32
-        scores = 2 * 4 * rows * columns**2 * model.num_heads / tensor
-    whole = (1 + BETWEEN) * projections + scores
-    kept = {"none": whole, "dots": projections, "full": 0.0}[model.remat]
+        inner = 2 * 4 * rows * columns**2 * model.num_heads
+    kept, whole = layer(width + 2 * kv, inner)
+    total = len(model.layers_of("attention")) * kept
+    if model.delta_net is not None:
+        kept, at_work = layer(*_delta_net_numbers(model.delta_net, tokens=tokens))
+        total += len(model.layers_of("delta_net")) * kept
+        whole = max(whole, at_work)
     inputs = tokens * size * model.hidden_size
     head = 2 * 4 * tokens * model.hidden_size  # hidden states and their gradient
-    return int(model.num_layers * (inputs + kept) + whole + head)
+    return int(total + model.num_layers * inputs + whole + head)
+
+
+def _delta_net_numbers(shape: DeltaNet, *, tokens: int) -> tuple[int, float]:
+    """What a token's projections hold, and bytes of float32 within chunks."""
+    from rlhf_jax.models import delta_net
+
+    keys = shape.num_key_heads * shape.key_dim
+    values = shape.num_value_heads * shape.value_dim
+    # Per head: factors and products of a chunk, query, key and value, and a memory.
+    within = 8 * delta_net.CHUNK + 4 * (shape.key_dim + shape.value_dim)
+    within += shape.key_dim * shape.value_dim / delta_net.CHUNK
+    return 2 * (keys + values), 4.0 * tokens * shape.num_value_heads * within

@@ -233,10 +233,7 @@ def exact_kl(
             )
         if tokens is not None and top_k is not None:
             return kl.head_from_hidden(*models, tokens=about, k=top_k, **options)
-        options["direction"] = direction
-        if top_k is None:
-            return kl.exact_from_hidden(*models, **options)
-        return kl.top_k_from_hidden(*models, k=top_k, **options)
+        return kl.exact_from_hidden(*models, direction=direction, k=top_k, **options)
 
     results = axes.per_prediction(
         computed,

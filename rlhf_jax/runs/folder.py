@@ -28,7 +28,7 @@ from rlhf_jax.extensions import entry_points
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, parsing, write_errors
 from rlhf_jax.runs.object_storage import mirror
-from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.proof import run_files, sums
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
 from rlhf_jax.runs.snapshots import resume
@@ -60,7 +60,7 @@ def check_run(config: RunConfig) -> None:
         )
     num_steps = fields.get("num_steps")
     if config.profile is not None and num_steps is not None:
-        window.parse(config.profile).check(num_steps)
+        Window.parse(config.profile).check(num_steps)
     out, names, why = config.out, [], ""
     try:
         if "\0" in str(out):

@@ -33,7 +33,7 @@ from rlhf_jax.runs import (
     report,
 )
 from rlhf_jax.runs.folder import open_run, versions
-from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import proof, resume
 from rlhf_jax.runs.stage import Stage
@@ -84,7 +84,7 @@ class Run:
                 )
         profiled = None
         if config.profile is not None:
-            profiled = window.parse(config.profile)
+            profiled = Window.parse(config.profile)
             profiled.check([0, *num_steps.values()][-1])
         if processes.is_first() and config.loggers:
             from rlhf_jax.runs import loggers  # of few runs

@@ -17,7 +17,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import choices
 from rlhf_jax.runs.object_storage import mirror
-from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.snapshots import resume
 
 LOGGERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
@@ -76,7 +76,7 @@ class RunConfig:
             least=0, most=2**32 - 1, advice="choose another", **{"--seed": self.seed}
         )
         if self.profile is not None:
-            window.parse(self.profile)
+            Window.parse(self.profile)
         for extra, package in self.loggers.items():
             entry_points.require_package(
                 package,

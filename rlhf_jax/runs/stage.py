@@ -22,7 +22,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import command_line, receipt
 from rlhf_jax.runs.object_storage import mirror
-from rlhf_jax.runs.profile.window import HOST_SCOPE, Masks
+from rlhf_jax.runs.profile import HOST_SCOPE, Masks
 from rlhf_jax.runs.proof import run_files
 from rlhf_jax.runs.proof.sums import Sum
 from rlhf_jax.runs.run_config import to_json

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
-from rlhf_jax.checkpoints import frozen_models, further_references, hf
+from rlhf_jax.checkpoints import frozen_models, hf
 from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import sharding
@@ -168,9 +168,17 @@ def build(
         from rlhf_jax.algorithms.flow.teacher import head_of
 
         head = head_of(reference, model=model, place=place)
-    further = further_references.load(
-        config.reference.references, load=load.model, **on_mesh
-    )
+    further = {
+        one.name: frozen_models.load_reference(
+            one.path,
+            storage=one.storage,
+            place=one.place,
+            load=load.model,
+            option=one.option,
+            **on_mesh,
+        )
+        for one in config.reference.references
+    }
     kl = config.kl.kl_control.controller(config.kl_coef, num_steps=config.num_steps)
     entropy_coef = None if recipe.entropy_control is None else recipe.entropy_coef
     apart, critic_state = config.critic is not None and config.critic_place.apart, None

@@ -134,7 +134,8 @@ class RolloutPacker(_Lengths):
         """Whether attention lets responses of a group share their prompt."""
         model = self._recipe.model
         engine, _ = layout.choose(model, columns=width)
-        return engine in layout.PREFIXES and model.sliding_window is None
+        whole = model.sliding_window is None and not model.recurrent_layers
+        return engine in layout.PREFIXES and whole
 
 
 class EndPacker(_Lengths):

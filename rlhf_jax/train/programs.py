@@ -27,7 +27,6 @@ from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.devices import program_cache, row_sharding, sharding
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import (
@@ -39,6 +38,7 @@ from rlhf_jax.roles.reference.frozen import (
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
+from rlhf_jax.train.watch import sampled_tokens
 
 if TYPE_CHECKING:
     from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker

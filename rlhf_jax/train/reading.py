@@ -55,7 +55,10 @@ def load_start(
       save_dtype: Of what is written; None is that of most weights.
     """
     if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
-        layout.refuse_context(options.attention)
+        start = start or pretrained.described(
+            path_or_repo_id, tokenizer=options.tokenizer
+        )
+        layout.refuse_context(options.attention, model=start.model)
     start = pretrained.load(
         path_or_repo_id,
         start=start,

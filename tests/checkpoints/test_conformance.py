@@ -78,6 +78,15 @@ CONFIGS = {
     "qwen2": LLAMA | {"tie_word_embeddings": True},
     "qwen2, yarn": LLAMA | {"rope_scaling": YARN | {"attention_factor": 1.2}},
     "qwen3": LLAMA,
+    "qwen3_5_text": LLAMA
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
     "phi3": LLAMA | {"partial_rotary_factor": 0.5, "sliding_window": 8},
     "gpt_neox": {
         "vocab_size": VOCAB,
@@ -122,7 +131,9 @@ REWARDS = [name for name in CONFIGS if "," not in name and "granite" not in name
 FOLDERS = [*CONFIGS, *(f"{name} reward" for name in REWARDS)]
 # What a reader cannot, by environment and folder, with the reason.
 UNKNOWN: dict[str, dict[str, str]] = {
-    "transformers-4.57": {},
+    "transformers-4.57": dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_text-reward"), "It came with 5."
+    ),
     "transformers-5": {},
     "vllm": {
         "gemma3_text-reward": "0.32 looks for the trunk's tensors without model.",

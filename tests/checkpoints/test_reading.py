@@ -19,7 +19,7 @@ FAMILIES = {
     **dict.fromkeys(
         (
             *("llama_bf16", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"),
-            *("olmo2", "olmo3", "smollm3", "granite", "granite4"),
+            *("olmo2", "olmo3", "smollm3", "granite", "granite4", "qwen3_5"),
         ),
         ("model.", "embed_tokens.weight", "lm_head.weight"),
     ),

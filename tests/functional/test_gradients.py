@@ -159,7 +159,9 @@ CASES = {
         )
         for name, f in {
             "exact_from_hidden": kl.exact_from_hidden,
-            "top_k_from_hidden": lambda *a, **k: kl.top_k_from_hidden(*a, k=3, **k),
+            "exact_from_hidden top_k": lambda *a, **k: kl.exact_from_hidden(
+                *a, k=3, **k
+            ),
         }.items()
         for direction, cap in (("reverse", None), ("forward", 1.5))
     },
@@ -413,7 +415,7 @@ STENCIL = {1: 8 / 12, -1: -8 / 12, 2: -1 / 12, -2: 1 / 12}  # of fourth order
 TWICE = (
     "kl.hidden_states.jensen_shannon_from_hidden",
     "kl.hidden_states.jensen_shannon_from_hidden bucket",
-    "kl.hidden_states.top_k_from_hidden forward capped",
+    "kl.hidden_states.exact_from_hidden top_k forward capped",
     "logprob_chunks.logprobs_and_entropy",
 )
 

@@ -154,8 +154,8 @@ def test_no_gradient_of_logprobs_reaches_their_rows(where, max_logits):
 KINDS = {
     "reverse": kl.exact_from_hidden,
     "forward": functools.partial(kl.exact_from_hidden, direction="forward"),
-    "top_k": functools.partial(kl.top_k_from_hidden, k=3),
-    "top_k of all": functools.partial(kl.top_k_from_hidden, k=V),
+    "top_k": functools.partial(kl.exact_from_hidden, k=3),
+    "top_k of all": functools.partial(kl.exact_from_hidden, k=V),
     "jensen_shannon": functools.partial(kl.jensen_shannon_from_hidden, beta=0.3),
     "jensen_shannon of top_k": functools.partial(
         kl.jensen_shannon_from_hidden, beta=0.3, k=3

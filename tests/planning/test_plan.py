@@ -58,6 +58,10 @@ PUBLISHED = [
     ("qwen2.5-72b", 72_706_203_648),
     ("qwen3-0.6b", 596_049_920),
     ("qwen3-8b", 8_190_735_360),
+    # As counted in transformers' own models, without vision.
+    ("qwen3.5-4b", 4_205_751_296),
+    ("qwen3.5-9b", 8_953_803_264),
+    ("qwen3.5-27b", 26_895_998_464),
     ("mistral-7b", 7_241_732_096),
     ("pythia-160m", 162_322_944),
     ("pythia-410m", 405_334_016),

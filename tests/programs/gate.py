@@ -25,7 +25,7 @@ import planned
 from rlhf_jax.devices import precision, sharding
 from rlhf_jax.models.families import registry
 from rlhf_jax.planning import cost, measured, memory_check
-from rlhf_jax.planning.hlo import exchanges, instructions, parsing
+from rlhf_jax.planning.hlo import exchanges, parsing
 from rlhf_jax.train.plan import job, plan
 
 MODELS = {"8B": "llama-3.1-8b", "1.5B": "qwen2.5-1.5b"}
@@ -39,7 +39,7 @@ class Reader:
     def __init__(self, text):
         self.computations, self.entry = parsing.parse(text)
         fused = {
-            instructions.called(line, "calls")
+            line.called("calls")
             for line in self.lines(*self.computations)
             if line.opcode == "fusion"
         }
@@ -53,7 +53,7 @@ class Reader:
         """Bodies of the loops that end when every row has stopped."""
         for line in self.lines(*self.running):
             if line.opcode == "while" and "known_trip_count" not in line.rest:
-                yield instructions.called(line, "body")
+                yield line.called("body")
 
     def inside(self, name):
         """A computation and all that it calls, but for fusions."""
@@ -62,21 +62,21 @@ class Reader:
             if line.opcode in ("while", "call", "async-start", "conditional"):
                 called = re.findall(
                     r"(?:body|to_apply|calls)=%?([\w.\-]+)", line.rest
-                ) + (instructions.branches(line) if "branch" in line.rest else [])
+                ) + (line.branches if "branch" in line.rest else [])
                 names += [inner for one in called for inner in self.inside(one)]
         return names
 
     def constants(self, body):
         """What a loop carries unchanged by name, with bytes: weights, above all."""
         lines = self.computations[body]
-        root = instructions.root(lines)
+        root = parsing.root(lines)
         return {
-            line.name: instructions.whole(line)
+            line.name: line.whole
             for line in lines.values()
             if line.opcode == "get-tuple-element"
             and lines[line.operands[0]].opcode == "parameter"
-            and root.operands[instructions.index(line)] == line.name
-            and instructions.whole(line) >= SMALL
+            and root.operands[line.index] == line.name
+            and line.whole >= SMALL
         }
 
     def multiplies(self, line):
@@ -95,7 +95,7 @@ class Reader:
 
 
 def _called(line):
-    return instructions.called(line, "calls")
+    return line.called("calls")
 
 
 def moved_weights(reader, body):

@@ -70,6 +70,7 @@ LLAMA_TIED = transformers.LlamaConfig(
 # the range of the logits, heads that are no share of the hidden size, rotary positions
 # whose waves yarn keeps, blends and divides.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LINEAR = "linear_attention"
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 40.0,
@@ -170,6 +171,21 @@ GRANITE4 = transformers.GraniteMoeHybridConfig(
     layer_types=[GLOBAL] * 3,
     mamba_n_heads=1,
     position_embedding_type=None,
+)
+# DeltaNets whose query and key heads serve two heads of values each.
+QWEN3_5 = transformers.Qwen3_5TextConfig(
+    **FOUR_LAYERS | {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16},
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+    layer_types=[LINEAR, GLOBAL] * 2,
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.25,
+    },
 )
 # Weights of a token's experts that do not sum to 1.
 QWEN3_MOE = transformers.Qwen3MoeConfig(
@@ -318,6 +334,7 @@ FIXTURE = {
     "smollm3": causal(t.SmolLM3ForCausalLM, SMOLLM3, **LONG),
     "granite": causal(t.GraniteForCausalLM, GRANITE, **LONG),
     "granite4": causal(t.GraniteMoeHybridForCausalLM, GRANITE4, **LONG),
+    "qwen3_5": causal(t.Qwen3_5ForCausalLM, QWEN3_5, **LONG),
     "qwen3_moe": causal(t.Qwen3MoeForCausalLM, QWEN3_MOE, **LONG),
     "mixtral": causal(t.MixtralForCausalLM, MIXTRAL, **LONG),
     "gpt_oss": causal(t.GptOssForCausalLM, GPT_OSS, **LONG),
@@ -333,6 +350,7 @@ FIXTURE = {
     "olmo2_reward": scores(t.Olmo2ForSequenceClassification, OLMO2, **EAGER),
     "olmo3_reward": scores(t.Olmo3ForSequenceClassification, OLMO3, **EAGER),
     "smollm3_reward": scores(t.SmolLM3ForSequenceClassification, SMOLLM3, **EAGER),
+    "qwen3_5_reward": scores(t.Qwen3_5TextForSequenceClassification, QWEN3_5, **EAGER),
     "qwen3_moe_reward": scores(t.Qwen3MoeForSequenceClassification, QWEN3_MOE, **EAGER),
     "mixtral_reward": scores(t.MixtralForSequenceClassification, MIXTRAL, **EAGER),
     "gpt_oss_reward": scores(t.GptOssForSequenceClassification, GPT_OSS, **EAGER),

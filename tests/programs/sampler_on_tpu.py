@@ -11,7 +11,7 @@ import planned
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.planning import cost, measured
-from rlhf_jax.planning.hlo import instructions, parsing
+from rlhf_jax.planning.hlo import parsing
 from rlhf_jax.train.plan import job, plan
 
 # A cache that does not fit on the chip, and heads that four devices share.
@@ -25,7 +25,7 @@ def loops(text):
     for lines in computations.values():
         for line in lines.values():
             if line.opcode == "while" and "known_trip_count" not in line.rest:
-                yield computations[instructions.called(line, "body")]
+                yield computations[line.called("body")]
 
 
 def main():

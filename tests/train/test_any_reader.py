@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from rlhf_jax.checkpoints import precomputed, refusals, shards
+from rlhf_jax.checkpoints import mapping, precomputed, shards
 from rlhf_jax.data import files, json_lines
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
@@ -43,7 +43,7 @@ FILES = {  # by reader: the file's name, and what reads it in a folder
     "a text": ("a.txt", lambda at: json_lines.read_text(at / "a.txt")),
     "pairs": ("a.jsonl", lambda at: files.read_preferences(at / "a.jsonl")),
     "a checkpoint": ("config.json", lambda at: shards.read_json(at / "config.json")),
-    "an adapter": (refusals.ADAPTER, refusals.refuse_adapter),
+    "an adapter": (mapping.ADAPTER, mapping.refuse_adapter),
     "a cache": ("a.json", lambda at: precomputed._check_whole(at / "a", at / "a.json")),
     "a plan": ("a.json", lambda at: plan._is_plan(at / "a.json")),
     "a record": ("a.json", lambda at: provenance._read(at / "a.json", receipt.SHAPE)),

@@ -149,7 +149,7 @@ def test_every_way_holds(way, only, tmp_path, monkeypatch):
         started = time.monotonic()
         verdict = run_tests(CHEATS[name].code, TESTS, seconds=2.0, unsafe=True)
         assert verdict.passed == 0, name
-        assert time.monotonic() - started < 30, name
+        assert time.monotonic() - started < 120, name  # it ends
         assert list(tmp_path.iterdir()) == [], name
     whole = (
         "n = 0\nwhile n < 6:\n    n += 1\n    open(str(n), 'wb').write(b'x' * 2**23)\n"

@@ -29,6 +29,7 @@ _MODULES = {
     "gemma3_text": "gemma3",
     **{name: name for name in ("olmo2", "olmo3", "smollm3", "granite")},
     "granitemoehybrid": "granite4",
+    "qwen3_5_text": "hybrids.qwen3_5",
     **{name: f"mixtures.{name}" for name in ("qwen3_moe", "mixtral", "gpt_oss")},
 }
 
@@ -79,8 +80,7 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
     """
     fields.check(config)
     name = config.get("model_type")
-    # Not `get`: of a name that is not there `[]` raises another error.
-    family = FAMILIES[name] if name in FAMILIES else None  # noqa: SIM401
+    family = FAMILIES[name] if name is not None and name in FAMILIES else None
     read = () if family is None else family.reads
     for option, feature in UNSUPPORTED.items():
         if config.get(option) and option not in read:
@@ -101,7 +101,9 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
 
 def _nearest(name: str | None) -> str:
     """The family whose name is the most like this one, for a message; "" is none."""
-    close = difflib.get_close_matches(name or "", FAMILIES, n=1)
+    # Of gemma3, which has a vision tower, that is gemma3_text.
+    texts = [family for family in FAMILIES if family == f"{name}_text"]
+    close = texts or difflib.get_close_matches(name or "", FAMILIES, n=1)
     return f" (the nearest is {close[0]})" if close else ""
 
 

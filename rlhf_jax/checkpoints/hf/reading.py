@@ -18,7 +18,7 @@ from flax import traverse_util
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from rlhf_jax.checkpoints import mapping, refusals, shards
+from rlhf_jax.checkpoints import mapping, shards
 from rlhf_jax.checkpoints.hf import casting, layout, mxfp4
 from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
@@ -32,14 +32,14 @@ from rlhf_jax.runs.proof import exported
 
 _GENERATION = "generation_config.json"
 _DOWNLOADED = [
-    *(layout.CONFIG, refusals.ADAPTER, _GENERATION),
+    *(layout.CONFIG, mapping.ADAPTER, _GENERATION),
     *("model*.safetensors", shards.INDEX),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*"),
 ]
 
 
-_SHAPE = [layout.CONFIG, refusals.ADAPTER]
+_SHAPE = [layout.CONFIG, mapping.ADAPTER]
 
 
 def load(
@@ -202,7 +202,7 @@ def _reading(
     folder = hub.folder(path_or_repo_id, patterns=patterns)
     with located(f"checkpoint {path_or_repo_id}"):
         if not (folder / layout.CONFIG).exists():
-            refusals.refuse_adapter(folder)
+            mapping.refuse_adapter(folder)
         yield folder
 
 
@@ -215,10 +215,10 @@ def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
             f"checkpoint {of}: {shards.WEIGHTS} is read, as transformers does, and "
             f"{shards.INDEX} beside it is not; delete the one that is out of date"
         )
-    if (folder / refusals.ADAPTER).exists():
+    if (folder / mapping.ADAPTER).exists():
         _note(
             f"checkpoint {of}: its whole model is read, without the adapter beside it "
-            f"({refusals.ADAPTER}); merge the adapter where it is meant"
+            f"({mapping.ADAPTER}); merge the adapter where it is meant"
         )
     return tensors
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         exact_from_hidden,
         head_from_hidden,
         jensen_shannon_from_hidden,
-        top_k_from_hidden,
     )
     from rlhf_jax.functional.kl.mixtures import jensen_shannon
 
@@ -29,7 +28,6 @@ __all__ = [
     "k2",
     "k3",
     "top_k",
-    "top_k_from_hidden",
 ]
 
 

@@ -1,8 +1,7 @@
 """KL of two heads over one vocabulary, some tokens at a time, with its own gradient.
 
 Nothing here shifts columns: position t is about the distribution that hidden[:, t]
-gives. `kl.exact_from_hidden`, `kl.top_k_from_hidden` and
-`kl.jensen_shannon_from_hidden` are the public names.
+gives. `kl.exact_from_hidden` and `kl.jensen_shannon_from_hidden` are the public names.
 
 With z, y the logits / temperature of policy and reference, P, Q their softmax and
 d_v = z_v - y_v of a token (or of the bucket of all tokens beside a top k, from its

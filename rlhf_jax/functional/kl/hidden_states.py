@@ -31,10 +31,13 @@ def exact_from_hidden(
     ref_softcap: float | None = None,
     first_column: int = 1,
     direction: Direction = "reverse",
+    k: int | None = None,
     max_logits: int = 2**24,
     unused: unused_ids.Ranges = (),
 ) -> Float32[Array, "B S"]:
     """Exact KL of logits = hidden·headᵀ, without an array [B, S, V] in either pass.
+
+    With k it is `kl.top_k`: over the policy's k most likely tokens and one bucket.
 
     The vocabulary is read in chunks, each for all positions at once: a sharded batch
     stays sharded, and a head that is sharded over the vocabulary is gathered. The
@@ -52,6 +55,8 @@ def exact_from_hidden(
       first_column: the first column to compute; earlier ones are 0. The prompt's width
         P gives the response alone.
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
+      k: tokens outside the bucket, 1 to V, which the same pass finds; no gradient flows
+        through their choice. None takes every token.
       max_logits: logits of both models in memory at a time. The least is one token of
         the vocabulary for every position (2·B·S).
       unused: ranges of ids below `vocab_size` that no token has; they are no part of
@@ -63,65 +68,19 @@ def exact_from_hidden(
       `head` and `temperature`. Columns whose cotangent is 0 (masked out) do not
       contribute to it, whatever their hidden states.
 
-    Source: Cover and Thomas, Elements of Information Theory, eq. 2.26; the running sums
-    are those of Milakov and Gimelshein 2018, arXiv:1805.02867.
+    Source: Cover and Thomas, Elements of Information Theory, eq. 2.26, and of the
+    bucket theorem 2.7.1, the log-sum inequality; the running sums are those of Milakov
+    and Gimelshein 2018, arXiv:1805.02867.
 
     >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
     >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
     >>> print(exact_from_hidden(hidden, head, hidden, 2 * head))
     [[0.    0.16  0.174]]
+    >>> print(exact_from_hidden(hidden, head, hidden, 2 * head, k=1))
+    [[0.    0.132 0.156]]
     >>> from rlhf_jax import kl
     >>> print(kl.exact(hidden @ head.T, 2 * hidden @ head.T)[:, :-1])  # unshifted
     [[0.16  0.174]]
-    """
-    return _from_hidden(
-        (hidden, head),
-        (ref_hidden, ref_head),
-        k=None,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        softcap=softcap,
-        ref_softcap=ref_softcap,
-        first_column=first_column,
-        direction=direction,
-        max_logits=max_logits,
-        unused=unused,
-    )
-
-
-def top_k_from_hidden(
-    hidden: Float[Array, "B S D"],
-    head: Float[Array, "rows D"],
-    ref_hidden: Float[Array, "B S ref_D"],
-    ref_head: Float[Array, "ref_rows ref_D"],
-    *,
-    k: int,
-    temperature: Scalar = 1.0,
-    vocab_size: int | None = None,
-    softcap: float | None = None,
-    ref_softcap: float | None = None,
-    first_column: int = 1,
-    direction: Direction = "reverse",
-    max_logits: int = 2**24,
-    unused: unused_ids.Ranges = (),
-) -> Float32[Array, "B S"]:
-    """KL over the policy's k most likely tokens and one bucket, from hidden states.
-
-    It is `kl.top_k` of logits = hidden·headᵀ, without an array [B, S, V] in either
-    pass. The same pass finds the k tokens. No gradient flows through their choice.
-
-    Args:
-      k: tokens outside the bucket, 1 to V.
-      the others: as `exact_from_hidden`, whose results these are too.
-
-    Source: the log-sum inequality, Cover and Thomas, theorem 2.7.1.
-
-    >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
-    >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
-    >>> print(top_k_from_hidden(hidden, head, hidden, 2 * head, k=1))
-    [[0.    0.132 0.156]]
-    >>> print(top_k_from_hidden(hidden, head, hidden, 2 * head, k=3))  # the exact KL
-    [[0.    0.16  0.174]]
     """
     return _from_hidden(
         (hidden, head),
@@ -222,7 +181,7 @@ def jensen_shannon_from_hidden(
       beta: β, share of the reference in the mixture, between 0 and 1; the gradient
         reaches it.
       k: take the policy's k most likely tokens one by one and all others as one bucket,
-        as `kl.top_k_from_hidden` does; None takes every token.
+        as `kl.top_k` does; None takes every token.
       the others: as `exact_from_hidden`, whose results these are too.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.

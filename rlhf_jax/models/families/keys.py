@@ -21,7 +21,7 @@ import numpy as np
 
 from rlhf_jax.models.config import ModelConfig
 
-Layout = Literal["same", "transposed", "vocabulary", "row"]
+Layout = Literal["same", "transposed", "vocabulary", "row", "taps"]
 
 
 SCORE = "score.weight"  # [1, D]
@@ -37,6 +37,7 @@ class Key:
       transposed  [out, in] -> [in, out]   (Linear)
       vocabulary  [V, D] -> [V', D]        (rows padded with zeros)
       row         [1, D] -> [D]            (the head of a scalar model)
+      taps        [C, 1, W] -> [W, C]      (the convolution of each channel)
     """
 
     # With {layer} where there is one tensor a layer, and {expert} where there is one
@@ -45,6 +46,7 @@ class Key:
     paths: tuple[str, ...]  # several are fused in that tensor, along their last axis
     layout: Layout = "same"
     head_dim: int | None = None  # fused by turns of so many columns; None leaf by leaf
+    layers: tuple[int, ...] | None = None  # that have the tensor; None is all
 
     @property
     def stacked(self) -> int:
@@ -53,7 +55,7 @@ class Key:
 
     def names(self, model: ModelConfig) -> list[str]:
         """The names of their tensors: one, one per layer, or one per expert of it."""
-        layers = range(model.num_layers)
+        layers = range(model.num_layers) if self.layers is None else self.layers
         experts = range(0 if model.experts is None else model.experts.count)
         match self.stacked:
             case 0:
@@ -74,6 +76,8 @@ class Key:
                 return (vocab_size, *fused[1:])
             case "row":
                 return (1, *fused)
+            case "taps":
+                return (fused[1], 1, fused[0])
             case _:
                 return fused
 
@@ -102,6 +106,8 @@ class Key:
                 return (rows, *ours[1:])
             case "row":
                 return (slice(0, 1), *ours)
+            case "taps":
+                return (ours[1], slice(0, 1), ours[0])
             case _:
                 return tuple(ours)
 
@@ -112,6 +118,8 @@ class Key:
                 return part.T
             case "row":
                 return part[0]
+            case "taps":
+                return part[:, 0].T
             case _:
                 return part
 
@@ -127,6 +135,8 @@ class Key:
                 tensor = tensor[:vocab_size]
             case "row":
                 tensor = tensor[None]
+            case "taps":
+                tensor = tensor.T[:, None]
         return np.ascontiguousarray(tensor)
 
 
@@ -137,6 +147,7 @@ class Table:
     prefix: str  # of the trunk; a checkpoint of the trunk alone leaves it out
     keys: tuple[Key, ...]
     ignored: tuple[str, ...] = ()  # tensors of theirs that hold nothing of the model
+    ignored_prefixes: tuple[str, ...] = ()  # of more such tensors
     tied: str | None = None  # name of the head that is the embedding; None: untied
 
     @property
@@ -213,6 +224,11 @@ class Family:
     def classifier(self) -> str:
         """The architecture with a score."""
         return self.stem + self.classifier_suffix
+
+
+def in_layers(layers: tuple[int, ...], *of_all: Key) -> tuple[Key, ...]:
+    """The keys, of tensors that these layers alone have."""
+    return tuple(dataclasses.replace(key, layers=layers) for key in of_all)
 
 
 def linear(

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from rlhf_jax.models import config
-from rlhf_jax.models.config import ModelConfig, RopeScaling
+from rlhf_jax.models.config import DeltaNet, ModelConfig, RopeScaling
 from rlhf_jax.models.families.mistral import in_every_layer
 from rlhf_jax.models.families.mixtures import known
 
@@ -204,6 +204,31 @@ def _granite_4(
     )
 
 
+def _qwen_3_5(
+    *sizes: int, value_heads: int = 32, tied_head: bool = False
+) -> ModelConfig:
+    """Three DeltaNets to a layer of attention, whose heads rotate by a quarter."""
+    plain = _llama(
+        *sizes,
+        norm_eps=1e-6,
+        rope_theta=1e7,
+        vocab_size=248_320,
+        max_positions=262_144,
+        head_dim=256,
+        tied_head=tied_head,
+    )
+    return dataclasses.replace(
+        plain,
+        family="qwen3_5_text",
+        rotary_dim=64,
+        norm_from_one=True,
+        query_key_norm=True,
+        output_gate=True,
+        delta_net=DeltaNet(16, value_heads, key_dim=128, value_dim=128),
+        recurrent_layers=tuple((i + 1) % 4 != 0 for i in range(plain.num_layers)),
+    )
+
+
 def _windowed(family: str, plain: ModelConfig, *, window: int) -> ModelConfig:
     """A Llama of another family, with a sliding window in every layer."""
     return dataclasses.replace(in_every_layer(plain, window=window), family=family)
@@ -251,6 +276,9 @@ KNOWN: dict[str, ModelConfig] = {
     # Qwen team 2025, arXiv:2505.09388, table 1.
     "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tied_head=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 8, 12_288),
+    "qwen3.5-4b": _qwen_3_5(2560, 32, 16, 4, 9216, tied_head=True),
+    "qwen3.5-9b": _qwen_3_5(4096, 32, 16, 4, 12_288),
+    "qwen3.5-27b": _qwen_3_5(5120, 64, 24, 4, 17_408, value_heads=48),
     # Jiang et al. 2023, arXiv:2310.06825, table 1.
     "mistral-7b": _windowed(
         "mistral", _llama(*_8B, vocab_size=32_000, max_positions=32_768), window=4096

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models.attention import quantise
-from rlhf_jax.models.caches import Caches
+from rlhf_jax.models.caches import Caches, DeltaState, blank_state
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Drawn
 
@@ -58,7 +58,12 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
     shape = (places, model.num_kv_heads, columns, model.head_dim)
     one = jnp.zeros(shape, model.dtype)
     cached: Any = quantise(one) if model.cache == "int8" else one
-    caches = tuple((cached, cached) for _ in range(model.num_layers))
+    caches = tuple(
+        blank_state(model, rows=places)
+        if model.is_recurrent(layer)
+        else (cached, cached)
+        for layer in range(model.num_layers)
+    )
     return Episodes(
         tokens=jnp.zeros((places, columns), jnp.int32),
         sampled=jnp.zeros((places, columns), bool),
@@ -78,6 +83,22 @@ def rows(state: Episodes, place: Array) -> Episodes:
     """Episodes[A] of Episodes[C]: what stands in places i32[A]."""
     inside = jnp.minimum(place, state.length.shape[0] - 1)
     return jax.tree.map(lambda leaf: leaf[inside], state)
+
+
+def begun(caches: Caches, begins: Array) -> Caches:
+    """The caches of rows where, at bool[A], a new episode begins.
+
+    Columns are written before they are attended to; a state is blank.
+    """
+
+    def blank(leaf: Array) -> Array:
+        at = begins.reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(at, jnp.zeros_like(leaf), leaf)
+
+    return tuple(
+        jax.tree.map(blank, kept) if isinstance(kept, DeltaState) else kept
+        for kept in caches
+    )
 
 
 def put(state: Episodes, rows: Episodes, *, place: Array) -> Episodes:

@@ -70,8 +70,8 @@ def read(
         model=model,
         tokens=_slice(tokens, cached, size=size + 1),
         positions=at,
-        attend=_seen(at, columns=tokens.shape[1], model=model),
-        caches=of.caches,
+        attend=_seen(at, length, columns=tokens.shape[1], model=model),
+        caches=episode_places.begun(of.caches, arrivals.begins),
         column=cached,
     )
     last = jnp.maximum(length - 1 - cached, 0)
@@ -147,7 +147,7 @@ def advance(
             [state.caches],
             tokens=_slice(state.tokens, column, size=1)[:, 0],
             positions=column,
-            attend=_seen(column[:, None], columns=columns, model=model),
+            attend=_seen(column[:, None], state.length, columns=columns, model=model),
             column=column,
             draw=draw,
             keys=state.keys,
@@ -162,13 +162,15 @@ def advance(
     return state
 
 
-def _seen(at: Array, *, columns: int, model: ModelConfig) -> Seen:
-    """What tokens in columns i32[B, N] of their rows see, of W columns."""
+def _seen(at: Array, length: Array, *, columns: int, model: ModelConfig) -> Seen:
+    """What columns i32[B, N] see, of W in rows of so many tokens, i32[B]."""
     column = jnp.arange(columns, dtype=jnp.int32)[None, None]
     everything = window = column <= at[:, :, None]
     if model.sliding_window is not None:
         window = everything & (column > at[:, :, None] - model.sliding_window)
-    return Seen(everything, window)
+    if not model.recurrent_layers:
+        return Seen(everything, window)
+    return Seen(everything, window, tokens=at < length[:, None])
 
 
 def _slice(array: Array, start: Array, *, size: int) -> Array:

@@ -16,9 +16,15 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.errors import refuse
 from rlhf_jax.models import axes
-from rlhf_jax.models.attention import Cached, Columns, ring
+from rlhf_jax.models.attention import Columns, ring
 from rlhf_jax.models.cached_decoder import Seen
-from rlhf_jax.models.caches import Caches, Int8Columns, as_cached
+from rlhf_jax.models.caches import (
+    Caches,
+    Int8Columns,
+    Kept,
+    as_cached,
+    blank_state,
+)
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import page_table
 from rlhf_jax.models.generation.page_table import PageTable, pages_of
@@ -29,6 +35,8 @@ Array = jax.Array
 def in_pages(model: ModelConfig, layer: int, *, longest: int) -> bool:
     """Whether a layer has pages, for rows of up to `longest` tokens; else a ring."""
     window = model.sliding_window
+    if model.is_recurrent(layer):
+        return False
     return window is None or not model.is_local(layer) or window >= longest
 
 
@@ -73,12 +81,17 @@ def empty(model: ModelConfig, *, places: int, pages: int, longest: int) -> Cache
             )
         return jnp.zeros(shape, model.dtype)
 
-    return tuple((zeros(n), zeros(n)) for n in range(model.num_layers))
+    return tuple(
+        blank_state(model, rows=places)
+        if model.is_recurrent(n)
+        else (zeros(n), zeros(n))
+        for n in range(model.num_layers)
+    )
 
 
 def filled(
     caches: Caches,
-    prompts: Sequence[Cached],
+    prompts: Sequence[Kept],
     *,
     model: ModelConfig,
     lengths: Array,
@@ -94,7 +107,7 @@ def filled(
       place: i32[A], their places; B is none.
     """
     size = model.page_size
-    columns = prompts[0][0].shape[2]
+    columns = next(kept[0].shape[2] for kept in prompts if isinstance(kept, tuple))
     slots = pages_of(columns, size=size)
     pad = (columns - lengths)[:, None]
     # Left padding is skipped: token i of a row goes to column i of its pages.
@@ -120,9 +133,15 @@ def filled(
 
         return jax.tree.map(put, pool, fresh)
 
+    def of_layer(pools: Kept, prompt: Kept, layer: int) -> Kept:
+        if isinstance(pools, tuple) and isinstance(prompt, tuple):
+            return one(pools[0], prompt[0], layer), one(pools[1], prompt[1], layer)
+        return jax.tree.map(
+            lambda all_, new: all_.at[place].set(new, mode="drop"), pools, prompt
+        )
+
     return tuple(
-        (one(pools[0], prompt[0], n), one(pools[1], prompt[1], n))
-        for n, (pools, prompt) in enumerate(zip(caches, prompts, strict=True))
+        of_layer(*kept, n) for n, kept in enumerate(zip(caches, prompts, strict=True))
     )
 
 
@@ -132,7 +151,10 @@ def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) ->
     window, size = everything, model.sliding_window
     if size is not None and size < longest:
         window = ring(pages.tokens, size=size, going=going)
-    return Seen(everything, window)
+    if not model.recurrent_layers:
+        return Seen(everything, window)
+    # A row that waits for a page is not run: its state stays.
+    return Seen(everything, window, tokens=going[:, None])
 
 
 def moved(

@@ -312,9 +312,11 @@ def read_prompts(
         mask=mask[::group_size],
         record=record,
     )
+    caches = unstack(key_values, model=model)
+    if model.recurrent_layers:
+        caches = tuple(kept for layer in caches for kept in layer.values())
     last, caches, experts = jax.tree.map(
-        lambda leaf: jnp.repeat(leaf, group_size, axis=0),
-        (last, unstack(key_values, num_layers=model.num_layers), experts),
+        lambda leaf: jnp.repeat(leaf, group_size, axis=0), (last, caches, experts)
     )
     if columns is not None:
         caches = placed(caches, model=model, columns=columns, end=end)

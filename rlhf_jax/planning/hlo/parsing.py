@@ -47,8 +47,45 @@ class Line:
         """Bytes of the result in the device's memory."""
         return sum(leaf.size for leaf in self.result if not leaf.on_chip)
 
+    @property
+    def whole(self) -> int:
+        """Bytes of the result, wherever on the device it is."""
+        return sum(leaf.size for leaf in self.result)
+
+    @property
+    def index(self) -> int:
+        """Which element of a tuple a get-tuple-element takes."""
+        match = re.search(r"index=(\d+)", self.rest)
+        assert match is not None, self
+        return int(match[1])
+
+    @property
+    def constant(self) -> int | None:
+        """The integer that it is; None if it is anything else."""
+        integer = self.opcode == "constant" and re.fullmatch(r"-?\d+", self.text)
+        return int(self.text) if integer else None
+
+    def called(self, what: str) -> str:
+        """The computation that it calls as `what`, for instance its "body"."""
+        match = re.search(rf"{what}=%?([\w.\-]+)", self.rest)
+        assert match is not None, self
+        return match[1]
+
+    @property
+    def branches(self) -> list[str]:
+        """The computations of which a conditional runs one."""
+        listed = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+        if listed is not None:
+            return re.findall(r"%([\w.\-]+)", listed[1])
+        return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", self.rest)
+
 
 Computation = dict[str, Line]
+
+
+def root(lines: Computation) -> Line:
+    """The line whose result is the computation's."""
+    return next(line for line in lines.values() if line.root)
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:

@@ -6,7 +6,6 @@ import functools
 import math
 import re
 
-from rlhf_jax.planning.hlo import instructions
 from rlhf_jax.planning.hlo.parsing import Computation, Line
 
 
@@ -15,7 +14,7 @@ def flops(
 ) -> float:
     """2 · products that a line computes, in fusions too; 0 where there are none."""
     if line.opcode == "fusion":
-        inner = computations[instructions.called(line, "calls")]
+        inner = computations[line.called("calls")]
         return sum(flops(part, inner, computations) for part in inner.values())
     if line.opcode == "custom-call" and "__cudnn$fmha" in line.rest:
         return _attention(line, lines)
@@ -23,15 +22,15 @@ def flops(
         return _splash(line)
     if line.opcode == "custom-call" and "gemm" in line.rest:
         taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
-        depth = instructions.shape(line, lines, 0)[int(taken[1])] if taken else 0
+        depth = lines[line.operands[0]].result[0].shape[int(taken[1])] if taken else 0
         return 2.0 * math.prod(line.result[0].shape) * depth
     if line.opcode == "dot":
         taken = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
         dims = [int(i) for i in taken[1].split(",") if i] if taken else []
-        depth = math.prod(instructions.shape(line, lines, 0)[i] for i in dims)
+        depth = math.prod(lines[line.operands[0]].result[0].shape[i] for i in dims)
         return 2.0 * math.prod(line.result[0].shape) * depth
     if line.opcode == "convolution":
-        left, right = (instructions.shape(line, lines, i) for i in (0, 1))
+        left, right = (lines[line.operands[i]].result[0].shape for i in (0, 1))
         return _convolution(line, left=left, right=right)
     return 0.0
 
@@ -48,7 +47,7 @@ def _attention(line: Line, lines: Computation) -> float:
     )
     assert dims is not None, line
     products = 5 if "Backward" in line.rest.partition("backend_config")[0] else 2
-    head_dim = instructions.shape(line, lines, 0)[-1]
+    head_dim = lines[line.operands[0]].result[0].shape[-1]
     half = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL"', line.rest) else 1.0
     logits = math.prod(int(size) for size in re.findall(r"\d+", dims[1]))
     return half * products * 2.0 * logits * head_dim

@@ -200,8 +200,10 @@ def _matrix_axis(path: Any, leaf: Any) -> int | None:
     if "embed" in names or "head" in names:
         return -1
     # Kernels [L, in, out], or [L, E, in, out] of experts, share a scale along their
-    # inputs; tables along their columns. A router's near ties are told by few digits.
+    # inputs; tables along their columns. A router's near ties are told by few digits,
+    # and taps of a convolution are few and no matrix.
     vector = len(leaf.shape) < 3 or "bias" in names or "router" in names
+    vector = vector or names[-1].endswith("_taps")
     return None if vector or "layers" not in names else -2
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.runs import parsing, write_errors
 from rlhf_jax.runs.folder import write_text
-from rlhf_jax.runs.profile.window import Masks, Window
+from rlhf_jax.runs.profile import Masks, Window
 
 FOLDER, WINDOW, TRACES = "profile", "window.json", "*.xplane.pb"
 

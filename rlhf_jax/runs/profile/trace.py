@@ -20,8 +20,8 @@ import numpy as np
 from jax.profiler import ProfileData
 from numpy.typing import NDArray
 
+from rlhf_jax.runs.profile import HOST_SCOPE
 from rlhf_jax.runs.profile.op_names import OpNames, op_names
-from rlhf_jax.runs.profile.window import HOST_SCOPE
 
 SCOPES = ("rollout", "reference", "reward", "values", "loss", "optimizer")
 """The scopes that a step has, in its order."""

@@ -6,25 +6,27 @@ How each is read, stored, run and written; how references live; the KL coefficie
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import tyro
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
-from rlhf_jax.checkpoints.further_references import FurtherReference
 from rlhf_jax.checkpoints.hf import SaveDtype
+from rlhf_jax.devices.placement import WITH_POLICY, Place, refuse_auto
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import Control, Fixed
 from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles.reference import lifecycle
+from rlhf_jax.roles.reference import frozen, lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.runs import choices
 from rlhf_jax.train.config.watch import refuse_twice
 
 Adapters = LoRA | None
 START, NONE = "start", "none"
-Further = tuple[FurtherReference, ...]
+FORM = "NAME=CHECKPOINT[,weight=W][,dtype=D][,embeddings=D][,place=P]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,69 @@ class OneReference(Stored):
     def checkpoint(self) -> str | None:
         """The checkpoint of the reference; None of one that is the start, or none."""
         return None if self.reference in (START, NONE) else self.reference
+
+
+@dataclasses.dataclass(frozen=True)
+class FurtherReference:
+    """One reference beside the first: a checkpoint, and the weight of its KL.
+
+    --references code=runs/code/model,weight=0.5 chat=runs/chat/model,dtype=int8
+    """
+
+    name: str
+    """Name in objective/kl_NAME."""
+    path: str
+    """Checkpoint folder or hub id."""
+    weight: float = 1.0
+    """Its KL coefficient over that of the first; at 0 its KL is only measured."""
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
+    embeddings: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtypes in which it is stored, as `Storage` has them."""
+    place: Place = WITH_POLICY
+    """Where it is, in the forms of --placement.reference."""
+
+    def __post_init__(self) -> None:
+        frozen.check_further(self.name, weight=self.weight)
+        refuse_auto(self.place, option=f"place= of --references {self.name}")
+        _ = self.storage  # or raises
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The reference of a text such as "code=runs/code/model,weight=0.5".
+
+        Raises:
+          InputError: the text has another form, or a value cannot be had.
+        """
+        name, _, rest = text.strip().partition("=")
+        options = [field.name for field in dataclasses.fields(cls)[2:]]
+        path, *words = choices.split(rest, options)
+        if not name or not path:
+            raise InputError(f"--references: expected {FORM}, got {text!r}")
+        words = [f"name={name}", f"path={path}", *words]
+        values = choices.fields(words, cls, written=text)
+        return choices.build(cls, values, written=text)
+
+    def __str__(self) -> str:
+        words = [
+            f"{field.name}={value}"
+            for field in dataclasses.fields(self)[2:]
+            if (value := getattr(self, field.name)) != field.default
+            or field.name == "weight"
+        ]
+        return ",".join([f"{self.name}={self.path}", *words])
+
+    @property
+    def storage(self) -> Storage:
+        """How it is stored."""
+        return Storage(self.dtype, self.embeddings)
+
+    @property
+    def option(self) -> str:
+        """It on the command line, for messages."""
+        return f"--references {self.name}"
+
+
+Further = tuple[FurtherReference, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

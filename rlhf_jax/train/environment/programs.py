@@ -17,6 +17,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.devices import replicas
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
+from rlhf_jax.models.caches import DeltaState
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode, episode_places, episodes
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
@@ -266,8 +267,14 @@ class EpisodePrograms:
         shared = heads % mesh.shape[replicas.TENSOR] == 0
         of_cache = NamedSharding(mesh, BY_HEAD if shared else BY_PLACE)
         shapes = jax.eval_shape(empty, key=jax.random.key(0))
-        where = jax.tree.map(lambda _: NamedSharding(mesh, BY_PLACE), shapes)
-        caches = jax.tree.map(lambda _: of_cache, shapes.caches)
+        by_place = NamedSharding(mesh, BY_PLACE)
+        where = jax.tree.map(lambda _: by_place, shapes)
+        # Of a state the tails of convolutions have no heads.
+        caches = jax.tree.map(
+            lambda kept: by_place if isinstance(kept, DeltaState) else of_cache,
+            shapes.caches,
+            is_leaf=lambda kept: isinstance(kept, DeltaState),
+        )
         return (
             dataclasses.replace(where, caches=caches),
             dataclasses.replace(where, caches=()),

@@ -149,10 +149,11 @@ def placed(
 def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
     """--model without parameters or tokenizer, computed as the chips will."""
     start, context = config.start, config.placement.policy.context
+    shape = _shape(config)
     if context > 1:
-        layout.refuse_context(start.attention)
+        layout.refuse_context(start.attention, model=shape)
     model = dataclasses.replace(
-        _shape(config),
+        shape,
         dtype=start.dtype,
         remat=start.remat,
         attention=start.attention,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import encoding, files, formats, json_lines, turns
+from rlhf_jax.data import encoding, files, formats, json_lines
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text.messages import AssistantTurns
@@ -98,7 +98,7 @@ def encode(
             f"turns; write a response as a list of one turn"
         )
     if of_turns:
-        return turns.encode_episodes(start.tokenizer, rows, **limits)
+        return encoding.encode_episodes(start.tokenizer, rows, **limits)
     return encoding.encode_demonstrations(
         start.tokenizer,
         rows,

@@ -18,7 +18,6 @@ from rlhf_jax.data.text import Written
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -28,6 +27,7 @@ from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.train.config.watch import Watch
 from rlhf_jax.train.programs import Programs, Read
 from rlhf_jax.train.sampler import Sampler, versions
+from rlhf_jax.train.watch import sampled_tokens
 
 if TYPE_CHECKING:
     from rlhf_jax.train.environment.sampler import EpisodeSampler

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import itertools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 
@@ -106,7 +107,7 @@ def passes(value: Any) -> bool:
 def changes(value: Any, side: Any) -> bool:
     """Whether a call may change it: a container, an array, an object of fields."""
     kind = type(value)
-    if kind in CHANGE or kind in side.classes.values():
+    if kind is list or kind in CHANGE or kind in side.classes.values():
         return True
     return is_array(value) and kind is importlib.import_module("numpy").ndarray
 
@@ -118,18 +119,23 @@ def content(value: Any, kind: Any = None) -> list[Any]:
       kind: the type that it is read as; None is its own.
     """
     kind = kind or type(value)
+    if kind is list:  # as are most
+        return list.copy(value)
     if kind in CHANGE and kind not in PAIRS:
         items = READ[kind](value)
         return [bytes(items)] if kind is bytearray else list(items)
     if is_array(value):
         return array_parts(value)
     pairs = READ[kind](value) if kind in PAIRS else vars(value).items()
-    return [part for pair in pairs for part in pair]
+    return list(itertools.chain.from_iterable(pairs))
 
 
 def refill(value: Any, items: list[Any]) -> None:
     """Makes it hold what `content` said."""
     kind = type(value)
+    if kind is list:  # as are most
+        value[:] = items
+        return
     if is_array(value):
         made = array(*items)
         if (made.shape, made.dtype) == (value.shape, value.dtype):

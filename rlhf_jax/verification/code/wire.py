@@ -12,6 +12,8 @@ but what stands here, whoever wrote the message.
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 from collections import defaultdict, deque, namedtuple
 
@@ -20,7 +22,7 @@ from rlhf_jax.verification.code.values import CHANGE, CONTAINERS
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
 LARGEST = 2**24  # bytes of a message
@@ -30,11 +32,31 @@ READ_LINE = json.JSONDecoder().decode
 PLAIN = {type(None), bool, int, float, str}  # what JSON has
 LARGE = 2**63  # from here on integers are written in base 16
 OWN = ("deque", "defaultdict", "object")  # whose first part is there when it is made
+EMPTY = {name: kind for name, kind in CONTAINERS.items() if name not in OWN}
 UNMADE = object()
 
 
 class Unreadable(Exception):
     """A message that is none."""
+
+
+def uncollected(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs it without the garbage collector, which would go through all that it makes.
+
+    Half of the time of a large message, and nothing of one becomes garbage.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return function(*args)
+        finally:
+            if enabled:
+                gc.enable()
+
+    return run
 
 
 class Writer:
@@ -56,6 +78,7 @@ class Writer:
         }
         self.nodes: list[Any] = []
 
+    @uncollected
     def write(self, written: Iterable[Any]) -> list[Any]:
         """What stands for each value, with all that it holds in the table.
 
@@ -75,9 +98,8 @@ class Writer:
             if kind in PLAIN and (kind is not int or -LARGE < value < LARGE):
                 parts.append(value)
                 continue
-            number = numbers.get(id(value))
-            if number is None:
-                number = numbers[id(value)] = len(self.values)
+            number = numbers.setdefault(id(value), len(self.values))
+            if number == len(self.values):
                 self.values.append(value)  # which keeps its id
             parts.append([number])
         return parts
@@ -117,6 +139,7 @@ class Writer:
 class Reader:
     """Reads a table, whoever wrote it: the values are made here."""
 
+    @uncollected
     def __init__(self, side: Any, nodes: Any, known: Sequence[Any] = ()) -> None:
         """Makes every value of the table.
 
@@ -132,11 +155,15 @@ class Reader:
         self.side, self.nodes, self.first = side, nodes, len(known)
         self.values = [*known, *[UNMADE] * len(nodes)]
         self.hollow: dict[int, list[Any]] = {}  # parts of containers, by number
+        for number, (name, *parts) in enumerate(nodes, self.first):
+            if name in EMPTY:
+                self.values[number], self.hollow[number] = EMPTY[name](), parts
         # From the last on, as values hold later ones: few are made within another.
         for number in reversed(range(self.first, len(self.values))):
-            value = self.value([number])
+            if self.values[number] is UNMADE:
+                self.make(number)
             if number in self.hollow:
-                values.refill(value, self.read(self.hollow[number]))
+                values.refill(self.values[number], self.read(self.hollow[number]))
 
     def read(self, parts: Any) -> list[Any]:
         """The values that parts stand for."""
@@ -155,20 +182,25 @@ class Reader:
         if not 0 <= number < len(self.values):
             raise Unreadable("a wrong place")
         if self.values[number] is UNMADE:
-            name, *parts = self.nodes[number - self.first]
-            if name in CONTAINERS or name == "object":
-                own = [parts.pop(0)] if name in OWN else []
-                self.values[number] = self.empty(name, *self.read(own))
-                self.hollow[number] = parts
-            else:
-                self.values[number] = self.made(name, self.read(parts))
+            self.make(number)
         return self.values[number]
 
-    def empty(self, name: str, *own: Any) -> Any:
+    def make(self, number: int) -> None:
+        """Makes the value of a number, if it is not empty at first."""
+        name, *parts = self.nodes[number - self.first]
+        if name in OWN:
+            (own,) = self.read(parts[:1])
+            self.values[number], self.hollow[number] = self.empty(name, own), parts[1:]
+        elif name == "tuple":  # as are most
+            self.values[number] = tuple(self.read(parts))
+        else:
+            self.values[number] = self.made(name, self.read(parts))
+
+    def empty(self, name: str, own: Any) -> Any:
         """What is to be filled, when all that it holds is there."""
         if name == "object":
-            return self.side.shell(*own)
-        return deque(maxlen=own[0]) if name == "deque" else CONTAINERS[name](*own)
+            return self.side.shell(own)
+        return deque(maxlen=own) if name == "deque" else defaultdict(own)
 
     def made(self, name: str, parts: list[Any]) -> Any:
         """A value that does not change."""
@@ -177,8 +209,6 @@ class Reader:
                 return value
             case "refer", _:
                 return self.side.known(*parts)
-            case "tuple", _:
-                return tuple(parts)
             case "frozenset", _:
                 return frozenset(parts)
             case "bytes", [text]:
@@ -211,6 +241,7 @@ def send(pipe: Any, message: list[Any]) -> None:
     pipe.flush()
 
 
+@uncollected
 def receive(pipe: Any) -> list[Any]:
     """Waits for a message, with its values as yet unread.
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import encoding, files, splits, turns, unpaired
+from rlhf_jax.data import encoding, files, splits, unpaired
 from rlhf_jax.data.examples import Episode, Example
 from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.data.turns import TurnEncoder
@@ -176,7 +176,7 @@ def test_episodes(tmp_path):
         {"prompt": "a dog", "turns": ["sat"], "response": None},
     )
     rows = files.read_demonstrations(file, turns=True, receipt=data)
-    episodes = turns.encode_episodes(TOKENIZER, rows, max_length=16, receipt=data)
+    episodes = encoding.encode_episodes(TOKENIZER, rows, max_length=16, receipt=data)
     data.use("training", items.of_texts(episodes))
     (source,) = json_of(receipts)["sources"]
     assert source["fields"] == {
@@ -469,7 +469,7 @@ def demonstrations_of(file, receipt):
 def episodes_of(file, receipt):
     rows = files.read_demonstrations(file, turns=True, receipt=receipt)
     options = {"max_length": 16, "overlong": "drop", "receipt": receipt}
-    episodes = turns.encode_episodes(TOKENIZER, rows, **options)
+    episodes = encoding.encode_episodes(TOKENIZER, rows, **options)
     receipt.use("training", items.of_texts(episodes))
     return episodes
 

@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlhf_jax.data import encoding, tokenization, unpaired
+from rlhf_jax.data.encoding import encode_episodes
 from rlhf_jax.data.text import TextContract
-from rlhf_jax.data.turns import TurnEncoder, encode_episodes
+from rlhf_jax.data.turns import TurnEncoder
 
 ZOO = tokenizer_zoo.zoo()
 quickly = hypothesis.settings(

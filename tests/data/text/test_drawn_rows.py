@@ -8,7 +8,7 @@ import pytest
 import tokenizer_zoo
 
 import rlhf_jax.data
-from rlhf_jax.data import encoding, files, tokenization, turns, unpaired
+from rlhf_jax.data import encoding, files, tokenization, unpaired
 from rlhf_jax.data.examples import Example
 
 README = Path(rlhf_jax.data.__file__).parent / "README.md"
@@ -36,7 +36,7 @@ def learned_of(row, file):
     limits = {"max_length": 999, "stop_ids": ends}
     if "turns" in row:
         rows = files.read_demonstrations(file, turns=True)
-        return turns.encode_episodes(tokenizer, rows, **limits)
+        return encoding.encode_episodes(tokenizer, rows, **limits)
     if "chosen" in row:
         rows = files.read_preferences(file)
         [pair] = encoding.encode_preferences(tokenizer, rows, **limits)

@@ -7,8 +7,8 @@ import pytest
 import tokenizer_zoo
 
 from rlhf_jax.data import batches, encoding, files, packing, tokenization
+from rlhf_jax.data.encoding import encode_episodes
 from rlhf_jax.data.examples import Episode, Example
-from rlhf_jax.data.turns import encode_episodes
 from rlhf_jax.functional.checks import InputError
 
 CHAT = tokenizer_zoo.zoo()["chat"]

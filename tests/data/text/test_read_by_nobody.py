@@ -4,7 +4,7 @@ import pytest
 import tokenizer_zoo
 
 from rlhf_jax.data import encoding, tokenization
-from rlhf_jax.data.turns import encode_episodes
+from rlhf_jax.data.encoding import encode_episodes
 from rlhf_jax.functional.checks import InputError
 
 TRAIT = tokenizer_zoo.zoo()["chat"]

@@ -9,8 +9,9 @@ import transformers
 from chat_templates import QWEN2
 
 from rlhf_jax.data import batches, files, packing
+from rlhf_jax.data.encoding import encode_episodes
 from rlhf_jax.data.examples import Episode, Example
-from rlhf_jax.data.turns import TurnEncoder, encode_episodes
+from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.functional.checks import InputError
 
 TURNS = ["calc 3 4", "\n7\n", "is 7"]

@@ -43,9 +43,7 @@ EXACT = [
 def from_hidden(*arrays, k=None, **options):
     options = {"vocab_size": V, "temperature": 0.7, **options}
     arrays = arrays or ARRAYS
-    if k is None:
-        return kl.exact_from_hidden(*arrays, **options)
-    return kl.top_k_from_hidden(*arrays, k=k, **options)
+    return kl.exact_from_hidden(*arrays, k=k, **options)
 
 
 def with_gradients(function):

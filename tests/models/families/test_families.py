@@ -25,7 +25,7 @@ from rlhf_jax.models.generation.sampling import Shaping
 
 NAMES = (
     *("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3"),
-    *("olmo2", "olmo3", "smollm3", "granite", "granite4"),
+    *("olmo2", "olmo3", "smollm3", "granite", "granite4", "qwen3_5"),
     *("qwen3_moe", "mixtral", "gpt_oss"),
 )
 # transformers has no score for Granite.
@@ -285,7 +285,7 @@ def test_fused_heads_are_read_onto_a_mesh_and_without_the_prefix(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(2, ["phi3", "gpt_neox"]))
+@pytest.mark.parametrize("name", one_in(2, ["phi3", "gpt_neox", "qwen3_5"]))
 def test_adapters_of_fused_layers_are_written_where_the_layers_are(tmp_path, name):
     model, params = loaded(name)
     how = lora.LoRA(rank=2, alpha=4.0)
@@ -313,15 +313,31 @@ def test_adapters_of_fused_layers_are_written_where_the_layers_are(tmp_path, nam
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     before = load_file(FIXTURES / name / "model.safetensors")
     after = load_file(tmp_path / "merged" / "model.safetensors")
-    fused = {"gpt_neox": "attention.query_key_value", "phi3": "self_attn.qkv_proj"}
-    prefix = {"gpt_neox": "gpt_neox.layers", "phi3": "model.layers"}
-    for layer in range(model.num_layers):
-        at = f"{prefix[name]}.{layer}.{fused[name]}"
+    all_layers = range(model.num_layers)
+    fused = {
+        "gpt_neox": [("gpt_neox", "attention.query_key_value", all_layers)],
+        "phi3": [("model", "self_attn.qkv_proj", all_layers)],
+        "qwen3_5": [
+            ("model", "linear_attn.in_proj_qkv", (0, 2)),
+            ("model", "self_attn.q_proj", (1, 3)),
+        ],
+    }
+    for at in (
+        f"{prefix}.layers.{layer}.{linear}"
+        for prefix, linear, layers in fused[name]
+        for layer in layers
+    ):
         down, up = (
             written[f"base_model.model.{at}.lora_{side}.weight"] for side in "AB"
         )
         difference = after[f"{at}.weight"] - before[f"{at}.weight"]
         np.testing.assert_allclose(2.0 * up @ down, difference, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path):
+    more = {"mtp.fc.weight": np.ones((32, 64), np.float32)}
+    _, params = hf.load(edited(tmp_path, "qwen3_5", tensors=more))
+    chex.assert_trees_all_equal(params, hf.load(FIXTURES / "qwen3_5")[1])
 
 
 def test_the_bias_of_a_score_is_read_and_a_head_that_was_left_in_is_not(tmp_path):
@@ -636,6 +652,20 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
         ("smollm3", {"no_rope_layers": [1, 0]}, "each of 4 layers .* got 2 entries"),
         ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "to be a list of 0 and 1"),
         ("smollm3", {"no_rope_layer_interval": 0}, "a whole number from 1 to 2147"),
+        (
+            "qwen3_5",
+            {"layer_types": ["linear_attention", "sliding_attention"]},
+            "_types of linear_attention and full_attention, one for each of 4 layers, "
+            "got 2 with sliding_attention; use another",
+        ),
+        ("qwen3_5", {"attn_output_gate": False}, "_output_gate = True, got False"),
+        ("qwen3_5", {"linear_num_key_heads": 3}, "num_value_heads, got 3 and 4"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 0}, "_kernel_dim to be a whole number"),
+        (
+            "qwen3_5",
+            {"model_type": "qwen3_5", "vision_config": {"depth": 2}},
+            r"a qwen3_5 with a vision tower .* \(the nearest is qwen3_5_text\)",
+        ),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling to be a finite number ab"),
         ("granite4", {"num_local_experts": 8}, r"of experts \(num_local_experts\)"),
         ("granite4", {"num_local_experts": None}, "a value for 'num_local_experts', g"),
@@ -670,6 +700,7 @@ def test_null_is_as_absent():
         ("olmo3", ("rms_norm_eps", "rope_parameters", "layer_types")),
         ("smollm3", ("tie_word_embeddings", "rope_parameters", "no_rope_layers")),
         ("granite", ("logits_scaling", "residual_multiplier")),
+        ("qwen3_5", ("layer_types", "linear_conv_kernel_dim", "rope_parameters")),
     ):
         config = {k: v for k, v in options_of(name).items() if k not in options}
         nulls = config | dict.fromkeys(options)

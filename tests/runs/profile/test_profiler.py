@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.runs import metrics, run, run_config
-from rlhf_jax.runs.profile import profiler, trace, window
+from rlhf_jax.runs.profile import Window, profiler, trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]
 RESPONSES = jnp.array(
     [[0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]], bool
 )
-ALL = window.Window(0, 100)
+ALL = Window(0, 100)
 LENGTHS = [profiler.Text(1, 2), profiler.Text(0, 2), profiler.Text(5, 1)]
 BY_MASK = [profiler.Text(1, 4), profiler.Text(5, 1)]
 
@@ -170,9 +170,9 @@ def test_a_profile_is_read_of_the_steps_that_are_asked_for(tmp_path, plain):
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="2:4")
     play(config)
     for first, end in ((2, 4), (1, 4), (2, 5)):
-        assert profiler.read(config.out, window=window.Window(first, end)) is not None
+        assert profiler.read(config.out, window=Window(first, end)) is not None
     for first, end in ((3, 4), (2, 3), (0, 2)):
-        assert profiler.read(config.out, window=window.Window(first, end)) is None
+        assert profiler.read(config.out, window=Window(first, end)) is None
     assert profiler.read(config.out, window=None) is None
 
 

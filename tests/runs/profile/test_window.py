@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, run
-from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig
 
 
@@ -17,8 +17,8 @@ class Config(RunConfig):
 
 
 def test_a_window_is_read():
-    assert window.parse("5:8") == (5, 8)
-    assert window.parse("0:1") == (0, 1)
+    assert Window.parse("5:8") == (5, 8)
+    assert Window.parse("0:1") == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("intermediate_size", "max_position_embeddings"),
             *("sliding_window_pattern", "original_max_position_embeddings"),
             *("no_rope_layer_interval", "shared_intermediate_size"),
+            *("linear_num_key_heads", "linear_num_value_heads"),
+            *("linear_key_head_dim", "linear_value_head_dim"),
+            *("linear_conv_kernel_dim", "full_attention_interval"),
             "moe_intermediate_size",
         ),
     ),
@@ -104,7 +107,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         _is(bool),
         (
             *("tie_word_embeddings", "attention_bias", "mlp_bias", "truncate"),
-            *("use_parallel_residual", "use_sliding_window", "norm_topk_prob"),
+            *("use_parallel_residual", "use_sliding_window", "attn_output_gate"),
+            "norm_topk_prob",
         ),
     ),
     "a text": (

@@ -6,10 +6,10 @@ import pytest
 import toy_files
 
 from rlhf_jax import fingerprint, frozen, hf
-from rlhf_jax.checkpoints import further_references, pretrained
-from rlhf_jax.checkpoints.further_references import FurtherReference
+from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.train.config.models import FurtherReference
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,16 @@ def test_they_are_loaded_as_they_are_asked_for(tmp_path):
     toy_files.checkpoint(tmp_path / "same", seed=1)
     toy_files.checkpoint(tmp_path / "deeper", model=deeper)
     words = (f"a={tmp_path}/same,dtype=float16", f"b={tmp_path}/deeper,place=cpu")
-    references = further_references.load(
-        [FurtherReference.parse(word) for word in words], policy=policy
-    )
+    references = {
+        one.name: frozen_models.load_reference(
+            one.path,
+            policy=policy,
+            storage=one.storage,
+            place=one.place,
+            option=one.option,
+        )
+        for one in map(FurtherReference.parse, words)
+    }
     assert list(references) == ["a", "b"]
     source = frozen.source_fingerprint_of(references["a"])
     assert source == fingerprint.fingerprint(hf.load(tmp_path / "same")[1])

@@ -9,8 +9,8 @@ import pytest
 import toys
 
 from rlhf_jax import batch
-from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.roles.rewards import transcripts
+from rlhf_jax.train.watch import sampled_tokens
 
 WORDS = [
     *("pad", "<eos>", "<stop>", "it", "is", "a", "fine", "gift", "we", "love"),

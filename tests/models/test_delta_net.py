@@ -1,0 +1,240 @@
+"""Gated DeltaNet: chunks, the recurrence and a float64 loop over tokens are one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+import toys
+from jax.sharding import AxisType
+
+from rlhf_jax import config, decoder, policy
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import cached_decoder, delta_net, leaves
+from rlhf_jax.models.delta_net import Tokens
+from rlhf_jax.roles.reference import storage
+
+ROWS, COLUMNS, KEY_HEADS, HEADS, KEY, VALUE = 2, 13, 2, 4, 3, 2
+# Text 0 goes on from the memory; the second row is one text, and begins at once.
+TEXTS = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3], [1] * COLUMNS], np.int32)
+
+
+def drawn(seed=0, columns=COLUMNS, scale=1.0):
+    """Keys as alike as a repeated token's, and decays from 1 to 1e-4."""
+    rng = np.random.default_rng(seed)
+    key = 1.0 + 0.3 * rng.normal(size=(ROWS, columns, KEY_HEADS, KEY))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    arrays = (
+        rng.normal(size=(ROWS, columns, KEY_HEADS, KEY)),
+        key,
+        rng.normal(size=(ROWS, columns, HEADS, VALUE)),
+        -scale * rng.exponential(size=(ROWS, columns, HEADS)) ** 3,
+        rng.uniform(size=(ROWS, columns, HEADS)),
+        rng.normal(size=(ROWS, HEADS, KEY, VALUE)),
+    )
+    return tuple(x.astype(np.float32) for x in arrays)
+
+
+def by_oracle(*arrays, texts=TEXTS):
+    rows = [
+        oracles.delta_rule(*(x[row] for x in arrays), texts=texts[row])
+        for row in range(ROWS)
+    ]
+    return tuple(np.stack(parts) for parts in zip(*rows, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def by_chunks(*arrays, texts, chunk):
+    *tokens, memory = arrays
+    return delta_net.chunked(Tokens(*tokens), memory, texts=texts, chunk=chunk)
+
+
+@jax.jit
+def by_steps(*arrays):
+    *tokens, memory = (jnp.asarray(x) for x in arrays)
+
+    def one(memory, token):
+        output, memory = delta_net.step(Tokens(*token), memory)
+        return memory, output
+
+    by_token = [jnp.moveaxis(x, 1, 0) for x in tokens]
+    memory, outputs = jax.lax.scan(one, memory, by_token)
+    return jnp.moveaxis(outputs, 0, 1), memory
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 8, 64])
+def test_chunks_are_the_recurrence_in_float64(chunk):
+    arrays = drawn()
+    output, memory = by_chunks(*arrays, texts=TEXTS, chunk=chunk)
+    expected, expected_memory = by_oracle(*arrays)
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+    np.testing.assert_allclose(memory, expected_memory, atol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 63, 65, 200])
+def test_long_rows_of_one_text(columns):
+    """With decays near 1, so that all of a row is remembered."""
+    arrays = drawn(columns=columns, scale=1e-3)
+    texts = np.zeros((ROWS, columns), np.int32)
+    expected, expected_memory = by_oracle(*arrays, texts=texts)
+    for output, memory in (
+        by_chunks(*arrays, texts=texts, chunk=delta_net.CHUNK),
+        by_steps(*arrays),
+    ):
+        np.testing.assert_allclose(output, expected, atol=2e-5)
+        np.testing.assert_allclose(memory, expected_memory, atol=2e-5)
+
+
+def test_a_key_that_is_repeated_a_whole_chunk():
+    """β = 1 and α = 1: powers of L would reach 1e18."""
+    query, key, value, *_ = drawn(columns=64)
+    key[:] = key[:, :1]
+    ones = np.ones((ROWS, 64, HEADS), np.float32)
+    arrays = query, key, value, 0 * ones, ones, np.zeros((ROWS, HEADS, KEY, VALUE))
+    texts = np.zeros((ROWS, 64), np.int32)
+    output, _ = by_chunks(*arrays, texts=texts, chunk=64)
+    np.testing.assert_allclose(output, by_oracle(*arrays, texts=texts)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_gradients_are_those_of_the_recurrence_in_float64(chunk):
+    arrays = drawn(seed=1)
+    rng = np.random.default_rng(2)
+    of_output = rng.normal(size=(ROWS, COLUMNS, HEADS, VALUE)).astype(np.float32)
+    of_memory = rng.normal(size=(ROWS, HEADS, KEY, VALUE)).astype(np.float32)
+
+    def total(function, *arrays):
+        output, memory = function(*arrays)
+        return (of_output * output).sum() + (of_memory * memory).sum()
+
+    chunks = functools.partial(by_chunks, texts=TEXTS, chunk=chunk)
+    of_all = tuple(range(len(arrays)))
+    gradients = jax.grad(functools.partial(total, chunks), of_all)(*arrays)
+    for i, gradient in enumerate(gradients):
+
+        def at(x, i=i):
+            return total(by_oracle, *arrays[:i], x, *arrays[i + 1 :])
+
+        expected = oracles.numerical_gradient(at, arrays[i])
+        np.testing.assert_allclose(gradient, expected, atol=3e-5, err_msg=str(i))
+
+
+def test_gradients_of_steps_are_those_of_chunks():
+    arrays = drawn(seed=3)
+    texts = np.zeros((ROWS, COLUMNS), np.int32)
+
+    def total(function, *arrays):
+        output, memory = function(*arrays)
+        return jnp.sin(output).sum() + jnp.sin(memory).sum()
+
+    chunks = functools.partial(by_chunks, texts=texts, chunk=8)
+    of_all = tuple(range(len(arrays)))
+    mine, other = (
+        jax.grad(functools.partial(total, function), of_all)(*arrays)
+        for function in (chunks, by_steps)
+    )
+    for one, another in zip(mine, other, strict=True):
+        np.testing.assert_allclose(one, another, atol=1e-5)
+
+
+def logprobs(model, tokens, mask, **options):
+    run = toys.jit(functools.partial(policy.logprobs, model=model))
+    return np.asarray(run(tiny.params(model), tokens=tokens, mask=mask, **options))
+
+
+def test_padding_leaves_the_state_as_it_is():
+    """The same state and the same next token, whatever stands at the padding."""
+    model, params = tiny.HYBRID, tiny.params(tiny.HYBRID)
+    prefill = toys.jit(functools.partial(decoder.prefill, model=model))
+    states = []
+    for size, side in ((5, "left"), (9, "left"), (9, "right")):
+        tokens, mask = tiny.batch((5, 5), size, side=side, padding=11)
+        _, kept = prefill(params, tokens=tokens, mask=mask)
+        states.append(kept["delta_net"])
+    for other in states[1:]:
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=1e-5), states[0], other
+        )
+
+
+def test_layers_one_by_one_in_periods_and_stored():
+    model = tiny.HYBRID
+    tokens, mask = tiny.batch((7, 3), 9, side="right")
+    expected = logprobs(model, tokens, mask)
+    for options in ({"unroll": True}, {"remat": "full"}, {"remat": "dots"}):
+        again = logprobs(dataclasses.replace(model, **options), tokens, mask)
+        np.testing.assert_allclose(again, expected, atol=1e-5)
+    stored = storage.store(tiny.params(model), dtype="int8", memory="pinned_host")
+    taps = stored["layers"]["delta_net"]["query_taps"]
+    assert taps.held.dtype == jnp.float32  # no matrix
+    again, of_read = (
+        toys.jit(functools.partial(policy.logprobs, model=model))(
+            params, tokens=tokens, mask=mask
+        )
+        for params in (stored, leaves.read(stored))
+    )
+    np.testing.assert_allclose(again, of_read, atol=1e-5)
+    # Of no period but all layers.
+    kinds = (True, False, True, True, True, False)
+    uneven = dataclasses.replace(model, recurrent_layers=kinds)
+    assert (model.period, uneven.period) == (3, 6)
+    shapes = decoder.shapes(uneven)["layers"]
+    assert shapes["attention"]["gate"]["kernel"].shape == (2, 32, 32)
+    assert shapes["delta_net"]["value"]["kernel"].shape == (4, 32, 16)
+    assert shapes["mlp"]["up"]["kernel"].shape == (6, 32, 24)
+    assert np.isfinite(logprobs(uneven, tokens, mask)).all()
+
+
+def test_each_field_of_the_shape_is_read():
+    shape = tiny.HYBRID.delta_net
+    sizes = jax.tree.map(lambda leaf: leaf.shape, decoder.shapes(tiny.HYBRID))
+    for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim"):
+        changed = dataclasses.replace(shape, **{name: 2 * getattr(shape, name)})
+        model = dataclasses.replace(tiny.HYBRID, delta_net=changed)
+        assert jax.tree.map(lambda leaf: leaf.shape, decoder.shapes(model)) != sizes
+    plain = dataclasses.replace(tiny.HYBRID, output_gate=False)
+    assert "gate" not in decoder.shapes(plain)["layers"]["attention"]
+
+
+def test_in_bfloat16_the_memory_is_float32():
+    model = tiny.bfloat16(tiny.HYBRID)
+    tokens, mask = tiny.batch((5, 3), 6, side="left")
+    run = functools.partial(cached_decoder.prefill, model=model)
+    hidden, kept = jax.eval_shape(run, tiny.params(model), tokens=tokens, mask=mask)
+    assert hidden.dtype == jnp.bfloat16
+    assert kept["delta_net"].memory.dtype == jnp.float32
+    assert kept["delta_net"].tails[0].dtype == jnp.bfloat16
+    exact = logprobs(tiny.HYBRID, tokens, mask)
+    assert np.abs(logprobs(model, tokens, mask) - exact).mean() < 0.1
+
+
+def test_what_cannot_be_is_named():
+    with pytest.raises(InputError, match="divide num_value_heads, got 3 and 4"):
+        config.DeltaNet(3, 4, key_dim=2, value_dim=2)
+    with pytest.raises(InputError, match="value_dim"):
+        config.DeltaNet(2, 4, key_dim=2, value_dim=0)
+    with pytest.raises(InputError, match=r"each of 6 layers .* got None and 6 entries"):
+        dataclasses.replace(tiny.HYBRID, delta_net=None)
+    with pytest.raises(InputError, match="and 2 entries"):
+        dataclasses.replace(tiny.HYBRID, recurrent_layers=(True, False))
+    tokens, mask = tiny.batch((5, 3), 6, side="left")
+    shapes = tiny.shapes(tiny.HYBRID)
+    hidden = functools.partial(decoder.hidden_states, model=tiny.HYBRID)
+    segments = mask.astype(np.int32)
+    with pytest.raises(InputError, match="attention alone for texts that share a pref"):
+        jax.eval_shape(
+            functools.partial(hidden, tokens=tokens, mask=mask),
+            shapes,
+            segments=segments,
+            prefixes=segments,
+        )
+    mesh = jax.sharding.AbstractMesh((2,), ("context",), (AxisType.Auto,))
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(InputError, match=r"without a context axis .* recurrent layers"),
+    ):
+        jax.eval_shape(functools.partial(hidden, tokens=tokens, mask=mask), shapes)
