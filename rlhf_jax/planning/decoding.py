@@ -13,7 +13,7 @@ bounds by how much.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def token(
     logits = own * model.padded_vocab_size * 4 / mesh.tensor
     sums = 2 * model.num_layers + 1
     return Token(
-        weights=weight_bytes * matrix_numbers(model) // mesh.tensor,
+        weights=weight_bytes * matrix_numbers(model, rows=own) // mesh.tensor,
         cache=workload.cache_bytes(model, rows=own, columns=columns)
         // heads_devices(model, mesh),
         # A sum passes twice, logits go where their rows are drawn.
@@ -111,9 +111,21 @@ def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:
     return math.gcd(mesh.tensor, model.num_kv_heads)
 
 
-def matrix_numbers(model: ModelConfig) -> int:
-    """Numbers of the matrices that a token meets: those of the layers, and the head."""
-    shapes = decoder.shapes(model)
-    layers = jax.tree.leaves(shapes["layers"])
-    head = model.padded_vocab_size * model.hidden_size
-    return head + sum(leaf.size for leaf in layers if len(leaf.shape) > 2)
+def matrix_numbers(model: ModelConfig, *, rows: int = 1) -> int:
+    """Numbers of the matrices that a token meets: those of the layers, and the head.
+
+    Of the E experts of a mixture they are those that `rows` tokens meet where load is
+    even, E·(1 - (1 - k/E)^rows) in the mean: k for one.
+    """
+    shapes = dict(decoder.shapes(model)["layers"])
+    total = model.padded_vocab_size * model.hidden_size
+    if model.experts is not None:
+        experts = dict(shapes.pop("experts"))
+        total += experts.pop("router")["weight"].size
+        missed = (1 - model.experts.per_token / model.experts.count) ** rows
+        total += round((1 - missed) * _matrices(experts))
+    return total + _matrices(shapes)
+
+
+def _matrices(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 2)

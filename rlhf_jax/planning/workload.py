@@ -188,6 +188,9 @@ def activation_bytes(
     width, kv = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
     width *= 2 if model.output_gate else 1
     mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
+    if model.experts is not None:
+        # Rows sorted by expert, and what an expert returns of each.
+        mlp = model.experts.per_token * (mlp + 2 * model.hidden_size)
     tokens, size = rows * columns, jnp.dtype(model.dtype).itemsize
 
     def layer(width: int, inner: float) -> tuple[float, float]:

@@ -292,9 +292,7 @@ def _exact_kl(
     ref_model = shape_of(reference, policy=recipe.model)
     with jax.named_scope("reference"):
         ref_params = read(reference)
-        ref_hidden = texts.hidden_states(
-            ref_params, model=ref_model, experts=experts
-        )
+        ref_hidden = texts.hidden_states(ref_params, model=ref_model, experts=experts)
     exact = exact_kl(
         params,
         hidden,

@@ -115,7 +115,7 @@ def plan(
         brought = resharding.described(one, target)
         programs += [] if brought is None else [brought]
         programs.append(measured.described(one, target.chip, num_chips=chips))
-    within = {name: size // (mesh.rows) for name, size in work.within.items()}
+    within = {name: size // mesh.rows for name, size in work.within.items()}
     if "KV cache" in within:
         shared = decoding.cache_devices(work.model, sampler_mesh or mesh)
         within["KV cache"] = work.within["KV cache"] // shared
