@@ -26,7 +26,6 @@ from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY
 from rlhf_jax.planning import chips, memory_check
-from rlhf_jax.planning.chips import Chip
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
