@@ -236,7 +236,7 @@ def _run(
     )
     refuse((*faults, *routing_faults(model, experts, tokens=tokens, record=record)))
     if cut is not None:
-        layout.refuse_context("auto", model=model)
+        layout.refuse_context("auto", context=cut.count, model=model)
     columns = tokens.shape[1]
     if cut is not None:
         room = cut.width(columns) - columns
