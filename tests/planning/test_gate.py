@@ -37,6 +37,7 @@ def cases():
     on_tpu = [
         *itertools.product([V5E, V6E], ["8B"], ["fsdp=8"], [None, LORA]),
         (V5E, "8B", "fsdp=4,tensor=2", None),
+        (V6E, "1.5B", "fsdp=8", None),
     ]
     for case in (*on_gpu, *on_tpu):
         if case[0] == H100:
