@@ -252,7 +252,7 @@ def token_weights(rows: Rows, aggregation: str, scale: float | None = None) -> A
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Surrogate:
-    """clip, cispo or sapo, with the ratio of a token or of its response."""
+    """clip, cispo or sapo, with the ratio of a token or of its response; or dar."""
 
     kind: str = "clip"
     low: float = 0.2
@@ -261,6 +261,9 @@ class Surrogate:
     positive: float = 1.0
     negative: float = 1.05
     level: str = "token"
+    beta: float = 1.0
+    share: float = 0.0
+    cap: float = math.inf
 
     def ratios(self, rows: Rows, *, now: Array, start: Array, old: Array) -> Array:
         """f64[B, S]; of sequence_token the response's, which its own token moves."""
@@ -280,7 +283,14 @@ class Surrogate:
         return output
 
     def terms(
-        self, rows: Rows, *, now: Array, start: Array, old: Array, advantages: Array
+        self,
+        rows: Rows,
+        *,
+        now: Array,
+        start: Array,
+        old: Array,
+        advantages: Array,
+        reference: Array,
     ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
         """(loss of each token, 1 where its bound holds)."""
         loss, bounded = {}, {}
@@ -299,6 +309,11 @@ class Surrogate:
                 weight = min(max(fixed[b, t], 1 - self.low), 1 + self.high)
                 loss[b, t] = -weight * a * now[b, t]
                 bounded[b, t] = float(weight != fixed[b, t])
+            elif self.kind == "dar":
+                back = math.fsum(reference[b, s] - old[b, s] for s in rows.columns(b))
+                weight = math.exp(self.share * back + a / self.beta)
+                loss[b, t] = -min(weight, self.cap) * now[b, t]
+                bounded[b, t] = float(weight > self.cap)
             else:
                 tau = self.positive if a > 0 else self.negative
                 gate = 1 / (1 + math.exp(-tau * (ratio - 1)))

@@ -17,7 +17,8 @@ optimum  Where the policy is π* ∝ π_ref exp(r/β), with the KL in the reward
 And of groups that are drawn until their rewards differ (dynamic sampling): the gradient
 of the reward keeps its direction, and becomes 1/P(mixed) as large; that of a KL in the
 loss does not. And of gradient regularisation, that what it adds is half the gradient of
-the surrogate's squared gradient, which is not that of E[r].
+the surrogate's squared gradient, which is not that of E[r]. And of DAR, that it goes
+towards the policy that it is said to regress onto, and where it stays.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from fnmatch import fnmatch
 
 import numpy as np
 from worlds import enumerable
@@ -37,6 +39,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, report, run, run_config
 
 KL_OF_MIXED = "dynamic sampling biases a KL in the loss"
+
+REGRESSION = "DAR goes towards π_ref^α·π^(1 - α)·exp(r/β), and stays at π_ref·exp(r/αβ)"
 
 PENALTY = "gradient regularisation adds γ/2·∇‖∇V‖² of the surrogate V"
 
@@ -58,6 +62,11 @@ class Config(run_config.RunConfig):
         super().__post_init__()
         checks.positive(num_worlds=self.num_worlds)
         cases.chosen(CLAIMS, only=self.only)
+
+
+def asked(name: str, options: Config) -> bool:
+    """Whether a certificate that is no row of the tables is asked for."""
+    return not options.only or any(fnmatch(name, one) for one in options.only)
 
 
 def show(findings: list[Finding], *, seed: int) -> None:
@@ -136,6 +145,14 @@ def main(options: Config) -> None:
                 }
                 for finding in findings
             ]
+            if asked(REGRESSION, options):
+                error, still = ratios.of_regression(case, rewards)
+                print(f"{REGRESSION}: within {error:.0e}, and {still:.0e}")
+                small = max(error, still) < ratios.TOLERANCE
+                shown[f"{REGRESSION}, seed {seed}"] = small
+                rows.append(
+                    {"seed": seed, "name": REGRESSION, "error": error, "still": still}
+                )
             if options.only:
                 continue
             beside = ratios.bias_of_mixed_groups(case, rewards)

@@ -17,7 +17,13 @@ import jax.numpy as jnp
 from rlhf_jax import grpo
 from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
 from rlhf_jax.algorithms.policy_gradient.token_choice import ClipCov, KLCov, TopEntropy
-from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
+from rlhf_jax.algorithms.policy_gradient.trust_regions import (
+    DAR,
+    DPPO,
+    GMPO,
+    TOPR,
+    VESPO,
+)
 from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD
 
 Array = jax.Array
@@ -37,6 +43,7 @@ class Batch(NamedTuple):
     tokens: Array  # i32[N, 4]
     mask: Array  # bool[N, 4]
     advantage: Array  # f32[N, N], of i beside j
+    ref_logprobs: Array  # f32[N, 4], of the reference
 
 
 # (worth f32[N, N, 4], x f32[N, 1, 4], Batch) -> f32[N, N, 4]
@@ -181,6 +188,15 @@ def held(worth: Array, x: Array, batch: Batch, *, share: float, coef: float) -> 
     """KL-Cov: -coef·|log π/π_old| at the largest covariances: Cui et al. 2025."""
     chosen = largest(covariance(batch), batch, share) & (jnp.abs(x) > 1e-5)
     return worth - jnp.where(chosen, coef * jnp.abs(x), 0.0)
+
+
+def regressed(
+    _: Array, x: Array, batch: Batch, *, beta: float, share: float, most: float
+) -> Array:
+    """min((π_ref/π_old)^α·exp(A/β), most)·log π: He et al. 2026, theorem 4.2."""
+    back = (batch.ref_logprobs - batch.logprobs).sum(axis=1)
+    weight = jnp.exp(share * back[:, None] + batch.advantage / beta)
+    return jnp.minimum(weight, most)[:, :, None] * (x + batch.logprobs[:, None, :])
 
 
 def others(rewards: Array, _: Array) -> Array:
@@ -461,6 +477,16 @@ CLAIMS = (
         REWARD,
         1.0,
         chosen=functools.partial(held, share=1 / 3, coef=0.1),
+    ),
+    Claim(
+        "DAR, weights of at most 2",
+        _recipe(surrogate=DAR(beta=1.5, share=0.3, cap=2.0)),
+        TOKENS,
+        NO,
+        None,
+        "its target, a mixture of reference and sampler that the advantage tilts",
+        chosen=functools.partial(regressed, beta=1.5, share=0.3, most=2.0),
+        optimum=False,
     ),
     Claim(
         "OPO: the group's mean by the lengths of its responses",

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from rlhf_jax.algorithms.batch import Scored
-from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.roles.rewards import transcripts
+from rlhf_jax.train.watch import sampled_tokens
 
 Row = dict[str, Any]
 

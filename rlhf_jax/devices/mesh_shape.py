@@ -4,6 +4,7 @@
 
 | axis | what is sharded over it |
 |---|---|
+| dcn | rows, over slices that a datacenter's network joins; parameters as over data |
 | data | rows of a batch; parameters are replicated along it |
 | fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
 | context | columns of a row, while models run on whole rows; parameters as by fsdp |
@@ -26,7 +27,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.functional.checks import InputError
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = ("dcn", "data", "fsdp", "expert", "context", "tensor")
 MOST_DIGITS = 9  # of a size
 
 
@@ -44,6 +45,8 @@ class MeshShape:
     """Devices that share the columns of a row, and the parameters too."""
     expert: int = 1
     """Devices that share the rows, and the experts of a mixture."""
+    dcn: int = 1
+    """Slices of TPUs that share the rows: gradients are summed within each first."""
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
@@ -73,7 +76,7 @@ class MeshShape:
 
     def __str__(self) -> str:
         sizes = dataclasses.asdict(self)
-        for axis in ("context", "expert"):
+        for axis in ("context", "expert", "dcn"):
             if sizes[axis] == 1:
                 del sizes[axis]
         return ",".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -83,13 +86,21 @@ class MeshShape:
         """Devices in all."""
         return math.prod(dataclasses.astuple(self))
 
+    @property
+    def rows(self) -> int:
+        """Devices that share the rows of a batch."""
+        return self.dcn * self.data * self.fsdp * self.expert
+
     def make(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh, over all devices unless others are given; of one, over the first.
 
-        Neighbours on an axis are neighbours in a TPU's torus where that can be.
+        Neighbours on an axis are neighbours in a TPU's torus where that can be. Each
+        slice is one place on `dcn`; of devices that know no slices, as CPUs, equal
+        parts in their order.
 
         Raises:
-          InputError: the axes do not multiply to the number of devices.
+          InputError: the axes do not multiply to the number of devices, or `dcn` is not
+            the number of their slices.
         """
         if devices is None:
             devices = jax.devices()
@@ -101,13 +112,31 @@ class MeshShape:
                 f"{str(self).replace(',', ' · ')} = {self.size}; change an axis, or "
                 f"give other devices"
             )
-        # A mesh without experts to share is the one that it was before there were any.
-        names = [axis for axis in AXES if axis != "expert" or self.expert > 1]
+        # A mesh without slices or experts is the one that it was before there were any.
+        names = [
+            axis
+            for axis in AXES
+            if axis not in ("dcn", "expert") or getattr(self, axis) > 1
+        ]
         shape = tuple(getattr(self, axis) for axis in names)
-        try:
-            laid = mesh_utils.create_device_mesh(
-                shape, devices=devices, allow_split_physical_axes=True
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+        if self.dcn > 1 and slices not in (1, self.dcn):
+            raise InputError(
+                f"mesh dcn: expected the {slices} slices of the devices, got {self.dcn}"
+                f"; write dcn={slices}, and the other axes within a slice"
             )
+        try:
+            if self.dcn > 1 and slices > 1:
+                laid = mesh_utils.create_hybrid_device_mesh(
+                    (1, *shape[1:]),
+                    (self.dcn, *(1,) * len(shape[1:])),
+                    devices,
+                    allow_split_physical_axes=True,
+                )
+            else:
+                laid = mesh_utils.create_device_mesh(
+                    shape, devices=devices, allow_split_physical_axes=True
+                )
         except (NotImplementedError, AssertionError, ValueError):
             # Part of a torus, or one that these axes do not follow: any order is right,
             # and the order in which JAX lists the devices costs longer ways at most.

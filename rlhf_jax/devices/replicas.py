@@ -72,8 +72,9 @@ def of_mesh(mesh: Mesh) -> Replicas:
             )
 
     def made(devices: list[Any]) -> Mesh:
-        # fsdp and context are 1: a replica holds its weights along `tensor` alone.
-        array = np.reshape(np.array(devices), (-1, 1, 1, size))
+        # Else axes of 1: a replica holds its weights along `tensor` alone.
+        shape = {AXIS: -1, TENSOR: size}
+        array = np.reshape(np.array(devices), [shape.get(axis, 1) for axis in AXES])
         return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     everyone = [device for _, own in sorted(of_process.items()) for device in own]

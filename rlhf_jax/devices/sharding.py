@@ -158,7 +158,7 @@ def _spec(
         taken += mesh_axes
         placed.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes)
     # On `data` alone every device has all parameters, which is what was asked for.
-    sharded = any(size > 1 for axis, size in sizes.items() if axis != "data")
+    sharded = any(size > 1 for axis, size in sizes.items() if axis not in axes.COPIES)
     if sharded and not any(placed) and not scales and math.prod(shape) > small:
         elsewhere = _elsewhere(names, shape, rules=rules, sizes=sizes)
         if elsewhere is not None:

@@ -20,7 +20,7 @@ Records stay [B, S]. While a decoder runs on whole rows, the columns of each dev
 rows of their own, [B·c, S/c], sharded over the axes of rows and over `context`: what is
 computed token by token (projections, norms, MLP, log-probs) then needs nothing of other
 devices, and is partitioned as more rows are. Attention alone gathers keys and values of
-the whole row (`attention/per_device.py`).
+the whole row (`attention/per_device.py`), or passes them round (`ring_passes.py`).
 
 The columns are `balanced` within the decoder, so that each device has as many of the
 keys before its queries as any other, and in order elsewhere.
@@ -42,7 +42,9 @@ Array = jax.Array
 Names = tuple[str | None, ...]
 
 EXPERT_AXIS = "expert"  # of a mesh, that shares the experts of a mixture
-ROW_AXES = ("data", "fsdp", EXPERT_AXIS)  # of a mesh, that share the rows of a batch
+# Of a mesh, that share the rows of a batch.
+ROW_AXES = ("dcn", "data", "fsdp", EXPERT_AXIS)
+COPIES = {"dcn", "data"}  # of these, along which parameters are copied
 CONTEXT_AXIS = "context"  # of a mesh, that shares the columns of a row
 # Where no columns are shared, as in decoding, context is one more axis for rows.
 ACTIVATION_AXES = (*ROW_AXES, CONTEXT_AXIS)
@@ -202,7 +204,7 @@ def beside_kernel(leaf: Array, path: tuple[str, ...]) -> Array:
       path: as in ("attention", "query", "lora_a").
     """
     names, sizes = of(path), _auto_axes()
-    shared = {axis for axis, size in sizes.items() if size > 1} - {"data"}
+    shared = {axis for axis, size in sizes.items() if size > 1} - COPIES
     if path[-1] not in LORA or names is None or shared != {VOCABULARY_AXIS}:
         return leaf
     at = (None if name in (None, "embed") else VOCABULARY_AXIS for name in names[1:])

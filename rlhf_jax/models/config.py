@@ -32,12 +32,13 @@ Cache = Literal["same", "int8"]
 each vector of a head (`caches.py`)."""
 
 PAGE_SIZE = 64  # columns of a page of keys and values, unless another is chosen
-Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn"]
+Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn", "ring"]
 """What computes the attention of whole sequences (decoding always takes XLA).
 
 `xla` holds the logits, [B, H, S, S]; the others do not. `blockwise` is plain JAX and
 runs everywhere; `splash` needs a TPU; `cudnn` needs an NVIDIA GPU and activations in
-bfloat16. `auto` chooses by backend, length and model (`layout.py`).
+bfloat16. `ring` needs a mesh with a `context` axis, whose devices pass keys round in
+place of gathering them. `auto` chooses by backend, length and model (`layout.py`).
 """
 
 

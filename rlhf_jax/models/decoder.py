@@ -58,15 +58,16 @@ def init(key: Array, *, model: ModelConfig) -> Params:
         rotary = angles(jnp.zeros((1, 1), jnp.int32), model=model)
         return block.init(key, x, mask=mask, rotary=rotary)["params"]
 
-    layer_keys = jax.random.split(layer_key, model.num_layers)
+    def all_layers() -> Params:
+        keys = jax.random.split(layer_key, model.num_layers)
+        if not model.recurrent_layers:
+            return jax.vmap(layer)(keys)
+        return layers.stacked([layer(key, n) for n, key in enumerate(keys)])
+
     params = {
         "embed": {"tokens": normal(embed_key, model.padded_vocab_size)},
         # Stacked [L, ...] from the start, as the scan over layers reads them.
-        "layers": (
-            layers.stacked([layer(key, n) for n, key in enumerate(layer_keys)])
-            if model.recurrent_layers
-            else jax.vmap(layer)(layer_keys)
-        ),
+        "layers": all_layers(),
         "final_norm": norm.init(norm_key, x)["params"],
     }
     if model.positions == "learned":

@@ -4,7 +4,8 @@
 the layout that every backend runs well and that compiles in the time of one layer.
 `choose` takes the engine of `attention/` for whole rows: `auto` is xla for short rows,
 and for long ones the flash attention of the backend if that can compute the model's,
-splash on a TPU, cuDNN on an NVIDIA GPU, else blockwise, which runs everywhere.
+splash on a TPU, cuDNN on an NVIDIA GPU, else blockwise, which runs everywhere; and ring
+where devices share rows so long that none can gather their keys.
 `change_if` is how an optimizer's step is made or left out, `product` how a matrix meets
 its weights, `transposed_product` how a few rows do, `apart` what stays a product of its
 own.
@@ -38,7 +39,10 @@ BACKEND: dict[Attention, str] = {"splash": "tpu", "cudnn": "gpu"}
 # CPUs (`experiments/benchmarks/attention.py`).
 LONG = 1024
 # What takes queries of any columns, as a device has of a row that is cut.
-ANY_COLUMNS: tuple[Attention, ...] = ("xla", "blockwise", "splash")
+ANY_COLUMNS: tuple[Attention, ...] = ("xla", "blockwise", "splash", "ring")
+# Bytes of a row's keys and values in a layer from which devices that share its columns
+# do not gather them: with copies and gradients that takes three times as much (H100).
+GATHERED = 2**30
 # What computes texts that share a prefix, such as the responses to one prompt.
 PREFIXES: tuple[Attention, ...] = ("xla", "blockwise", "cudnn")
 CUDNN_HEAD_DIM = 128  # largest that the backward pass takes on every GPU
@@ -67,14 +71,20 @@ def choose(
       context: devices that share the columns of a row; None is as on the mesh that is
         set.
     """
-    if model.attention != "auto":
-        return Choice(model.attention, "as asked")
     mesh = jax.sharding.get_abstract_mesh()
     if backend is None:
         backend = backend_of(mesh)
     sharing: int = dict(mesh.shape).get(CONTEXT_AXIS, 1) if context is None else context
+    # Rows that no devices share, as prompts that are sampled from, have no ring.
+    if model.attention != "auto" and (model.attention != "ring" or sharing > 1):
+        return Choice(model.attention, "as asked")
     if columns < LONG:
         return Choice("xla", "as they are short")
+    number = jnp.dtype(model.dtype).itemsize
+    gathered = 2 * columns * model.num_kv_heads * model.head_dim * number
+    if sharing > 1 and gathered > GATHERED:
+        reason = f"as keys and values of a row take {gathered / 2**30:.1f} GiB a layer"
+        return Choice("ring", reason)
     own: dict[str, Attention] = {at: name for name, at in BACKEND.items()}
     flash = own.get(backend)
     if flash is None:
@@ -123,24 +133,32 @@ def refuse(model: ModelConfig, *, backend: str) -> None:
         )
 
 
-def refuse_context(engine: Attention, *, model: ModelConfig | None = None) -> None:
-    """Stops where an engine, or a model, cannot have rows whose columns are shared.
+def refuse_context(
+    engine: Attention, *, context: int, model: ModelConfig | None = None
+) -> None:
+    """Stops where an engine, or a model, cannot have so many devices share columns.
 
     Raises:
-      InputError: says which engines compute a row whose columns are cut, or that the
-        model's layers do not.
+      InputError: says which engines compute a row whose columns are cut, that ring
+        computes no other, or that the model's layers do not.
     """
-    if model is not None and model.recurrent_layers:
+    if context > 1 and model is not None and model.recurrent_layers:
         raise InputError(
             f"expected a mesh without a context axis for a {model.family}, whose "
             f"recurrent layers pass a state from column to column; share rows by data "
             f"and fsdp"
         )
-    if engine not in (*ANY_COLUMNS, "auto"):
+    if context > 1 and engine not in (*ANY_COLUMNS, "auto"):
         raise InputError(
             f"expected attention {', '.join(ANY_COLUMNS[:-1])} or {ANY_COLUMNS[-1]} on "
             f"a mesh with a context axis, got {engine}; choose auto, or leave context "
             f"out of the mesh"
+        )
+    if context == 1 and engine == "ring":
+        raise InputError(
+            "expected a mesh with a context axis, whose devices pass keys round, for "
+            "attention ring, got context=1; add one to --placement.policy, as "
+            "context=4, or choose auto"
         )
 
 

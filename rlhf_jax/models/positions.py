@@ -180,6 +180,9 @@ class AttentionMask:
     # How the columns of queries are cut over devices; None where a device has all.
     cut: Cut | None = flax.struct.field(pytree_node=False, default=None)
     share: Array | None = None  # i32[], the device whose queries these are, with a cut
+    # With a cut, whether a device has the keys of its own columns, and passes them
+    # round (`attention/ring_passes.py`); else it has those of all columns.
+    passed: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def rows(self) -> int:
@@ -193,10 +196,15 @@ class AttentionMask:
 
     def query_columns(self, queries: int) -> Array:
         """i32[T], rising: the columns of the queries, the last T without a cut."""
-        if self.cut is None or self.share is None:
+        if self.share is None:
             return jnp.arange(self.columns - queries, self.columns, dtype=jnp.int32)
+        return self.columns_of_devices(queries)[self.share]
+
+    def columns_of_devices(self, queries: int) -> Array:
+        """i32[c, T], with a cut: the columns of every device."""
+        assert self.cut is not None
         of_devices = balanced(self.columns, count=self.cut.count)
-        return jnp.asarray(of_devices.reshape(-1, queries))[self.share]
+        return jnp.asarray(of_devices.reshape(-1, queries))
 
     def query_segments(self, queries: int) -> Array:
         """i32[B, T], the segments of the queries."""

@@ -1,8 +1,9 @@
 """Chips: what they hold and how fast they are at most, from their makers' tables.
 
 A roofline needs the rates of products, of the device's memory and of the links to other
-chips; for GPUs those are two, NVLink inside a node and the network between nodes. They
-are peaks, so that what is computed from them is a lower bound.
+chips, which are two: NVLink inside a GPU's node or a TPU's links inside its slice, and
+the network between them. They are peaks, so that what is computed from them is a lower
+bound.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Chip:
     reserved: str  # what the rest of the maker's figure is, and who says so
     flops: float  # a second, dense products of bfloat16 accumulated in float32
     bandwidth: float  # of its memory, bytes a second
-    links: float  # to all other chips (of a GPU: of its node), one way, bytes a second
+    links: float  # to the chips of its node or slice, one way, bytes a second
     source: str
     latency: float  # seconds of an exchange of a few bytes, at the least
-    # A GPU's share of its node's network, one way, bytes a second; None where the links
-    # reach every chip, or where no data sheet has it.
+    # Its share of its host's network, one way, bytes a second; None where no data sheet
+    # has it.
     network: float | None = None
 
     @property
@@ -45,6 +46,9 @@ GPU = "0.75 of the memory, which JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION
 CLOUD = "https://cloud.google.com/tpu/docs/"
 # One hop, of which an exchange has several: jax-ml.github.io/scaling-book/sharding.
 HOP = 1e-6
+# Of a host, bytes a second, and the devices of one: jax-ml.github.io/scaling-book/tpus.
+DCN = 25 * GB
+HOSTED = {"TPU v5 lite": 8, "TPU v6 lite": 8, "TPU7x": 8}  # else 4
 # NCCL's own model of a ring (`baseLatencies` of LL, NCCL 2.28); hops come on top.
 NCCL = 6.6e-6
 
@@ -54,7 +58,15 @@ def _tpu(
 ) -> Chip:
     """A TPU by its available GiB, TFLOP/s, and GB/s of its memory and its links."""
     rates = (tflops * 1e12, memory * GB, links * GB)
-    return Chip(kind, int(gib * GIB), TPU, *rates, source=CLOUD + page, latency=HOP)
+    return Chip(
+        kind,
+        int(gib * GIB),
+        TPU,
+        *rates,
+        source=CLOUD + page,
+        latency=HOP,
+        network=DCN / HOSTED.get(kind, 4),
+    )
 
 
 def _gpu(
@@ -174,6 +186,10 @@ def of_kind(kind: str) -> Chip | None:
 
 
 def per_node(chip: Chip | None) -> int | None:
-    """GPUs of a node, as far as a process sees it; None is all devices."""
-    several = chip is not None and chip.is_gpu and jax.process_count() > 1
-    return jax.local_device_count() if several else None
+    """GPUs of a node, as far as a process sees it, or TPUs of a slice; None is all."""
+    if chip is None:
+        return None
+    if chip.is_gpu:
+        return jax.local_device_count() if jax.process_count() > 1 else None
+    slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
+    return jax.device_count() // slices if slices > 1 else None

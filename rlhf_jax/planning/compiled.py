@@ -45,14 +45,15 @@ def target(topology: str | None) -> Any:
     return jax.devices()[0] if topology is None else slice_of(topology)[0]
 
 
-def slice_of(topology: str) -> list[Any]:
-    """The devices of a slice of TPUs, or of nodes of GPUs, that is not there.
+def slice_of(topology: str, *, slices: int = 1) -> list[Any]:
+    """The devices of slices of TPUs, or of nodes of GPUs, that are not there.
 
     libtpu lets one process at a time use a TPU, by a lock. Here none is used, so that
     any number of processes may compile at once.
 
     Args:
       topology: v5e:8x8, as libtpu names it, or h100:8x8, 8 nodes of 8 GPUs.
+      slices: of that topology each, joined by a datacenter's network; TPUs alone.
 
     Raises:
       InputError: no chip is named, the compiler for it is not installed, or it does not
@@ -73,7 +74,10 @@ def slice_of(topology: str) -> list[Any]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # read as it is loaded
     try:
         description = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **_of_whole_chips(topology)
+            platform="tpu",
+            topology_name=topology,
+            num_slices=slices,
+            **_of_whole_chips(topology),
         )
     except Exception as error:  # what the plugin raises is its own affair
         raise InputError(

@@ -204,7 +204,8 @@ class _Walker:
                 self._exchange(part, inner, total, channels)
             return
         kind = line.opcode.removesuffix("-start")
-        if kind not in exchanges.COLLECTIVES:
+        far = exchanges.between_slices(line.rest) if kind == "send" else None
+        if far is None and kind not in exchanges.COLLECTIVES:
             return
         channel = re.search(r"channel_id=(\d+)", line.rest)
         if channel is not None:
@@ -214,7 +215,10 @@ class _Walker:
         operand_bytes = sum(
             leaf.size for name in line.operands for leaf in lines[name].result
         )
-        devices, nodes = self._group(line)
+        if far is not None:
+            kind, devices, nodes = far
+        else:
+            devices, nodes = self._group(line)
         size = operand_bytes * devices if kind == "all-gather" else operand_bytes
         if devices > 1:
             total.collectives[Collective(kind, size, devices, nodes)] += 1

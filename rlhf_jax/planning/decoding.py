@@ -13,7 +13,7 @@ bounds by how much.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,17 +51,17 @@ def token(
 
     Args:
       model: with the cache that it is sampled with.
-      mesh: of data and tensor, which divides the key and value heads.
+      mesh: of dcn, data and tensor, which divides the key and value heads.
       rows: that are decoded at a time, of all chips.
       columns: of a row that are attended to.
       weight_bytes: of a number of a matrix.
     """
-    own, others = -(-rows // mesh.data), mesh.tensor - 1
+    own, others = -(-rows // (mesh.dcn * mesh.data)), mesh.tensor - 1
     activations = own * model.hidden_size * jnp.dtype(model.dtype).itemsize
     logits = own * model.padded_vocab_size * 4 / mesh.tensor
     sums = 2 * model.num_layers + 1
     return Token(
-        weights=weight_bytes * matrix_numbers(model) // mesh.tensor,
+        weights=weight_bytes * matrix_numbers(model, rows=own) // mesh.tensor,
         cache=workload.cache_bytes(model, rows=own, columns=columns)
         // heads_devices(model, mesh),
         # A sum passes twice, logits go where their rows are drawn.
@@ -81,15 +81,15 @@ def least_bytes(
 ) -> float:
     """Bytes that a chip reads for a token, the mean of a response: no layout has fewer.
 
-    Matrices are shared by all axes but `data`, which only copies them, and a column of
-    the cache is read from when it is filled.
+    Matrices are shared by all axes but `dcn` and `data`, which only copy them, and a
+    column of the cache is read from when it is filled.
 
     Args:
       mesh: that is sampled on.
       rows: that are decoded at a time, of all chips; None leaves the cache out.
       turns: tokens after the first.
     """
-    shared = mesh.size // mesh.data
+    shared = mesh.size // (mesh.dcn * mesh.data)
     least = weight_bytes * matrix_numbers(model) / shared
     if rows is None:
         return least
@@ -103,8 +103,7 @@ def least_bytes(
 
 def cache_devices(model: ModelConfig, mesh: MeshShape) -> int:
     """Devices that share a KV cache, by rows and by heads."""
-    rows = mesh.data * mesh.fsdp * mesh.expert * mesh.context
-    return rows * heads_devices(model, mesh)
+    return mesh.rows * mesh.context * heads_devices(model, mesh)
 
 
 def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:
@@ -112,9 +111,21 @@ def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:
     return math.gcd(mesh.tensor, model.num_kv_heads)
 
 
-def matrix_numbers(model: ModelConfig) -> int:
-    """Numbers of the matrices that a token meets: those of the layers, and the head."""
-    shapes = decoder.shapes(model)
-    layers = jax.tree.leaves(shapes["layers"])
-    head = model.padded_vocab_size * model.hidden_size
-    return head + sum(leaf.size for leaf in layers if len(leaf.shape) > 2)
+def matrix_numbers(model: ModelConfig, *, rows: int = 1) -> int:
+    """Numbers of the matrices that a token meets: those of the layers, and the head.
+
+    Of the E experts of a mixture they are those that `rows` tokens meet where load is
+    even, E·(1 - (1 - k/E)^rows) in the mean: k for one.
+    """
+    shapes = dict(decoder.shapes(model)["layers"])
+    total = model.padded_vocab_size * model.hidden_size
+    if model.experts is not None:
+        experts = dict(shapes.pop("experts"))
+        total += experts.pop("router")["weight"].size
+        missed = (1 - model.experts.per_token / model.experts.count) ** rows
+        total += round((1 - missed) * _matrices(experts))
+    return total + _matrices(shapes)
+
+
+def _matrices(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree) if len(leaf.shape) > 2)

@@ -37,7 +37,8 @@ class Target(NamedTuple):
     name: str  # of the chip
     chip: Chip
     compiler: str
-    per_node: int | None = None  # GPUs; None where the links reach every chip
+    # Of a node or a slice, chips; None where the links reach every chip.
+    per_node: int | None = None
     near: int = 0  # bytes of a cache between kernels, as `cost.cost` has it
 
 
@@ -76,7 +77,7 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
         name, named, _ = topology.partition(":")
         if named:  # or the compiler says what is missing
             chips.named(name)
-        made = mesh.make(compiled.slice_of(topology))
+        made = mesh.make(compiled.slice_of(topology, slices=mesh.dcn))
         if gpu_targets.is_gpu(topology):
             compiler = f"that of {gpu_targets.compiler()}"
             per_node, near = gpu_targets.per_node(topology), gpu_targets.cache(topology)
@@ -88,7 +89,8 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
                 )
             return Target(made, name, figures, compiler, per_node, near)
         compiler = f"that of libtpu {importlib.metadata.version('libtpu')}"
-        return Target(made, name, chips.named(name), compiler)
+        of_slice = mesh.size // mesh.dcn if mesh.dcn > 1 else None
+        return Target(made, name, chips.named(name), compiler, of_slice)
     if mesh.size > 1:
         # As many virtual devices as the mesh has, where this machine is a CPU and no
         # program has run yet; else the mesh says what is missing.

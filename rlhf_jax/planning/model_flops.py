@@ -57,6 +57,8 @@ def forward(
     projections += size * width if model.output_gate else 0
     attention = model.layers_of("attention")
     mlp = (3 if model.gated_mlp else 2) * size * model.intermediate_size
+    if model.experts is not None:  # those that a token meets, and the router
+        mlp = model.experts.per_token * mlp + size * model.experts.count
     shared = len(texts.responses) * (1 - 1 / group_size)  # prompts that are not run
     tokens = texts.tokens - shared * texts.prompt
     total = 2.0 * tokens * (len(attention) * projections + model.num_layers * mlp)

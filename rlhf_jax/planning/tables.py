@@ -65,7 +65,8 @@ def show(result: dict[str, Any]) -> None:
             if row["sent"] > SHOWN * one["sent_bytes"]
         ],
     )
-    # One chip has no links, and TPUs no network: columns of 0 alone are left out.
+    # One chip has no links, and one node or slice no network: columns of 0 alone are
+    # left out.
     parts = [
         name
         for name in programs[0]["seconds"]

@@ -113,13 +113,14 @@ def block_visits(
 
     In blocks of b columns, query block i meets min(i + 1, 1 + ⌈(W - 1) / b⌉) blocks of
     keys through a window of W. Over a context axis a device has 1/context of the
-    queries, and all keys.
+    queries, and all keys, or with ring attention 1/context of them in each turn.
 
     Returns:
       Turns by the name of their loop. A packed row of several texts takes fewer.
     """
     from rlhf_jax.models.attention import blockwise, blockwise_passes
 
+    passed = model.attention == "ring"
     block = blockwise.block_columns(backend)
     blocks = -(-columns // block)
     windows = (
@@ -129,7 +130,7 @@ def block_visits(
     pairs = sum(min(i + 1, window) for window in windows for i in range(blocks))
     mean = pairs / (blocks * max(1, len(model.layers_of("attention"))))
     return {
-        blockwise_passes.KEY_BLOCKS: mean,
+        blockwise_passes.KEY_BLOCKS: mean / (context if passed else 1),
         blockwise_passes.QUERY_BLOCKS: mean / context,
     }
 
@@ -187,6 +188,9 @@ def activation_bytes(
     width, kv = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
     width *= 2 if model.output_gate else 1
     mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
+    if model.experts is not None:
+        # Rows sorted by expert, and what an expert returns of each.
+        mlp = model.experts.per_token * (mlp + 2 * model.hidden_size)
     tokens, size = rows * columns, jnp.dtype(model.dtype).itemsize
 
     def layer(width: int, inner: float) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from tyro.constructors import (
 from rlhf_jax.functional.checks import InputError
 
 TRUTH = {"true": True, "false": False}
-MESH_AXES = ("data", "fsdp", "tensor", "context", "expert")  # keys within a value
+MESH_AXES = ("dcn", "data", "fsdp", "tensor", "context", "expert")  # within a value
 
 
 REGISTRY = ConstructorRegistry()

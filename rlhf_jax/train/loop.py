@@ -36,6 +36,7 @@ from rlhf_jax.train.sampler import Sampler
 from rlhf_jax.train.watch.watcher import Watcher
 
 if TYPE_CHECKING:
+    from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
     from rlhf_jax.train.environment.sampler import EpisodeSampler
     from rlhf_jax.train.rollouts.outside import OutsideSampler
     from rlhf_jax.train.rollouts.queue import RolloutQueue
@@ -69,6 +70,8 @@ class Loop(NamedTuple):
     watcher: Watcher
     root_key: Array
     begun: dict[int, Begun]  # by step; the loop takes out what it uses
+    # What a teacher reads in place of the prompts, by row; None is the same.
+    of_teacher: TeacherPrompts | None = None
 
     def key(self, step: int) -> Array:
         """The key of a step, from which everything random in it comes."""
@@ -216,6 +219,7 @@ def improve(
                 reference=taken,
                 key=key,
                 values_first=loop.values_first,
+                of_teacher=loop.of_teacher,
             )
         with stage.user_code():
             if begun is None or config.sampler.max_redraws:  # which has scored them

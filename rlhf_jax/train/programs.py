@@ -41,6 +41,7 @@ from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.watch import sampled_tokens
 
 if TYPE_CHECKING:
+    from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
     from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
 
 Array = jax.Array
@@ -74,6 +75,7 @@ class Programs:
         self, models: Models, *, meshes: Meshes, config: PolicyGradientConfig
     ) -> None:
         self._models, self._config, mesh = models, config, meshes.policy
+        self._mesh = mesh
         recipe = self.recipe = models.recipe
         shape: dict[str, Any] = {
             "model": recipe.model,
@@ -222,19 +224,23 @@ class Programs:
         reference: Frozen | None,
         key: Array,
         values_first: bool,
+        of_teacher: TeacherPrompts | None = None,
     ) -> Read:
         """What frozen models and critic make of a rollout, beside the reward's work.
 
         Args:
           reference: as its lifecycle left it; None in a step that takes no KL.
           values_first: the critic runs now and not in the program of the update.
+          of_teacher: what a teacher reads in place of the prompts; None is the same.
         """
         # On the host, from lengths: the same minibatches as `update` will draw from
         # this key.
         packing = None if self.pack is None else self.pack(rollout, key=key)
         output, further = None, {}
         if reference is not None:
-            output = self.reference_output(reference, rollout, packing)
+            output = self.reference_output(
+                reference, rollout, packing, of_teacher=of_teacher
+            )
             further = self._further_of(rollout, packing)
         values = None
         # Dispatched after the reference and before the host's reward, so that devices
@@ -244,12 +250,19 @@ class Programs:
         return Read(output, further, values, packing)
 
     def reference_output(
-        self, reference: Frozen, rollout: Rollout, packing: RolloutPacking | None = None
+        self,
+        reference: Frozen,
+        rollout: Rollout,
+        packing: RolloutPacking | None = None,
+        *,
+        of_teacher: TeacherPrompts | None = None,
     ) -> ReferenceOutput:
         """The reference's log-probs, computed on the reference's devices."""
         if self._models.head is not None:
             return frozen_models.run_beside(
-                lambda moved: self._reference(reference, rollout=moved),
+                lambda moved: self._reference(
+                    reference, rollout=moved, prompts=of_teacher
+                ),
                 reference,
                 rollout,
             )
@@ -368,6 +381,15 @@ class Programs:
         # The teacher's head, where its states are at hand; the reference itself for
         # exact KL; else None, so that its parameters are no argument of `learn`.
         inside = self._models.head
+        teacher, moves = inputs.reference, self.recipe.lifecycle.moves
+        if inside is not None and teacher is not None and moves:
+            from rlhf_jax.algorithms.flow.teacher import head_of
+
+            inside = head_of(
+                teacher,
+                model=self.recipe.model,
+                place=functools.partial(sharding.place, mesh=self._mesh),
+            )
         if (
             inside is None
             and self.recipe.penalty.needs_logits

@@ -54,11 +54,13 @@ def load_start(
     Args:
       save_dtype: Of what is written; None is that of most weights.
     """
-    if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
+    context = mesh.shape.get(axes.CONTEXT_AXIS, 1)
+    if context > 1:
         start = start or pretrained.described(
             path_or_repo_id, tokenizer=options.tokenizer
         )
-        layout.refuse_context(options.attention, model=start.model)
+    model = None if start is None else start.model
+    layout.refuse_context(options.attention, context=context, model=model)
     start = pretrained.load(
         path_or_repo_id,
         start=start,
@@ -143,6 +145,8 @@ def read_data(
     ).map(put_rows)
     texts = read_texts(watch, start, receipts=receipts)
     meta = {"data_digest": digests.of_tokens(data.prompts), **start.meta}
+    if data.of_teacher is not None:
+        meta["teacher_digest"] = digests.of_tokens(data.of_teacher)
     if pools.reads_rows or watch.judge is not None or config.sampler.environment:
         meta["rows_digest"] = digests.of_rows(data.rows)  # all that they are given
     if (

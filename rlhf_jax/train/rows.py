@@ -6,11 +6,12 @@ rows of a file ──read──> rows, tokens ──batches──> draw ──> 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import encoding, files, json_lines, lengths
+from rlhf_jax.data import batches, encoding, files, json_lines, lengths
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row, place
 from rlhf_jax.data.lengths import Overlong
@@ -25,6 +26,7 @@ from rlhf_jax.train.config.prompts import AskedPrompts
 from rlhf_jax.train.rewards import RewardPools
 
 if TYPE_CHECKING:
+    from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
     from rlhf_jax.data.turns import TurnEncoder
     from rlhf_jax.environments.pool import EnvironmentPool
     from rlhf_jax.train.environment.sampler import EpisodeSampler
@@ -37,11 +39,25 @@ class ReadRows(NamedTuple):
     written_prompts: list[Written]  # of each row, as it was written
     tokens: dict[int, Tokens]  # of the prompts that leave room, by their row
     states: list[bytes] | None = None  # of an environment as episodes begin, pickled
+    # What a teacher reads in place of each prompt; None where it reads the same.
+    of_teacher: list[Tokens] | None = None
 
     @property
     def prompts(self) -> list[Tokens]:
         """The prompts that leave room."""
         return list(self.tokens.values())
+
+    def teacher_prompts(self, *, pad_id: int) -> TeacherPrompts | None:
+        """What a teacher reads in place of each prompt; None where it is the same."""
+        if self.of_teacher is None:
+            return None
+        # Of the runs that distil from one.
+        from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
+
+        width = max(map(len, self.of_teacher))
+        return TeacherPrompts(
+            *batches.pad(self.of_teacher, width=width, pad_id=pad_id, left=True)
+        )
 
     def fitting(self, count: int | None = None) -> ReadRows:
         """The first of the rows that leave room, numbered from 0; None is all."""
@@ -55,6 +71,7 @@ class ReadRows(NamedTuple):
             of(self.written_prompts),
             dict(enumerate(self.prompts[:count])),
             None if self.states is None else of(self.states),
+            None if self.of_teacher is None else of(self.of_teacher),
         )
 
 
@@ -123,6 +140,7 @@ class Responder:
         read = read_prompts(
             source,
             options=options,
+            teacher_field=config.teacher_field,
             start=self._start,
             room=self.room,
             more=self._more,
@@ -159,11 +177,13 @@ def read_prompts(
     room: int,
     more: str,
     widest: int | None = None,
+    teacher_field: str | None = None,
     receipt: Receipt,
 ) -> ReadRows:
     """The rows of a file, as the model is asked them.
 
     Args:
+      teacher_field: what a teacher reads in the prompt's place; None is the prompt.
       room: tokens that a prompt may have.
       more: how a prompt may be longer, for the errors.
       widest: tokens of the largest bucket; None is no bucket.
@@ -189,10 +209,28 @@ def read_prompts(
         receipt=receipt,
     )
     numbers = {id(row): number for number, row in enumerate(rows)}
+    of_teacher = None
+    if teacher_field is not None:
+        asked = dataclasses.replace(options, prompt_field=teacher_field)
+        # All rows are there: one that the teacher cannot read is an error.
+        _, of_teacher = encoding.encode_prompts(
+            start.tokenizer,
+            rows,
+            max_length=room,
+            more=more,
+            field=teacher_field,
+            questions=[
+                _question(row, options=asked, where=place(row, number))
+                for number, row in enumerate(rows)
+            ],
+            stop_ids=start.stop_ids,
+            receipt=receipt,
+        )
     return ReadRows(
         rows,
         [_put(row[field], options=options) for row in rows],
         dict(zip([numbers[id(row)] for row in fitting], tokens, strict=True)),
+        of_teacher=of_teacher,
     )
 
 

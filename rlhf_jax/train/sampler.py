@@ -214,7 +214,9 @@ def check_pages(options: Here, *, recipe: PolicyGradient, mesh: Mesh) -> None:
     places = recipe.continuous_batching
     assert places is not None  # as a config with pages has it
     sizes = dict(mesh.shape)
-    if any(sizes.get(axis, 1) > 1 for axis in ("fsdp", axes.EXPERT_AXIS, axes.CONTEXT_AXIS)):
+    if any(
+        sizes.get(axis, 1) > 1 for axis in ("fsdp", axes.EXPERT_AXIS, axes.CONTEXT_AXIS)
+    ):
         raise InputError(
             f"--sampler: expected cache_pages on a mesh without fsdp and context, as "
             f"data=2,tensor=4, whose devices with the same rows have all weights, got "

@@ -177,6 +177,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         ),
         root_key=key,
         begun={},
+        of_teacher=read.data.teacher_prompts(pad_id=start.pad_id),
     )
     if not isinstance(loop.sampler, Sampler):
         stack.enter_context(loop.sampler)
@@ -280,6 +281,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         reference=models.reference,
         key=key,
         values_first=loop.values_first,
+        of_teacher=loop.of_teacher,
     )
     # Processes began to score while the reference ran; now their answers are needed.
     early = early() if callable(early) else early

@@ -31,7 +31,7 @@ from rlhf_jax.algorithms import batch
 from rlhf_jax.algorithms.distill import Distill
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import corrections
-from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, SAPO, Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, DAR, SAPO, Clip
 from rlhf_jax.functional.kl.penalty import UNBIASED_K3, Penalty
 from rlhf_jax.roles import policy
 from rlhf_jax.roles.reference.frozen import FrozenModels, Further
@@ -293,9 +293,7 @@ class Oracle:
         cells, weights = oracles.entries(self.rows.response_mask), self.weights
         token = {"now": oracle_updates.picked(now, self.rows), "old": self.old}
         token["start"] = oracle_updates.picked(start, self.rows)
-        terms, bounded = case.surrogate.terms(
-            self.rows, **token, advantages=self.advantages
-        )
+        terms, bounded = self._terms(token["now"], start=token["start"])
         loss = math.fsum(weights[cell] * terms[cell] for cell in cells)
         ratios = case.surrogate.ratios(self.rows, **token)
         log_ratios = [token["now"][cell] - self.old[cell] for cell in cells]
@@ -406,6 +404,16 @@ class Oracle:
             stats["value/explained_variance"] = oracles.explained_variance(*of_values)
         return stats | self._of_penalty() | self._of_surrogate()
 
+    def _terms(self, now: Any, *, start: Any) -> Any:
+        return self.case.surrogate.terms(
+            self.rows,
+            now=now,
+            start=start,
+            old=self.old,
+            advantages=self.advantages,
+            reference=oracle_updates.picked(self.references[0][0], self.rows),
+        )
+
     def _of_penalty(self) -> dict[str, float]:
         """Estimates that are cut at `clip`, or beyond float32, where none is here."""
         kl, stats = self.case.kl, {}
@@ -447,6 +455,10 @@ class Oracle:
             steep = np.where(advantage > 0, positive, negative)
             gate = 1 / (1 + np.exp(-steep * (ratio - 1)))
             stats["policy/gate"] = (4 * gate * (1 - gate)).mean()
+        if case.surrogate.kind == "dar":
+            losses, _ = self._terms(token, start=token)
+            weights = [-losses[b, t] / token[b, t] for b, t in losses]
+            stats["policy/gate"] = np.mean(weights)
         return stats
 
 
@@ -670,6 +682,17 @@ CASES = {
             ),
         ),
         kl=KL(grad="k2", placement="loss", per="response", of_reference=0.4),
+    ),
+    "DAR, the others of a group as the baseline": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=DAR(beta=0.8, share=0.3, cap=3.0),
+            baseline="leave_one_out",
+            penalty=Penalty(placement=None),
+        ),
+        surrogate=Surrogate(kind="dar", beta=0.8, share=0.3, cap=3.0),
+        groups=(("baseline", "leave_one_out"),),
     ),
     "weights of tokens, masked, forward KL in the reward": Case(
         recipe=partial(

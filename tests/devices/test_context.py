@@ -115,6 +115,8 @@ def computed(params, tokens, mask, *, model):
     [
         (MeshShape(fsdp=2, context=4), "xla"),
         (MeshShape(data=2, context=2, tensor=2), "blockwise"),
+        (MeshShape(fsdp=2, context=2, tensor=2), "ring"),
+        (MeshShape(context=8), "ring"),
     ],
 )
 def test_numbers_and_gradients_are_those_of_one_device(name, shape, engine):
@@ -177,9 +179,13 @@ def test_what_cannot_share_columns_is_refused():
     sampler = placement.Place.parse("data=2,context=4")
     with pytest.raises(InputError, match="no columns to share"):
         placement.Placement(sampler=sampler)
-    with pytest.raises(InputError, match="expected attention xla, blockwise or splash"):
-        layout.refuse_context("cudnn")
-    layout.refuse_context("auto")
+    with pytest.raises(
+        InputError, match="expected attention xla, blockwise, splash or ring"
+    ):
+        layout.refuse_context("cudnn", context=2)
+    with pytest.raises(InputError, match="axis, whose devices pass keys round, for"):
+        layout.refuse_context("ring", context=1)
+    layout.refuse_context("auto", context=2)
     words = ("--out=o", "--model=m", "--prompts=p", "--verifier=exact")
     message = "--packing: expected none with --placement.policy context=N"
     with pytest.raises(InputError, match=message):
@@ -196,3 +202,22 @@ def test_auto_leaves_an_engine_that_has_no_context_axis():
     assert layout.choose(model, **options).engine == "cudnn"
     choice = layout.choose(model, **options, context=4)
     assert choice == ("blockwise", "as cudnn has no context axis")
+
+
+def test_auto_passes_keys_round_that_are_too_many_to_gather():
+    """256k tokens of two heads of 512 numbers, in bfloat16, are a GiB."""
+    model = dataclasses.replace(LLAMA, head_dim=512, dtype="bfloat16", attention="auto")
+    options = {"backend": "tpu", "context": 4}
+    assert layout.choose(model, columns=2**18, **options).engine == "splash"
+    choice = layout.choose(model, columns=2**18 + 8, **options)
+    assert choice == ("ring", "as keys and values of a row take 1.0 GiB a layer")
+    alone = layout.choose(model, columns=2**19, backend="tpu", context=1)
+    assert alone.engine == "splash"
+
+
+def test_rows_that_no_devices_share_have_no_ring():
+    """Prompts that are sampled from, and a reference on a mesh of its own."""
+    model = dataclasses.replace(LLAMA, attention="ring")
+    options = {"columns": 4096, "backend": "cpu"}
+    assert layout.choose(model, **options, context=4) == ("ring", "as asked")
+    assert layout.choose(model, **options, context=1).engine == "blockwise"

@@ -128,7 +128,11 @@ def run_grpo(place, rows):
         pytest.param(run_grpo, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("shape", [MESH, MeshShape(fsdp=2, context=4)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [MESH, MeshShape(fsdp=2, context=4), MeshShape(dcn=2, fsdp=2, tensor=2)],
+    ids=str,
+)
 def test_a_program_on_a_mesh_is_that_of_one_device(program, shape):
     expected, expected_stats = program(lambda tree: tree, lambda rows: rows)
     with jax.set_mesh(shape.make()):

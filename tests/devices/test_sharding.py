@@ -332,11 +332,41 @@ def test_a_mesh_is_one_option_of_a_command_line():
     assert MeshShape.parse("fsdp=4, tensor=2") == MeshShape(fsdp=4, tensor=2)
     shape = MeshShape(data=2, fsdp=3, tensor=5)
     assert MeshShape.parse(str(shape)) == shape
+    slices = MeshShape(dcn=2, fsdp=4)
+    assert MeshShape.parse(str(slices)) == slices
+    assert slices.rows == 8
     for text in ("", "fsdp", "fsdp=2,fsdp=2", "rows=2", "data=-1", "data=2.0"):
-        with pytest.raises(InputError, match="expected sizes of data, fsdp, context"):
+        with pytest.raises(
+            InputError, match="expected sizes of dcn, data, fsdp, expert, context"
+        ):
             MeshShape.parse(text)
     with pytest.raises(InputError, match="at least 1 device"):
         MeshShape.parse("data=0")
+
+
+@dataclasses.dataclass(frozen=True)
+class OfSlice:
+    """What a mesh of slices asks of a device."""
+
+    id: int
+    slice_index: int
+    platform: str = "cpu"
+    device_kind: str = "a chip"
+
+
+def test_a_slice_is_a_place_on_dcn():
+    """Whatever the order of the devices, and so too where they know no slices."""
+    devices = [OfSlice(id, slice_index=id // 4) for id in (0, 4, 1, 5, 2, 6, 3, 7)]
+    mesh = MeshShape(dcn=2, fsdp=2, tensor=2).make(devices)
+    assert mesh.shape["dcn"] == 2
+    for number, laid in enumerate(mesh.devices):
+        assert {device.slice_index for device in laid.flat} == {number}
+    ids = np.vectorize(lambda device: device.id)(
+        MeshShape(dcn=2, fsdp=4).make().devices
+    )
+    assert ids.reshape(2, 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(InputError, match="expected the 2 slices of the devices, got 4"):
+        MeshShape(dcn=4, fsdp=2).make(devices)
 
 
 @pytest.mark.slow

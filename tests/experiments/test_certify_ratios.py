@@ -125,3 +125,11 @@ def test_some_certificates_alone(tmp_path):
     assert cases.chosen(ratio_claims.CLAIMS, only=()) == [*ratio_claims.CLAIMS]
     with pytest.raises(InputError, match="--only: expected some of token ratio"):
         certify_ratios.Config(out=tmp_path, only=("DPO",))
+
+
+@pytest.mark.long
+def test_regression_goes_where_it_is_said_to(case):
+    rewards = np.random.default_rng(4).normal(
+        size=len(enumerable.every_tokens(case.stop_ids))
+    )
+    assert max(ratios.of_regression(case, rewards)) < ratios.TOLERANCE

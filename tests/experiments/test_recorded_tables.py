@@ -7,9 +7,11 @@ import numpy as np
 import places
 import pytest
 from scipy import stats
+from studies.regularisers import page
 
 README = (places.EXPERIMENTS / "README.md").read_text(encoding="utf-8")
 CHOICES = places.RECORDED.joinpath("kl_in_practice", "choices.md").read_text("utf-8")
+KLS = ("kl", "kl_to_go", "ema", "mixture")
 DATA = places.ROOT / "rlhf_jax" / "data" / "README.md"
 REPORTS = places.ROOT / "rlhf_jax" / "reports" / "README.md"
 GENERATION = places.ROOT / "rlhf_jax" / "models" / "generation" / "README.md"
@@ -432,3 +434,26 @@ def test_starts_with_uneven_lengths():
         for start in (run["cold"], run["start"]):
             check(next(cells), start["start_up"] + start["warm_up"][0])
         check(next(cells), run["start"]["peak_bytes"] / 2**20)
+
+
+def test_regularisers():
+    """The table of the language, and the page, which its program writes."""
+    figures = {
+        world: recorded("regularisers", world, "figures.json") for world in page.WORLDS
+    }
+    written = places.RECORDED.joinpath("regularisers", "page.md").read_text("utf-8")
+    assert written == "\n".join(page.lines(figures))
+    cells = figures["language"]["cells"]
+    ends = [cells[name]["end"]["gold"]["mean"] for name in KLS]
+    check("0.45 to 0.56", min(ends), max(ends))
+    [flat] = [
+        row
+        for row in figures["language"]["claims"]
+        if row["says"] == "and than no KL, at equal proxy"
+    ]
+    check("0.41 0.07 to 0.75", flat["difference"], *flat["interval"])
+    of_sums = figures["arithmetic"]["cells"]
+    held = [of_sums[name]["end"]["gold"]["mean"] for name in KLS]
+    check("0.32 to 0.35", min(held), max(held))
+    low, high = of_sums["none"]["end"]["gold"]["interval"]
+    check("0.25 ± 0.15", of_sums["none"]["end"]["gold"]["mean"], (high - low) / 2)

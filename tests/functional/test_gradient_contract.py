@@ -234,6 +234,7 @@ CASES = {
         f"{PAIRS} beta target_margin",
         ROW,
     ),
+    "policy_losses.advantage_regression.dar_loss": ("logprobs", {}),
     "policy_losses.divergence_masks.dppo_loss": ("logprobs", {"divergence": "kl"}),
     "policy_losses.geometric_mean.gmpo_loss": (
         "logprobs clip_range clip_range_high",

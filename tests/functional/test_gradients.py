@@ -376,6 +376,7 @@ WITHOUT_A_SLOPE = {
     "off_policy.importance.importance_weights": "stops the gradient",
     "off_policy.mismatch.sampler_kl": "statistics",
     "off_policy.mismatch.weight_stats": "statistics",
+    "policy_losses.advantage_regression.dar_loss": "stops the gradient of its weight",
     "policy_losses.divergence_masks.dppo_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.topr_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.vespo_loss": "stops the gradient of its weight",

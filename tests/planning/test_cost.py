@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import config
-from rlhf_jax.models.attention import blockwise, blockwise_passes
+from rlhf_jax.models.attention import blockwise, blockwise_passes, ring_passes
 from rlhf_jax.models.positions import AttentionMask
 from rlhf_jax.planning import cost, workload
 from rlhf_jax.planning.hlo import exchanges
@@ -105,6 +105,9 @@ def test_blocks_that_are_visited_by_hand():
             blockwise_passes.KEY_BLOCKS: pairs / 5,
             blockwise_passes.QUERY_BLOCKS: pairs / 5 / 4,
         }
+    passed = dataclasses.replace(ATTENTION, attention="ring")
+    visits = workload.block_visits(passed, columns=600, context=4, backend="cpu")
+    assert set(visits.values()) == {wide / 5 / 4}  # in each of four turns
     visits = workload.block_visits(ATTENTION, columns=600, context=1, backend="gpu")
     assert set(visits.values()) == {(1 + 2) / 2}  # blocks of 512
 
@@ -292,6 +295,47 @@ def test_the_products_of_splash_attention(kind, results, products, grid, pairs):
     text = text.replace("ENDING", "" if kind == "fwd" else f"_{kind}")
     text = text.replace("RESULTS", ", ".join(["bf16[2,4,1024,64]{3,2,1,0}"] * results))
     assert cost.cost(text).flops == 2 * products * 2 * 4 * pairs * 64
+
+
+def test_a_turn_of_ring_attention_computes_all_pairs():
+    text = SPLASH.replace("KIND", "fwd").replace("GRID", "8").replace("ENDING", "")
+    text = text.replace("RESULTS", ", ".join(["bf16[2,4,1024,64]{3,2,1,0}"] * 5))
+    text = text.replace("jit(f)/", f"jit(f)/{ring_passes.WHOLE}/cond/")
+    assert cost.cost(text).flops == 2 * 2 * 2 * 4 * 1024**2 * 64
+
+
+SLICES = """
+ENTRY %main (a: bf16[64,8,128]) -> bf16[64,8,128] {
+  %a = bf16[64,8,128]{2,1,0} parameter(0)
+  %none = token[] after-all()
+  %send = (bf16[64,8,128]{2,1,0}, u32[], token[]) send(%a, %none), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target=TARGET,_xla_megascale_transfer_type="KIND"}
+  ROOT %y = bf16[64,8,128]{2,1,0} get-tuple-element(%send), index=0
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "expected"),
+    [
+        ('"{1,2}x{0:3}"', "ALL_REDUCE", Collective("all-reduce", 2**17, 2, 2)),
+        ('"{1,2,3}x{0:3}"', "ALL_GATHER", Collective("all-gather", 3 * 2**17, 3, 3)),
+        (
+            "{{100000,100001,200000,200001}}",
+            *("ALL_TO_ALL", Collective("all-to-all", 2**17, 4, 2)),
+        ),
+        (
+            "{{200000->100001}}",
+            *("ONE_TO_ONE", Collective("collective-permute", 2**17, 2, 2)),
+        ),
+    ],
+)
+def test_what_slices_send_each_other(target, kind, expected):
+    """By the form that libtpu writes it in; what stays on a host is none."""
+    text = SLICES.replace("TARGET", target).replace("KIND", kind)
+    work = cost.cost(text)
+    assert work.collectives == {expected: 1}
+    assert work.across > 0
+    assert not cost.cost(text.replace("_xla_megascale", "_other")).collectives
 
 
 def test_collectives_by_kind_and_size():

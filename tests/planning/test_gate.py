@@ -34,7 +34,10 @@ def cases():
     """All of a GPU, of TPUs those that share parameters: a compile takes a minute."""
     quick = {(H100, "8B", "fsdp=8", None), (H100, "8B", "fsdp=4,tensor=2", LORA)}
     on_gpu = itertools.product([H100], SIZES, MESHES, [None, LORA])
-    on_tpu = itertools.product([V5E, V6E], ["8B"], ["fsdp=8"], [None, LORA])
+    on_tpu = [
+        *itertools.product([V5E, V6E], ["8B"], ["fsdp=8"], [None, LORA]),
+        (V5E, "8B", "fsdp=4,tensor=2", None),
+    ]
     for case in (*on_gpu, *on_tpu):
         if case[0] == H100:
             missing, extra = gpu_targets.compiler() is None, "plan-cuda"

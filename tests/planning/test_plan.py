@@ -87,6 +87,10 @@ PUBLISHED = [
     ("granite-4.0-350m", 352_379_904),
     ("granite-4.0-1b", 1_631_750_144),
     ("granite-4.0-micro", 3_402_836_480),
+    ("qwen3-30b-a3b", 30_532_122_624),
+    ("mixtral-8x7b", 46_702_792_704),
+    ("gpt-oss-20b", 20_914_757_184),
+    ("gpt-oss-120b", 116_829_156_672),
 ]
 
 
@@ -396,7 +400,7 @@ def test_commands_that_cannot_be_planned(words, message):
         (["--sampler=process"], r"--sampler: expected our decoder"),
         (
             ["--placement.policy=context=4,fsdp=2", "--attention=cudnn"],
-            "expected attention xla, blockwise or splash",
+            "expected attention xla, blockwise, splash or ring",
         ),
         pytest.param(
             ["--placement.policy=data=8", "--batch-size=12"],

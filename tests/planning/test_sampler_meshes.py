@@ -16,6 +16,8 @@ def test_every_mesh_that_divides_chips_rows_and_heads():
     shares = [(8, 1), (4, 2), (2, 4), (1, 8)]
     assert meshes == [None, *(MeshShape(data=d, tensor=t) for d, t in shares)]
     # 4 rows are too few for 8 chips apart; 6 heads cannot be cut in 4.
+    slices = sampler_meshes.candidates(chips=8, rows=4, num_heads=6, slices=2)
+    assert slices == [None, MeshShape(dcn=2, data=2, tensor=2)]
     meshes = sampler_meshes.candidates(chips=8, rows=4, num_heads=6)
     assert meshes == [None, MeshShape(data=4, tensor=2)]
 

@@ -1,10 +1,12 @@
 """Log-probs of rows whose columns four TPUs share, which are not there; JSON on stdout.
 
-A program by itself, run by test_targets.py: JAX is told of its platforms once.
+A program by itself, run by test_targets.py with an engine of attention: JAX is told of
+its platforms once.
 """
 
 import dataclasses
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +29,18 @@ LLAMA = config.llama(
     dtype="bfloat16",
     remat="full",
 )
-MODEL = dataclasses.replace(LLAMA, attention="splash")
 
 
 def main():
     jax.config.update("jax_platforms", "cpu")
+    model = dataclasses.replace(LLAMA, attention=sys.argv[1])
     mesh = MeshShape(context=CONTEXT).make(compiled.slice_of("v5e:2x2"))
-    shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=MODEL))
+    shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
     tokens = jax.ShapeDtypeStruct((1, COLUMNS), jnp.int32)
 
     def loss(params, tokens):
         mask = tokens > 0
-        return policy.logprobs(params, model=MODEL, tokens=tokens, mask=mask).sum()
+        return policy.logprobs(params, model=model, tokens=tokens, mask=mask).sum()
 
     done = compiled.program(
         sharding.on(mesh, jax.grad(loss)),
@@ -51,6 +53,8 @@ def main():
         json.dumps(
             {
                 "kernels": text.count("splash_m"),
+                "whole keys": text.count(f"{COLUMNS},{model.head_dim}]"),
+                "passed": text.count(" collective-permute-start("),
                 "whole rows": text.count(f"{COLUMNS},{WIDTH}]"),
                 "own columns": text.count(f"{COLUMNS // CONTEXT},{WIDTH}]"),
             }

@@ -80,6 +80,8 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "vespo",
         "vespo,power_pos=1.0,decay_neg=3.0",
         "topr",
+        "dar",
+        "dar,beta=0.1,share=0.5,cap=10.0",
     ],
     EntropyTarget | None: [
         "None",

@@ -12,7 +12,7 @@ DEVICES = "expected axes that multiply to the 8 devices, got data="
 CHOICE = "error: {1}: expected one of .*, got '{0}'; choose one"
 WHOLE = "error: {}: expected (None or )?a whole number, got '{}'; "
 FINITE = "expected finite numbers .* got {}"
-MESH = "mesh: expected sizes of data, fsdp, context, tensor,"
+MESH = "mesh: expected sizes of dcn, data, fsdp, expert, context, tensor,"
 PLACE = (
     "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,..., cpu or, of a "
     "sampler, auto,"
@@ -185,8 +185,9 @@ OWN = {
         ("--penalty.tail=sampled", "tail: expected bucket without top_k"),
         (
             "--surrogate=ppo",
-            "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, got 'ppo'",
+            "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, dar, got 'ppo'",
         ),
+        ("--surrogate=dar,beta=0", "beta: expected a finite number above 0"),
         ("--gamma=1.5", "gamma: expected"),
         ("--gamma=nan", "gamma: expected"),
         ("--lam=2", "lam: expected"),

@@ -203,9 +203,49 @@ def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkey
     assert not (tmp_path / "run").exists()
 
 
+@slow
+def test_a_teacher_that_becomes_the_student_has_its_head(files, tmp_path):
+    toy_files.checkpoint(files / "other", seed=5)
+    options = (f"--reference={files / 'other'}", "--num-steps=2")
+    play(files, tmp_path / "run", "--lifecycle.move=reset,every=1", *options)
+    first, second = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert first["loss/divergence"] > 1e-3
+    assert second["loss/divergence"] == pytest.approx(0, abs=1e-5)
+
+
+@slow
+def test_a_student_teaches_itself_by_a_demonstration(files, tmp_path):
+    """Its KL to itself with another prompt is not 0, and 0 where the prompts agree."""
+    prompts = ("the cat", "a dog was", "we ran")
+    rows = [
+        {"prompt": prompt, "shown": f"we ran {prompt}", "same": prompt}
+        for prompt in prompts
+    ]
+    toy_files.jsonl(files / "demonstrated.jsonl", *rows)
+    kls = {}
+    for field in ("shown", "same"):
+        out = tmp_path / field
+        distill.command(
+            [
+                *("--preset=sdft", f"--out={out}", f"--model={files / 'student'}"),
+                *(f"--prompts={files / 'demonstrated.jsonl'}", *BASICS),
+                *(f"--teacher-field={field}", "--num-steps=2", "--kl-coef=1"),
+                *(f"--held-out={files / 'demonstrated.jsonl'}",),
+            ]
+        )
+        kls[field] = metrics.read(out / "metrics.jsonl")[0]["loss/divergence"]
+    assert kls["same"] == pytest.approx(0, abs=1e-5)
+    assert kls["shown"] > 1e-3
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (
+            "--reference=start",
+            "--reference: expected the checkpoint of a teacher, got start; name one, "
+            "or let --model teach itself by --teacher-field and --reference start",
+        ),
         ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
         (
             "--ptx-coef=1",

@@ -306,7 +306,7 @@ def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message)
         *("rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo"),
         *("luspo", "gmpo", "dppo", "vespo", "topr", "opo", "clip-cov", "kl-cov"),
         *("top-entropy", "gdpo", "skywork-or1", "remax"),
-        *("ema-pg", "gradient-penalty"),
+        *("ema-pg", "gradient-penalty", "dar"),
         "reinforce++-baseline",
     ],
 )
@@ -320,6 +320,8 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
     of_dapo = preset in ("dapo", "top-entropy")
     if preset == "ema-pg":
         small += ("--batch-size=40", "--penalty.top-k=4")
+    if preset == "dar":  # whose β is the surrogate's own
+        small += ("--kl-coef=0",)
     if of_dapo:
         small += ("--scores.overlong-after=2", "--scores.overlong-buffer=1")
     rlhf_jax.train.methods.grpo.command(
@@ -334,7 +336,7 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
     assert [row["update/skipped"] for row in rows] == [0, 0]
     assert rows[0]["policy/grad_norm"] > 0
     gated, masked = "policy/gate" in rows[0], "response/masked" in rows[0]
-    assert gated == (preset in ("sapo", "vespo"))
+    assert gated == (preset in ("sapo", "vespo", "dar"))
     left_out = of_dapo or preset in ("rloo-masked", "skywork-or1", "remax")
     assert masked == left_out
     assert ("group/redraws" in rows[0]) == of_dapo
@@ -698,6 +700,7 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
         ("cispo", grpo.CISPO),
         ("sapo", grpo.SAPO),
         ("dapo", grpo.DAPO),
+        ("dar", grpo.DAR),
         ("dr-grpo", grpo.DR_GRPO),
         ("luspo", grpo.LUSPO),
         ("gmpo", grpo.GMPO),
@@ -731,7 +734,7 @@ def test_presets_are_those_of_the_library(preset, recipe):
     without |= {"luspo", "gmpo", "dppo", "vespo", "topr", "opo", "gradient-penalty"}
     without |= {"clip-cov", "kl-cov", "top-entropy", "gdpo", "skywork-or1"}
     assert (parsed.reference.reference == "none") == (preset in without)
-    default = 0.0 if preset in without else 0.05
+    default = 0.0 if preset in {*without, "dar"} else 0.05
     coefs = {"deepseekmath": 0.04, "ema-pg": 0.001}
     assert parsed.kl_coef == coefs.get(preset, default)
     move = Mix(every=10, rate=0.1) if preset == "ema-pg" else None

@@ -31,10 +31,12 @@ from certificates.measured import groups
 from certificates.penalty_claims import TOLERANCE
 from certificates.ratio_claims import CLAIMS, ENDED, WEIGHTS, Batch, Claim, two_rewards
 from rlhf_jax import grpo
+from rlhf_jax.algorithms.batch import Scored
 from rlhf_jax.algorithms.policy_gradient.gradient_penalty import (
     GradientPenalty,
     penalised,
 )
+from rlhf_jax.algorithms.policy_gradient.trust_regions import DAR
 from rlhf_jax.functional.kl.penalty import Penalty
 
 Array = jax.Array
@@ -44,6 +46,14 @@ STALE = (0, 1, 2, 4)  # updates since the samples were drawn
 STEP = 0.05  # norm of the first step: methods have learning rates of their own
 LEAST_BIAS = 1e-3  # of a bias that is claimed, share of the norm of what is measured
 BETA = 0.3
+REGRESSION = grpo.GroupRecipe(
+    surrogate=DAR(beta=1.5, share=0.3, cap=1e30),
+    penalty=Penalty(placement=None),
+    baseline="leave_one_out",
+    aggregation="constant",
+    temperature=1.0,
+    group_size=2,
+)
 DIFFERENCE = 5e-4  # ε of a gradient penalty
 SLACK = 0.02  # of what a difference over it is off by, share of the largest entry
 
@@ -108,9 +118,7 @@ def _finding(claim: Claim, case: Case, table: Array) -> Finding:
         true = flat(_true(params, table=table, case=case))
         largest = np.abs(true).max()
         if updates in STALE:
-            named = flat(
-                _named(params, old_logprobs, table, ended, claim=claim, case=case)
-            )
+            named = flat(_named(params, scored, table, ended, claim=claim, case=case))
             stale.append(
                 Stale(
                     updates,
@@ -211,11 +219,40 @@ def of_gradient_penalty(case: Case, rewards: Float64) -> tuple[float, float]:
         )
         return jnp.exp(log_policy) @ table
 
-    named = half_square(
-        _surrogate(scored.rollout.old_logprobs, table, _ended(case), claim, case)
-    )
+    named = half_square(_surrogate(_drawn(scored), table, _ended(case), claim, case))
     error = float(np.abs(added - named).max() / np.abs(named).max())
     return error, outside(named, half_square(expected_reward))
+
+
+def of_regression(case: Case, rewards: Float64) -> tuple[float, float]:
+    """Where DAR moves the policy that sampled, by weights without a cap.
+
+    Returns:
+      The largest error, of its largest entry, against a multiple of the gradient of
+      Σ_y π'(y)·log π(y), π' ∝ π_ref^α·π^(1 - α)·exp(r/β); and what is left of the
+      gradient where π is π_ref·exp(r/(αβ)) itself, of the largest of the same.
+    """
+    table = jnp.asarray(rewards, jnp.float32)
+    scored = jax.jit(functools.partial(groups.scored_table, case))(table)
+    measure = groups.finder(REGRESSION, case=case, scored=scored)
+    chosen = REGRESSION.surrogate
+    assert isinstance(chosen, DAR)
+    old, ref = (logprobs.sum(axis=1) for logprobs in _drawn(scored))
+
+    @jax.jit
+    def likelihood(params: Params) -> Array:
+        tilted = chosen.share * ref + (1 - chosen.share) * old + table / chosen.beta
+        log_policy = enumerable.log_probabilities(
+            params, temperature=1.0, **case.options
+        )
+        return jax.nn.softmax(tilted) @ log_policy
+
+    measured = measure(beta=0.0)
+    named = flat(jax.grad(likelihood)(case.policy))
+    scale = (measured @ named) / (named @ named)
+    error = float(np.abs(measured - scale * named).max() / np.abs(measured).max())
+    still = measure(beta=0.0, scores=chosen.share * chosen.beta * (old - ref))
+    return error, float(np.abs(still).max() / np.abs(measured).max())
 
 
 def _moved(params: Params, step: Float64) -> Params:
@@ -247,7 +284,7 @@ def _logprobs(params: Params, case: Case) -> Array:
 @functools.partial(jax.jit, static_argnames=("claim", "model", "stop_ids"))
 def _named_gradient(
     params: Params,
-    old_logprobs: Array,
+    drawn: tuple[Array, Array],
     table: Array,
     ended: Array,
     *,
@@ -256,13 +293,14 @@ def _named_gradient(
     stop_ids,
 ) -> Params:
     case = Case(params, params, params, None, model, stop_ids)  # type: ignore[arg-type]
-    return jax.grad(_surrogate(old_logprobs, table, ended, claim, case))(params)
+    return jax.grad(_surrogate(drawn, table, ended, claim, case))(params)
 
 
 def _surrogate(
-    old_logprobs: Array, table: Array, ended: Array, claim: Claim, case: Case
+    drawn: tuple[Array, Array], table: Array, ended: Array, claim: Claim, case: Case
 ) -> Callable[[Params], Array]:
     """The mean of a claim's surrogate over all pairs, as its formula has it."""
+    old_logprobs, ref_logprobs = drawn
     old = old_logprobs[:, enumerable.PROMPT :]
     mask = enumerable.every_mask(case.stop_ids)[:, enumerable.PROMPT :]
     lengths = mask.sum(axis=1, dtype=jnp.float32)
@@ -278,7 +316,10 @@ def _surrogate(
             x[:, None, :], logprobs[:, None, :], advantage[:, :, None], lengths
         )
         if claim.chosen is not None:
-            batch = Batch(jnp.where(mask, old, 0.0), tokens, mask, advantage)
+            batch = Batch(
+                *(jnp.where(mask, old, 0.0), tokens, mask, advantage),
+                jnp.where(mask, ref_logprobs[:, enumerable.PROMPT :], 0.0),
+            )
             worth = claim.chosen(worth, x[:, None, :], batch)
         of_pairs = jnp.where(mask[:, None, :], worth, 0.0).sum(axis=2) * weight
         return chance @ of_pairs @ chance
@@ -288,7 +329,7 @@ def _surrogate(
 
 def _named(
     params: Params,
-    old_logprobs: Array,
+    scored: Scored,
     table: Array,
     ended: Array,
     *,
@@ -296,8 +337,14 @@ def _named(
     case: Case,
 ) -> Params:
     return _named_gradient(
-        params, old_logprobs, table, ended, claim=claim, **case.options
+        params, _drawn(scored), table, ended, claim=claim, **case.options
     )
+
+
+def _drawn(scored: Scored) -> tuple[Array, Array]:
+    """Log-probs f32[N, S], nats, of the sampler and of the reference."""
+    assert scored.ref_logprobs is not None
+    return scored.rollout.old_logprobs, scored.ref_logprobs
 
 
 @functools.partial(jax.jit, static_argnames=("model", "stop_ids"))

@@ -133,6 +133,7 @@ def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Tr
         sampler_correction=algorithm.sampler_correction,
         max_new_tokens=algorithm.max_new_tokens,
         stop_ids=algorithm.stop_ids,
+        **options.regulariser.of_recipe,
     )
     # The mean of its group holds the response itself, and so (G - 1)/G of its reward
     # counts: with as much of a β in the loss the optimum is that of the others.

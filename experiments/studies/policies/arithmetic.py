@@ -75,8 +75,11 @@ def improve(
     measure = functools.partial(scores.sampled, algorithm=programs.algorithm)
     start = programs.start(reference.stored, options.kl_coef)
     stage_state = {"train": start, "reference": reference, "root_key": key}
-    with job.stage(options.algorithm, stage_state, meta={}) as stage:
-        train, reference = stage.state["train"], stage.state["reference"]
+    held = options.regulariser
+    with job.stage(
+        options.algorithm, stage_state, meta={}, moving=held.moving
+    ) as stage:
+        train = stage.state["train"]
         for step in stage.steps():
             sample_rows = []
             if step % options.sample_every == 0:
@@ -89,10 +92,13 @@ def improve(
                 train,
                 rollout=answered,
                 scores=jnp.asarray(reward(answered)),
-                frozen=FrozenModels(reference=reference),
+                frozen=FrozenModels(reference=stage.state["reference"]),
                 key=step_key,
             )
             stage.state["train"] = train
+            stage.state["reference"] = held.moved(
+                stage.state["reference"], train.policy
+            )
             if sample_rows:
                 sample_rows += shown.rows_of(
                     scored, count=SHOWN, decode=decode_text, judge=right

@@ -13,8 +13,10 @@ from rlhf_jax.algorithms.ppo.loss import Whiten
 from rlhf_jax.functional import checks, losses
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 from studies.policies import programs
+from studies.policies.regularisers import NO_REGULARISER, Regulariser
 
 Algorithm = Literal["ppo", "grpo", "rloo", "dpo", "best_of_n"]
+GROUPS = ("grpo", "rloo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Config(quickstart.Config):
     reference."""
     penalty: Penalty = IN_REWARD
     """Estimator of the KL and where its penalty acts; of PPO, GRPO and RLOO."""
+    regulariser: Regulariser = NO_REGULARISER
+    """What holds the policy beside the penalty; of GRPO and RLOO."""
     aggregation: losses.Aggregation = "token_mean"
     """Mean of the token losses; of PPO, GRPO and RLOO."""
     whiten_advantages: Whiten = "rollout"
@@ -81,6 +85,11 @@ class Config(quickstart.Config):
                 f"--num-evaluated: expected a multiple of the "
                 f"{self.responses_per_prompt} of --responses-per-prompt, got "
                 f"{self.num_evaluated}; change either"
+            )
+        if self.regulariser != NO_REGULARISER and self.algorithm not in GROUPS:
+            raise checks.InputError(
+                f"--regulariser: expected none with --algorithm {self.algorithm}, got "
+                f"{self.regulariser}; leave it out, or choose grpo or rloo"
             )
         checks.non_negative(staleness=self.staleness)
         if not self.staleness and self.correction != "truncate":
@@ -152,6 +161,7 @@ class Config(quickstart.Config):
             kl_control=kl_control.CONSTANT,
             kl_coef=1.0,
             penalty=IN_REWARD,
+            regulariser=NO_REGULARISER,
             aggregation="token_mean",
             whiten_advantages="rollout",
             lam=0.95,

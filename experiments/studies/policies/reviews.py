@@ -75,7 +75,10 @@ def train(
         "reward model" if m == 0 else f"reward model {m}": model
         for m, model in enumerate(models.reward_models)
     }
-    with job.stage(options.algorithm, start, meta={}, beside=beside) as stage:
+    held = options.regulariser
+    with job.stage(
+        options.algorithm, start, meta={}, beside=beside, moving=held.moving
+    ) as stage:
         left = stage.steps()
         batches = trainer.batches(models) if left else []
         if ahead is not None:
@@ -109,6 +112,9 @@ def train(
                 reference=stage.state["reference"],
                 reward=models.reward,
                 key=jax.random.fold_in(stage.state["root_key"], step),
+            )
+            stage.state["reference"] = held.moved(
+                stage.state["reference"], trainer.policy(stage.state["train"])
             )
             stats |= old
             if step % every == 0 and scored is not None:

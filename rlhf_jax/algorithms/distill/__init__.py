@@ -1,7 +1,7 @@
 """On-policy distillation: a student samples, and learns a teacher's distributions."""
 
 from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe, Divergence
-from rlhf_jax.algorithms.flow.teacher import head_of, teacher_states
+from rlhf_jax.algorithms.flow.teacher import TeacherPrompts, head_of, teacher_states
 from rlhf_jax.algorithms.policy_gradient.iteration import (
     iteration,
     learn,
@@ -13,6 +13,7 @@ __all__ = [
     "Distill",
     "DistillRecipe",
     "Divergence",
+    "TeacherPrompts",
     "head_of",
     "iteration",
     "learn",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +20,14 @@ from rlhf_jax.roles.reference.frozen import Frozen
 Array = jax.Array
 
 
+@flax.struct.dataclass
+class TeacherPrompts:
+    """What the teacher reads in place of each prompt of a data set, left-padded."""
+
+    tokens: Array  # i32[N, P'], by row of the data set
+    mask: Array  # bool[N, P'], True at tokens
+
+
 @jax.named_scope("reference")
 def teacher_states(
     teacher: Frozen,
@@ -26,9 +36,27 @@ def teacher_states(
     model: ModelConfig,
     max_new_tokens: int,
     temperature: float,
+    prompts: TeacherPrompts | None = None,
 ) -> ReferenceOutput:
-    """One forward pass of the teacher over the student's samples."""
-    params = frozen.read(teacher)
+    """One forward pass of the teacher over the student's samples.
+
+        column             0   1   2   3   4   5
+        the student reads  x   x   x   y   y   y
+        the teacher        c   c   x   x   x   y   y   y      c: a demonstration
+
+    Args:
+      prompts: by `rollout.index`; None: the teacher reads the student's own. With them
+        it is conditioned on what the student does not see (self-distillation, where
+        the teacher is the student as it started).
+
+    Returns:
+      Of the student's columns, whatever the teacher's prompts.
+
+    Source: Shenfeld et al. 2026, arXiv:2601.19897 (SDFT): KL(π_θ(·|x) ‖ π(·|x, c)).
+    """
+    params, size = frozen.read(teacher), rollout.tokens.shape[1]
+    if prompts is not None:
+        rollout = _behind(prompts, rollout, max_new_tokens=max_new_tokens)
     model = frozen.shape_of(teacher, policy=model)
     first_column = rollout.tokens.shape[1] - max_new_tokens
     texts = texts_of(
@@ -44,7 +72,38 @@ def teacher_states(
         temperature=temperature,
         first_column=first_column,
     )
-    return ReferenceOutput(jnp.where(rollout.response_mask, logprobs, 0.0), hidden)
+    logprobs = jnp.where(rollout.response_mask, logprobs, 0.0)
+    # The state before the first response token stands a column before it.
+    return ReferenceOutput(
+        _columns(logprobs, count=max_new_tokens, size=size),
+        _columns(hidden, count=max_new_tokens + 1, size=size),
+    )
+
+
+def _behind(
+    prompts: TeacherPrompts, rollout: Rollout, *, max_new_tokens: int
+) -> Rollout:
+    """The responses behind the teacher's prompts."""
+    row, width = rollout.index, prompts.tokens.shape[1]
+
+    def joined(before: Array, after: Array) -> Array:
+        return jnp.concatenate([before, after[:, -max_new_tokens:]], axis=1)
+
+    blank = jnp.zeros((len(row), width), bool)
+    return dataclasses.replace(
+        rollout,
+        tokens=joined(prompts.tokens[row], rollout.tokens),
+        mask=joined(prompts.mask[row], rollout.mask),
+        response_mask=joined(blank, rollout.response_mask),
+    )
+
+
+def _columns(x: Array, *, count: int, size: int) -> Array:
+    """The last `count` columns of [B, S, ...], behind zeros, of `size` in all."""
+    if x.shape[1] == size:
+        return x
+    room = ((0, 0), (size - count, 0), *[(0, 0)] * (x.ndim - 2))
+    return jnp.pad(x[:, -count:], room)
 
 
 def head_of(

@@ -260,6 +260,20 @@ GRADIENT_PENALTY = GroupRecipe(
 """Ackermann et al. 2026, arXiv:2602.18037, as in the authors' script for RLHF: gradient
 regularisation of strength 0.01, and no KL."""
 
+DAR = GroupRecipe(
+    penalty=Penalty(placement=None),
+    temperature=1.0,
+    group_size=4,
+    baseline="leave_one_out",
+    normalise="rollout",
+    aggregation="constant",
+    loss_scale_factor=1.0,
+    surrogate=recipe.DAR(),
+)
+"""He et al. 2026, arXiv:2602.11523: regression onto a mixture of the reference and the
+policy that sampled, tilted by advantages that are normalised over the batch, here over
+its tokens. Groups are ours."""
+
 OPO = GroupRecipe(
     temperature=1.0,
     group_size=8,

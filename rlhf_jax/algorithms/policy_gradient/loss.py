@@ -125,13 +125,20 @@ def policy_terms(
         "num_responses": num_responses,
     }
     advantages, left_out = _kept_advantages(experience, logprobs, recipe)
-    loss, stats = recipe.surrogate.loss(
-        logprobs=logprobs,
-        old_logprobs=experience.old_logprobs,
-        advantages=advantages,
-        mask=mask,
+    surrogate: dict[str, Any] = {
+        "logprobs": logprobs,
+        "old_logprobs": experience.old_logprobs,
+        "advantages": advantages,
+        "mask": mask,
         **counts,
-    )
+    }
+    if recipe.reads_reference:
+        if experience.ref_logprobs is None:
+            raise InputError(
+                "expected a reference for surrogate dar, got none; pass one in frozen"
+            )
+        surrogate["ref_logprobs"] = experience.ref_logprobs
+    loss, stats = recipe.surrogate.loss(**surrogate)
     stats |= left_out | router_stats
     if recipe.balance_coef:
         loss += recipe.balance_coef * balance
@@ -285,9 +292,7 @@ def _exact_kl(
     ref_model = shape_of(reference, policy=recipe.model)
     with jax.named_scope("reference"):
         ref_params = read(reference)
-        ref_hidden = texts.hidden_states(
-            ref_params, model=ref_model, experts=experts
-        )
+        ref_hidden = texts.hidden_states(ref_params, model=ref_model, experts=experts)
     exact = exact_kl(
         params,
         hidden,

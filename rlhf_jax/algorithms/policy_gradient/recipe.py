@@ -20,8 +20,15 @@ from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
 from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
-from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO, GMPO, TOPR, VESPO
+from rlhf_jax.algorithms.policy_gradient.trust_regions import (
+    DAR,
+    DPPO,
+    GMPO,
+    TOPR,
+    VESPO,
+)
 from rlhf_jax.functional import aggregation, checks, losses
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 from rlhf_jax.functional.losses import RatioLevel
 
@@ -123,7 +130,7 @@ class SAPO:
         )
 
 
-Surrogate = Clip | CISPO | SAPO | DPPO | GMPO | VESPO | TOPR
+Surrogate = Clip | CISPO | SAPO | DPPO | GMPO | VESPO | TOPR | DAR
 CLIP = Clip()
 
 
@@ -185,7 +192,8 @@ class PolicyRecipe:
     their ratio up to cap=20. gmpo is the geometric mean of ratios, their logs clipped
     at clip_range=0.4. vespo weights a response by W^power·exp(decay·(1 − W)), W its
     ratio, by power_pos=2, decay_pos=3, power_neg=3 and decay_neg=2. topr weights worse
-    responses by min(W, 1), and others by 1."""
+    responses by min(W, 1), and others by 1. dar weights the log-likelihood of each by
+    (π_ref/π_old)^share·exp(A/beta), share=0.1, beta=0.05, up to cap=20."""
     off_policy_mask: float | None = None
     """Nats per token δ, above which a response with a negative advantage is left out of
     the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None
@@ -261,6 +269,14 @@ class PolicyRecipe:
             max_ratio_mean=self.max_ratio_mean,
         )
         checks.one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
+        if self.reads_reference:
+            expect_none(
+                "with surrogate dar, whose weight is exponential in the advantage",
+                advice="leave one of them out",
+                sampler_correction=self.weighted,
+                off_policy_mask=self.off_policy_mask,
+                token_choice=self.token_choice,
+            )
         if self.loss_scale_factor is not None:
             aggregation.check_scale(
                 self.aggregation, loss_scale_factor=self.loss_scale_factor
@@ -280,6 +296,11 @@ class PolicyRecipe:
                     f"{divisor}; change either, or leave {name} out"
                 )
         return size
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the policy loss itself reads the reference's log-probs."""
+        return isinstance(self.surrogate, DAR)
 
     @property
     def has_ratio(self) -> bool:

@@ -1,4 +1,4 @@
-"""Surrogates with a trust region of their own: DPPO, GMPO, VESPO and TOPR.
+"""Surrogates with a trust region of their own: DPPO, GMPO, VESPO, TOPR and DAR.
 
 `recipe.Surrogate` has them beside PPO's clip, CISPO and SAPO. Their formulas
 (`functional.policy_losses`) are loaded where one is chosen.
@@ -116,3 +116,27 @@ class TOPR:
         from rlhf_jax.functional import policy_losses
 
         return policy_losses.topr_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class DAR:
+    """Regression onto a mixture of reference and sampler, tilted by the advantage."""
+
+    beta: float = 0.05
+    """β: reward units per nat of the KL to the mixture."""
+    share: float = 0.1
+    """α: share of the reference in the mixture, 0 to 1."""
+    cap: float = 20.0
+    """Largest weight of a response."""
+
+    def __post_init__(self) -> None:
+        checks.positive(beta=self.beta)
+        checks.fraction(share=self.share)
+        checks.within(above=1, advice="choose 20", cap=self.cap)
+
+    @property
+    def loss(self) -> Loss:
+        """`policy_losses.dar_loss`."""
+        from rlhf_jax.functional import policy_losses
+
+        return functools.partial(policy_losses.dar_loss, **vars(self))

@@ -49,9 +49,14 @@ class Tensors(shards.Tensors):
             scales = self.headers.pop(name + SCALES, None)
             shape = blocks.shape
             fits = len(shape) == 4 and shape[3] == SIZE // 2
-            if scales is None or not fits or (scales.shape, "U8") != (
-                shape[:3],
-                scales.dtype,
+            if (
+                scales is None
+                or not fits
+                or (scales.shape, "U8")
+                != (
+                    shape[:3],
+                    scales.dtype,
+                )
             ):
                 raise InputError(
                     f"expected {name}{BLOCKS} u8[experts, out, in / 32, 16] and "

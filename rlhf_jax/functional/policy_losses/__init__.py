@@ -2,6 +2,7 @@
 
     divergence_masks   DPPO: tokens that moved too far, by TV or KL, are left out
     response_weights   VESPO, TOPR: the ratio of a whole response as a weight
+    advantage_regression   DAR: a weighted log-likelihood
     geometric_mean     GMPO: the geometric mean of the clipped ratios of a response
     sequence_mask      DeepSeek-V3.2: bad responses that the policy has left
     token_choice       the tokens that are trained on: by entropy, Clip-Cov, KL-Cov
@@ -9,6 +10,7 @@
 All are aggregated, and report ratios, as `losses.policy_loss` does.
 """
 
+from rlhf_jax.functional.policy_losses.advantage_regression import dar_loss
 from rlhf_jax.functional.policy_losses.divergence_masks import dppo_loss
 from rlhf_jax.functional.policy_losses.geometric_mean import gmpo_loss
 from rlhf_jax.functional.policy_losses.response_weights import topr_loss, vespo_loss
@@ -21,6 +23,7 @@ from rlhf_jax.functional.policy_losses.token_choice import (
 
 __all__ = [
     "covariances",
+    "dar_loss",
     "dppo_loss",
     "gmpo_loss",
     "kl_cov_loss",

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import layout
-from rlhf_jax.models.attention import blockwise_passes
-from rlhf_jax.models.attention.blockwise_passes import Form, Masked
+from rlhf_jax.models.attention import blockwise_passes, ring_passes
+from rlhf_jax.models.attention.blockwise_passes import Blocks, Form, Masked
+from rlhf_jax.models.attention.ring_passes import Owner
 from rlhf_jax.models.caches import KeyValue
 from rlhf_jax.models.positions import AttentionMask
 
@@ -52,7 +53,8 @@ def attend_blockwise(
 
     Args:
       keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
-        keys. What stands at padding is not read, not even NaN.
+        keys. What stands at padding is not read, not even NaN. Of keys that are passed
+        round, [B, K, S/c, head_dim], those of the columns of the queries.
       sinks: f32[H], as `engines.attend_to` has them.
       block: columns of a block; None is as measured for this backend.
 
@@ -70,6 +72,7 @@ def attend_blockwise(
     form = Form(
         scale=1 / math.sqrt(head_dim) if mask.scale is None else mask.scale,
         softcap=mask.softcap,
+        passed=mask.cut.count if mask.cut is not None and mask.passed else 1,
     )
 
     def blocks(x: Array, segments: Array, width: int) -> Array:
@@ -86,23 +89,35 @@ def attend_blockwise(
         padded = jnp.pad(segments, ((0, 0), (0, room)))
         return padded.reshape(segments.shape[0], -1, width)
 
+    def in_blocks(columns: Array, width: int) -> Array:
+        room = -columns.shape[0] % width
+        return jnp.pad(columns, (0, room), mode="edge").reshape(-1, width)
+
     segments_q = mask.query_segments(queries)
     prefixes_q = mask.query_prefixes(queries)
-    columns = mask.query_columns(queries)
-    room = -queries % block_q
-    columns = jnp.pad(columns, (0, room), mode="edge").reshape(-1, block_q)
-    window = size if mask.window is None else mask.window
+    window = mask.columns if mask.window is None else mask.window
+    segments_k, columns_k = mask.segments, jnp.arange(mask.columns, dtype=jnp.int32)
+    of_keys = of_blocks(segments_k, block_k), in_blocks(columns_k, block_k)
+    if form.passed > 1:
+        segments_k = segments_q
+        of_keys = jax.vmap(
+            lambda columns: (
+                of_blocks(jnp.take(mask.segments, columns, axis=1), block_k),
+                in_blocks(columns, block_k),
+            )
+        )(mask.columns_of_devices(queries))
     if sinks is not None:  # of the queries in a block, group by group
         sinks = jnp.repeat(sinks.reshape(kv_heads, group), block_q, axis=1)
     out: Array = _attend(
         blocks(query, segments_q, block_q),
-        blocks(key, mask.segments, block_k),
-        blocks(value, mask.segments, block_k),
+        blocks(key, segments_k, block_k),
+        blocks(value, segments_k, block_k),
         Masked(
             segments_q=of_blocks(segments_q, block_q),
             prefixes_q=of_blocks(prefixes_q, block_q),
-            segments_k=of_blocks(mask.segments, block_k),
-            columns=columns,
+            segments_k=of_keys[0],
+            columns_q=in_blocks(mask.query_columns(queries), block_q),
+            columns_k=of_keys[1],
             window=jnp.asarray(window, jnp.int32),
         ),
         sinks,
@@ -117,25 +132,48 @@ def attend_blockwise(
 def _attend(
     q: Array, k: Array, v: Array, masked: Masked, sinks: Array | None, form: Form
 ) -> Array:
-    out, _ = blockwise_passes.forward((q, k, v), masked, sinks=sinks, form=form)
+    out, _ = _forward(q, k, v, masked, sinks, form)
     return out
 
 
 def _forward(
     q: Array, k: Array, v: Array, masked: Masked, sinks: Array | None, form: Form
 ) -> tuple[Array, Any]:
-    out, normaliser = blockwise_passes.forward(
-        (q, k, v), masked, sinks=sinks, form=form
+    if form.passed == 1:
+        out, normaliser = blockwise_passes.forward(
+            (q, k, v), masked, sinks=sinks, form=form
+        )
+        return out, ((q, k, v), masked, out, normaliser, sinks)
+
+    def turn(arrays: Blocks, owner: Owner) -> tuple[Array, Array]:
+        of_these = masked.of_keys(ring_passes.device(owner))
+        return blockwise_passes.forward(arrays, of_these, form=form, dtype=jnp.float32)
+
+    of_blocks = None if sinks is None else sinks[None, None]
+    out, normaliser = ring_passes.forward(
+        (q, k, v), turn, count=form.passed, sinks=of_blocks
     )
+    out = out.astype(q.dtype)
     return out, ((q, k, v), masked, out, normaliser, sinks)
 
 
 def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None, ...]:
-    *of_keys, sinks = residuals
+    arrays, masked, out, normaliser, sinks = residuals
     of_sinks = None
     if sinks is not None:
-        of_sinks = blockwise_passes.gradient_of_sinks(sinks, *of_keys[2:], gradient)
-    blocks = blockwise_passes.backward(tuple(of_keys), gradient, form=form)
+        of_sinks = blockwise_passes.gradient_of_sinks(sinks, out, normaliser, gradient)
+    if form.passed == 1:
+        residuals = arrays, masked, out, normaliser
+        blocks = blockwise_passes.backward(residuals, gradient, form=form)
+        return *blocks, None, of_sinks
+
+    def turn(arrays: Blocks, owner: Owner) -> Blocks:
+        of_these = masked.of_keys(ring_passes.device(owner))
+        return blockwise_passes.backward(
+            (arrays, of_these, out, normaliser), gradient, form=form, dtype=jnp.float32
+        )
+
+    blocks = ring_passes.backward(arrays, turn, count=form.passed)
     return *blocks, None, of_sinks
 
 

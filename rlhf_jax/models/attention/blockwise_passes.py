@@ -6,7 +6,8 @@ of all heads that share keys, group by group; k columns in a block of keys; d he
     q        [B, n, K, Q, d]         k, v        [B, m, K, k, d]
     segments_q  i32[B, n, Q / G]     segments_k  i32[B, m, k]
     prefixes_q  i32[B, n, Q / G], the segments that queries see beside their own
-    columns     i32[n, Q / G], of the queries, rising
+    columns_q   i32[n, Q / G], of the queries, rising
+    columns_k   i32[m, k], of the keys, rising
 
 Logits are held transposed, [K, k, Q]: a softmax then reduces over the first of two
 dimensions, which a CPU does in vectors, and all products are of plain matrices.
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 Array = jax.Array
 Blocks = tuple[Array, ...]  # q, k, v
@@ -35,8 +37,14 @@ class Masked(NamedTuple):
     segments_q: Array  # i32[B, n, Q / G], 0 at padding
     prefixes_q: Array  # i32[B, n, Q / G], 0 is none
     segments_k: Array  # i32[B, m, k], 0 at padding
-    columns: Array  # i32[n, Q / G], of the queries, rising
+    columns_q: Array  # i32[n, Q / G], of the queries, rising
+    columns_k: Array  # i32[m, k], of the keys, rising
     window: Array  # i32[], columns
+
+    def of_keys(self, device: Array) -> Masked:
+        """The record for the keys of one device, where those of all are stacked."""
+        segments_k, columns_k = self.segments_k[device], self.columns_k[device]
+        return self._replace(segments_k=segments_k, columns_k=columns_k)
 
 
 class Form(NamedTuple):
@@ -44,20 +52,28 @@ class Form(NamedTuple):
 
     scale: float  # of q·k
     softcap: float | None
+    passed: int = 1  # devices that pass keys round
 
 
 def forward(
-    arrays: Blocks, masked: Masked, *, sinks: Array | None = None, form: Form
+    arrays: Blocks,
+    masked: Masked,
+    *,
+    sinks: Array | None = None,
+    form: Form,
+    dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array]:
     """What attention returns, and the logarithm of each softmax's denominator.
 
     Args:
       sinks: f32[K, Q], logits of no value; None is without.
+      dtype: of the first; None is q's.
 
     Returns:
-      [B, n, K, Q, d] in q's dtype, 0 where nothing is attended to; f32[B, n, K, Q].
+      [B, n, K, Q, d], 0 where nothing is attended to; f32[B, n, K, Q], `LEAST` there.
     """
     q, k, v = arrays
+    dtype = q.dtype if dtype is None else dtype
     rows, blocks, kv_heads, queries, head_dim = q.shape
     num_keys = k.shape[1]
     order, count = visited(masked, of_keys=False)
@@ -92,28 +108,34 @@ def forward(
         # Padding that meets no key has no denominator.
         live = total > 0
         total = jnp.where(live, total, 1)
-        normaliser = jnp.where(live, largest + jnp.log(total), 0)
-        return None, ((out / total[:, None]).astype(v.dtype), normaliser)
+        normaliser = jnp.where(live, largest + jnp.log(total), LEAST)
+        return None, ((out / total[:, None]).astype(dtype), normaliser)
 
     every = _numbers(rows * blocks), _flat(q.mT), order, count
     _, (out, normaliser) = jax.lax.scan(of_queries, None, every)
     out = out.reshape(rows, blocks, *out.shape[1:]).mT
-    return out.astype(q.dtype), normaliser.reshape(q.shape[:-1])
+    return out, normaliser.reshape(q.shape[:-1])
 
 
-def backward(residuals: Any, gradient: Array, *, form: Form) -> Blocks:
+def backward(
+    residuals: Any, gradient: Array, *, form: Form, dtype: DTypeLike | None = None
+) -> Blocks:
     """Gradients of q, k and v.
 
     A key block meets one query block after another, so that the gradients of its keys
     and values are summed where they are; the queries' are summed block by block.
 
     Args:
+      residuals: arguments and results of `forward`; results over more keys than k are
+        those of the whole softmax.
       gradient: [B, n, K, Q, d], of what `forward` returned.
+      dtype: of the gradients; None is that of q, k and v.
 
     Returns:
-      In the shapes and dtypes of q, k and v.
+      In the shapes of q, k and v.
     """
     (q, k, v), masked, out, normaliser = residuals
+    dtype = q.dtype if dtype is None else dtype
     rows, blocks, *_ = q.shape
     num_keys = k.shape[1]
     # Σ p·dp of a softmax's gradient: of the output instead of all S shares.
@@ -146,7 +168,7 @@ def backward(residuals: Any, gradient: Array, *, form: Form) -> Blocks:
         zero = jnp.zeros(k.shape, jnp.float32)
         with jax.named_scope(QUERY_BLOCKS):
             of_q, of_k, of_v = jax.lax.fori_loop(0, count, meet, (of_q, zero, zero))
-        return of_q, (of_k.astype(k.dtype), of_v.astype(v.dtype))
+        return of_q, (of_k.astype(dtype), of_v.astype(dtype))
 
     every = (
         *(_numbers(rows * num_keys), _flat(k), _flat(k.mT), _flat(v)),
@@ -154,7 +176,7 @@ def backward(residuals: Any, gradient: Array, *, form: Form) -> Blocks:
     )
     of_q = jnp.zeros(of_queries[1].shape, jnp.float32)
     of_q, (of_k, of_v) = jax.lax.scan(of_keys, of_q, every)
-    of_q = of_q.mT.reshape(q.shape).astype(q.dtype)
+    of_q = of_q.mT.reshape(q.shape).astype(dtype)
     return of_q, of_k.reshape(k.shape), of_v.reshape(v.shape)
 
 
@@ -186,14 +208,13 @@ def _logits(
         _block(x, row, i) for x in (masked.segments_q, masked.prefixes_q)
     )
     segments_k = _block(masked.segments_k, row, j)
-    count = segments_k.shape[0]
     group = query.shape[-1] // segments_q.shape[0]
     s = _product(key, query) * form.scale
     slope: Array | float = form.scale
     if form.softcap is not None:
         bent = jnp.tanh(s / form.softcap)
         s, slope = form.softcap * bent, form.scale * (1 - jnp.square(bent))
-    distance = _at(masked.columns, i)[None, :] - (j * count + _numbers(count))[:, None]
+    distance = _at(masked.columns_q, i)[None, :] - _at(masked.columns_k, j)[:, None]
     visible = segments_q[None, :] == segments_k[:, None]
     visible |= prefixes_q[None, :] == segments_k[:, None]
     visible &= (segments_k > 0)[:, None] & (distance >= 0) & (distance < masked.window)
@@ -212,10 +233,9 @@ def visited(masked: Masked, *, of_keys: bool) -> tuple[Array, Array]:
       i32[B · n, m], their numbers, rising, before those of the others; i32[B · n], how
       many they are. With `of_keys` i32[B · m, n] and i32[B · m].
     """
-    column_k = masked.segments_k.shape[2] * _numbers(masked.segments_k.shape[1])
-    last_k = column_k + masked.segments_k.shape[2] - 1
-    first_q, last_q = masked.columns[:, :1], masked.columns[:, -1:]
-    within = (column_k[None, :] <= last_q) & (first_q - last_k[None, :] < masked.window)
+    first_k, last_k = masked.columns_k[:, 0], masked.columns_k[:, -1]
+    first_q, last_q = masked.columns_q[:, :1], masked.columns_q[:, -1:]
+    within = (first_k[None, :] <= last_q) & (first_q - last_k[None, :] < masked.window)
     least, largest = _bounds(masked.segments_k)
     met = jnp.zeros((), bool)
     for segments in (masked.segments_q, masked.prefixes_q):

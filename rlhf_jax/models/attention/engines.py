@@ -7,6 +7,7 @@ heads.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
@@ -138,14 +139,15 @@ def attend(
         columns that are cut; or the engine cannot compute a cut row.
     """
     # At trace time, by shapes and backend: no branch is left in the program.
-    engine, _ = layout.choose(model, columns=mask.columns)
+    count = 1 if mask.cut is None else mask.cut.count
+    engine, _ = layout.choose(model, columns=mask.columns, context=count)
     if mask.cut is not None:
-        layout.refuse_context(engine)
+        layout.refuse_context(engine, context=count)
+        mask = dataclasses.replace(mask, passed=engine == "ring")
     if engine == "xla" and mask.cut is None:
         return attend_xla(query, keys_values, mask=mask, sinks=sinks)
     whole = mask.cut is None and engine in layout.PREFIXES
     if mask.prefixes is not None and not whole:
-        count = 1 if mask.cut is None else mask.cut.count
         raise InputError(
             f"expected attention {', '.join(layout.PREFIXES)} on a mesh without "
             f"a context axis for texts that share a prefix, got {engine} with "
@@ -174,6 +176,10 @@ def _engine(name: str) -> Engine:
             from rlhf_jax.models.attention.splash import attend_splash
 
             return attend_splash
+        case "ring":
+            from rlhf_jax.models.attention.ring_attention import attend_ring
+
+            return attend_ring
         case "cudnn":
             from rlhf_jax.models.attention.cudnn import attend_cudnn
 

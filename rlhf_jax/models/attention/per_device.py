@@ -3,7 +3,8 @@
 A loop over blocks, or a kernel, is opaque to the compiler's partitioner, which would
 gather what goes in. Attention needs nothing of other rows or heads. Of a row whose
 columns are cut, each device gathers keys and values, which grouped heads make small;
-their gradients are summed over those devices (an all-reduce).
+their gradients are summed over those devices (an all-reduce). Of a mask that says
+`passed` it has its own, and the engine passes them round.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ def attend_per_device(
         if mask.cut is not None:
             own = dataclasses.replace(own, share=jax.lax.axis_index(axes.CONTEXT_AXIS))
             # Keys and values alone are gathered; queries, and what comes out, stay cut.
-            key, value = (_whole(x, count=mask.cut.count) for x in keys_values)
-            keys_values = key, value
+            if not mask.passed:
+                key, value = (_whole(x, count=mask.cut.count) for x in keys_values)
+                keys_values = key, value
         return engine(query, keys_values, mask=own, **sinks)
 
     arguments: Any = (

@@ -49,14 +49,14 @@ def attend_splash(
       [B, H, T, head_dim], in query's dtype; finite at padding where what comes in is.
     """
     size, queries = keys_values[0].shape[2], query.shape[2]
-    block = _block(size)
+    block = block_columns(size)
     room = -size % block
     # The last T columns stand among all of them, with nothing before; of a row that is
     # cut, queries are at columns of their own.
     before, after = size - queries, room
     block_q, segments_q = block, jnp.pad(mask.segments, ((0, 0), (0, room)))
     if mask.share is not None:
-        block_q = _block(queries)
+        block_q = block_columns(queries)
         before, after = 0, -queries % block_q
         segments_q = jnp.pad(mask.query_segments(queries), ((0, 0), (0, after)))
 
@@ -91,7 +91,7 @@ def attend_splash(
     return y[:, :, before : before + queries]
 
 
-def _block(columns: int) -> int:
+def block_columns(columns: int) -> int:
     """Columns of a block, which the lanes of a TPU divide."""
     return min(BLOCK, -(-columns // LANES) * LANES)
 
@@ -105,7 +105,7 @@ def _kernel(
     mask: AttentionMask,
     interpret: bool,
 ) -> Callable[..., Any]:
-    block_q, block = blocks
+    block_q, _ = blocks
     of_queries = np.arange(columns, dtype=np.int32)
     shares = 1
     if mask.cut is not None:
@@ -120,21 +120,9 @@ def _kernel(
         causal = splash_attention.LocalMask(shape, (mask.window - 1, 0), 0)
     # Causality by the columns that queries have in their row, not by their place here.
     causal.q_sequence = of_queries
-    compute = math.gcd(block, BLOCK_COMPUTE)
-    fused = of_queries.size // shares * columns <= FUSED
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([causal] * heads),
-        block_sizes=splash_attention.BlockSizes(
-            block_q=block_q,
-            block_kv=block,
-            block_kv_compute=compute,
-            block_q_dkv=block_q,
-            block_kv_dkv=block,
-            block_kv_dkv_compute=compute,
-            block_q_dq=None if fused else block_q,
-            block_kv_dq=None if fused else block,
-            use_fused_bwd_kernel=fused,
-        ),
+        block_sizes=block_sizes(*blocks, pairs=of_queries.size // shares * columns),
         head_shards=1,
         q_seq_shards=shares,
         attn_logits_soft_cap=mask.softcap,
@@ -143,6 +131,23 @@ def _kernel(
     if mask.share is None:
         return kernel
     return jax.tree.map(functools.partial(_share, mask.share, shares), kernel)
+
+
+def block_sizes(block_q: int, block: int, *, pairs: int) -> splash_attention.BlockSizes:
+    """Of queries and keys, in a kernel of so many logits of a head."""
+    compute = math.gcd(block, BLOCK_COMPUTE)
+    fused = pairs <= FUSED
+    return splash_attention.BlockSizes(
+        block_q=block_q,
+        block_kv=block,
+        block_kv_compute=compute,
+        block_q_dkv=block_q,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=compute,
+        block_q_dq=None if fused else block_q,
+        block_kv_dq=None if fused else block,
+        use_fused_bwd_kernel=fused,
+    )
 
 
 def _share(share: Array, shares: int, blocks: Array) -> Array:

@@ -1,6 +1,6 @@
 """A mixture of experts in place of a layer's MLP: routing, dispatch, exchange.
 
-    p = softmax(router x);  y = Σ over the k largest p_e of  w_e · MLP_e(x)
+p = softmax(router x);  y = Σ over the k largest p_e of  w_e · MLP_e(x)
 """
 
 from rlhf_jax.models.experts.block import Mixture, apply

@@ -4,8 +4,8 @@
      "up": {"kernel": [E, D, F], "bias": [E, F]}, "gate": as up,
      "down": {"kernel": [E, F, D], "bias": [E, D]}}         of one layer
 
-`dispatch.py` has every expert meet its own tokens in one product (`grouped.py`): none is
-dropped, whatever the load. What a run gives a layer or wants of it beside its output
+`dispatch.py` has every expert meet its own tokens in one product (`grouped.py`): none
+is dropped, whatever the load. What a run gives a layer or wants of it beside its output
 goes through Linen's collections:
 
     "replay"     experts: {"chosen": i32[B, S, k], "tokens": bool[B, S]}      in
@@ -130,7 +130,9 @@ def apply(
     """
     if experts.chosen is None and experts.tokens is None:
         return block.apply({"params": params}, x, first=first, **others), None
-    read = {name: array for name, array in experts._asdict().items() if array is not None}
+    read = {
+        name: array for name, array in experts._asdict().items() if array is not None
+    }
     read = {name: array[:, first:] for name, array in read.items()}
     variables = {"params": params, REPLAY: {NAME: read}}
     if experts.tokens is None:

@@ -58,12 +58,16 @@ def mixed(
     tensor = axes.TENSOR_AXIS if sizes.get(axes.TENSOR_AXIS, 1) > 1 else None
     # Of the two matrices of an adapter the one on the hidden side is whole.
     inward = {
-        **{"kernel": (None, tensor), "bias": (tensor,)},
-        **{"lora_a": (None, None), "lora_b": (None, tensor)},
+        "kernel": (None, tensor),
+        "bias": (tensor,),
+        "lora_a": (None, None),
+        "lora_b": (None, tensor),
     }
     outward = {
-        **{"kernel": (tensor, None), "bias": (None,)},
-        **{"lora_a": (tensor, None), "lora_b": (None, None)},
+        "kernel": (tensor, None),
+        "bias": (None,),
+        "lora_a": (tensor, None),
+        "lora_b": (None, None),
     }
     specs = {
         name: {

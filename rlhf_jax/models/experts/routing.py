@@ -39,7 +39,9 @@ class Given(NamedTuple):
 
     def of_layer(self, number: int) -> Given:
         """That of a layer, from 0."""
-        return self._replace(chosen=None if self.chosen is None else self.chosen[number])
+        return self._replace(
+            chosen=None if self.chosen is None else self.chosen[number]
+        )
 
 
 NOTHING = Given()

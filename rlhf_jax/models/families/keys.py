@@ -40,8 +40,8 @@ class Key:
       taps        [C, 1, W] -> [W, C]      (the convolution of each channel)
     """
 
-    # With {layer} where there is one tensor a layer, and {expert} where there is one for
-    # each of its experts.
+    # With {layer} where there is one tensor a layer, and {expert} where there is one
+    # for each of its experts.
     name: str
     paths: tuple[str, ...]  # several are fused in that tensor, along their last axis
     layout: Layout = "same"
@@ -54,7 +54,7 @@ class Key:
         return ("{layer}" in self.name) + ("{expert}" in self.name)
 
     def names(self, model: ModelConfig) -> list[str]:
-        """The names of their tensors: one, or one per layer, or one per expert of it."""
+        """The names of their tensors: one, one per layer, or one per expert of it."""
         layers = range(model.num_layers) if self.layers is None else self.layers
         experts = range(0 if model.experts is None else model.experts.count)
         match self.stacked:
@@ -67,9 +67,7 @@ class Key:
 
     def shape(self, leaves: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
         """The shape of their tensor, of one layer, from the shapes of our leaves."""
-        first, *_ = shapes = [
-            leaves[path].shape[self.stacked :] for path in self.paths
-        ]
+        first, *_ = shapes = [leaves[path].shape[self.stacked :] for path in self.paths]
         fused = (*first[:-1], sum(shape[-1] for shape in shapes))
         match self.layout:
             case "transposed":

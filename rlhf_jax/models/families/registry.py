@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_jax.models import config
 from rlhf_jax.models.config import DeltaNet, ModelConfig, RopeScaling
 from rlhf_jax.models.families.mistral import in_every_layer
+from rlhf_jax.models.families.mixtures import known
 
 
 def _gpt2(
@@ -328,4 +329,5 @@ KNOWN: dict[str, ModelConfig] = {
     "granite-4.0-micro": _granite_4(
         *(2560, 40, 40, 8, 8192), head_dim=64, logit_divisor=10.0
     ),
+    **known.KNOWN,
 }

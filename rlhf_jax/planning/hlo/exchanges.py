@@ -85,6 +85,27 @@ def group(rest: str) -> tuple[int, ...]:
     return tuple(np.reshape(ids, shape)[tuple(first)].ravel().tolist())
 
 
+def between_slices(rest: str) -> tuple[str, int, int] | None:
+    """What a `send` to other slices of TPUs is: kind, devices, and slices of these.
+
+    The compiler writes an exchange of slices as one with their hosts' runtime: of equal
+    devices, {1,2}x{0:3}, of pairs, or of listed devices, 200003 being 3 of slice 2.
+    """
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', rest)
+    if kind is None:
+        return None
+    if kind[1] == "ONE_TO_ONE":
+        return "collective-permute", 2, 2
+    name = kind[1].lower().replace("_", "-")
+    peers = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', rest)
+    if peers is not None:
+        slices = len(_integers(peers[1]))
+        return name, slices, slices
+    listed = re.search(r"_xla_megascale_target=\{\{([\d,]*)\}", rest)
+    devices = () if listed is None else _integers(listed[1])
+    return name, len(devices), len({device // 100_000 for device in devices})
+
+
 def pairs(rest: str) -> list[tuple[int, int]]:
     """(from, to) of a permutation; none of any other exchange."""
     listed = re.search(r"source_target_pairs=\{([\d,{}]*)\}", rest)

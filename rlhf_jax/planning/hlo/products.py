@@ -6,6 +6,7 @@ import functools
 import math
 import re
 
+from rlhf_jax.models.attention import ring_passes
 from rlhf_jax.planning.hlo.parsing import Computation, Line
 
 
@@ -57,7 +58,8 @@ def _splash(line: Line) -> float:
     """2 · products of JAX's splash attention, by its kernels' names.
 
     Its masks are causal: of [Sq, Sk] at most half is computed, and with a window no
-    more than the blocks that the grid visits, [heads, Sq / block, blocks of a row].
+    more than the blocks that the grid visits, [heads, Sq / block, blocks of a row]. The
+    turns of ring attention past the first have no such mask.
     """
     kernel = re.search(r"splash_m\w+_(fwd|dkv|dq)", line.rest)
     shapes = re.search(r"operand_layout_constraints=\{(.*?\})\}", line.rest)
@@ -67,7 +69,7 @@ def _splash(line: Line) -> float:
     arrays = re.findall(r"([a-z]+)\d+\[([\d,]+)\]", shapes[1])
     sizes = [(name, [int(size) for size in dims.split(",")]) for name, dims in arrays]
     query, key = [dims for name, dims in sizes if name in ("f", "bf")][:2]
-    pairs = query[-2] * key[-2] / 2
+    pairs = query[-2] * key[-2] / (1 if ring_passes.WHOLE in line.rest else 2)
     blocks = {
         name: int(size)
         for name, size in re.findall(r'(block_\w+)\\": (\d+)', line.rest)

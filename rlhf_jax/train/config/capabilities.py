@@ -45,6 +45,7 @@ def _asks_for_reference(c: Config) -> dict[str, bool]:
         "exact --penalty": c.method.penalty.needs_logits,
         "--penalty.reference-share": c.method.penalty.reference_share is not None,
         "--kl-to-go": getattr(c.method, "kl_to_go", False),
+        "--surrogate dar": c.method.reads_reference,
         "--reference-storage": stored and c.start.lora is None,
         f"rlhf-jax {c.name}": c.name in ("online-dpo", "nash-md", "distill"),
     }
@@ -87,7 +88,8 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         "--lifecycle.kl-every": c.reference.lifecycle.kl_every > 1,
     },
     "one reference": lambda c: {
-        f"rlhf-jax {c.name}": c.name in ("online-dpo", "distill")
+        f"rlhf-jax {c.name}": c.name in ("online-dpo", "distill"),
+        "--surrogate dar": c.method.reads_reference,
     },
     "exact KL": lambda c: {"exact --penalty": c.method.penalty.needs_logits},
     "reference apart": lambda c: {
@@ -104,6 +106,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "exact KL or another reference": lambda c: {
         f"--reference {c.reference.checkpoint}": c.reference.checkpoint is not None,
         "exact --penalty": c.method.penalty.needs_logits,
+        f"rlhf-jax {c.name}": c.reads_hidden_states,
     },
     "critic of its own": lambda c: _of_critic(c, own=True),
     "critic apart": lambda c: _of_critic(c, apart=True),

@@ -144,6 +144,11 @@ class PolicyGradientConfig(RunConfig):
         return self.makes(**vars(self.recipe), **shapes)
 
     @property
+    def teacher_field(self) -> str | None:
+        """Field of the rows that a teacher reads; None is the prompt."""
+        return None
+
+    @property
     def compute_dtype(self) -> str:
         """What models compute in, --dtype."""
         return self.start.dtype

@@ -103,7 +103,7 @@ class Config(RunConfig):
         )
         checks.rows(batch_size=self.batch_size * self.num_samples)
         mesh = self.placement.policy
-        sharing = mesh.data * mesh.fsdp * mesh.expert * mesh.context
+        sharing = mesh.rows * mesh.context
         if self.batch_size % sharing:
             raise InputError(
                 f"--batch-size: expected a multiple of {sharing}, the devices that "

@@ -15,6 +15,9 @@ the student then maximises score - kl_coef * divergence, the score by REINFORCE+
 --penalty.placement reward --divergence None puts k1 into the reward instead, so that a
 token is credited with the KL of the tokens after it too (the KL of whole responses).
 
+--preset sdft is self-distillation: the teacher is --model as it starts, and reads the
+field --teacher-field of a row in the prompt's place, as a demonstration and the prompt.
+
 --reference-storage.dtype int8 makes the teacher cheaper; --placement.reference last,
 cpu or pinned_host gives it devices of its own, or takes it off the device. What comes
 back are its hidden states, and no array over tokens and vocabulary is made anywhere.
@@ -36,8 +39,26 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train import commands
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
+from rlhf_jax.train.config.models import Reference
+from rlhf_jax.train.config.prompts import Prompts
 
 RECIPE = DistillRecipe()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudentPrompts(Prompts):
+    """Which prompts the student responds to, and what its teacher reads."""
+
+    teacher_field: str | None = None
+    """Field of the rows that the teacher reads in the prompt's place (SDFT: a
+    demonstration and the prompt); None is the prompt itself."""
+
+    @property
+    def writing_option(self) -> str | None:
+        """The option that says how a row becomes a prompt; None by default."""
+        if self.teacher_field is not None:
+            return "--teacher-field"
+        return super().writing_option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +70,8 @@ class Config(PolicyGradientConfig):
     default_kl_coef: ClassVar[float] = 1.0
     needs_reward: ClassVar[bool] = False  # the teacher alone is enough
     reads_hidden_states: ClassVar[bool] = True
+    data: Annotated[StudentPrompts, FLAT]
+    """The prompts."""
     method: Annotated[DistillRecipe, FLAT] = RECIPE
     """Coefficients and choices of distillation."""
 
@@ -56,18 +79,35 @@ class Config(PolicyGradientConfig):
         super().__post_init__()
         checks.positive(kl_coef=self.kl_coef)
         self.method.check_read(rewarded=bool(self.sources))
-        if self.reference.checkpoint is None:
+        own = self.teacher_field is not None and self.reference.has_reference
+        if self.reference.checkpoint is None and not own:
             raise InputError(
                 f"--reference: expected the checkpoint of a teacher, got "
-                f"{self.reference.reference}; name one"
+                f"{self.reference.reference}; name one, or let --model teach itself by "
+                f"--teacher-field and --reference start"
             )
+
+    @property
+    def teacher_field(self) -> str | None:
+        """The field that the teacher reads; None is the prompt."""
+        return self.data.teacher_field
 
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows, and whether there is a reward."""
         return super().algorithm(rewarded=bool(self.sources), **shapes)
 
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "sdft": {"reference": Reference(reference="start")},
+}
+"""--preset NAME: Shenfeld et al. 2026, arXiv:2601.19897, whose teacher is the start."""
+
+
 command = functools.partial(
-    commands.run, Config, description=__doc__, first=("method.divergence",)
+    commands.run,
+    Config,
+    description=__doc__,
+    first=("method.divergence",),
+    presets=PRESETS,
 )
 """`rlhf-jax distill`: from a command line to a run."""

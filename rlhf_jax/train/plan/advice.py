@@ -50,7 +50,7 @@ def advice(
             savings.append((half, "--remat full"))
         micro = config.method.micro_batch_size or rows // job.minibatches(config)
         mesh = config.placement.policy
-        if micro > mesh.data * mesh.fsdp * mesh.expert:
+        if micro > mesh.rows:
             savings.append((half, f"--micro-batch-size {micro // 2}"))
     return [
         f"{what}: about {size / GIB:.2f} GiB a chip less"

@@ -176,7 +176,7 @@ def _fits(config: AnyConfig, update: Update, among: Devices) -> Iterator[Fit]:
     assert chip is not None
     for shape in _meshes(config, update, among):
         held = update.held(shape.make(list(among.devices)[: shape.size]))
-        shares = shape.data * shape.fsdp
+        shares = shape.rows
         for remat in _remats(config):
             ran = dataclasses.replace(update.model, remat=remat)
             for micro in _micros(config, update.rows, shares):
@@ -209,7 +209,10 @@ def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshS
     yield MeshShape(data=shares, tensor=tensor)
     near = among.per_node or shares
     if near < shares and shares % near == 0:
-        yield MeshShape(data=shares // near, fsdp=near, tensor=tensor)
+        # Of slices, which TPUs have in place of nodes.
+        of_slices = among.chip is not None and not among.chip.is_gpu
+        across = {"dcn" if of_slices else "data": shares // near}
+        yield MeshShape(fsdp=near, tensor=tensor, **across)
     if shares > 1:
         yield MeshShape(fsdp=shares, tensor=tensor)
 
@@ -241,7 +244,8 @@ def _sent(
     size = jnp.dtype(config.start.dtype).itemsize
     trained, read = _count(update.trained), _count((update.trained, update.frozen))
     gathered = times * (1 - 1 / mesh.fsdp) * (2 * size * read + 4 * trained)
-    summed = update.minibatches * (1 - 1 / mesh.data) * 2 * 4 * trained
+    copies = mesh.dcn * mesh.data
+    summed = update.minibatches * (1 - 1 / copies) * 2 * 4 * trained
     inner = mesh.fsdp * mesh.tensor
     return gathered / mesh.tensor / among.rate(inner) + summed / inner / among.rate(
         mesh.size

@@ -151,8 +151,7 @@ def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
     """--model without parameters or tokenizer, computed as the chips will."""
     start, context = config.start, config.placement.policy.context
     shape = _shape(config)
-    if context > 1:
-        layout.refuse_context(start.attention, model=shape)
+    layout.refuse_context(start.attention, context=context, model=shape)
     model = dataclasses.replace(
         shape,
         dtype=start.dtype,

@@ -115,9 +115,7 @@ def plan(
         brought = resharding.described(one, target)
         programs += [] if brought is None else [brought]
         programs.append(measured.described(one, target.chip, num_chips=chips))
-    within = {
-        name: size // (mesh.data * mesh.fsdp * mesh.expert) for name, size in work.within.items()
-    }
+    within = {name: size // mesh.rows for name, size in work.within.items()}
     if "KV cache" in within:
         shared = decoding.cache_devices(work.model, sampler_mesh or mesh)
         within["KV cache"] = work.within["KV cache"] // shared
@@ -233,7 +231,7 @@ def _largest_batch(
     """The most rows that fit, by `largest`, in steps that everything divides."""
     mesh = config.placement.policy
     step = job.minibatches(config) * math.lcm(
-        mesh.data * mesh.fsdp * mesh.expert, config.method.micro_batch_size or 1
+        mesh.rows, config.method.micro_batch_size or 1
     )
     step = math.lcm(step, getattr(config, "rows_per_prompt", 1))
     known = {}

@@ -54,20 +54,25 @@ class Layout(NamedTuple):
         return ",".join(f"{axis}={size}" for axis, size in sizes if size > 1)
 
 
-def candidates(*, chips: int, rows: int, num_heads: int) -> list[MeshShape | None]:
+def candidates(
+    *, chips: int, rows: int, num_heads: int, slices: int = 1
+) -> list[MeshShape | None]:
     """The training mesh, and every (data, tensor) of the chips that divides the work.
 
     Args:
       chips: of the run; only the powers of two that divide them are tried for tensor.
       rows: responses of a batch, which data has to divide.
       num_heads: query heads, which tensor has to divide.
+      slices: that the chips are of, each with rows of its own.
     """
+    chips //= slices
     shapes: list[MeshShape | None] = [None]
     tensor = 1
     while tensor <= chips:
         fits = chips % tensor == 0 and num_heads % tensor == 0
-        if fits and rows % (chips // tensor) == 0:
-            shapes.append(MeshShape(data=chips // tensor, tensor=tensor))
+        data = chips // tensor
+        if fits and rows % (slices * data) == 0:
+            shapes.append(MeshShape(dcn=slices, data=data, tensor=tensor))
         tensor *= 2
     return shapes
 
@@ -123,7 +128,10 @@ def compare(
 
     start = job.start_of(config, options, target=target)
     tried = candidates(
-        chips=target.mesh.size, rows=rows, num_heads=start.model.num_heads
+        chips=target.mesh.size,
+        rows=rows,
+        num_heads=start.model.num_heads,
+        slices=config.placement.policy.dcn,
     )
     layouts = map(layout, tried)
     return best_first(layouts, memory=target.chip.memory)

@@ -105,16 +105,20 @@ def can_move(config: PolicyGradientConfig) -> bool:
 def candidates(
     config: PolicyGradientConfig, model: ModelConfig, *, per_node: int | None = None
 ) -> Iterator[MeshShape]:
-    """(data, tensor) of all devices: rows by data, heads by a power of two."""
-    devices, rows = config.placement.policy.size, config.batch.batch_size
+    """(data, tensor) of all devices: rows by data, heads by a power of two.
+
+    Slices have rows of their own.
+    """
+    slices, rows = config.placement.policy.dcn, config.batch.batch_size
+    devices = config.placement.policy.size // slices
     places = config.method.continuous_batching or rows
     most = math.gcd(devices, model.num_heads, model.num_kv_heads, model.hidden_size)
     tensor = 1
     while tensor <= most:
         shares = devices // tensor if most % tensor == 0 else 0
         near = per_node is None or per_node % tensor == 0
-        if shares and near and math.gcd(rows, places) % shares == 0:
-            yield MeshShape(data=shares, tensor=tensor)
+        if shares and near and math.gcd(rows, places) % (slices * shares) == 0:
+            yield MeshShape(dcn=slices, data=shares, tensor=tensor)
         tensor *= 2
 
 

@@ -60,6 +60,7 @@ class HeldOut:
         whole = -(-len(data.rows) // share.count) * share.count
         self._size = size = min(config.batch.batch_size, whole)
         self._data, self._mesh = data, mesh
+        self._of_teacher = data.teacher_prompts(pad_id=start.pad_id)
         self._samples = config.watch.held_out_samples
         named = [f"reward/{reward.name}" for reward in config.rewards.rewards]
         self._solving = {TOTAL, *named}  # scores that are above 0 for solved rows
@@ -108,7 +109,9 @@ class HeldOut:
             for rollout, _ in drawn:
                 lengths.append(processes.whole(rollout.response_mask.sum(axis=1)))
                 if reference is not None:
-                    output = programs.reference_output(reference, rollout)
+                    output = programs.reference_output(
+                        reference, rollout, of_teacher=self._of_teacher
+                    )
                     kls.append(processes.whole(_kl(rollout, output.logprobs)))
         tables = {name: np.stack(of) for name, of in every.items()}  # [k, rows]
         stats |= {f"eval/{name}": _mean(table) for name, table in tables.items()}

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import toys
 
-from rlhf_jax import config, decoder, kl_control, masked, state
+from rlhf_jax import config, decoder, kl_control, masked, policy, state
 from rlhf_jax.algorithms import distill
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
@@ -484,3 +484,58 @@ def test_the_divergence_reads_the_columns_of_the_response(monkeypatch):
     ]
     assert float(masked.mean_stats(stats)["loss/divergence"]) == 2
     assert float(loss) == pytest.approx(2 * BETA, rel=1e-6)
+
+
+def teacher_prompts(prompts):
+    width = max(map(len, prompts))
+    return distill.TeacherPrompts(
+        tokens=jnp.array([[0] * (width - len(x)) + x for x in prompts], jnp.int32),
+        mask=jnp.array([[False] * (width - len(x)) + [True] * len(x) for x in prompts]),
+    )
+
+
+def test_a_teacher_reads_prompts_of_its_own():
+    """In other rows of the data set than in the batch, wider than the student's."""
+    demonstrated = [[5, 6, 7, 1], [2, 9], [4, 4, 8]]
+    rows = [2, 0, 1]  # of the data set, of the rows of the batch
+    rollout = dataclasses.replace(scored().rollout, index=jnp.array(rows, jnp.int32))
+    shape = {"model": tiny.GPT2, "max_new_tokens": R, "temperature": 0.7}
+    states = toys.jit(distill.teacher_states, static_argnames=tuple(shape))(
+        FROZEN, rollout=rollout, prompts=teacher_prompts(demonstrated), **shape
+    )
+    expected = np.zeros(MASK.shape)
+    for row, number in enumerate(rows):
+        prompt = demonstrated[number]
+        response = TOKENS[row][RESPONSE[row]].tolist()
+        logits = oracles.decoder_logits(TEACHER, tiny.LLAMA, prompt + response)
+        for t, token in enumerate(response):
+            logprobs = oracles.log_softmax(logits[len(prompt) + t - 1], 0.7)
+            expected[row, P + t] = logprobs[token]
+    np.testing.assert_allclose(states.logprobs, expected, atol=1e-5)
+    # The states are where the loss reads the student's: one column before each token.
+    assert states.hidden.shape[:2] == MASK.shape
+    read = policy.logprobs_from_hidden(
+        TEACHER,
+        states.hidden,
+        model=tiny.LLAMA,
+        tokens=jnp.asarray(TOKENS),
+        mask=jnp.asarray(MASK),
+        temperature=0.7,
+        first_column=P,
+    )[0]
+    np.testing.assert_allclose(np.where(RESPONSE, read, 0), expected, atol=1e-5)
+
+
+def test_a_teacher_that_reads_the_same_is_the_teacher():
+    own = [TOKENS[row, :P][MASK[row, :P]].tolist() for row in range(3)]
+    shape = {"model": tiny.GPT2, "max_new_tokens": R, "temperature": 0.7}
+    program = toys.jit(distill.teacher_states, static_argnames=tuple(shape))
+    rollout = scored().rollout
+    wide = teacher_prompts([*own, [1] * 5])  # a row that is not in the batch
+    same = program(FROZEN, rollout=rollout, prompts=wide, **shape)
+    plain = program(FROZEN, rollout=rollout, **shape)
+    np.testing.assert_allclose(same.logprobs, plain.logprobs, atol=1e-5)
+    before = RESPONSE[:, 1:]  # the state that a response token is drawn from
+    np.testing.assert_allclose(
+        same.hidden[:, :-1][before], plain.hidden[:, :-1][before], atol=1e-4
+    )

@@ -33,6 +33,7 @@ RECIPES = {
     "cispo": grpo.CISPO,
     "sapo": grpo.SAPO,
     "dapo": grpo.DAPO,
+    "dar": grpo.DAR,
     "dr-grpo": grpo.DR_GRPO,
     "luspo": grpo.LUSPO,
     "gmpo": grpo.GMPO,
@@ -213,6 +214,7 @@ APART = {
     "cispo": {"surrogate": grpo.CISPO.surrogate, "temperature": 1.0},
     "sapo": {"surrogate": policy_recipe.SAPO(), "temperature": 1.0},
     "dapo": {"group_size": 16, "temperature": 1.0, "num_minibatches": 16},
+    "dar": {"surrogate": policy_recipe.DAR(0.05, 0.1, 20.0), "normalise": "rollout"},
     "dr-grpo": {"group_size": 8, "temperature": 1.0, "num_minibatches": 8},
     "luspo": {"surrogate": grpo.LUSPO.surrogate, "loss_scale_factor": 1.0},
     "gmpo": {"surrogate": policy_recipe.GMPO(), "aggregation": "sequence_mean"},
@@ -370,7 +372,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
 
     for function in (losses.policy_loss, losses.cispo_loss, losses.sapo_loss):
         monkeypatch.setattr(policy_recipe.losses, function.__name__, record(function))
-    for name_ in ("dppo_loss", "gmpo_loss", "vespo_loss", "topr_loss"):
+    for name_ in ("dar_loss", "dppo_loss", "gmpo_loss", "vespo_loss", "topr_loss"):
         function = getattr(policy_losses, name_)
         monkeypatch.setattr(policy_losses, name_, record(function))
     prompts = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4,)))
@@ -387,7 +389,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         reward=jax.tree_util.Partial(lambda rollout: jnp.arange(4.0)),
         key=jax.random.key(0),
     )
-    own = ("cispo", "sapo", "dppo", "gmpo", "vespo", "topr")
+    own = ("cispo", "sapo", "dppo", "gmpo", "vespo", "topr", "dar")
     expected = f"{name}_loss" if name in own else "policy_loss"
     assert read["function"] == expected
     if name not in own[2:]:
@@ -409,6 +411,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         "vespo": {"power": 2.0, "decay": 3.0}
         | {"negative_power": 3.0, "negative_decay": 2.0},
         "topr": {},
+        "dar": {"beta": 0.05, "share": 0.1, "cap": 20.0},
         "clip-cov": {"clip_range": 1.0},
         "kl-cov": {"clip_range": 1.0, "clip_range_high": 1e6},
         "top-entropy": {"clip_range": 0.2, "clip_range_high": 0.28},
@@ -455,6 +458,10 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
         (
             lambda: policy_recipe.CISPO(ratio_level="sequence_token"),
             "ratio_level: expected one of 'token', 'sequence', got 'sequence_token'",
+        ),
+        (
+            lambda: dataclasses.replace(grpo.DAR, off_policy_mask=0.1),
+            "off_policy_mask: expected none with surrogate dar",
         ),
         (
             lambda: policy_recipe.Clip(ratio_level="response"),

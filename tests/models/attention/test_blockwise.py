@@ -27,11 +27,13 @@ def visited(segments, *, prefixes=None, window=None, block=4, of_keys=False):
         jnp.asarray(x, jnp.int32).reshape(1, -1, block)
         for x in (segments, 0 * segments if prefixes is None else prefixes)
     )
+    columns = jnp.arange(segments.size, dtype=jnp.int32).reshape(-1, block)
     masked = Masked(
         segments_q=segments,
         prefixes_q=prefixes,
         segments_k=segments,
-        columns=jnp.arange(segments.size, dtype=jnp.int32).reshape(-1, block),
+        columns_q=columns,
+        columns_k=columns,
         window=jnp.int32(segments.size if window is None else window),
     )
     order, count = blockwise_passes.visited(masked, of_keys=of_keys)

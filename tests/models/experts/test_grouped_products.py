@@ -57,7 +57,9 @@ def test_gradients_are_those_of_a_loop_over_rows(name):
     for i, g in enumerate(group):
         expected_x[i] = w[g].astype(float) @ above[i]
         expected_w[g] += np.outer(x[i].astype(float), above[i])
-    np.testing.assert_allclose(of_x[: sizes.sum()], expected_x[: sizes.sum()], atol=1e-4)
+    np.testing.assert_allclose(
+        of_x[: sizes.sum()], expected_x[: sizes.sum()], atol=1e-4
+    )
     np.testing.assert_allclose(of_w, expected_w, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures against every expert on every token, and their routing, kept and replayed."""
+"""Mixtures against every expert on every token; their routing, kept and replayed."""
 
 import dataclasses
 import functools
@@ -35,6 +35,11 @@ def noisy(model):
     )
 
 
+def linear(x, leaf, expert):
+    y = x @ leaf["kernel"][expert]
+    return y + leaf["bias"][expert] if "bias" in leaf else y
+
+
 def every_expert(x, params, *, model):
     """In float64: p, its k largest, and all experts of which k count."""
     how = model.experts
@@ -47,21 +52,14 @@ def every_expert(x, params, *, model):
         largest = np.argsort(-p[row], kind="stable")[: how.per_token]
         total = p[row, largest].sum() if how.normalised else 1.0
         for expert in largest:
-            linear = {
-                name: lambda x, leaf=leaf: (
-                    x @ leaf["kernel"][expert] + leaf.get("bias", {expert: 0})[expert]
-                )
-                for name, leaf in params.items()
-                if name != "router"
-            }
-            up, gate = linear["up"](x[row]), linear["gate"](x[row])
+            up, gate = (linear(x[row], params[name], expert) for name in ("up", "gate"))
             if how.gate_limit is None:
                 hidden = up * gate / (1 + np.exp(-gate))
             else:
                 gate = np.minimum(gate, how.gate_limit)
                 up = np.clip(up, -how.gate_limit, how.gate_limit)
                 hidden = (up + 1) * gate / (1 + np.exp(-how.gate_scale * gate))
-            y[row] += p[row, expert] / total * linear["down"](hidden)
+            y[row] += p[row, expert] / total * linear(hidden, params["down"], expert)
     return y
 
 

@@ -155,6 +155,10 @@ def test_two_features_that_exclude_each_other_are_refused_with_the_reason(pair, 
             ("no reference", "asks for a reference"),
         ),
         (
+            "grpo --reference none --surrogate dar",
+            ("no reference", "asks for a reference"),
+        ),
+        (
             "online-dpo --lifecycle.kl-every 2",
             ("further references or steps without one", "one reference"),
         ),

@@ -33,6 +33,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import run, run_config
 from studies.policies import made_once, programs
+from studies.policies.regularisers import NO_REGULARISER, Regulariser
 
 Array = jax.Array
 Params = Any
@@ -76,6 +77,8 @@ class Config(Sft):
     """What makes the policy."""
     penalty: Penalty = IN_LOSS
     """Estimator of the KL and where its penalty acts."""
+    regulariser: Regulariser = NO_REGULARISER
+    """What holds the policy beside the penalty; of GRPO."""
     aggregation: losses.Aggregation = "token_mean"
     """Mean of the token losses."""
     lam: float = 0.95
@@ -117,6 +120,11 @@ class Config(Sft):
         )
         checks.non_negative(kl_coef=self.kl_coef)
         checks.fraction(lam=self.lam)
+        if self.algorithm == "ppo" and self.regulariser != NO_REGULARISER:
+            raise checks.InputError(
+                f"--regulariser: expected none with --algorithm ppo, got "
+                f"{self.regulariser}; leave it out, or choose grpo"
+            )
         if self.algorithm == "grpo":
             checks.groups(self.batch_size, group_size=self.group_size, least=2)
 
@@ -247,6 +255,7 @@ def programs_of(options: Config) -> Programs:
             group_size=options.group_size,
             num_epochs=options.num_epochs,
             num_minibatches=options.num_minibatches,
+            **options.regulariser.of_recipe,
         )
 
         def start(reference: Params, kl_coef: float) -> TrainState:

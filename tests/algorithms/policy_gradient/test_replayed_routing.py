@@ -1,0 +1,142 @@
+"""Experts of a mixture from the sampler, or the policy before, to the loss."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from rlhf_jax import config, frozen, grpo, kl_control, masked, state
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
+from rlhf_jax.algorithms.policy_gradient.iteration import make_experience, sample
+from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
+from rlhf_jax.algorithms.policy_gradient.update import update
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference.frozen import FrozenModels
+
+MODEL = dataclasses.replace(toys.LLAMA, experts=config.Experts(4, 2))
+RECIPE = grpo.GRPO(
+    model=MODEL,
+    policy_optimizer=optax.sgd(0.1),
+    max_new_tokens=toys.SIZE,
+    stop_ids=toys.STOP,
+    group_size=2,
+    sampler_correction=Recompute(),
+)
+sampled = toys.jit(sample, static_argnames=("recipe",))
+made = toys.jit(make_experience, static_argnames=("recipe",))
+updated = toys.jit(update, static_argnames=("recipe",))
+SCORES = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
+
+
+def prompts():
+    """Two of each, as a group's are run once."""
+    alone = toys.prompts((4, 4, 2, 2))
+    first = np.array([0, 0, 2, 2])
+    return dataclasses.replace(
+        alone, tokens=alone.tokens[first], mask=alone.mask[first]
+    )
+
+
+def experience(recipe, *, flipped=False):
+    """Of a sampler whose tokens meet other experts, if asked for."""
+    params = toys.params(MODEL)
+    start = state.grpo_state(
+        policy=params,
+        policy_optimizer=recipe.policy_optimizer,
+        kl=kl_control.fixed(0.1),
+    )
+    rollout = sampled(params, prompts=prompts(), key=jax.random.key(0), recipe=recipe)
+    if flipped and rollout.experts is not None:
+        other = jnp.where(rollout.experts < 0, -1, (rollout.experts + 1) % 4)
+        rollout = dataclasses.replace(rollout, experts=other)
+    return made(
+        start,
+        rollout=rollout,
+        scores=toys.array(SCORES),
+        frozen=FrozenModels(reference=frozen.freeze(params)),
+        recipe=recipe,
+    )
+
+
+def test_old_and_new_logprobs_replay_what_the_sampler_chose():
+    recipe = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("sampler"))
+    start, replayed, stats, scored = experience(recipe)
+    means = masked.mean_stats(stats)
+    assert float(means["policy/sampler_mismatch"]) < 1e-5
+    np.testing.assert_allclose(scored.ref_logprobs, replayed.old_logprobs, atol=1e-5)
+    # Experts of another sampler move old and new log-probs alike, and without
+    # `reference` the reference not at all.
+    start, other, stats, moved = experience(recipe, flipped=True)
+    assert float(masked.mean_stats(stats)["policy/sampler_mismatch"]) > 1e-3
+    np.testing.assert_allclose(moved.ref_logprobs, scored.ref_logprobs, atol=1e-6)
+    key, models = jax.random.key(1), FrozenModels()
+    _, stats = updated(start, experience=other, key=key, recipe=recipe, frozen=models)
+    means = masked.mean_stats(stats)
+    assert float(means["policy/ratio_max"]) == pytest.approx(1, abs=1e-5)
+    assert 0 < float(means["router/entropy"]) <= np.log(4)
+    # Without its experts it is another policy than `old_logprobs` are of.
+    unplayed = dataclasses.replace(other, experts=None)
+    _, stats = updated(
+        start, experience=unplayed, key=key, recipe=recipe, frozen=models
+    )
+    assert float(masked.mean_stats(stats)["policy/ratio_max"]) > 1.001
+
+
+def test_the_reference_replays_by_choice_and_old_records_the_trainer():
+    both = RoutingReplay("sampler", reference=True)
+    _, _, _, scored = experience(
+        dataclasses.replace(RECIPE, routing_replay=both), flipped=True
+    )
+    np.testing.assert_allclose(
+        scored.ref_logprobs, scored.rollout.old_logprobs, atol=1e-5
+    )
+    old = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))
+    _, recorded, _, scored = experience(old)
+    mask = np.asarray(scored.rollout.mask)
+    assert recorded.experts.shape == (*mask.shape, MODEL.num_layers, 2)
+    assert (np.asarray(recorded.experts)[mask] >= 0).all()
+
+
+def test_options_that_cannot_act_are_named():
+    with pytest.raises(InputError, match="routing_replay: expected a mixture of exp"):
+        dataclasses.replace(RECIPE, model=toys.LLAMA, routing_replay=RoutingReplay())
+    with pytest.raises(InputError, match="balance_coef: expected a mixture of expert"):
+        dataclasses.replace(RECIPE, model=toys.LLAMA, balance_coef=0.01)
+    with pytest.raises(InputError, match="got continuous batching, which does not"):
+        dataclasses.replace(
+            RECIPE, routing_replay=RoutingReplay(), continuous_batching=2
+        )
+    unrecorded = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))
+    start, _, _, scored = experience(RECIPE)
+    with pytest.raises(InputError, match="got one without; sample with the trainer's"):
+        made(
+            start,
+            rollout=scored.rollout,
+            scores=toys.array(SCORES),
+            frozen=FrozenModels(),
+            recipe=dataclasses.replace(unrecorded, routing_replay=RoutingReplay()),
+        )
+
+
+def test_the_balance_loss_moves_the_router_alone_of_a_batch_without_advantages():
+    recipe = dataclasses.replace(RECIPE, balance_coef=1.0)
+    start, batch, _, _ = experience(recipe)
+    still = dataclasses.replace(batch, advantages=jnp.zeros_like(batch.advantages))
+    off = dataclasses.replace(recipe, balance_coef=0.0)
+    moved = {}
+    for name, how in {"on": recipe, "off": off}.items():
+        after, _ = updated(
+            start,
+            experience=still,
+            key=jax.random.key(1),
+            recipe=how,
+            frozen=FrozenModels(),
+        )
+        router = after.policy["layers"]["experts"]["router"]["weight"]
+        before = start.policy["layers"]["experts"]["router"]["weight"]
+        moved[name] = float(np.abs(np.asarray(router - before)).max())
+    assert moved["off"] < 1e-6 < 1e-4 < moved["on"]

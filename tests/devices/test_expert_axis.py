@@ -1,0 +1,103 @@
+"""Experts on several devices: numbers of one device, and rows that travel to them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from rlhf_jax import config, decoder
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+MODEL = dataclasses.replace(
+    tiny.LLAMA,
+    experts=config.Experts(8, 2, router_bias=True, gate_limit=1.0),
+    mlp_bias=True,
+    sinks=True,
+)
+TOKENS = np.arange(48, dtype=np.int32).reshape(8, 6) % 13
+MESHES = {
+    "expert": MeshShape(expert=8),
+    "all": MeshShape(data=2, expert=2, tensor=2),
+    "none": MeshShape(data=2, fsdp=2, tensor=2),
+    "columns": MeshShape(context=2, expert=4),
+}
+
+
+@functools.cache
+def params():
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: x + jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype),
+        decoder.init(jax.random.key(0), model=MODEL),
+    )
+
+
+def total(params, tokens):
+    hidden, routing = decoder.hidden_and_routing(
+        params, model=MODEL, tokens=tokens, mask=tokens >= 0
+    )
+    return 10 * (hidden**2).mean(), (hidden, routing.chosen, routing.entropy)
+
+
+gradient = jax.value_and_grad(total, has_aux=True)
+
+
+@functools.cache
+def of_one_device():
+    return jax.jit(gradient)(params(), TOKENS)
+
+
+def on(shape):
+    mesh = shape.make()
+    arguments = (
+        sharding.place(params(), mesh=mesh),
+        row_sharding.put_rows(TOKENS, mesh=mesh),
+    )
+    return jax.jit(sharding.on(mesh, gradient)), arguments
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in MESHES
+            if name != "all"
+        ),
+    ],
+)
+def test_a_mixture_on_eight_devices_is_that_of_one(name):
+    function, arguments = on(MESHES[name])
+    (value, output), of_params = function(*arguments)
+    (expected, same), of_one = of_one_device()
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for mine, other in zip(output, same, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+    for mine, other in zip(
+        jax.tree.leaves(of_params), jax.tree.leaves(of_one), strict=True
+    ):
+        np.testing.assert_allclose(mine, other, atol=2e-6)
+
+
+def test_rows_are_exchanged_and_the_weights_of_experts_are_not_gathered():
+    function, arguments = on(MESHES["expert"])
+    kernel = arguments[0]["layers"]["experts"]["up"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape)[1] == 1
+    text = function.lower(*arguments).compile().as_text()
+    assert "all-to-all(" in text
+    whole = f"[8,{MODEL.hidden_size},{MODEL.intermediate_size}]"
+    gathered = [line for line in text.splitlines() if "all-gather(" in line]
+    assert not any(whole in line for line in gathered)
+
+
+def test_a_mesh_without_experts_to_share_has_no_axis_for_them():
+    assert MeshShape(data=8).make().axis_names == ("data", "fsdp", "context", "tensor")
+    assert "expert" in MeshShape(expert=8).make().axis_names
+    assert str(MeshShape.parse("expert=4,data=2")) == "data=2,fsdp=1,tensor=1,expert=4"
