@@ -82,6 +82,7 @@ def files(tmp_path_factory):
     (folder / "their_rewards.py").write_text(REWARD)
     (folder / "their_hall.py").write_text(ENVIRONMENT)
     toy_files.checkpoint(folder / "model")
+    toy_files.checkpoint(folder / "other", seed=1)
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "it is so")]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     answers = [
@@ -374,7 +375,6 @@ EVALUATED = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", EVALUATED)
 def test_two_processes_evaluate_as_one_does(files, tmp_path, name):
-    toy_files.checkpoint(files / "other", seed=1)
     argv = ("--model=model", "--max-new-tokens=4", *EVALUATED[name])
     two, one = tmp_path / "two", tmp_path / "one"
     outputs = run("evaluate", files, two, *argv, MESH)
