@@ -237,6 +237,11 @@ class ModelConfig:
             )
 
     def _faults_of_layers(self) -> Iterator[str]:
+        if self.experts is not None and self.recurrent_layers:
+            yield (
+                "expected experts or recurrent_layers, whose routing nobody records, "
+                "got both; leave either out"
+            )
         if self.joint_head_norm and not self.query_key_norm:
             yield (
                 "expected query_key_norm with joint_head_norm, which says over what it "

@@ -278,7 +278,7 @@ def _run(
         chosen = jnp.moveaxis(routing.chosen, 0, 2)
         if cut is not None:
             chosen = cut.whole_of_balanced(chosen)[:, :columns]
-        routing = routing.replace(chosen=chosen)
+        routing = dataclasses.replace(routing, chosen=chosen)
     hidden = final_norm(params, x, model=model)
     if cut is None:
         # Columns that were not computed come back as zeros, so that column t is still

@@ -20,6 +20,7 @@ hidden states is slow on every backend.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -222,7 +223,7 @@ class Texts(NamedTuple):
         if self.packing is None:
             return hidden, routing
         chosen = self.packing.unpack_experts(routing.chosen)
-        return self.packing.read(hidden), routing.replace(chosen=chosen)
+        return self.packing.read(hidden), dataclasses.replace(routing, chosen=chosen)
 
     def _inputs(self, experts: Array | None) -> dict[str, Any]:
         """What the decoder reads."""

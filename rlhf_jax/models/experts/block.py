@@ -14,6 +14,7 @@ goes through Linen's collections:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -138,11 +139,12 @@ def apply(
     if experts.tokens is None:
         return block.apply(variables, x, first=first, **others), None
     output, kept = block.apply(variables, x, first=first, **others, mutable=[ROUTING])
-    own: routing.Routing = kept[ROUTING][NAME]["layer"][0]
+    recorded: Any = kept
+    own: routing.Routing = recorded[ROUTING][NAME]["layer"][0]
     chosen = own.chosen.reshape(*read["tokens"].shape, -1)
     room = ((0, 0), (first, 0), (0, 0))
     chosen = jnp.pad(chosen, room, constant_values=routing.OWN)
-    return output, own.replace(chosen=chosen)
+    return output, dataclasses.replace(own, chosen=chosen)
 
 
 class Router(nn.Module):

@@ -83,15 +83,19 @@ def mixed(
         )
         return y if tensor is None else jax.lax.psum(y, tensor)
 
-    padded = (jnp.pad(array, ((0, room), (0, 0))) for array in (x, chosen, shares))
-    y = jax.shard_map(
+    split = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(by_row, by_row, by_row, specs),
         out_specs=by_row,
         axis_names=set(sizes),
         check_vma=False,
-    )(*padded, weights)
+    )
+
+    def padded(array: Array) -> Array:
+        return jnp.pad(array, ((0, room), (0, 0)))
+
+    y = split(padded(x), padded(chosen), padded(shares), weights)
     return y[: x.shape[0]]
 
 

@@ -37,7 +37,11 @@ def prompts():
     alone = toys.prompts((4, 4, 2, 2))
     first = np.array([0, 0, 2, 2])
     return dataclasses.replace(
-        alone, tokens=alone.tokens[first], mask=alone.mask[first]
+        alone,
+        tokens=alone.tokens[first],
+        mask=alone.mask[first],
+        index=toys.array(first, np.int32),
+        sample=toys.array([0, 1, 0, 1], np.int32),
     )
 
 
