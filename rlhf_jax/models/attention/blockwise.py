@@ -131,11 +131,12 @@ def _forward(
 
 
 def _backward(form: Form, residuals: Any, gradient: Array) -> tuple[Array | None, ...]:
-    *of_keys, sinks = residuals
+    arrays, masked, out, normaliser, sinks = residuals
     of_sinks = None
     if sinks is not None:
-        of_sinks = blockwise_passes.gradient_of_sinks(sinks, *of_keys[2:], gradient)
-    blocks = blockwise_passes.backward(tuple(of_keys), gradient, form=form)
+        of_sinks = blockwise_passes.gradient_of_sinks(sinks, out, normaliser, gradient)
+    kept = arrays, masked, out, normaliser
+    blocks = blockwise_passes.backward(kept, gradient, form=form)
     return *blocks, None, of_sinks
 
 
