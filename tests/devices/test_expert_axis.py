@@ -79,7 +79,7 @@ def test_a_mixture_on_eight_devices_is_that_of_one(name):
     (expected, same), of_one = of_one_device()
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for mine, other in zip(output, same, strict=True):
-        np.testing.assert_allclose(mine, other, atol=2e-5)
+        np.testing.assert_allclose(mine, other, rtol=1e-6, atol=2e-5)
     for mine, other in zip(
         jax.tree.leaves(of_params), jax.tree.leaves(of_one), strict=True
     ):
