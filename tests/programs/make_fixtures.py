@@ -172,9 +172,11 @@ GRANITE4 = transformers.GraniteMoeHybridConfig(
     mamba_n_heads=1,
     position_embedding_type=None,
 )
-# DeltaNets whose query and key heads serve two heads of values each.
+# DeltaNets whose query and key heads serve two heads of values each, and whose norms
+# an epsilon reaches.
 QWEN3_5 = transformers.Qwen3_5TextConfig(
     **FOUR_LAYERS | {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16},
+    rms_norm_eps=3e-2,
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=8,
