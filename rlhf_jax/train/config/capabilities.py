@@ -145,6 +145,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "drawn here": lambda c: {**_drawn_here(c), **_replays_sampler(c)},
     "mixture apart": lambda c: {
         **_drawn_here(c),
+        **_replays_sampler(c),  # no experts are recorded there
         "--sampler": c.sampler.is_outside,
         "--max-staleness": c.staleness > 0,
         "--placement.reference": c.name == "nash-md" and c.placement.reference.apart,

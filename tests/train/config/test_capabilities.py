@@ -111,6 +111,10 @@ def test_the_table_is_short_and_every_row_has_a_command_line():
             "ppo --routing-replay sampler --environment rooms",
             ("environment", "decoder options"),
         ),
+        (
+            "grpo --routing-replay sampler --baseline greedy",
+            ("draws beside", "mixture apart"),
+        ),
         ("ppo --routing-replay old --sampler process", None),
         ("grpo --baseline greedy --sampler process", ("draws beside", "mixture apart")),
         (
