@@ -16,7 +16,7 @@ makes it, is read as three equal ones, and three equal ones are written as one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,21 @@ _READ = {
 # Values of the others under which an adapter is W + (alpha / rank) · A B; where it is
 # empty or false it is as well.
 _PLAIN = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
+
+
+def check_names(adapted: Iterable[str], *, model: ModelConfig) -> None:
+    """Checks that a checkpoint can hold adapters of these layers, "experts/up".
+
+    Raises:
+      InputError: PEFT has no name for some, which are one tensor of all experts.
+    """
+    named = {path for linear in fused_adapters.linears(model) for path in linear.paths}
+    if nameless := sorted({*adapted} - named):
+        raise InputError(
+            f"--lora: expected adapters of layers that PEFT has a name for, got "
+            f"{', '.join(nameless)} of {model.family}, each one tensor of all experts; "
+            f"choose others, as modules=attention/*"
+        )
 
 
 def save(
@@ -110,13 +125,7 @@ def save(
             for number, (name_a, name_b) in enumerate(linear.tensors(model)):
                 tensors[name_a] = np.ascontiguousarray(down[number])
                 tensors[name_b] = np.ascontiguousarray(up[number])
-    written = {path for linear in adapted for path in linear.paths}
-    if nameless := sorted({*paths(trunk)} - written):
-        raise InputError(
-            f"expected adapters of layers that PEFT has a name for, got "
-            f"{', '.join(nameless)} of {model.family}, which is one tensor of all "
-            f"experts; merge them into the base and save that"
-        )
+    check_names(paths(trunk), model=model)
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if "score" in adapters else "CAUSAL_LM",

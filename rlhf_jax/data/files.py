@@ -38,20 +38,27 @@ class Reading(NamedTuple):
 
 
 def read_prompts(
-    source: str | Path, *, field: str = "prompt", receipt: Receipt | None = None
+    source: str | Path,
+    *,
+    field: str = "prompt",
+    beside: str | None = None,
+    receipt: Receipt | None = None,
 ) -> list[Row]:
     """Rows with a text or messages in `field`; a .txt file has one prompt a line.
 
     Args:
+      beside: a further field with a prompt, a teacher's.
       receipt: is told of every row and the fields that are read.
 
     Raises:
-      InputError: the file is empty or malformed, or a row has no prompt in `field`.
+      InputError: the file is empty or malformed, or a row has no prompt in a field.
     """
+    fields = (field,) if beside is None else (field, beside)
 
     def read(where: str, row: Row) -> Reading:
-        prompt = _read_prompt(where, row, field)
-        return Reading([row], (field, *_read_beside(prompt)))
+        prompts = [_read_prompt(where, row, name) for name in fields]
+        others = [name for prompt in prompts for name in _read_beside(prompt)]
+        return Reading([row], (*fields, *others))
 
     return read_rows(source, read, text=field, receipt=receipt)
 

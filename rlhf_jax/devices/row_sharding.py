@@ -49,8 +49,8 @@ class Share:
 def _check_divided(rows: int, *, count: int) -> None:
     if rows < 1 or rows % count:
         raise InputError(
-            f"expected a batch size that the {count} devices of the axes data and fsdp "
-            f"divide, got {rows}; change it, or the mesh"
+            f"expected a batch size that the {count} devices of the axes dcn, data, "
+            f"fsdp and expert divide, got {rows}; change it, or the mesh"
         )
 
 

@@ -162,6 +162,19 @@ def refuse_context(
         )
 
 
+def refuse_expert_axis(devices: int, *, model: ModelConfig) -> None:
+    """Stops where devices would share the experts of a model that has none.
+
+    Raises:
+      InputError: the mesh has an expert axis, and the model is dense.
+    """
+    if devices > 1 and model.experts is None:
+        raise InputError(
+            f"--placement.policy: expected a mixture of experts with expert={devices}, "
+            f"got a dense {model.family}; share its rows by data or fsdp"
+        )
+
+
 def backend_of(mesh: AbstractMesh) -> str:
     """The backend of a mesh, or of this process: "cpu", "gpu" or "tpu"."""
     device = mesh.abstract_device

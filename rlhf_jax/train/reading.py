@@ -20,6 +20,7 @@ from rlhf_jax.data.text import Question
 from rlhf_jax.data.text.messages import Written
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models import axes, layout
+from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.train.build import Meshes, Models
 from rlhf_jax.train.config.config import PolicyGradientConfig
 from rlhf_jax.train.config.models import Compute
@@ -47,20 +48,27 @@ def load_start(
     options: Compute,
     mesh: Mesh,
     save_dtype: SaveDtype | None = None,
+    lora: LoRA | None = None,
     start: Pretrained | None = None,
 ) -> Pretrained:
     """The checkpoint with its tokenizer, sharded over `mesh`.
 
     Args:
       save_dtype: Of what is written; None is that of most weights.
+      lora: adapters that will be trained over it, and written.
     """
-    context = mesh.shape.get(axes.CONTEXT_AXIS, 1)
-    if context > 1:
-        start = start or pretrained.described(
-            path_or_repo_id, tokenizer=options.tokenizer
-        )
-    model = None if start is None else start.model
-    layout.refuse_context(options.attention, context=context, model=model)
+    if start is None:
+        start = pretrained.described(path_or_repo_id, tokenizer=options.tokenizer)
+    sizes = dict(mesh.shape)
+    context, experts = (
+        sizes.get(axis, 1) for axis in (axes.CONTEXT_AXIS, axes.EXPERT_AXIS)
+    )
+    layout.refuse_context(options.attention, context=context, model=start.model)
+    layout.refuse_expert_axis(experts, model=start.model)
+    if lora is not None:
+        from rlhf_jax.checkpoints import peft  # few runs have adapters
+
+        peft.check_names(targets(model=start.model, lora=lora), model=start.model)
     start = pretrained.load(
         path_or_repo_id,
         start=start,

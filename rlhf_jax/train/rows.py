@@ -190,7 +190,9 @@ def read_prompts(
       receipt: is told of every row, and of those that are left out.
     """
     field = options.prompt_field
-    rows = files.read_prompts(source, field=field, receipt=receipt)
+    rows = files.read_prompts(
+        source, field=field, beside=teacher_field, receipt=receipt
+    )
     if options.chat:  # texts are put as messages
         receipt.reads(*messages.OF_TEMPLATE)
     fitting, tokens = encoding.encode_prompts(

@@ -114,6 +114,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         start=start,
         options=config.start,
         save_dtype=config.start.save_dtype,
+        lora=config.start.lora,
         mesh=mesh,
     )
     models = build(config, start, meshes=meshes)

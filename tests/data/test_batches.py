@@ -165,7 +165,7 @@ def test_margins_go_with_their_pairs():
         (
             6,
             {"share": Share((0,), 4)},
-            "4 devices of the axes data and fsdp divide, got 6",
+            "4 devices of the axes dcn, data, fsdp and expert divide, got 6",
         ),
         (0, {}, "samples_per_prompt=1 divides, got 0"),
         (4, {"samples_per_prompt": 0}, "samples_per_prompt=0 divides, got 4"),

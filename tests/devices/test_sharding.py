@@ -323,7 +323,8 @@ def test_meshes_that_are_refused():
     with pytest.raises(InputError, match="mesh fsdp: expected at least 1 device"):
         MeshShape(fsdp=0)
     with pytest.raises(
-        InputError, match="8 devices of the axes data and fsdp divide, got 3; change"
+        InputError,
+        match="8 devices of the axes dcn, data, fsdp and expert divide, got 3; change",
     ):
         row_sharding.put_rows(toys.prompts((4, 2, 3)), mesh=MeshShape(data=8).make())
 

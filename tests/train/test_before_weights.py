@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 
 import pytest
 import toy_files
+from places import FIXTURES
 
 from rlhf_jax.checkpoints.hf import reading
 from rlhf_jax.train import main
@@ -70,6 +72,11 @@ MISTAKES = {
     "texts cut": (("evaluate",), "--texts cut.jsonl", "cut.jsonl:2: expected one"),
     "no answers": (OWN, "VERIFIER gsm8k", "expected #### and a number|'answer'"),
     "no module": (OWN, "REWARD no_such:f", "expected a module no_such"),
+    "no field of a teacher": (
+        ("distill",),
+        "--teacher-field shown",
+        "prompts.jsonl:1: expected a field 'shown', got 'prompt'; add it",
+    ),
     "a reward of two": (OWN, "REWARD toy_mistakes:two", OF_TEXTS),
     "a reward of one": (OWN, "REWARD json:dumps", OF_TEXTS),
     "a reward by keyword": (OWN, "REWARD toy_mistakes:by_keyword", OF_TEXTS),
@@ -127,6 +134,8 @@ def files(tmp_path_factory):
     }
     for name, of_name in rows.items():
         toy_files.jsonl(folder / f"{name}.jsonl", *of_name)
+    toy_files.tokenizer().save_pretrained(folder / "gpt_oss")
+    shutil.copy(FIXTURES / "gpt_oss/config.json", folder / "gpt_oss")
     whole = json.dumps(pair | answer)
     (folder / "cut.jsonl").write_text(f"{whole}\n{whole[:20]}\n")
     return folder
@@ -163,6 +172,23 @@ def test_a_mistake_is_told_before_weights(
     assert "error: " in errors
     assert re.search(message, errors), errors
     assert not (files / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["grpo", "sft"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--model gpt_oss --lora 2", r"--lora: .* experts/down, .*=attention/\*"),
+        (
+            "--placement.policy expert=8 --batch-size 8",
+            "y: expected a mixture of experts with expert=8, got a dense gpt2; share",
+        ),
+    ],
+)
+def test_a_mistake_about_experts(no_weights, files, capsys, command, wrong, message):
+    test_a_mistake_is_told_before_weights(
+        no_weights, files, capsys, command, wrong, message
+    )
 
 
 @pytest.mark.cases(quick=3)

@@ -66,6 +66,13 @@ def _drawn_here(c: Config) -> dict[str, bool]:
     }
 
 
+def _replays_sampler(c: Config) -> dict[str, bool]:
+    """What needs the experts that the sampler chose."""
+    replay = c.method.routing_replay
+    chosen = replay is not None and replay.source == "sampler"
+    return {"--routing-replay sampler": chosen}
+
+
 def _of_critic(c: Config, *, own: bool = False, apart: bool = False) -> dict[str, bool]:
     start = POLICY if c.critic is None else c.critic.start
     return {
@@ -135,9 +142,10 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     },
     "no reward model": lambda c: {"no reward model": not c.rewards.models},
     "sampler outside": lambda c: {"--sampler": c.sampler.is_outside},
-    "drawn here": _drawn_here,
+    "drawn here": lambda c: {**_drawn_here(c), **_replays_sampler(c)},
     "mixture apart": lambda c: {
         **_drawn_here(c),
+        **_replays_sampler(c),  # no experts are recorded there
         "--sampler": c.sampler.is_outside,
         "--max-staleness": c.staleness > 0,
         "--placement.reference": c.name == "nash-md" and c.placement.reference.apart,
@@ -157,6 +165,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         "options of --sampler here": isinstance(c.sampler.sampler, Here)
         and c.sampler.sampler != Here(),
         "--fixed-length": c.method.fixed_length is not None,
+        **_replays_sampler(c),
     },
     "one width": lambda c: {
         "--environment": c.sampler.environment is not None,
@@ -247,13 +256,16 @@ TABLE: Mapping[tuple[str, str], str] = {
     ("adapters", "rounded sampler"): (
         "its base is sampled with as --reference-storage has it"
     ),
-    ("sampler outside", "drawn here"): "our decoder beside the trainer draws these",
+    ("sampler outside", "drawn here"): (
+        "our decoder beside the trainer draws these, and it alone records experts"
+    ),
     ("server", "order of the decoder"): (
         "a server has an order of its own, and returns no entropies"
     ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (
-        "episodes have places and a cache of their own, and turns end at a stop token"
+        "episodes have places and a cache of their own, which record no experts, and "
+        "turns end at a stop token"
     ),
     ("one width", "buckets"): "all of its batches have one width",
     ("redraws", "no known groups"): (

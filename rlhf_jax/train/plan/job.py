@@ -152,6 +152,7 @@ def start_of(config: Config, options: Options, *, target: Target) -> Pretrained:
     start, context = config.start, config.placement.policy.context
     shape = _shape(config)
     layout.refuse_context(start.attention, context=context, model=shape)
+    layout.refuse_expert_axis(config.placement.policy.expert, model=shape)
     model = dataclasses.replace(
         shape,
         dtype=start.dtype,

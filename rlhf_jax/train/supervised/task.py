@@ -101,6 +101,7 @@ class Task(abc.ABC, Generic[Config]):
             self._path,
             options=start,
             save_dtype=start.save_dtype,
+            lora=start.lora,
             mesh=mesh,
             start=self.described,
         )
