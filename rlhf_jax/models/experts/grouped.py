@@ -27,8 +27,9 @@ BLOCKS = (128, 64, 32, 16, 8)
 def grouped_product(x: Array, w: Array, *, sizes: Array) -> Array:
     """y[i] = x[i] · w[g(i)], where rows of group 0 come first, then those of group 1.
 
-    Rows beyond Σ sizes are of no group: what is returned for them is finite where x is,
-    and without meaning, and no gradient comes from them if none goes to them.
+    Rows beyond Σ sizes are of no group: what is returned for them, and as the gradient
+    of their x, has no meaning and need not be finite. They change nothing of the others
+    and of the gradient of w.
 
     Reverse mode, `jax.vmap` and the forward mode of a gradient work everywhere; on a
     CPU forward mode by itself does not, nor a reverse pass through a reverse pass.
