@@ -87,7 +87,7 @@ BY_TEST = {
     "test_the_entropy_of_a_rollout_sets_its_bonus_and_the_next": (
         "objective/entropy_coef",
     ),
-    "tests/models/experts/test_mixtures.py::"
+    "tests/models/experts/test_experts.py::"
     "test_the_balance_loss_is_1_where_all_is_even_and_its_formula_elsewhere": (
         "router/entropy",
         "router/load_max",

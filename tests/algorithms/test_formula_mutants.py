@@ -19,11 +19,13 @@ def test_each_breaks_one_place_that_is_there():
         assert formula.new != formula.old, formula.name
         file, _, name = formula.test.partition("::")
         assert (ROOT / file).exists(), formula.name
-        case = name.partition("[")[2]
+        start, _, case = name.partition("[")
         cases = [
             known for known in test_update_formulas.CASES if known.startswith(case)
         ]
-        assert not name or len(cases) == 1, formula.name
+        assert not case or len(cases) == 1, formula.name
+        if name:
+            assert f"def {start}" in (ROOT / file).read_text(), formula.name
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_gpt2_small_has_its_number_of_parameters():
         for path, leaf in jax.tree.leaves_with_path(init)
     }
     count = sum(
-        math.prod(key.shape(leaves, model.vocab_size)) * len(key.names(12))
+        math.prod(key.shape(leaves, model.vocab_size)) * len(key.names(model))
         for key in gpt2.key_table(model).keys
     )
     assert count == 124_439_808 == decoder.num_parameters(model)

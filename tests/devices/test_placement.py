@@ -38,8 +38,10 @@ FORMS = {
 
 
 def axes(**sizes):
-    """The axes of a mesh by name, 1 where none is given."""
-    return dataclasses.asdict(MeshShape(**sizes))
+    """The axes of a mesh by name, 1 where none is given, but of those few runs have."""
+    shape = dataclasses.asdict(MeshShape(**sizes))
+    few = {axis for axis in ("dcn", "expert") if axis not in sizes}
+    return {axis: size for axis, size in shape.items() if axis not in few}
 
 
 def ids(mesh):

@@ -54,7 +54,10 @@ def test_every_process_divides_its_own_devices(monkeypatch):
         return replicas.of_mesh(SimpleNamespace(devices=array, shape=shape))
 
     def numbers(groups):
-        return [[device.id for device in replica.flat] for replica in groups]
+        return [
+            [device.id for device in replica]
+            for replica in groups.reshape(-1, groups.shape[-1])
+        ]
 
     of_processes = made(data=4, tensor=2)
     assert numbers(of_processes.own) == [[2, 3], [6, 7]]

@@ -153,7 +153,7 @@ def test_padding_leaves_the_state_as_it_is():
     states = []
     for size, side in ((5, "left"), (9, "left"), (9, "right")):
         tokens, mask = tiny.batch((5, 5), size, side=side, padding=11)
-        _, kept = prefill(params, tokens=tokens, mask=mask)
+        _, kept, _ = prefill(params, tokens=tokens, mask=mask)
         states.append(kept["delta_net"])
     for other in states[1:]:
         jax.tree.map(
@@ -228,7 +228,7 @@ def test_in_bfloat16_the_memory_is_float32():
     model = tiny.bfloat16(tiny.HYBRID)
     tokens, mask = tiny.batch((5, 3), 6, side="left")
     run = functools.partial(cached_decoder.prefill, model=model)
-    hidden, kept = jax.eval_shape(run, tiny.params(model), tokens=tokens, mask=mask)
+    hidden, kept, _ = jax.eval_shape(run, tiny.params(model), tokens=tokens, mask=mask)
     assert hidden.dtype == jnp.bfloat16
     assert kept["delta_net"].memory.dtype == jnp.float32
     assert kept["delta_net"].tails[0].dtype == jnp.bfloat16

@@ -150,7 +150,7 @@ def test_a_chip_that_nothing_compiles_for_is_refused_with_the_reason(words):
 def test_nodes_whose_network_has_no_figure_are_planned_one_by_one(monkeypatch):
     monkeypatch.setattr(gpu_targets, "compiler", lambda: "jax-cuda13-pjrt 1")
     devices = jax.devices()[:8]
-    monkeypatch.setattr(compiled, "slice_of", lambda _: devices)
+    monkeypatch.setattr(compiled, "slice_of", lambda *_, **__: devices)
     mesh = MeshShape(fsdp=8)
     assert measured.target("l40s:1x8", chip=None, mesh=mesh).per_node == 8
     with pytest.raises(InputError, match="one node of l40s, for whose network no data"):

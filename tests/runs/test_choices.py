@@ -10,6 +10,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import SamplerCorrection
 from rlhf_jax.algorithms.policy_gradient.entropy_control import EntropyTarget
 from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.recipe import FixedLength, Surrogate
+from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.algorithms.policy_gradient.token_choice import TokenChoice
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import PI, Adaptive, Control, Fixed, Lagrangian
@@ -63,6 +64,7 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "http://localhost:8000",
         "http://localhost:8000,model=mine,check_tolerance=0.1",
     ],
+    RoutingReplay | None: ["None", "routing_replay", "source=old,reference=true"],
     sampler.Episodes | None: ["None", "name=rooms", "name=rooms,max_turns=2"],
     rewards.Model | None: ["None", "paths=a", "paths=a+b,combine=minimum"],
     rewards.Verifier | None: ["None", "name=gsm8k", "name=gsm8k,answer_field=gold"],

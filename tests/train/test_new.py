@@ -136,7 +136,7 @@ def test_an_environment_is_one_by_name(written):
 
 def test_a_family_is_one_of_all(written):
     written("family")
-    assert [*hf.FAMILIES][-2:] == ["granitemoehybrid", "tall"]
+    assert [*hf.FAMILIES][-2:] == ["gpt_oss", "tall"]
     assert len(hf.FAMILIES) == len([*hf.FAMILIES])
     assert hf.FAMILIES["tall"].causal == "TallForCausalLM"
     assert "tall" in hf.FAMILIES

@@ -48,6 +48,8 @@ SHARED = {
     "token_choice": None,
     "entropy_control": None,
     "gradient_penalty": None,
+    "balance_coef": 0.0,
+    "routing_replay": None,
     "entropy_coef": 0.0,
     "ptx_coef": 0.0,
     "critic_warmup": 0,

@@ -55,7 +55,8 @@ class HeldOutPrograms:
             sample=prompts.sample,
         )
 
-    def reference_output(self, reference, rollout):
+    def reference_output(self, reference, rollout, *, of_teacher):
+        assert of_teacher is None
         row, draw = np.asarray(rollout.index), np.asarray(rollout.sample) % 3
         return batch.ReferenceOutput(self.behind(REF_LOGPROBS[draw, row]))
 

@@ -58,6 +58,10 @@ def dar_loss(
     >>> loss = lambda x: dar_loss(logprobs=x, **arrays, **options)[0]
     >>> print(jax.grad(loss)(half)[:, 0] * 3)
     [ -1.   -0.5 -20. ]
+    >>> _, stats = dar_loss(logprobs=half, **arrays, **options)
+    >>> capped, tokens = stats["policy/clipfrac"]
+    >>> print(f"{capped / tokens:.2f}")
+    0.33
     """
     checks.positive(beta=beta)
     checks.fraction(share=share)

@@ -207,7 +207,7 @@ def test_options_of_a_policy_gradient_s_own_loss_are_none_here():
     assert of_all - here == {
         *("penalty", "sampler_correction", "surrogate", "entropy_coef", "aggregation"),
         *("loss_scale_factor", "stop_approxkl", "max_ratio_mean", "off_policy_mask"),
-        *("token_choice", "entropy_control"),
+        *("token_choice", "entropy_control", "balance_coef", "routing_replay"),
     }
     of_a_loss = {"max_ratio_mean": 3.0}
     with pytest.raises(TypeError, match="max_ratio_mean"):

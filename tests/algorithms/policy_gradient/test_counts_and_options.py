@@ -168,6 +168,7 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
             sampled=None,
             chosen=None,
             entropy_coef=None,
+            experts=None,
         ),
         kl_coef=0.3,
         num_tokens=jnp.float32(7),
@@ -222,6 +223,7 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
                 sampled=None,
                 chosen=None,
                 entropy_coef=None,
+                experts=None,
                 further={
                     name: Further(None, jnp.where(MASK, 1.2, 0.0), 0.5)
                     for name in further
@@ -454,6 +456,7 @@ def test_what_the_sampler_is_asked_for(monkeypatch):
         "temperature": 0.6,
         "group_size": 1,
         "continuous_batching": None,
+        "record_experts": False,
     }
 
 

@@ -603,6 +603,8 @@ ABOVE = {
     "token_choice",  # test_chosen_tokens.py
     "entropy_control",  # test_entropy_target.py
     "gradient_penalty",  # test_gradient_penalty.py
+    "routing_replay",  # test_replayed_routing.py
+    "balance_coef",  # test_experts.py
 }
 
 
