@@ -12,6 +12,7 @@ import tiny
 from rlhf_jax import config, decoder
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.models.experts import dispatch, grouped
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODEL = dataclasses.replace(
@@ -80,6 +81,39 @@ def test_a_mixture_on_eight_devices_is_that_of_one(name):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for mine, other in zip(output, same, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-6, atol=2e-5)
+    for mine, other in zip(
+        jax.tree.leaves(of_params), jax.tree.leaves(of_one), strict=True
+    ):
+        np.testing.assert_allclose(mine, other, atol=2e-6)
+
+
+@jax.custom_vjp
+def undefined_beyond(x, count):
+    return jnp.where((jnp.arange(len(x)) < count)[:, None], x, jnp.nan)
+
+
+undefined_beyond.defvjp(
+    lambda x, count: (undefined_beyond(x, count), count),
+    lambda count, gradient: (undefined_beyond(gradient, count), None),
+)
+
+
+def test_places_without_a_row_may_hold_anything(monkeypatch):
+    """Kernels of TPUs leave them unwritten, in products and in gradients."""
+
+    def product(x, w, *, sizes):
+        count = sizes.sum()
+        x = undefined_beyond(x, count)
+        x = jnp.where((jnp.arange(len(x)) < count)[:, None], x, 0.0)
+        y = grouped.grouped_product(x, w, sizes=sizes)
+        there = (jnp.arange(len(y)) < count)[:, None]
+        return jnp.where(there, y, jnp.nan)
+
+    monkeypatch.setattr(dispatch, "grouped_product", product)
+    function, arguments = on(MESHES["all"])
+    (value, _), of_params = function(*arguments)
+    (expected, _), of_one = of_one_device()
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
     for mine, other in zip(
         jax.tree.leaves(of_params), jax.tree.leaves(of_one), strict=True
     ):

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.generation import decode
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
 from rlhf_jax.roles.policy import logprobs
@@ -206,19 +207,32 @@ def record_experts(
     model: ModelConfig,
     max_new_tokens: int,
     packing: SizedPacking | None = None,
+    group_size: int = 1,
 ) -> Rollout:
-    """The rollout with the experts that this policy chooses, by one forward pass."""
+    """The rollout with the experts that this policy chooses, by one forward pass.
+
+    Args:
+      group_size: neighbouring rows that have one prompt, which the packing may hold
+        once; another packing may have it in another of these rows.
+    """
+    first_column = rollout.tokens.shape[1] - max_new_tokens
 
     def compute(packing: Packing | None) -> Array:
         texts = texts_of(
-            rollout.tokens,
-            rollout.mask,
-            first_column=rollout.tokens.shape[1] - max_new_tokens,
-            packing=packing,
+            rollout.tokens, rollout.mask, first_column=first_column, packing=packing
         )
         return texts.hidden_and_routing(policy, model=model)[1].chosen
 
-    return dataclasses.replace(rollout, experts=at_size(packing, compute))
+    experts = at_size(packing, compute)
+    if group_size > 1:
+        prompts = experts[:, :first_column]
+        groups = prompts.reshape(-1, group_size, *prompts.shape[1:])
+        # The first row of the group in which they are recorded.
+        first = (groups != OWN).argmax(axis=1, keepdims=True)
+        shared = jnp.take_along_axis(groups, first, axis=1)
+        filled = jnp.where(groups == OWN, shared, groups).reshape(prompts.shape)
+        experts = experts.at[:, :first_column].set(filled)
+    return dataclasses.replace(rollout, experts=experts)
 
 
 def recompute_logprobs(

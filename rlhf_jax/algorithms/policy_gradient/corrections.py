@@ -152,6 +152,7 @@ def recomputed(
             model=recipe.model,
             max_new_tokens=recipe.max_new_tokens,
             packing=packing,
+            group_size=recipe.rows_per_prompt,
         )
     if not recipe.recomputes_logprobs:
         return rollout

@@ -149,7 +149,7 @@ def _experts(
     """down(gate(up x, gate x)) of sorted rows, each by its expert; a share of `tensor`.
 
     Args:
-      group: i32[M], the expert of each row; of a row that is none, any.
+      group: i32[M], the expert of each row; of a row that is none, their number.
     """
 
     def linear(name: str, x: Array) -> Array:
@@ -159,7 +159,8 @@ def _experts(
             narrow = grouped_product(x, own["lora_a"], sizes=sizes)
             y = y + grouped_product(narrow, own["lora_b"], sizes=sizes)
         if "bias" in own:
-            bias = own["bias"][group]
+            # Dropped where a row is none: its gradient has no meaning.
+            bias = own["bias"].at[group].get(mode="fill", fill_value=0)
             if name == "down" and tensor is not None:
                 # The parts are summed: one of them brings the bias.
                 bias = jnp.where(jax.lax.axis_index(tensor) == 0, bias, 0)
@@ -193,9 +194,8 @@ def _exchanged(
     number = jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))(ends)
     number = number.astype(jnp.int32).reshape(-1)
     order = jnp.argsort(number, stable=True)
-    computed = compute(
-        arrived[order], jnp.minimum(number[order], own - 1), coming.sum(axis=0)
-    )[jnp.argsort(order)]
+    computed = compute(arrived[order], number[order], coming.sum(axis=0))
+    computed = computed[jnp.argsort(order)]
     # What came from device s stands in its places again, and goes back to them.
     back = _returned(computed, counts=counts, coming=coming.sum(axis=1), axis=axis)
     device = group // own

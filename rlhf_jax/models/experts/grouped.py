@@ -8,7 +8,8 @@ every row, so that a CPU runs a loop of its own over blocks of rows instead:
 
     blocks of 2       [0 0] [0 ·] [1 ·] [3 3]
 
-Each block meets one matrix, and no more blocks are visited than hold a row.
+Each block meets one matrix, and no more blocks are visited than hold a row. On TPUs and
+GPUs the gradient of w is such a loop too, as XLA expands the transpose of `ragged_dot`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-# Rows of a block on a CPU: the largest that an even share of the rows fills, so that
-# little of a block stands empty.
-BLOCKS = (128, 64, 32, 16, 8)
+# Rows of a block: the largest that an even share of the rows fills, so that little of a
+# block stands empty.
+BLOCKS = (128, 64, 32, 16, 8)  # on a CPU
+LARGE = 1024, 512, 256, *BLOCKS  # elsewhere
 
 
 def grouped_product(x: Array, w: Array, *, sizes: Array) -> Array:
     """y[i] = x[i] · w[g(i)], where rows of group 0 come first, then those of group 1.
 
-    Rows beyond Σ sizes are of no group: what is returned for them is finite where x is,
-    and without meaning, and no gradient comes from them if none goes to them.
+    Rows beyond Σ sizes are of no group: what is returned for them, and as the gradient
+    of their x, has no meaning and need not be finite. They change nothing of the others
+    and of the gradient of w.
 
-    Reverse mode, `jax.vmap` and the forward mode of a gradient work everywhere; on a
-    CPU forward mode by itself does not, nor a reverse pass through a reverse pass.
+    Reverse mode, `jax.vmap` and the forward mode of a gradient work; forward mode by
+    itself does not, nor a reverse pass through a reverse pass.
 
     Args:
       x: floats[M, in].
@@ -46,13 +49,13 @@ def grouped_product(x: Array, w: Array, *, sizes: Array) -> Array:
         return _blocked(x, w, sizes)
 
     def ragged(x: Array, w: Array, sizes: Array) -> Array:
-        return jax.lax.ragged_dot(x, w, sizes)
+        return _ragged(x, w, sizes)
 
     return jax.lax.platform_dependent(x, w, sizes, cpu=blocks, default=ragged)
 
 
-def _block_size(rows: int, groups: int) -> int:
-    return next((size for size in BLOCKS if rows >= size * groups), BLOCKS[-1])
+def _block_size(rows: int, groups: int, *, blocks: tuple[int, ...] = BLOCKS) -> int:
+    return next((size for size in blocks if rows >= size * groups), blocks[-1])
 
 
 def _plan(sizes: Array, *, rows: int, block: int) -> tuple[Array, ...]:
@@ -71,18 +74,19 @@ def _plan(sizes: Array, *, rows: int, block: int) -> tuple[Array, ...]:
     return group, start, ends[group], last[-1]
 
 
-def _visited(x: Array, w: Array, sizes: Array) -> Array:
+def _visited(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> Array:
     rows, groups = x.shape[0], w.shape[0]
     block = _block_size(rows, groups)
     group, start, _, count = _plan(sizes, rows=rows, block=block)
     # Room for the last block, which may reach beyond the rows.
     x = jnp.pad(x, ((0, block), (0, 0)))
-    y = jnp.zeros((rows + block, w.shape[2]), x.dtype)
+    y = jnp.zeros((rows + block, w.shape[1 if transposed else 2]), x.dtype)
 
     def meet(turn: Array, y: Array) -> Array:
         at = start[turn]
         part = jax.lax.dynamic_slice_in_dim(x, at, block)
         matrix = jax.lax.dynamic_index_in_dim(w, group[turn], keepdims=False)
+        matrix = matrix.T if transposed else matrix
         product = jnp.matmul(part, matrix, preferred_element_type=jnp.float32)
         # What a block computes for rows of the next group is written over by it.
         return jax.lax.dynamic_update_slice_in_dim(y, product.astype(y.dtype), at, 0)
@@ -90,42 +94,62 @@ def _visited(x: Array, w: Array, sizes: Array) -> Array:
     return jax.lax.fori_loop(0, count, meet, y)[:rows]
 
 
-_blocked = jax.custom_vjp(_visited)
-
-
-def _forward(x: Array, w: Array, sizes: Array) -> tuple[Array, Any]:
-    return _visited(x, w, sizes), (x, w, sizes)
-
-
-def _backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
-    x, w, sizes = residuals
-    rows, groups = x.shape[0], w.shape[0]
-    block = _block_size(rows, groups)
+def _of_weights(
+    x: Array, gradient: Array, sizes: Array, *, blocks: tuple[int, ...]
+) -> Array:
+    """f32[G, in, out]: Σ x[i] gradient[i]ᵀ over the rows of each group."""
+    rows, groups = x.shape[0], sizes.shape[0]
+    block = _block_size(rows, groups, blocks=blocks)
     group, start, end, count = _plan(sizes, rows=rows, block=block)
     x, gradient = (jnp.pad(a, ((0, block), (0, 0))) for a in (x, gradient))
     place = jnp.arange(block, dtype=jnp.int32)
 
-    def meet(turn: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-        of_x, of_w = so_far
+    def meet(turn: Array, so_far: Array) -> Array:
         at, own = start[turn], group[turn]
+        # Rows of the next group, or of none, add nothing to this one's matrix.
+        there = (at + place < end[turn])[:, None]
         part, above = (
-            jax.lax.dynamic_slice_in_dim(a, at, block) for a in (x, gradient)
+            jnp.where(there, jax.lax.dynamic_slice_in_dim(a, at, block), 0)
+            for a in (x, gradient)
         )
-        matrix = jax.lax.dynamic_index_in_dim(w, own, keepdims=False)
-        back = jnp.matmul(above, matrix.T, preferred_element_type=jnp.float32)
-        of_x = jax.lax.dynamic_update_slice_in_dim(of_x, back.astype(of_x.dtype), at, 0)
-        # Rows of the next group add nothing to this one's matrix.
-        above = jnp.where((at + place < end[turn])[:, None], above, 0)
         laid_out = jax.lax.optimization_barrier(part.T)
         more = jnp.matmul(laid_out, above, preferred_element_type=jnp.float32)
-        sums = jax.lax.dynamic_index_in_dim(of_w, own, keepdims=False) + more
-        of_w = jax.lax.dynamic_update_index_in_dim(of_w, sums, own, 0)
-        return of_x, of_w
+        sums = jax.lax.dynamic_index_in_dim(so_far, own, keepdims=False) + more
+        return jax.lax.dynamic_update_index_in_dim(so_far, sums, own, 0)
 
-    of_x = jnp.zeros(x.shape, x.dtype)
-    of_w = jnp.zeros(w.shape, jnp.float32)
-    of_x, of_w = jax.lax.fori_loop(0, count, meet, (of_x, of_w))
-    return of_x[:rows], of_w.astype(w.dtype), None
+    zeros = jnp.zeros((groups, x.shape[1], gradient.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, count, meet, zeros)
 
 
-_blocked.defvjp(_forward, _backward)
+def _blocked_backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
+    x, w, sizes = residuals
+    of_x = _visited(gradient, w, sizes, transposed=True)
+    of_w = _of_weights(x, gradient, sizes, blocks=BLOCKS)
+    return of_x, of_w.astype(w.dtype), None
+
+
+def _ragged_backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
+    x, w, sizes = residuals
+    _, of_rows = jax.vjp(lambda x: jax.lax.ragged_dot(x, w, sizes), x)
+    [of_x] = of_rows(gradient)
+    of_w = _of_weights(x, gradient, sizes, blocks=LARGE)
+    return of_x, of_w.astype(w.dtype), None
+
+
+@jax.custom_vjp
+def _blocked(x: Array, w: Array, sizes: Array) -> Array:
+    return _visited(x, w, sizes)
+
+
+@jax.custom_vjp
+def _ragged(x: Array, w: Array, sizes: Array) -> Array:
+    return jax.lax.ragged_dot(x, w, sizes)
+
+
+_blocked.defvjp(
+    lambda x, w, sizes: (_visited(x, w, sizes), (x, w, sizes)), _blocked_backward
+)
+_ragged.defvjp(
+    lambda x, w, sizes: (jax.lax.ragged_dot(x, w, sizes), (x, w, sizes)),
+    _ragged_backward,
+)

@@ -10,10 +10,13 @@ import pytest
 import toys
 
 from rlhf_jax import config, frozen, grpo, kl_control, masked, state
-from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute, recomputed
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience, sample
 from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.algorithms.policy_gradient.update import update
+from rlhf_jax.data import layouts
+from rlhf_jax.data.layouts.arrays import Form
+from rlhf_jax.data.layouts.packer import spans
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import FrozenModels
 
@@ -144,3 +147,31 @@ def test_the_balance_loss_moves_the_router_alone_of_a_batch_without_advantages()
         before = start.policy["layers"]["experts"]["router"]["weight"]
         moved[name] = float(np.abs(np.asarray(router - before)).max())
     assert moved["off"] < 1e-6 < 1e-4 < moved["on"]
+
+
+def test_a_prompt_that_a_group_shares_is_recorded_in_all_of_its_rows():
+    """Another packing may have it in another row than that of the record."""
+    old = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))
+    _, _, _, scored = experience(RECIPE)
+    rollout = scored.rollout
+    lengths, columns = np.asarray(spans(rollout)), rollout.tokens.shape[1]
+    form = Form(
+        rows=4,
+        num_minibatches=1,
+        max_new_tokens=toys.SIZE,
+        width=2 * columns,
+        group_size=2,
+    )
+    packer = layouts.Packer(form, sample=lengths)
+    packed = packer(lengths, np.arange(4)[None], columns=columns)
+    assert packed is not None
+    packing = packed.batch.at_its_size()
+    record = toys.jit(recomputed, static_argnames=("recipe",))
+    arguments = {"recipe": old, "params": toys.params(MODEL)}
+    alone = record(rollout, packing=None, **arguments).experts
+    shared = record(rollout, packing=packing, **arguments).experts
+    mask = np.asarray(rollout.mask)
+    read = mask[:, :-1] & mask[:, 1:]  # no state is read of the last token
+    np.testing.assert_array_equal(
+        np.asarray(shared)[:, :-1][read], np.asarray(alone)[:, :-1][read]
+    )
