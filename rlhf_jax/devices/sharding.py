@@ -165,8 +165,8 @@ def _spec(
             return elsewhere
         raise InputError(
             f"{where}: expected at most {small} numbers on every device, got "
-            f"{shape} that no rule shards; give it logical axes in models/axes.py, or "
-            f"raise the limit"
+            f"{shape} that no rule shards on {sizes}; add fsdp or tensor to the mesh, "
+            f"or give it logical axes in models/axes.py"
         )
     while placed and placed[-1] is None:  # as `jit` says it of what it returns
         placed.pop()

@@ -104,8 +104,8 @@ def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, fir
     tokens, mask = batch()
     prefill = jax.jit(decoder.prefill, static_argnames=("model", "first_column"))
     run = functools.partial(prefill, params, model=model)
-    whole, cache = run(tokens=tokens, mask=mask)
-    part, part_cache = run(tokens=tokens, mask=mask, first_column=first)
+    whole, cache, _ = run(tokens=tokens, mask=mask)
+    part, part_cache, _ = run(tokens=tokens, mask=mask, first_column=first)
     np.testing.assert_array_equal(part[:, :first], 0.0)
     np.testing.assert_allclose(part[:, first:], whole[:, first:], rtol=0, atol=1e-5)
     chex.assert_trees_all_close(cache, part_cache, rtol=0, atol=1e-5)
@@ -318,7 +318,7 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
         scale = np.asarray(params["layers"]["mlp_norm"]["scale"])[number]
         np.testing.assert_array_equal(few[number]["mlp_norm"]["scale"], scale)
     few_rows = layers(stored, model=model, rows=4)
-    apart = toys.jit(functools.partial(unstack, num_layers=2))
+    apart = toys.jit(functools.partial(unstack, model=model))
     chex.assert_trees_all_equal(few_rows, apart(stored["layers"]), strict=True)
 
 

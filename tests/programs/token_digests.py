@@ -63,7 +63,7 @@ def of_episodes(name: str, rows: Sequence[Any], shown: Sequence[Any]) -> dict[st
     tokenizer = characters()
     stops = (tokenization.eos_token_id(tokenizer),)
     encoder = turns.TurnEncoder(tokenizer, stop_ids=stops, chat=False)
-    episodes = turns.encode_episodes(
+    episodes = encoding.encode_episodes(
         tokenizer, shown, max_length=LONGEST, stop_ids=stops
     )
     observed = [turn for episode in shown for turn in episode["turns"][1::2]]

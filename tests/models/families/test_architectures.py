@@ -262,11 +262,10 @@ def test_logprobs_and_entropy_of_soft_capped_logits():
 def test_kl_of_soft_capped_logits(direction, k):
     policy_, reference, _ = inputs()
     how = {"direction": direction, "temperature": TEMPERATURE}
-    name = "exact" if k is None else "top_k"
     how |= {} if k is None else {"k": k}
 
     of_hidden = functools.partial(
-        getattr(kl, f"{name}_from_hidden"),
+        kl.exact_from_hidden,
         vocab_size=13,
         softcap=CAP,
         ref_softcap=CAP,
