@@ -12,7 +12,7 @@ from studies import finished
 from studies.policies.options import Config
 from studies.policies.regularisers import Regulariser
 from studies.policies.sums import training
-from studies.regularisers import choices, figures
+from studies.regularisers import figures, held
 
 from rlhf_jax.algorithms.policy_gradient.gradient_penalty import GradientPenalty
 from rlhf_jax.algorithms.policy_gradient.trust_regions import DPPO
@@ -28,7 +28,7 @@ WORLDS = ("language", "arithmetic")
 def test_the_sweep_has_every_cell_and_five_seeds(world):
     sweep = declaration.read(Path(figures.__file__).with_name(f"{world}.py"))
     labels = [dict(cell.values)["held"] for cell in sweep.cells]
-    assert labels == [choices.NONE, *choices.HELD] == [*choices.NAMES]
+    assert labels == [held.NONE, *held.HELD] == [*held.NAMES]
     assert len(sweep.seeds) == 5
     for cell in sweep.cells:
         options = dict(cell.options)
@@ -94,7 +94,7 @@ def run_of(folder, *, score, gold):
 
 @pytest.fixture
 def swept(tmp_path):
-    labels = (choices.NONE, choices.KL)
+    labels = (held.NONE, held.KL)
     cells = {f"held={label}": None for label in labels}
     (tmp_path / "sweep.json").write_text(json.dumps({"cells": cells}))
     for seed in range(3):
@@ -134,9 +134,9 @@ def test_claims_are_answered_at_the_target_and_at_the_end():
         }
         return {"target": by_seed, "end": {k: dict(v) for k, v in by_seed.items()}}
 
-    cells = {name: cell(gold=0.0, kl=2.0, entropy=1.0) for name in choices.NAMES}
-    cells[choices.EMA] = cell(gold=1.0, kl=2.0, entropy=1.0)
-    cells[choices.TO_GO] = cell(gold=0.0, kl=1.0, entropy=0.5)
+    cells = {name: cell(gold=0.0, kl=2.0, entropy=1.0) for name in held.NAMES}
+    cells[held.EMA] = cell(gold=1.0, kl=2.0, entropy=1.0)
+    cells[held.TO_GO] = cell(gold=0.0, kl=1.0, entropy=0.5)
     answers = {row["says"]: row["answer"] for row in figures.answered(cells)}
     assert answers["a moving average: more is learned"] == "yes"
     assert answers["credit to later tokens: lower drift"] == "yes"

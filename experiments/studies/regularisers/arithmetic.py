@@ -3,7 +3,7 @@
 As `language`, but for the KL coefficient, as there are fewer tokens.
 """
 
-from choices import cells
+from held import cells
 
 question = "What do the regularisers do with a verifier?"
 program = ["experiments", "studies.policies.arithmetic"]

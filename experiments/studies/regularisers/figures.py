@@ -14,7 +14,7 @@ the way from the reference's to that of the run without a KL:
 
 and the same at the end, with the proxy score there. Proxy, gold and KL are of held-out
 prompts (the proxy of sums of the batch), in means of three looks, and in between on a
-line. `choices.PUBLISHED` is answered by the pairs of seeds that both have come so far.
+line. `held.PUBLISHED` is answered by the pairs of seeds that both have come so far.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlhf_jax.runs import folder, metrics, report
 from rlhf_jax.sweeps import claims, statistics
 from studies import finished
 from studies.finished import Finished
-from studies.regularisers.choices import NAMES, NONE, PUBLISHED
+from studies.regularisers.held import NAMES, NONE, PUBLISHED
 
 Row = Mapping[str, Any]
 MEASURED = ("gold", "kl", "entropy", "distinct", "step")

@@ -4,7 +4,7 @@ GRPO in groups of eight with the mean of the others as baseline (RLOO's), no dev
 and sums over responses; four updates on a batch, as trust regions act from the second.
 """
 
-from choices import cells
+from held import cells
 
 question = "What do the regularisers do against a reward model?"
 program = ["experiments", "studies.policies.reviews"]

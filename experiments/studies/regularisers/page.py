@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from studies.regularisers.choices import NAMES, PUBLISHED
 from studies.regularisers.figures import AT_END, MEASURED, table
+from studies.regularisers.held import NAMES, PUBLISHED
 
 WORLDS = {
     "language": "On the language, against a reward model",
@@ -58,7 +58,7 @@ def lines(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "",
         "Means over five seeds ± half of the 95% interval; definitions are in "
         "[`figures.py`](../../studies/regularisers/figures.py), options in "
-        "[`choices.py`](../../studies/regularisers/choices.py). Seeds are those whose "
+        "[`held.py`](../../studies/regularisers/held.py). Seeds are those whose "
         "run comes to the proxy score.",
     ]
     for world, title in WORLDS.items():
