@@ -30,8 +30,8 @@ def prefilled(model, chunk, params):
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_chunks_give_the_whole_pass(model, chunk):
     params = toys.params(model)
-    hidden, caches = prefilled(model, None, params)
-    output, chunked = prefilled(model, chunk, params)
+    hidden, caches, _ = prefilled(model, None, params)
+    output, chunked, _ = prefilled(model, chunk, params)
     np.testing.assert_allclose(output, hidden, rtol=1e-5, atol=1e-5)
     for one, other in zip(chunked, caches, strict=True):
         visible = np.asarray(PROMPTS.mask)[None, :, None, :, None]
