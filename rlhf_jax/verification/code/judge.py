@@ -11,6 +11,7 @@ code is `suspicious`, and why it failed.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -100,6 +101,7 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
 def main() -> None:
     """Waits for the other process, reads the task and judges."""
     settings = json.loads(sys.argv.pop())
+    gc.set_threshold(100_000)  # a message may have as many values
     report, requests, replies = settings["pipes"]
     task = json.loads(sys.stdin.buffer.read())
     confined.no_standard_files()

@@ -16,6 +16,7 @@ from rlhf_jax.verification.code.wire import Unreadable
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, NoReturn
 
 ENDED = "its process ended before the tests did"
@@ -57,12 +58,12 @@ class Link:
 
     def load(self, code: str) -> None:
         """Runs the code; raises what it raises."""
-        names = self.ask("load", code)
+        names = self.ask("load", plain=[code])
         self.defined = [name for name in names if isinstance(name, str)]
 
     def named(self, name: str) -> Any:
         """What the code calls so; KeyError if nothing."""
-        match self.ask("name", name):
+        match self.ask("name", plain=[name]):
             case ("module", str(module)):
                 if module.partition(".")[0] in (*OTHERS, *LIBRARIES.split()):
                     return importlib.import_module(module)
@@ -92,12 +93,16 @@ class Link:
         place, read = (source.tell(), source.read()) if source else (0, None)
         if source:
             source.seek(place)
-        return self.ask(what, function, args, named, read, source=source, place=place)
+        function._put("_pinned", None)  # which it may change
+        plain = function._number, read, [*named]
+        values = *args, *named.values()
+        return self.ask(what, *values, plain=plain, source=source, place=place)
 
     def ask(
         self,
         what: str,
         *args: Any,
+        plain: Sequence[Any] = (),
         quiet: bool = False,
         source: io.StringIO | None = None,
         place: int = 0,
@@ -105,14 +110,15 @@ class Link:
         """One request: the result, or the error raised.
 
         Args:
+          args: values, behind those of `plain`, which JSON has.
           quiet: the errors of `QUIET` are raised as they are.
           source, place: standard input, and how far it had been read.
         """
         if self.reading:
             raise Unreadable("an object among what values are made of")
-        kept = self._send(what, args)
+        kept = self._send(what, args, plain)
         while True:
-            word, printed, notes, taken, result, nodes, changed = self._receive()
+            word, printed, notes, taken, table, changed = self._receive()
             if printed:
                 sys.stdout.write(f"{printed}")
             for note, suspicious in notes:
@@ -121,13 +127,9 @@ class Link:
             if source and type(taken) is int and taken > 0:
                 source.seek(place + taken)
             if word == "back":
-                self._answer(*self._read(result, nodes, [], []))
+                self._answer(*self._read(table, [], []))
                 continue
-            # A result that is compared with an argument: as that was before the call.
-            if self.keeps_arguments and changed and result is not None:
-                self.lose("a call changed an argument that its result is held to")
-                kept = values.copies(kept, self)
-            value = self._read(result, nodes, changed, kept)
+            value = self._read(table, changed, kept)
             if word == "ok":
                 return value
             self.raised = error = self._error(*value)
@@ -147,7 +149,7 @@ class Link:
         try:
             function = self.handed[number]
             result = function(*args, **named) if what == "call" else next(function)
-            self._send("ok", result)
+            self._send("ok", [result])
         except (Refused, Gone):
             raise
         except BaseException as error:
@@ -227,14 +229,13 @@ class Link:
         except Exception:
             return RuntimeError(f"{text}"[:300])
 
-    def _send(self, what: str, args: Any) -> list[Any]:
+    def _send(self, what: str, args: Any, plain: Any = ()) -> list[Any]:
         if self.over:
             raise Gone(self.over)
         released, self.released, self.what = self.released, [], what
         writer = wire.Writer(self)
         try:
-            (parts,) = writer.write([args])
-            wire.send(self.requests, [what, released, parts, writer.nodes])
+            wire.send(self.requests, [what, released, [*plain], writer.table([*args])])
         except (ValueError, TypeError) as error:
             self.refuse(f"{error}")
         except OSError:
@@ -248,17 +249,22 @@ class Link:
             self._end(ENDED)
         except Unreadable:
             self._end(FORGED)
-        if len(message) != 7 or message[0] not in ("ok", "raise", "back"):
+        if len(message) != 6 or message[0] not in ("ok", "raise", "back"):
             self._end(FORGED)
         return message
 
-    def _read(self, part: Any, nodes: Any, changed: Any, kept: list[Any]) -> Any:
-        """What part of a message stands for; refills what of `kept` has changed."""
+    def _read(self, table: Any, changed: Any, kept: list[Any]) -> Any:
+        """The first value of a table; the others are what of `kept` holds now."""
         self.reading = True
         try:
-            reader = wire.Reader(self, nodes, kept)
-            reader.change(changed)
-            return reader.read([part])[0]
+            reader = wire.Reader(self, table, kept)
+            # A result that is compared with an argument: as that was before the call.
+            if self.keeps_arguments and changed and reader.items[0] is not None:
+                self.lose("a call changed an argument that its result is held to")
+                reader = wire.Reader(self, table, values.copies(kept, self))
+            value, *contents = reader.items
+            reader.change(changed, contents)
+            return value
         except Exception:
             self._end(FORGED)
         finally:

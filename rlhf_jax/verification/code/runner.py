@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import builtins
 import enum
+import gc
 import io
 import json
 import operator
@@ -82,13 +83,13 @@ class Runner:
         judge's came to; released numbers; and arguments.
         """
         while True:
-            what, released, part, nodes = wire.receive(self.requests)
+            what, released, plain, table = wire.receive(self.requests)
             for number in released:
                 self.numbers.pop(id(self.objects.pop(number, None)), None)
-            reader = wire.Reader(self, nodes)
-            (args,), kept = reader.read([part]), reader.values
+            reader = wire.Reader(self, table)
+            args, kept = reader.items, reader.values
             if what == "ok":
-                return args
+                return args[0]
             if what == "raise":
                 raise args[0](*args[1])
             before = {
@@ -98,7 +99,7 @@ class Runner:
             }
             word, self.taken = "ok", 0
             try:
-                value = self.do(what, *args)
+                value = self.do(what, *plain, *args)
             except BaseException as error:  # SystemExit too
                 word, value = "raise", self.raised(error)
             try:
@@ -116,14 +117,12 @@ class Runner:
             now = values.content(kept[number])
             if len(now) != len(held) or not all(map(operator.is_, now, held)):
                 changed[number] = now
-        writer = wire.Writer(self, kept)
-        (result,) = writer.write([value])
-        refilled = [[number, *writer.write(now)] for number, now in changed.items()]
+        table = wire.Writer(self, kept).table([value, *changed.values()])
         notes, self.notes = self.notes, []
         text = self.printed.getvalue().decode("utf-8", "replace")
         self.printed.seek(0)
         self.printed.truncate()
-        message = [word, text, notes, self.taken, result, writer.nodes, refilled]
+        message = [word, text, notes, self.taken, table, [*changed]]
         wire.send(self.replies, message)
 
     def do(self, what: str, *args: Any) -> Any:
@@ -133,10 +132,12 @@ class Runner:
             exec(compile(args[0], "<code>", "exec", dont_inherit=True), names)
             return [name for name in names if not name.startswith("_")]
         if what in ("call", "make"):
-            function, positional, named, read = args
+            number, read, keys, *given = args
+            first = len(given) - len(keys)
+            named = dict(zip(keys, given[first:], strict=True))
             if read is not None:
                 sys.stdin = io.StringIO(read)
-            result = function(*positional, **named)
+            result = self.objects[number](*given[:first], **named)
             self.taken = sys.stdin.tell() if read is not None else 0
             base = values.base_of(type(result))
             own = type(result) not in values.READ and base in (None, *values.CHANGE)
@@ -163,7 +164,7 @@ class Runner:
             text = "an error that cannot be shown"
         fields = {} if type(error) in values.NAMES else vars(error)
         try:
-            wire.Writer(self).write([error.args, fields])
+            wire.Writer(self).table([error.args, fields])
         except Exception:
             return type(error), [text], text, {}
         return type(error), list(error.args), text, fields
@@ -270,6 +271,7 @@ class _Iterator:
 def main() -> None:
     """Takes its limits, says that it is ready, and serves."""
     settings = json.loads(sys.argv.pop())
+    gc.set_threshold(100_000)  # a message may have as many values
     runner = Runner(*confined.take(settings))
     # Dataclasses and pickle look a class's module up; and this one holds our functions.
     sys.modules["solution"] = sys.modules["__main__"] = runner.module
