@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -60,6 +59,7 @@ def seconds():
     return used.ru_utime + used.ru_stime
 
 trial.isolation()  # tries
+print(trial.__file__, flush=True)
 for line in sys.stdin:
     began = seconds()
     verdict = trial.run_tests(**json.loads(line), seconds=600.0, memory=4096)
@@ -130,8 +130,10 @@ def package_before(place: Path) -> Path:
 def started(package: Path) -> Any:
     """A process that runs programs by the package in a folder."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = os.environ | {"PYTHONPATH": str(package)}
-    return subprocess.Popen([sys.executable, "-c", RUNS], env=environment, **pipes)
+    process: Any = subprocess.Popen([sys.executable, "-c", RUNS], cwd=package, **pipes)
+    loaded = Path(process.stdout.readline().strip())
+    assert loaded.is_relative_to(package.resolve()), loaded
+    return process
 
 
 def seconds(process: Any, tried: Program) -> float:

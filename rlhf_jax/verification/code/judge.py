@@ -58,8 +58,6 @@ def describe(error: BaseException) -> str:
 
 def reason(error: BaseException, link: Link, names: Names) -> str:
     """Why a failure may not be the code's; "" if it is."""
-    if link.refused or (isinstance(error, AssertionError) and link.lost):
-        return link.refused or f"refused: {link.lost[0]}"
     if error is link.raised:
         named = any(f"{name!r}" in f"{error}" for name in names.bound)
         if isinstance(error, ModuleNotFoundError | OSError) or (
@@ -92,8 +90,8 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
             exec(test, names)
         except BaseException as error:  # SystemExit too: the tests that are left count
             return link.over or reason(error, link, names) or describe(error)
-        if link.over or link.refused:  # which the test itself has caught
-            return link.over or link.refused
+        if link.over:  # which the test itself has caught
+            return link.over
         passed()
     return ""
 

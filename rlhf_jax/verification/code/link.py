@@ -26,12 +26,8 @@ OTHERS = ("numpy", "os", "sys", "time", "operator", "enum", "asyncio")  # module
 QUIET = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
-class Refused(BaseException):
-    """A test needs what is left to no code to decide; it fails even if it catches."""
-
-
-class Gone(BaseException):
-    """There is no process to ask any more."""
+class Over(BaseException):
+    """The tests end here, with the reason `Link.over`, even if one catches this."""
 
 
 class Link:
@@ -40,8 +36,8 @@ class Link:
     def __init__(self, requests: int, replies: int) -> None:
         self.requests = open(requests, "wb")  # noqa: SIM115 - as long as this process
         self.replies = open(replies, "rb")  # noqa: SIM115
-        self.over = self.refused = ""  # why all tests from here on fail
-        self.lost: list[str] = []  # what of values did not come over
+        self.over = ""  # why all tests from here on fail
+        self.lost: list[str] = []  # of values, so that a failure may not be the code's
         self.suspicious = self.reading = False
         self.keeps_arguments = False  # the test compares them with a result
         self.defined: list[str] = []  # names
@@ -78,13 +74,8 @@ class Link:
         raise KeyError(name)
 
     def refuse(self, why: str) -> NoReturn:
-        """Fails the test."""
-        self.refused = f"refused: {why}"
-        raise Refused(why)
-
-    def lose(self, why: str) -> None:
-        """A failure of this test may not be the code's."""
-        self.lost.append(why)
+        """Ends the tests: one needs what is left to no code to decide."""
+        self._end(f"refused: {why}", suspicious=False)
 
     def call(self, what: str, function: Handle, args: Any, named: Any) -> Any:
         """Calls it; then the arguments are what it made of them."""
@@ -122,7 +113,7 @@ class Link:
             if printed:
                 sys.stdout.write(f"{printed}")
             for note, suspicious in notes:
-                self.lose(f"{note}"[:200])
+                self.lost.append(f"{note}"[:200])
                 self.suspicious |= suspicious is True
             if source and type(taken) is int and taken > 0:
                 source.seek(place + taken)
@@ -150,7 +141,7 @@ class Link:
             function = self.handed[number]
             result = function(*args, **named) if what == "call" else next(function)
             self._send("ok", [result])
-        except (Refused, Gone):
+        except Over:
             raise
         except BaseException as error:
             self._send("raise", self.parts_of(error))
@@ -183,7 +174,8 @@ class Link:
         self.classes[kind.__name__] = kind
         own = {name for name in vars(kind) if callable(vars(kind)[name])}
         if own - {"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"}:
-            self.lose(f"a {kind.__name__} of the test's went over without its methods")
+            lost = f"a {kind.__name__} of the test's went over without its methods"
+            self.lost.append(lost)
         return None
 
     def shell(self, name: str) -> Any:
@@ -231,7 +223,7 @@ class Link:
 
     def _send(self, what: str, args: Any, plain: Any = ()) -> list[Any]:
         if self.over:
-            raise Gone(self.over)
+            raise Over
         released, self.released, self.what = self.released, [], what
         writer = wire.Writer(self)
         try:
@@ -260,7 +252,8 @@ class Link:
             reader = wire.Reader(self, table, kept)
             # A result that is compared with an argument: as that was before the call.
             if self.keeps_arguments and changed and reader.items[0] is not None:
-                self.lose("a call changed an argument that its result is held to")
+                lost = "a call changed an argument that its result is held to"
+                self.lost.append(lost)
                 reader = wire.Reader(self, table, values.copies(kept, self))
             value, *contents = reader.items
             reader.change(changed, contents)
@@ -270,6 +263,7 @@ class Link:
         finally:
             self.reading = False
 
-    def _end(self, why: str) -> NoReturn:
-        self.over, self.suspicious = why, True
-        raise Gone(why)
+    def _end(self, why: str, *, suspicious: bool = True) -> NoReturn:
+        self.over = self.over or why
+        self.suspicious |= suspicious
+        raise Over

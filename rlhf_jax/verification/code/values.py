@@ -68,10 +68,6 @@ def arguments(value: Any) -> tuple[Any, ...]:
       ValueError: it holds a time zone that does not pass, as a `ZoneInfo`.
     """
     kind = type(value)
-    if kind is int:
-        return hex(value), 16
-    if kind is complex:
-        return value.real, value.imag
     if kind.__name__ == "array":
         return value.typecode, value.tolist()
     zone = getattr(value, "tzinfo", None) if kind.__module__ == "datetime" else None
@@ -143,24 +139,24 @@ def refill(value: Any, items: Sequence[Any]) -> None:
     kind = type(value)
     if kind is list:  # as are most
         value[:] = items
-        return
-    if is_array(value):
+    elif kind is set:
+        value.clear()
+        value.update(items)
+    elif kind in CHANGE and kind not in PAIRS:
+        value.clear()
+        value.extend(items[0] if kind is bytearray else items)
+    elif kind not in CHANGE and is_array(value):
         made = array(*items)
         if (made.shape, made.dtype) == (value.shape, value.dtype):
             value[...] = made
-        return
-    into = value if kind in CHANGE else vars(value)
-    into.clear()
-    if kind is defaultdict:
-        factory, *items = items
-        value.default_factory = defaultdict(factory).default_factory  # if callable
-    if kind is set:
-        into.update(items)
-    elif kind in CHANGE and kind not in PAIRS:
-        into.extend(items[0] if kind is bytearray else items)
     else:
-        update = OrderedDict.update if kind is OrderedDict else dict.update
-        update(into, zip(items[::2], items[1::2], strict=True))
+        into = value if kind in CHANGE else vars(value)
+        into.clear()
+        if kind is defaultdict:
+            factory, *items = items
+            value.default_factory = defaultdict(factory).default_factory  # if callable
+        put = OrderedDict.update if kind is OrderedDict else dict.update
+        put(into, zip(items[::2], items[1::2], strict=True))
 
 
 def copies(values: list[Any], side: Any) -> list[Any]:

@@ -15,10 +15,10 @@ but what stands here, whoever wrote the message.
 
 from __future__ import annotations
 
-import itertools
 import json
 import struct
 from collections import deque, namedtuple
+from itertools import chain, count, islice
 
 from rlhf_jax.verification.code import values
 from rlhf_jax.verification.code.values import CHANGE, CONTAINERS
@@ -127,7 +127,7 @@ class Writer:
         for known in numbers.keys() & fresh.keys():
             del fresh[known]
         which = None
-        numbers.update(zip(fresh, itertools.count(len(self.values))))
+        numbers.update(zip(fresh, count(len(self.values))))
         if len(fresh) < len(items):
             which = [numbers[id(one)] for one in items]
             items = list(fresh.values())
@@ -140,10 +140,15 @@ class Writer:
             if items and values.is_array(items[0]):
                 name, own = "array", [values.array_parts(one)[:2] for one in items]
         rows: Any = items
-        if items and type(items[0]) not in ROWS:
+        if name == "dict":  # as `content`, for all at once
+            rows = list(map(dict.items, items))
+        elif items and type(items[0]) not in ROWS:
             rows = list(map(values.content, items))
-        self.columns.append(list(itertools.chain.from_iterable(rows)))
-        return [name, which, own, list(map(len, rows)), len(self.columns) - 1]
+        flat, sizes = chain.from_iterable(rows), list(map(len, rows))
+        if name == "dict":
+            flat, sizes = chain.from_iterable(flat), [2 * size for size in sizes]
+        self.columns.append(list(flat))
+        return [name, which, own, sizes, len(self.columns) - 1]
 
     def simple(self, value: Any) -> Any:
         """A value of one of `GROUPS`, an object or an array, which stands for it."""
@@ -251,7 +256,7 @@ class Reader:
             return list(struct.unpack(f"<{len(read) // 8}d", read))
         which, _, sizes, place = parts
         flat, made = iter(self.columns[place]), slice(first, first + len(sizes))
-        rows = [tuple(itertools.islice(flat, size)) for size in sizes]
+        rows = [tuple(islice(flat, size)) for size in sizes]
         if make := self.made if name == "Parts" else MAKE.get(name):
             self.values[made] = map(make, rows)
         elif name in ("list", "object", "array", "deque", "bytearray"):
