@@ -1,5 +1,6 @@
 """What crosses the border: plain values, as they are, and nothing that is called."""
 
+import abc
 import collections
 import dataclasses
 import datetime
@@ -40,6 +41,10 @@ class Point:
 
 class Refers:
     parts = ("o", 3)
+
+
+class Shape(abc.ABC):
+    """Of a class whose type is another."""
 
 
 class Node:
@@ -193,6 +198,11 @@ def test_objects_of_a_known_class_are_their_fields():
     assert (read.value, read.next.value) == (1, [2])
     assert read.next.next is read
     assert passed([Refers()]) == [("known", "o", 3)]
+    side.classes["Shape"] = Shape
+    shape = Shape()
+    read = passed([shape, [shape]], side)
+    assert type(read[0]) is Shape
+    assert read[0] is read[1][0]
 
 
 def test_hashes_of_objects_are_taken_when_their_fields_are_there():

@@ -50,6 +50,7 @@ class Link:
         self.handed: list[Any] = []  # functions and iterators that the code may call
         self.read: dict[tuple[int, str], Any] = {}  # attributes, since the last call
         self.what = ""  # is being sent
+        self.taken = 0  # characters of standard input, by the last call
         self.raised: BaseException | None = None  # the last error of the code's
 
     def load(self, code: str) -> None:
@@ -80,30 +81,24 @@ class Link:
     def call(self, what: str, function: Handle, args: Any, named: Any) -> Any:
         """Calls it; then the arguments are what it made of them."""
         self.read.clear()
-        source = sys.stdin if type(sys.stdin) is io.StringIO else None
-        place, read = (source.tell(), source.read()) if source else (0, None)
-        if source:
+        source, read = sys.stdin, None
+        place = source.tell() if type(source) is io.StringIO else None
+        if place is not None:
+            read = source.read()
             source.seek(place)
         function._put("_pinned", None)  # which it may change
         plain = function._number, read, [*named]
         values = *args, *named.values()
-        return self.ask(what, *values, plain=plain, source=source, place=place)
+        value = self.ask(what, *values, plain=plain)
+        if place is not None:
+            source.seek(place + self.taken)
+        return value
 
-    def ask(
-        self,
-        what: str,
-        *args: Any,
-        plain: Sequence[Any] = (),
-        quiet: bool = False,
-        source: io.StringIO | None = None,
-        place: int = 0,
-    ) -> Any:
+    def ask(self, what: str, *args: Any, plain: Sequence[Any] = ()) -> Any:
         """One request: the result, or the error raised.
 
         Args:
           args: values, behind those of `plain`, which JSON has.
-          quiet: the errors of `QUIET` are raised as they are.
-          source, place: standard input, and how far it had been read.
         """
         if self.reading:
             raise Unreadable("an object among what values are made of")
@@ -115,8 +110,7 @@ class Link:
             for note, suspicious in notes:
                 self.lost.append(f"{note}"[:200])
                 self.suspicious |= suspicious is True
-            if source and type(taken) is int and taken > 0:
-                source.seek(place + taken)
+            self.taken = taken if type(taken) is int and taken > 0 else 0
             if word == "back":
                 self._answer(*self._read(table, [], []))
                 continue
@@ -124,7 +118,7 @@ class Link:
             if word == "ok":
                 return value
             self.raised = error = self._error(*value)
-            if isinstance(error, QUIET) and not quiet:
+            if isinstance(error, QUIET) and what != "next":
                 error = RuntimeError(f"the code raised {type(error).__name__}")
             raise error
 
@@ -209,7 +203,7 @@ class Link:
             self.handles[number] = weakref.ref(handle)
             if number in self.released:
                 self.released.remove(number)
-        return handle.awaitable() if "a" in handle._traits else handle
+        return handle._awaited() if "a" in handle._traits else handle
 
     def _error(self, kind: Any, args: Any, text: Any, fields: Any) -> BaseException:
         try:

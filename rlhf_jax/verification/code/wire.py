@@ -93,24 +93,21 @@ class Writer:
     def column(self, items: list[Any]) -> list[Any]:
         """Its groups, behind the place of the group of each value, if they are many."""
         kinds = set(map(type, items))
-        if kinds <= PLAIN and not (int in kinds and _long(items)):
-            return [None, ["plain", items]]
         if not kinds <= GROUPS.keys() or (int in kinds and _long(items)):
             items = list(map(self.simple, items))
             kinds = set(map(type, items))
         names = {kind: GROUPS.get(kind, kind) for kind in kinds}
+        if len(set(names.values())) < 2:
+            return [None, *(self.group(name, items) for name in {*names.values()})]
         groups: dict[Any, list[Any]] = {name: [] for name in names.values()}
-        if len(groups) < 2:
-            return [None, *(self.group(name, items) for name in groups)]
         places = {name: place for place, name in enumerate(groups)}
+        for one in items:
+            groups[names[type(one)]].append(one)
         order = [places[names[type(one)]] for one in items]
-        listed = list(groups.values())
-        for place, one in zip(order, items, strict=True):
-            listed[place].append(one)
         return [order, *(self.group(*group) for group in groups.items())]
 
     def group(self, name: Any, items: list[Any]) -> list[Any]:
-        """Its name, and the values; or which they are, sizes and a column of content.
+        """Its name and the values, or which they are, sizes and a column of content.
 
         Args:
           name: in `GROUPS`, or a class.
@@ -121,34 +118,29 @@ class Writer:
             return [name, struct.pack(f"<{len(items)}d", *items).hex()]
         # What cannot change is known within its column alone: it is made after the
         # columns further down, which therefore cannot refer to it.
-        lasts = name in CONTAINERS or type(name) is type
-        numbers = self.numbers if lasts else {}
+        lasts = name in CONTAINERS or isinstance(name, type)
+        numbers, which, own = self.numbers if lasts else {}, None, None
         fresh = dict(zip(map(id, items), items, strict=True))
         for known in numbers.keys() & fresh.keys():
             del fresh[known]
-        which = None
         numbers.update(zip(fresh, count(len(self.values))))
         if len(fresh) < len(items):
             which = [numbers[id(one)] for one in items]
             items = list(fresh.values())
         self.values += items
-        own: Any = None
-        if name == "deque":
-            own = [one.maxlen for one in items]
-        elif type(name) is type:
-            name, own = "object", name.__name__
-            if items and values.is_array(items[0]):
-                name, own = "array", [values.array_parts(one)[:2] for one in items]
         rows: Any = items
         if name == "dict":  # as `content`, for all at once
-            rows = list(map(dict.items, items))
+            rows = [tuple(chain.from_iterable(one.items())) for one in items]
         elif items and type(items[0]) not in ROWS:
             rows = list(map(values.content, items))
-        flat, sizes = chain.from_iterable(rows), list(map(len, rows))
-        if name == "dict":
-            flat, sizes = chain.from_iterable(flat), [2 * size for size in sizes]
-        self.columns.append(list(flat))
-        return [name, which, own, sizes, len(self.columns) - 1]
+        if name == "deque":
+            own = [one.maxlen for one in items]
+        elif isinstance(name, type):
+            arrays = bool(items) and values.is_array(items[0])
+            own = [row[:2] for row in rows] if arrays else name.__name__
+            name = "array" if arrays else "object"
+        self.columns.append(list(chain.from_iterable(rows)))
+        return [name, which, own, list(map(len, rows)), len(self.columns) - 1]
 
     def simple(self, value: Any) -> Any:
         """A value of one of `GROUPS`, an object or an array, which stands for it."""
