@@ -212,7 +212,7 @@ def test_hashes_of_objects_are_taken_when_their_fields_are_there():
     assert read == {Point(1, 2): 3, (Point(1, 2), 4): {Point(5, 6)}}
     assert passed(frozenset({Point(7, 8)}), side) == {Point(7, 8)}
     shared = Point(1, 2)
-    for value in ([shared, {shared: 1}], [{shared}, {shared: 1}, shared]):
+    for value in ([shared, [{shared: 1}]], [{shared}, {shared: 1}, shared]):
         assert passed(value, side) == value
 
 
