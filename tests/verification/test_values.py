@@ -43,7 +43,7 @@ class Refers:
     parts = ("o", 3)
 
 
-class Shape(abc.ABC):
+class Shape(metaclass=abc.ABCMeta):
     """Of a class whose type is another."""
 
 
@@ -327,6 +327,9 @@ FORGED = {
     "a place that is a text": [column(of("list", 0, 1, which=["0"])), column()],
     "a column after the last": [column(of("list", 1, 2)), column(1)],
     "a column above": [column(of("list", 1, 1)), column(of("list", 1, 0))],
+    "a column of two groups": [
+        *(column(of("list", 1, 1), of("list", 1, 1)), column(1)),
+    ],
     "a size below 0": [column(of("list", -1, 1)), column(1)],
     "a size that is a text": [column(of("list", "1", 1)), column(1)],
     "a dictionary of JSON": [column({"a": 1})],

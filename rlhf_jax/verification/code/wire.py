@@ -1,12 +1,12 @@
 """Plain values as they pass between generated code and its tests: by copy.
 
 A message is a line of JSON with a table of columns. A column holds values in groups of
-one kind; what the containers of a group hold is a column further down, all in one:
+one kind; what all containers of a group hold is one column further down:
 
     [(1, 2), (3,)]    0: a list of 2 (in 1)    1: tuples of 2 and 1 (in 2)    2: 1 2 3
 
-So most of the work is done by functions that take whole columns. What may change is
-numbered in its order, and written once: aliases and cycles keep their shape.
+Functions that take whole columns do most of the work. What may change is numbered and
+written once, so that aliases and cycles keep their shape.
 
 A subclass of a built-in type is read once, by the methods of that type. What is no
 value is referred to, by numbers that the two sides understand. A reader makes nothing
@@ -248,6 +248,7 @@ class Reader:
             return list(struct.unpack(f"<{len(read) // 8}d", read))
         which, _, sizes, place = parts
         flat, made = iter(self.columns[place]), slice(first, first + len(sizes))
+        self.columns[place] = None  # else a short message might be large values
         rows = [tuple(islice(flat, size)) for size in sizes]
         if make := self.made if name == "Parts" else MAKE.get(name):
             self.values[made] = map(make, rows)
@@ -280,7 +281,7 @@ class Reader:
                 if (name, fields) not in self.side.tuples:
                     self.side.tuples[name, fields] = namedtuple(name, fields)
                 return self.side.tuples[name, fields](*items)
-        raise Unreadable(f"unknown: {parts!r:.20}")
+        raise Unreadable("parts of nothing")
 
 
 def send(pipe: Any, message: list[Any]) -> None:
