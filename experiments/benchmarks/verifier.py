@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -130,6 +131,8 @@ def package_before(place: Path) -> Path:
 def started(package: Path) -> Any:
     """A process that runs programs by the package in a folder."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    # Its modules are compiled once, as they are where it is installed.
+    pipes["env"] = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
     process: Any = subprocess.Popen([sys.executable, "-c", RUNS], cwd=package, **pipes)
     loaded = Path(process.stdout.readline().strip())
     assert loaded.is_relative_to(package.resolve()), loaded

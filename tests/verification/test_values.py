@@ -43,8 +43,7 @@ class Refers:
     parts = ("o", 3)
 
 
-class Shape(metaclass=abc.ABCMeta):
-    """Of a class whose type is another."""
+Shape = abc.ABCMeta("Shape", (), {})  # of a class whose type is another
 
 
 class Node:
@@ -54,8 +53,9 @@ class Node:
 
 def passed(value, side=None):
     side = side or Side()
-    line = wire.WRITE(wire.Writer(side).table([value]))  # as a message has it
-    (read,) = wire.Reader(side, wire.READ_LINE(line)).items
+    writer = wire.Writer(side)
+    line = wire.WRITE(writer.table([value]))  # as a message has it
+    (read,) = wire.Reader(side, wire.READ_LINE(line), writer.packed).items
     return read
 
 
@@ -233,7 +233,8 @@ def test_what_changed_comes_back_in_place():
     side = Side()
     inner, mapping = [1], {"a": 1}
     writer = wire.Writer(side)
-    there = wire.Reader(side, writer.table([(inner, [inner], mapping)]))  # copies
+    table = writer.table([(inner, [inner], mapping)])
+    there = wire.Reader(side, table, writer.packed)  # copies
     place = writer.values.index(inner)
     copy = there.values[place]
     assert copy == inner
@@ -241,7 +242,7 @@ def test_what_changed_comes_back_in_place():
     copy[:] = [5, there.values[writer.values.index(mapping)]]
     answer = wire.Writer(side, there.values)
     table = answer.table([copy, values.content(copy)])
-    here = wire.Reader(side, table, writer.values)
+    here = wire.Reader(side, table, answer.packed, writer.values)
     result, content = here.items
     here.change([place], [content])
     assert result is inner  # a reference, not a copy
@@ -274,6 +275,9 @@ def test_copies_hold_one_another_as_those_that_they_are_of_do():
 
 UNREADABLE = (wire.Unreadable, TypeError, ValueError, LookupError, MemoryError)
 UNREADABLE += (AttributeError, struct.error)
+
+
+NUMBERS = struct.pack("<qd", 7, 0.5)
 
 
 def column(*items):
@@ -336,8 +340,11 @@ FORGED = {
     "a list of JSON": [[None, ["plain", [[1]]]]],
     "a float among plain values": [column(0.5)],
     "a text as plain values": [[None, ["plain", "abc"]]],
-    "numbers of no bytes": [[None, ["float", "0123"]]],
-    "numbers of no digits": [[None, ["float", "x" * 16]]],
+    "more numbers than there are": [[None, ["float", 0, 3]]],
+    "numbers behind the last": [[None, ["int", 16, 1]]],
+    "fewer than no numbers": [[None, ["int", 0, -1]]],
+    "numbers of a type of their own": [[None, ["int", 0, "8s"]]],
+    "numbers of no type": [[None, ["complex", 0, 1]]],
     "a value that is its own part": [
         *(column(of("tuple", 1, 1)), [None, ["tuple", [0], None, [], 2]], column()),
     ],
@@ -372,7 +379,7 @@ FORGED = {
 @pytest.mark.parametrize("table", FORGED.values(), ids=FORGED)
 def test_a_forged_table_is_refused(table):
     with pytest.raises(UNREADABLE):  # and nothing was called
-        wire.Reader(Side(), table)
+        wire.Reader(Side(), table, NUMBERS)
 
 
 def test_tables_are_read_as_they_are_written_here():
@@ -380,23 +387,25 @@ def test_tables_are_read_as_they_are_written_here():
     for table, value in (
         (made("call", "builtins.range", 3), range(3)),
         (made("class", "builtins.int"), int),
+        ([[None, ["int", 0, 1]]], 7),
+        ([[None, ["float", 8, 1]]], 0.5),
         ([column(of("dict", 2, 1)), column("a", 1)], {"a": 1}),
         ([column(1, of("list", 1, 1)), column(of("tuple", 0, 2)), column()], 1),
     ):
-        assert wire.Reader(Side(), table).items[0] == value
+        assert wire.Reader(Side(), table, NUMBERS).items[0] == value
 
 
 def test_only_a_change_changes_what_was_there_before():
     kept = [[1], {1: 2}, {1}, (1,), "text"]
     lists = ["list", [0], None, [], 1]
     contents = [[*of("list", 1, 1)[:3], [1, 1, 1], 1]]
-    reader = wire.Reader(Side(), [[None, lists], [None]], kept)
+    reader = wire.Reader(Side(), [[None, lists], [None]], b"", kept)
     assert reader.items[0] is kept[0]
     reader.change([3, 4], [[5], [5]])  # no containers
     assert kept == [[1], {1: 2}, {1}, (1,), "text"]
     reader.change([0, 1, 2], [[5], [5, 6], [7, (1,)]])
     assert kept == [[5], {5: 6}, {7, (1,)}, (1,), "text"]
-    reader = wire.Reader(Side(), [[None, *contents], column(1, 2, 3)], kept)
+    reader = wire.Reader(Side(), [[None, *contents], column(1, 2, 3)], b"", kept)
     reader.change([5], [[8]])  # not from before
     assert reader.items == [[1], [2], [3]]
     with pytest.raises(UNREADABLE):
@@ -409,29 +418,34 @@ def test_what_a_message_refers_to_is_not_called():
     side = Side()
     side.known = lambda *parts: called.append
     refer = column("refer", "f", 0)
-    assert wire.Reader(side, [column(of("Parts", 3, 1)), refer]).items == [
+    assert wire.Reader(side, [column(of("Parts", 3, 1)), refer], b"").items == [
         called.append
     ]
     with pytest.raises(UNREADABLE):
-        wire.Reader(side, [*made("call", of("Parts", 3, 2), 5), refer])
+        wire.Reader(side, [*made("call", of("Parts", 3, 2), 5), refer], b"")
     assert called == []
 
 
-def test_messages_are_lines():
+def test_messages_are_lines_and_numbers():
     pipe = io.BytesIO()
-    for message in ([1, "a\n\ud800\u2028"], [float("inf")]):
-        wire.send(pipe, message)
+    wire.send(pipe, [1, "a\n\ud800\u2028"], b"\n{")
+    wire.send(pipe, [float("inf")])
     pipe.seek(0)
-    assert wire.receive(pipe) == [1, "a\n\ud800\u2028"]
-    assert wire.receive(pipe) == [float("inf")]
+    assert wire.receive(pipe) == [1, "a\n\ud800\u2028", b"\n{"]
+    assert wire.receive(pipe) == [float("inf"), b""]
     with pytest.raises(EOFError):
         wire.receive(pipe)
-    with pytest.raises(ValueError, match="values are larger than 16 MiB"):
-        wire.send(pipe, ["a" * 2**24])
+    for text, packed in (("a" * 2**24, b""), ("a", bytes(2**24))):
+        with pytest.raises(ValueError, match="values are larger than 16 MiB"):
+            wire.send(pipe, [text], packed)
 
 
-@pytest.mark.parametrize("line", [b"[", b"{}", b"5", b"\xff", b"[" * 10**5, b"[1] [2]"])
+FORGED_LINES = [b"[", b"{}", b"5", b"\xff", b"[" * 10**5, b"[1] [2]", b"[]", b"[-1]"]
+FORGED_LINES += [b'["1"]', b"[0.0]", b"[true]", b"[%d]" % 2**25]
+
+
+@pytest.mark.parametrize("line", FORGED_LINES)
 def test_a_line_that_is_no_message_is_refused(line):
     with pytest.raises(wire.Unreadable):
         wire.receive(io.BytesIO(line + b"\n"))
-    assert wire.receive(io.BytesIO(json.dumps([1]).encode())) == [1]
+    assert wire.receive(io.BytesIO(json.dumps([1, 0]).encode())) == [1, b""]

@@ -35,7 +35,7 @@ class Link:
 
     def __init__(self, requests: int, replies: int) -> None:
         self.requests = open(requests, "wb")  # noqa: SIM115 - as long as this process
-        self.replies = open(replies, "rb")  # noqa: SIM115
+        self.replies = open(replies, "rb", 2**16)  # noqa: SIM115
         self.over = ""  # why all tests from here on fail
         self.lost: list[str] = []  # of values, so that a failure may not be the code's
         self.suspicious = self.reading = False
@@ -104,7 +104,7 @@ class Link:
             raise Unreadable("an object among what values are made of")
         kept = self._send(what, args, plain)
         while True:
-            word, printed, notes, taken, table, changed = self._receive()
+            word, printed, notes, taken, changed, *rest = self._receive()
             if printed:
                 sys.stdout.write(f"{printed}")
             for note, suspicious in notes:
@@ -112,9 +112,9 @@ class Link:
                 self.suspicious |= suspicious is True
             self.taken = taken if type(taken) is int and taken > 0 else 0
             if word == "back":
-                self._answer(*self._read(table, [], []))
+                self._answer(*self._read([], [], *rest))
                 continue
-            value = self._read(table, changed, kept)
+            value = self._read(changed, kept, *rest)
             if word == "ok":
                 return value
             self.raised = error = self._error(*value)
@@ -221,7 +221,8 @@ class Link:
         released, self.released, self.what = self.released, [], what
         writer = wire.Writer(self)
         try:
-            wire.send(self.requests, [what, released, [*plain], writer.table([*args])])
+            message = [what, released, [*plain], writer.table([*args])]
+            wire.send(self.requests, message, writer.packed)
         except (ValueError, TypeError) as error:
             self.refuse(f"{error}")
         except OSError:
@@ -235,20 +236,21 @@ class Link:
             self._end(ENDED)
         except Unreadable:
             self._end(FORGED)
-        if len(message) != 6 or message[0] not in ("ok", "raise", "back"):
+        if len(message) != 7 or message[0] not in ("ok", "raise", "back"):
             self._end(FORGED)
         return message
 
-    def _read(self, table: Any, changed: Any, kept: list[Any]) -> Any:
+    def _read(self, changed: Any, kept: list[Any], table: Any, packed: bytes) -> Any:
         """The first value of a table; the others are what of `kept` holds now."""
         self.reading = True
         try:
-            reader = wire.Reader(self, table, kept)
+            reader = wire.Reader(self, table, packed, kept)
             # A result that is compared with an argument: as that was before the call.
             if self.keeps_arguments and changed and reader.items[0] is not None:
                 lost = "a call changed an argument that its result is held to"
                 self.lost.append(lost)
-                reader = wire.Reader(self, table, values.copies(kept, self))
+                kept = values.copies(kept, self)
+                reader = wire.Reader(self, table, packed, kept)
             value, *contents = reader.items
             reader.change(changed, contents)
             return value

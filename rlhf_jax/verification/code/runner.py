@@ -62,7 +62,7 @@ class Runner:
     """The code's side of a conversation."""
 
     def __init__(self, requests: int, replies: int) -> None:
-        self.requests = open(requests, "rb")  # noqa: SIM115 - as long as this process
+        self.requests = open(requests, "rb", 2**16)  # noqa: SIM115 - for this process
         self.replies = open(replies, "wb")  # noqa: SIM115
         self.module = types.ModuleType("solution")
         self.objects: dict[int, Any] = {}  # objects that the judge has numbers of
@@ -84,10 +84,10 @@ class Runner:
         judge's came to; released numbers; and arguments.
         """
         while True:
-            what, released, plain, table = wire.receive(self.requests)
+            what, released, plain, *table = wire.receive(self.requests)
             for number in released:
                 self.numbers.pop(id(self.objects.pop(number, None)), None)
-            reader = wire.Reader(self, table)
+            reader = wire.Reader(self, *table)
             args, kept = reader.items, reader.values
             if what == "ok":
                 return args[0]
@@ -118,13 +118,14 @@ class Runner:
             now = values.content(kept[number])
             if len(now) != len(held) or not all(map(operator.is_, now, held)):
                 changed[number] = now
-        table = wire.Writer(self, kept).table([value, *changed.values()])
+        writer = wire.Writer(self, kept)
+        table = writer.table([value, *changed.values()])
         notes, self.notes = self.notes, []
         text = self.printed.getvalue().decode("utf-8", "replace")
         self.printed.seek(0)
         self.printed.truncate()
-        message = [word, text, notes, self.taken, table, [*changed]]
-        wire.send(self.replies, message)
+        message = [word, text, notes, self.taken, [*changed], table]
+        wire.send(self.replies, message, writer.packed)
 
     def do(self, what: str, *args: Any) -> Any:
         """One request."""

@@ -139,6 +139,9 @@ def refill(value: Any, items: Sequence[Any]) -> None:
     kind = type(value)
     if kind is list:  # as are most
         value[:] = items
+    elif kind is dict:
+        value.clear()
+        value.update(zip(items[::2], items[1::2], strict=True))
     elif kind is set:
         value.clear()
         value.update(items)

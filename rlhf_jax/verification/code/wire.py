@@ -1,7 +1,8 @@
 """Plain values as they pass between generated code and its tests: by copy.
 
-A message is a line of JSON with a table of columns. A column holds values in groups of
-one kind; what all containers of a group hold is one column further down:
+A message is a line of JSON with a table of columns, and packed numbers. A column holds
+values in groups of one kind; what all containers of a group hold is one column further
+down:
 
     [(1, 2), (3,)]    0: a list of 2 (in 1)    1: tuples of 2 and 1 (in 2)    2: 1 2 3
 
@@ -15,6 +16,7 @@ but what stands here, whoever wrote the message.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections import deque, namedtuple
@@ -52,6 +54,7 @@ GROUPS = {
     kind: kind.__name__ for kind in (*CHANGE, Parts, tuple, frozenset, bytes, complex)
 }
 GROUPS |= {float: "float", **dict.fromkeys(PLAIN, "plain")}
+PACKED = {"int": "q", "float": "d"}  # columns of numbers, as `struct` packs them
 MAKE: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "frozenset": frozenset,
@@ -80,6 +83,7 @@ class Writer:
         }
         self.plain: dict[int, tuple[Any, Any]] = {}  # what stands for another, by id
         self.columns: list[list[Any]] = []
+        self.packed = bytearray()  # numbers, which go behind the table
 
     def table(self, items: list[Any]) -> list[Any]:
         """The table whose first column they are.
@@ -93,6 +97,9 @@ class Writer:
     def column(self, items: list[Any]) -> list[Any]:
         """Its groups, behind the place of the group of each value, if they are many."""
         kinds = set(map(type, items))
+        if kinds == {int}:
+            with contextlib.suppress(struct.error):  # one has more than 64 bits
+                return [None, self.numbered("int", items)]
         if not kinds <= GROUPS.keys() or (int in kinds and _long(items)):
             items = list(map(self.simple, items))
             kinds = set(map(type, items))
@@ -115,7 +122,7 @@ class Writer:
         if name == "plain":
             return [name, items]
         if name == "float":
-            return [name, struct.pack(f"<{len(items)}d", *items).hex()]
+            return self.numbered(name, items)
         # What cannot change is known within its column alone: it is made after the
         # columns further down, which therefore cannot refer to it.
         lasts = name in CONTAINERS or isinstance(name, type)
@@ -141,6 +148,12 @@ class Writer:
             name = "array" if arrays else "object"
         self.columns.append(list(chain.from_iterable(rows)))
         return [name, which, own, list(map(len, rows)), len(self.columns) - 1]
+
+    def numbered(self, name: str, items: list[Any]) -> list[Any]:
+        """A group of numbers: where they begin, and how many there are."""
+        begin = len(self.packed)
+        self.packed += struct.pack(f"<{len(items)}{PACKED[name]}", *items)
+        return [name, begin, len(items)]
 
     def simple(self, value: Any) -> Any:
         """A value of one of `GROUPS`, an object or an array, which stands for it."""
@@ -183,24 +196,26 @@ def _long(items: list[Any]) -> bool:
 class Reader:
     """Reads a table, whoever wrote it: the values are made here."""
 
-    def __init__(self, side: Any, table: Any, known: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, side: Any, table: Any, packed: bytes, known: Sequence[Any] = ()
+    ) -> None:
         """Makes every value of the table; `items` are those of its first column.
 
         Args:
           side: `known(*parts)`, what a reference stands for; `shell(name)`, an object
             of one of its `classes`; `tuples`, named tuples so far.
-          table: its numbers begin at that of `known`.
+          table, packed: of a message.
           known: values by their numbers, which only `change` changes.
 
         Raises:
           Exception: it is none that `Writer` writes.
         """
         self.side, self.values, self.known = side, [*known], len(known)
-        firsts = []
+        self.packed, firsts = packed, []
         for _, *groups in table:
             for name, *parts in groups:
                 firsts.append(len(self.values))
-                if len(parts) > 1:
+                if len(parts) == 4:
                     self.values += self.hollow(name, *parts)
         self.columns: list[Any] = [None] * len(table)
         self.later: list[Any] = []  # values to fill with what must have its hash first
@@ -236,16 +251,16 @@ class Reader:
         kind = CONTAINERS[name]
         return [kind() for _ in sizes]
 
-    def group(self, first: int, name: str, *parts: Any) -> list[Any]:
+    def group(self, first: int, name: str, *parts: Any) -> Sequence[Any]:
         """The values of a group, of which that of number `first` is the first."""
         if name == "plain":
             (items,) = parts
             if type(items) is list and set(map(type, items)) <= PLAIN:
                 return items
             raise Unreadable("no plain values")
-        if name == "float":
-            read = bytes.fromhex(*parts)
-            return list(struct.unpack(f"<{len(read) // 8}d", read))
+        if name in PACKED:
+            begin, size = parts
+            return struct.unpack_from(f"<{size:d}{PACKED[name]}", self.packed, begin)
         which, _, sizes, place = parts
         flat, made = iter(self.columns[place]), slice(first, first + len(sizes))
         self.columns[place] = None  # else a short message might be large values
@@ -284,21 +299,22 @@ class Reader:
         raise Unreadable("parts of nothing")
 
 
-def send(pipe: Any, message: list[Any]) -> None:
-    """Writes a message, as far as there is one who reads.
+def send(pipe: Any, message: list[Any], packed: bytes | bytearray = b"") -> None:
+    """Writes a message and packed numbers, as far as there is one who reads.
 
     Raises:
       ValueError: it is longer than `LARGEST`.
     """
-    line = WRITE(message).encode("utf-8", "surrogatepass") + b"\n"
-    if len(line) > LARGEST:
+    line = WRITE([*message, len(packed)]).encode("utf-8", "surrogatepass") + b"\n"
+    if len(line) + len(packed) > LARGEST:
         raise ValueError(f"values are larger than {LARGEST // 2**20} MiB")
     pipe.write(line)
+    pipe.write(packed)
     pipe.flush()
 
 
 def receive(pipe: Any) -> list[Any]:
-    """Waits for a message, with its values as yet unread.
+    """Waits for a message, with packed numbers last and its values as yet unread.
 
     Raises:
       EOFError: there will be none. Unreadable: it is none.
@@ -307,9 +323,9 @@ def receive(pipe: Any) -> list[Any]:
     if not line:
         raise EOFError
     try:
-        message = READ_LINE(line.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError, MemoryError):
-        raise Unreadable("no JSON") from None
-    if type(message) is not list:
-        raise Unreadable("no message")
-    return message
+        *message, size = READ_LINE(line.decode("utf-8", "surrogatepass"))
+        if type(size) is not int or not 0 <= size <= LARGEST:
+            raise ValueError
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise Unreadable("no message") from None
+    return [*message, pipe.read(size)]
