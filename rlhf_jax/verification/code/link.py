@@ -126,7 +126,7 @@ class Link:
         """A class of errors that the code knows, and arguments for it."""
         kinds = (kind for kind in type(error).__mro__ if kind in values.NAMES)
         kind = type(error) if "code_number" in vars(type(error)) else next(kinds)
-        plain = (None.__class__, bool, int, float, str)
+        plain = {*wire.PLAIN, float}
         return kind, [one if type(one) in plain else f"{one}" for one in error.args]
 
     def _answer(self, number: int, what: str, args: Any, named: Any) -> None:

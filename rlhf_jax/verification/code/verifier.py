@@ -24,10 +24,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.roles.rewards.verifiers import Judged
 from rlhf_jax.verification.code import trial
 from rlhf_jax.verification.code.trial import Ran, Verdict
-from rlhf_jax.verification.isolation.processes import NotIsolated
 
 LIMITS = ("seconds", "memory", "file_size", "disk")
 _BLOCK = re.compile(
@@ -66,9 +66,6 @@ class PythonTests:
     def __post_init__(self) -> None:
         for name, most in self._limits.items():
             if not 0 < most < float("inf"):
-                # Its neighbours' checks load JAX, of which these processes have no use.
-                from rlhf_jax.functional.errors import InputError
-
                 raise InputError(
                     f"{name}: expected a finite number above 0, got {most}; choose "
                     f"{name} > 0"
@@ -98,14 +95,9 @@ class PythonTests:
         Raises:
           InputError: nothing sets it apart.
         """
-        try:
-            isolation = trial.isolation().required(unsafe=unsafe or self.unsafe)
-        except NotIsolated as error:
-            from rlhf_jax.functional.errors import InputError
-
-            raise InputError(f"{error}") from None
-        say_isolation(str(isolation))
-        return dataclasses.replace(self, unsafe=unsafe or self.unsafe)
+        unsafe = unsafe or self.unsafe
+        say_isolation(str(trial.isolation().required(unsafe=unsafe)))
+        return dataclasses.replace(self, unsafe=unsafe)
 
     def gold(self, row: Mapping[str, Any]) -> list[str]:
         """The tests of a row; ValueError if there are none, or one is not Python."""

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.verification.isolation import folder, ways
 
 OURS = str(Path(__file__).parents[2])
@@ -33,10 +34,6 @@ WATCH_SECONDS = 0.05  # between two looks at a folder on disk
 
 class NotStarted(RuntimeError):
     """A process did not start, which is no code's fault."""
-
-
-class NotIsolated(RuntimeError):
-    """Nothing sets generated code apart here."""
 
 
 class Isolation(NamedTuple):
@@ -55,10 +52,10 @@ class Isolation(NamedTuple):
         """It, where there is one, or `unsafe` allows that there is none.
 
         Raises:
-          NotIsolated: else.
+          InputError: else.
         """
         if self.way == "none" and not unsafe:
-            raise NotIsolated(
+            raise InputError(
                 f"expected a system that sets generated code apart, got none "
                 f"({self.why}); install bubblewrap, or run on Linux 5.13 or newer with "
                 f"libseccomp, or accept the risk by --unsafe-verifier"

@@ -6,10 +6,9 @@
     none         limits of the system alone, which are no security boundary
 
 Either has a seccomp filter (`pyseccomp`): no network, no new process, no signal to
-another. The first that works is taken, and `none` only where it is asked for.
-`sandlock` does what the second does in one package, but needs Linux 6.12 (Landlock's
-sixth version); these two need 5.13. `py-landlock` confines the thread that starts the
-process, which would take a quarter longer to start if it loaded the package itself.
+another. The first that works is taken, and `none` only where it is asked for. Both need
+Linux 5.13, where `sandlock` needs 6.12. `py-landlock` confines the thread that starts
+the process, which starts faster than if it loaded the package itself.
 """
 
 from __future__ import annotations
