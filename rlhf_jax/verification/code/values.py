@@ -119,8 +119,6 @@ def content(value: Any, kind: Any = None) -> list[Any]:
         return list.copy(value)
     if kind is dict:
         return list(chain.from_iterable(dict.items(value)))
-    if kind is bytes:
-        return [value.decode("latin-1")]
     if kind is complex:
         return [value.real, value.imag]
     if kind is bytearray:

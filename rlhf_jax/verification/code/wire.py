@@ -1,6 +1,6 @@
 """Plain values as they pass between generated code and its tests: by copy.
 
-A message is a line of JSON with a table of columns, and packed numbers. A column holds
+A message is a line of JSON with a table of columns, and what is packed. A column holds
 values in groups of one kind; what all containers of a group hold is one column further
 down:
 
@@ -50,15 +50,12 @@ class Parts(tuple):
 
 
 # The groups of values by their types. Others are arrays, objects or become `Parts`.
-GROUPS = {
-    kind: kind.__name__ for kind in (*CHANGE, Parts, tuple, frozenset, bytes, complex)
-}
-GROUPS |= {float: "float", **dict.fromkeys(PLAIN, "plain")}
+GROUPS = {kind: kind.__name__ for kind in (*CHANGE, Parts, tuple, frozenset, complex)}
+GROUPS |= {float: "float", bytes: "bytes", **dict.fromkeys(PLAIN, "plain")}
 PACKED = {"int": "q", "float": "d"}  # columns of numbers, as `struct` packs them
 MAKE: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "frozenset": frozenset,
-    "bytes": lambda row: row[0].encode("latin-1"),
     "complex": lambda row: complex(*row),
 }
 ROWS = (list, tuple, frozenset, set, Parts)  # which are what they hold
@@ -83,7 +80,7 @@ class Writer:
         }
         self.plain: dict[int, tuple[Any, Any]] = {}  # what stands for another, by id
         self.columns: list[list[Any]] = []
-        self.packed = bytearray()  # numbers, which go behind the table
+        self.packed = bytearray()  # numbers and bytes, which go behind the table
 
     def table(self, items: list[Any]) -> list[Any]:
         """The table whose first column they are.
@@ -99,8 +96,9 @@ class Writer:
         kinds = set(map(type, items))
         if kinds == {int}:
             with contextlib.suppress(struct.error):  # one has more than 64 bits
-                return [None, self.numbered("int", items)]
-        if not kinds <= GROUPS.keys() or (int in kinds and _long(items)):
+                self.packed += struct.pack(f"<{len(items)}q", *items)
+                return [None, ["int", len(items)]]
+        if not kinds <= GROUPS.keys() or (int in kinds and _long(items, kinds)):
             items = list(map(self.simple, items))
             kinds = set(map(type, items))
         names = {kind: GROUPS.get(kind, kind) for kind in kinds}
@@ -114,7 +112,7 @@ class Writer:
         return [order, *(self.group(*group) for group in groups.items())]
 
     def group(self, name: Any, items: list[Any]) -> list[Any]:
-        """Its name and the values, or which they are, sizes and a column of content.
+        """Its name and the values; or which they are, sizes and a column of content.
 
         Args:
           name: in `GROUPS`, or a class.
@@ -122,7 +120,11 @@ class Writer:
         if name == "plain":
             return [name, items]
         if name == "float":
-            return self.numbered(name, items)
+            self.packed += struct.pack(f"<{len(items)}d", *items)
+            return [name, len(items)]
+        if name == "bytes":
+            self.packed += b"".join(items)
+            return [name, list(map(len, items))]
         # What cannot change is known within its column alone: it is made after the
         # columns further down, which therefore cannot refer to it.
         lasts = name in CONTAINERS or isinstance(name, type)
@@ -149,17 +151,11 @@ class Writer:
         self.columns.append(list(chain.from_iterable(rows)))
         return [name, which, own, list(map(len, rows)), len(self.columns) - 1]
 
-    def numbered(self, name: str, items: list[Any]) -> list[Any]:
-        """A group of numbers: where they begin, and how many there are."""
-        begin = len(self.packed)
-        self.packed += struct.pack(f"<{len(items)}{PACKED[name]}", *items)
-        return [name, begin, len(items)]
-
     def simple(self, value: Any) -> Any:
         """A value of one of `GROUPS`, an object or an array, which stands for it."""
         kind: Any = type(value)
         if kind in GROUPS:
-            long = kind is int and _long([value])
+            long = kind is int and _long([value], {int})
             return Parts(("call", "builtins.int", hex(value), 16)) if long else value
         if id(value) not in self.plain:
             self.plain[id(value)] = value, self.parts(value)
@@ -188,8 +184,8 @@ class Writer:
         return value if base is None else self.simple(values.plain(value, base))
 
 
-def _long(items: list[Any]) -> bool:
-    numbers = [one for one in items if type(one) is int]
+def _long(items: list[Any], kinds: set[type]) -> bool:
+    numbers = items if len(kinds) == 1 else [one for one in items if type(one) is int]
     return max(numbers) >= LARGE or min(numbers) <= -LARGE
 
 
@@ -211,11 +207,11 @@ class Reader:
           Exception: it is none that `Writer` writes.
         """
         self.side, self.values, self.known = side, [*known], len(known)
-        self.packed, firsts = packed, []
+        self.packed, self.end, firsts = packed, len(packed), []
         for _, *groups in table:
             for name, *parts in groups:
                 firsts.append(len(self.values))
-                if len(parts) == 4:
+                if len(parts) > 1:
                     self.values += self.hollow(name, *parts)
         self.columns: list[Any] = [None] * len(table)
         self.later: list[Any] = []  # values to fill with what must have its hash first
@@ -259,8 +255,11 @@ class Reader:
                 return items
             raise Unreadable("no plain values")
         if name in PACKED:
-            begin, size = parts
-            return struct.unpack_from(f"<{size:d}{PACKED[name]}", self.packed, begin)
+            (size,) = parts
+            return struct.unpack(f"<{size:d}{PACKED[name]}", self.unpacked(8 * size))
+        if name == "bytes":
+            (sizes,) = parts
+            return [bytes(self.unpacked(size)) for size in reversed(sizes)][::-1]
         which, _, sizes, place = parts
         flat, made = iter(self.columns[place]), slice(first, first + len(sizes))
         self.columns[place] = None  # else a short message might be large values
@@ -278,6 +277,13 @@ class Reader:
         if min(which, default=0) < 0 or any(one is UNMADE for one in chosen):
             raise Unreadable("a wrong place")
         return chosen
+
+    def unpacked(self, size: int) -> bytes:
+        """The last of what is packed; each is read once, as groups from the last on."""
+        self.end -= size
+        if size < 0 or self.end < 0:
+            raise Unreadable("nothing is packed there")
+        return self.packed[self.end : self.end + size]
 
     def made(self, parts: Any) -> Any:
         """A value of parts that `Writer.parts` has named."""
@@ -300,7 +306,7 @@ class Reader:
 
 
 def send(pipe: Any, message: list[Any], packed: bytes | bytearray = b"") -> None:
-    """Writes a message and packed numbers, as far as there is one who reads.
+    """Writes a message and what is packed, as far as there is one who reads.
 
     Raises:
       ValueError: it is longer than `LARGEST`.
@@ -314,7 +320,7 @@ def send(pipe: Any, message: list[Any], packed: bytes | bytearray = b"") -> None
 
 
 def receive(pipe: Any) -> list[Any]:
-    """Waits for a message, with packed numbers last and its values as yet unread.
+    """Waits for a message, with what is packed last and its values as yet unread.
 
     Raises:
       EOFError: there will be none. Unreadable: it is none.
