@@ -80,8 +80,7 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
     names = Names(link, task["tests"])
     sys.modules["solution"] = sys.modules["__main__"] = Solution(link)
     try:
-        link.load(task["code"])
-        names.defined(link.defined)
+        names.defined(link.load(task["code"]))
     except BaseException as error:
         return link.over or reason(error, link, names) or describe(error)
     for test, tree in zip(compiled, names.trees, strict=True):

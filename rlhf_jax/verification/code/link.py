@@ -40,7 +40,6 @@ class Link:
         self.lost: list[str] = []  # of values, so that a failure may not be the code's
         self.suspicious = self.reading = False
         self.keeps_arguments = False  # the test compares them with a result
-        self.defined: list[str] = []  # names
         self.handles: dict[int, weakref.ref[Handle]] = {}
         self.errors: dict[int, type[BaseException]] = {}  # the code's own classes
         self.kinds: set[str] = set()  # the names of the code's classes
@@ -53,10 +52,9 @@ class Link:
         self.taken = 0  # characters of standard input, by the last call
         self.raised: BaseException | None = None  # the last error of the code's
 
-    def load(self, code: str) -> None:
-        """Runs the code; raises what it raises."""
-        names = self.ask("load", plain=[code])
-        self.defined = [name for name in names if isinstance(name, str)]
+    def load(self, code: str) -> list[str]:
+        """Runs the code, and raises what it raises; the names that it defines."""
+        return [name for name in self.ask("load", plain=[code]) if type(name) is str]
 
     def named(self, name: str) -> Any:
         """What the code calls so; KeyError if nothing."""
