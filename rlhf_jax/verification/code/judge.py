@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 SHOWN = 10_000  # characters that are passed on of what the code printed
 
 
-class Solution(types.ModuleType):
+def solution(link: Link) -> types.ModuleType:
     """The code as a module that tests may import from."""
 
-    def __init__(self, link: Link) -> None:
-        super().__init__("solution")
-        vars(self)["_link"] = link
-
-    def __getattr__(self, name: str) -> Any:
+    def look_up(name: str) -> Any:
         if name == "__all__":  # of `import *`; the names are looked up when needed
             return []
         try:
             if name.startswith("__"):
                 raise KeyError(name)
-            return vars(self)["_link"].named(name)
+            return link.named(name)
         except KeyError:
             raise AttributeError(f"the code defines no {name!r}") from None
+
+    module = types.ModuleType("solution")
+    vars(module)["__getattr__"] = look_up
+    return module
 
 
 def describe(error: BaseException) -> str:
@@ -78,7 +78,7 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
         for n, test in enumerate(task["tests"], start=1)
     ]
     names = Names(link, task["tests"])
-    sys.modules["solution"] = sys.modules["__main__"] = Solution(link)
+    sys.modules["solution"] = sys.modules["__main__"] = solution(link)
     try:
         names.defined(link.load(task["code"]))
     except BaseException as error:

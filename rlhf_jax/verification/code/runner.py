@@ -10,6 +10,7 @@ import _thread
 import builtins
 import enum
 import gc
+import importlib
 import io
 import itertools
 import json
@@ -32,26 +33,11 @@ LYING = "eq ne lt le gt ge len iter getitem contains bool hash int float index a
 LYING += " sub rsub mul rmul mod abs round reversed"
 
 
-def awaited(value: Any) -> Any:
-    """What a coroutine returns, run to its end."""
-    import asyncio  # which few programs need
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait())
-
-
-def left(manager: Any, kind: Any, args: list[Any]) -> bool:
-    """Leaves a `with` block."""
-    return bool(manager.__exit__(kind, None if kind is None else kind(*args), None))
-
-
 # What may be asked of objects, beside calls and functions of `operator` and `builtins`.
 DONE: dict[str, Callable[..., Any]] = {
-    "await": awaited,
+    "await": lambda value: importlib.import_module("asyncio").run(value),
     "enter": lambda value: value.__enter__(),
-    "exit": left,
+    "exit": lambda v, kind, args: bool(v.__exit__(kind, kind and kind(*args), None)),
     "fields": lambda v: [object.__getattribute__(v, n) for n in _fields(type(v))],
     "held": lambda value: list(values.READ[values.base_of(type(value))](value)),
 }

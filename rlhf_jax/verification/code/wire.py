@@ -65,12 +65,12 @@ class Writer:
     """Writes a message's table."""
 
     def __init__(self, side: Any, known: Sequence[Any] = ()) -> None:
-        """Numbers begin behind what the reader knows from the message before.
+        """Of values, as yet none.
 
         Args:
           side: `reference(value)`, the parts by which a value is referred to, or None;
             `classes`, of objects that pass by their fields, by name.
-          known: values by their numbers.
+          known: values by their numbers, from the message before.
         """
         self.side, self.values = side, [*known]
         self.numbers = {
