@@ -212,7 +212,11 @@ def test_hashes_of_objects_are_taken_when_their_fields_are_there():
     assert read == {Point(1, 2): 3, (Point(1, 2), 4): {Point(5, 6)}}
     assert passed(frozenset({Point(7, 8)}), side) == {Point(7, 8)}
     shared = Point(1, 2)
-    for value in ([shared, [{shared: 1}]], [{shared}, {shared: 1}, shared]):
+    for value in (
+        [shared, [{shared: 1}]],
+        [{shared}, {shared: 1}, shared],
+        [frozenset({shared}), shared, (shared,)],
+    ):
         assert passed(value, side) == value
 
 
@@ -345,8 +349,6 @@ FORGED = {
     "fewer than no numbers": [[None, ["int", -1]]],
     "numbers of a type of their own": [[None, ["int", "8s"]]],
     "numbers of no type": [[None, ["complex", 1]]],
-    "more bytes than there are": [[None, ["bytes", [16, 1]]]],
-    "fewer than no bytes": [[None, ["bytes", [16, -1]]]],
     "a value that is its own part": [
         *(column(of("tuple", 1, 1)), [None, ["tuple", [0], None, [], 2]], column()),
     ],
@@ -389,6 +391,7 @@ def test_tables_are_read_as_they_are_written_here():
         (made("class", "builtins.int"), int),
         ([[[0, 1], ["int", 1], ["float", 1]]], 7),
         ([[[1, 0], ["bytes", [1, 7]], ["float", 1]]], 0.5),
+        ([[[1, 0], ["bytes", [8, 9]], ["bytes", [1]]]], b""),  # which are read once
         ([column(of("dict", 2, 1)), column("a", 1)], {"a": 1}),
         ([column(1, of("list", 1, 1)), column(of("tuple", 0, 2)), column()], 1),
     ):

@@ -17,6 +17,7 @@ but what stands here, whoever wrote the message.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import struct
 from collections import deque, namedtuple
@@ -102,13 +103,15 @@ class Writer:
             items = list(map(self.simple, items))
             kinds = set(map(type, items))
         names = {kind: GROUPS.get(kind, kind) for kind in kinds}
-        if len(set(names.values())) < 2:
-            return [None, *(self.group(name, items) for name in {*names.values()})]
-        groups: dict[Any, list[Any]] = {name: [] for name in names.values()}
-        places = {name: place for place, name in enumerate(groups)}
+        # Objects first: others may need their hashes.
+        ordered = sorted({*names.values()}, key=lambda name: isinstance(name, str))
+        if len(ordered) < 2:
+            return [None, *(self.group(name, items) for name in ordered)]
+        groups: dict[Any, list[Any]] = {name: [] for name in ordered}
+        places = {kind: ordered.index(name) for kind, name in names.items()}
         for one in items:
             groups[names[type(one)]].append(one)
-        order = [places[names[type(one)]] for one in items]
+        order = [places[type(one)] for one in items]
         return [order, *(self.group(*group) for group in groups.items())]
 
     def group(self, name: Any, items: list[Any]) -> list[Any]:
@@ -207,20 +210,17 @@ class Reader:
           Exception: it is none that `Writer` writes.
         """
         self.side, self.values, self.known = side, [*known], len(known)
-        self.packed, self.end, firsts = packed, len(packed), []
-        for _, *groups in table:
-            for name, *parts in groups:
-                firsts.append(len(self.values))
-                if len(parts) > 1:
-                    self.values += self.hollow(name, *parts)
+        self.packed = io.BytesIO(packed)  # each is read once
+        begun = [[self.begin(*group) for group in groups] for _, *groups in table]
         self.columns: list[Any] = [None] * len(table)
         self.later: list[Any] = []  # values to fill with what must have its hash first
-        for place, (order, *groups) in reversed([*enumerate(table)]):
-            read = [self.group(firsts.pop(), *group) for group in reversed(groups)]
+        for place in reversed(range(len(table))):
+            order, *groups = table[place]
+            read = list(map(self.fill, begun[place], groups))
             if order is None:
                 (items,) = read or [[]]
             else:
-                rest = [iter(group) for group in reversed(read)]
+                rest = list(map(iter, read))
                 items = list(map(next, map(rest.__getitem__, order)))
             self.columns[place] = items
         for value, row in self.later:
@@ -234,21 +234,8 @@ class Reader:
             if 0 <= number < self.known and values.changes(value, self.side):
                 values.refill(value, list(content))
 
-    def hollow(self, name: str, _: Any, own: Any, sizes: Any, __: Any) -> list[Any]:
-        """The values of a group, which are filled when all that they hold is there."""
-        if name in MAKE or name == "Parts":
-            return [UNMADE] * len(sizes)
-        if name == "deque":
-            return [deque(maxlen=most) for most in own]
-        if name == "array":
-            return [values.zeros(*one) for one in own]
-        if name == "object":
-            return [self.side.shell(own) for _ in sizes]
-        kind = CONTAINERS[name]
-        return [kind() for _ in sizes]
-
-    def group(self, first: int, name: str, *parts: Any) -> Sequence[Any]:
-        """The values of a group, of which that of number `first` is the first."""
+    def begin(self, name: str, *parts: Any) -> Any:
+        """The values of a group; or their places, as what they hold is read later."""
         if name == "plain":
             (items,) = parts
             if type(items) is list and set(map(type, items)) <= PLAIN:
@@ -256,34 +243,44 @@ class Reader:
             raise Unreadable("no plain values")
         if name in PACKED:
             (size,) = parts
-            return struct.unpack(f"<{size:d}{PACKED[name]}", self.unpacked(8 * size))
+            return struct.unpack(f"<{size:d}{PACKED[name]}", self.packed.read(8 * size))
         if name == "bytes":
             (sizes,) = parts
-            return [bytes(self.unpacked(size)) for size in reversed(sizes)][::-1]
-        which, _, sizes, place = parts
-        flat, made = iter(self.columns[place]), slice(first, first + len(sizes))
-        self.columns[place] = None  # else a short message might be large values
+            return [self.packed.read(size) for size in sizes]
+        _, own, sizes, _ = parts
+        first = len(self.values)
+        if name in MAKE or name == "Parts":
+            self.values += [UNMADE] * len(sizes)
+        elif name == "deque":
+            self.values += [deque(maxlen=most) for most in own]
+        elif name == "array":
+            self.values += [values.zeros(*one) for one in own]
+        elif name == "object":
+            self.values += [self.side.shell(own) for _ in sizes]
+        else:
+            self.values += [CONTAINERS[name]() for _ in sizes]
+        return slice(first, len(self.values))
+
+    def fill(self, begun: Any, group: Any) -> Sequence[Any]:
+        """The values of a group, with what they hold."""
+        if type(begun) is not slice:
+            return begun
+        name, which, _, sizes, place = group
+        flat, self.columns[place] = iter(self.columns[place]), None  # each is read once
         rows = [tuple(islice(flat, size)) for size in sizes]
         if make := self.made if name == "Parts" else MAKE.get(name):
-            self.values[made] = map(make, rows)
+            self.values[begun] = map(make, rows)
         elif name in ("list", "object", "array", "deque", "bytearray"):
-            for value, row in zip(self.values[made], rows, strict=True):
+            for value, row in zip(self.values[begun], rows, strict=True):
                 values.refill(value, row)
         else:
-            self.later += zip(self.values[made], rows, strict=True)
+            self.later += zip(self.values[begun], rows, strict=True)
         if which is None:
-            return self.values[made]
+            return self.values[begun]
         chosen = [self.values[number] for number in which]
         if min(which, default=0) < 0 or any(one is UNMADE for one in chosen):
             raise Unreadable("a wrong place")
         return chosen
-
-    def unpacked(self, size: int) -> bytes:
-        """The last of what is packed; each is read once, as groups from the last on."""
-        self.end -= size
-        if size < 0 or self.end < 0:
-            raise Unreadable("nothing is packed there")
-        return self.packed[self.end : self.end + size]
 
     def made(self, parts: Any) -> Any:
         """A value of parts that `Writer.parts` has named."""
