@@ -2,14 +2,11 @@
 
     response ─extract─> code ─run_tests─> Verdict(passed, total, why)
 
-The code is handed copies of the arguments of a call and returns a copy of a value; it
-sees neither the tests nor what they expect. The tests run in `judge`, on plain values,
-which no class of the code's makes equal to what they are not. What tests ask beyond
-that is `refused`, with a reason, and counted. The code's process is set apart from the
-system (`isolation.ways`), or is not started.
-
-What a test leaves to the code remains with the code: two results that are compared with
-one another, or with what a call that returns None made of its argument.
+The code sees neither the tests nor what they expect. They run in `judge`, on copies of
+plain values, which no class of the code's makes equal to what they are not; what they
+ask beyond that is `refused`. What a test leaves to the code remains with the code: two
+results that are compared with one another, or with what a call that returns None made
+of its argument.
 
 Worker processes import this module: it loads no JAX.
 """

@@ -94,15 +94,13 @@ def started(
     """What the judge says, one after the other; its processes end with the block.
 
     Args:
-      task: goes to the judge's standard input as JSON, with a nonce that begins each of
-        its messages; the first is `ready`.
+      task: goes to the judge as JSON, with a nonce that begins each of its messages.
       code, judge: modules whose `main` runs.
       way: one of `ways.WAYS`, for the process of `code`.
       limits: seconds; memory, file_size and disk in MiB.
 
     Yields:
-      What it says, without the nonce; "" if it will say no more, "over: why" when the
-      time is over or the disk is full.
+      What it says behind the nonce; "" if no more, "over: why" beyond a limit.
 
     Raises:
       NotStarted: a process did not start.
