@@ -7,7 +7,7 @@ tests run here and in the package of an earlier commit, which `git archive` brin
 the repository, turn by turn. Measured: CPU seconds of a program's two processes, start
 included, the least of all rounds. Exit status 1 where a ratio is above `--most`.
 
-Expect ratios of 0.4 to 1.1 in two minutes.
+Expect ratios of 0.3 to 1.1 in two minutes.
 """
 
 from __future__ import annotations
