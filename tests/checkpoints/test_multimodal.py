@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_jax import decoder, hf
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.families import registry
 
 # {checkpoint: the language model's name, architecture, and what is left out}
 CHECKPOINTS = {
@@ -124,6 +125,36 @@ def test_options_beside_the_language_models_go_before_its_own(tmp_path):
     untied = edited(tmp_path, "qwen3_5_multimodal", drop=["tie_word_embeddings"])
     with pytest.raises(InputError, match=r"missing: lm_head\.weight"):
         hf.load(untied)
+
+
+def test_the_options_of_published_checkpoints(tmp_path):
+    """Gemma 3 4B's config.json names few, and Qwen 3.5's three axes of positions."""
+    gemma = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    assert hf.model_config(tmp_path) == registry.KNOWN["gemma-3-4b"]
+    assert hf.stored_dtype(tmp_path) == "bfloat16"
+    assert hf.stop_ids(tmp_path) == (1, 106)
+    shutil.rmtree(tmp_path)
+    rope = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    config = json.loads((FIXTURES / "qwen3_5_multimodal/config.json").read_text())
+    text = config["text_config"]
+    text["rope_parameters"] |= rope
+    folder = edited(tmp_path, "qwen3_5_multimodal", text_config=text)
+    assert hf.model_config(folder) == hf.model_config(FIXTURES / "qwen3_5_multimodal")
 
 
 @pytest.mark.parametrize(
