@@ -16,16 +16,31 @@ from rlhf_jax.models.experts.dispatch import mixed
 from rlhf_jax.planning import compiled, cost
 
 LAYERS, EXPERTS, PER_TOKEN, WIDTH, INNER = 3, 32, 2, 1024, 512
-TOKENS = 4, 2048  # of a decoded token, of an update
+ROWS, TOKENS = 4, 2048  # of a decoded token, of an update
 
 
-def layers(weights, x, chosen, shares):
-    def layer(x, weights):
-        y = mixed(x, chosen, shares, weights=weights, gate=lambda up, gate: up * gate)
-        return x + y, None
+def layer(x, weights, chosen, shares):
+    y = mixed(x, chosen, shares, weights=weights, gate=lambda up, gate: up * gate)
+    return x + y
 
-    x, _ = jax.lax.scan(jax.checkpoint(layer), x, weights)
-    return x.astype(jnp.float32).sum()
+
+def decoded(layers, x, chosen, shares):
+    """Of layers that are taken apart, as a sampler has them."""
+    for weights in layers:
+        x = layer(x, weights, chosen, shares)
+    return x
+
+
+def trained(stacked, x, chosen, shares):
+    """The gradient of all of them, rematerialised in a scan."""
+
+    def total(stacked):
+        def body(x, weights):
+            return layer(x, weights, chosen, shares), None
+
+        return jax.lax.scan(jax.checkpoint(body), x, stacked)[0].sum(dtype=jnp.float32)
+
+    return jax.grad(total)(stacked)
 
 
 def main():
@@ -35,26 +50,32 @@ def main():
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
 
-    inward = {"kernel": shape(LAYERS, EXPERTS, WIDTH, INNER)}
-    outward = {"kernel": shape(LAYERS, EXPERTS, INNER, WIDTH)}
-    weights = {"up": inward, "gate": inward, "down": outward}
+    def weights(*layers):
+        inward = {"kernel": shape(*layers, EXPERTS, WIDTH, INNER)}
+        outward = {"kernel": shape(*layers, EXPERTS, INNER, WIDTH)}
+        return {"up": inward, "gate": inward, "down": outward}
+
+    programs = {
+        "decoded": (decoded, [weights()] * LAYERS, ROWS),
+        "trained": (trained, weights(LAYERS), TOKENS),
+    }
     found = {}
-    for tokens in TOKENS:
-        args = (
-            weights,
+    for name, (function, params, tokens) in programs.items():
+        done = compiled.program(
+            function,
+            params,
             shape(tokens, WIDTH),
             shape(tokens, PER_TOKEN, dtype=jnp.int32),
             shape(tokens, PER_TOKEN, dtype=jnp.float32),
+            device=device,
         )
-        for name, function in (("forward", layers), ("gradient", jax.grad(layers))):
-            done = compiled.program(function, *args, device=device)
-            work = cost.cost(done.as_text())
-            found[f"{name} of {tokens}"] = {
-                "flops": work.flops,
-                "bytes": work.bytes,
-                "unknown_loops": work.unknown_loops,
-                "temporary": done.memory_analysis().temp_size_in_bytes,
-            }
+        work = cost.cost(done.as_text())
+        found[name] = {
+            "flops": work.flops,
+            "bytes": work.bytes,
+            "unknown_loops": work.unknown_loops,
+            "temporary": done.memory_analysis().temp_size_in_bytes,
+        }
     print(json.dumps(found))
 
 

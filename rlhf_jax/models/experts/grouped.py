@@ -9,7 +9,8 @@ so that a CPU runs a loop of its own over blocks of rows instead:
     blocks of 2       [0 0] [0 ·] [1 ·] [3 3]
 
 Each block meets one matrix, and no more blocks are visited than hold a row. On TPUs the
-gradient of w is such a loop too, as XLA expands the transpose of `ragged_dot`.
+gradient of w is such a loop too, as XLA expands the transpose of `ragged_dot`. NVIDIA's
+GPUs have kernels of ours (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from rlhf_jax.models.experts import kernels
 
 Array = jax.Array
 # Rows of a block: the largest that an even share of the rows fills, so that little of a
@@ -86,7 +89,10 @@ def grouped_product(
     def ragged(x: Array, w: Array, sizes: Array) -> Array:
         return _ragged(x, w, sizes, load)
 
-    return jax.lax.platform_dependent(x, w, sizes, cpu=blocks, default=ragged)
+    def own(x: Array, w: Array, sizes: Array) -> Array:
+        return _kernel(x, w, sizes, load)
+
+    return jax.lax.platform_dependent(x, w, sizes, cpu=blocks, cuda=own, default=ragged)
 
 
 def _block_size(rows: int, groups: int, *, blocks: tuple[int, ...] = BLOCKS) -> int:
@@ -170,6 +176,53 @@ def _dot(x: Array, w: Array, sizes: Array, *, load: Load) -> Array:
         return jax.lax.ragged_dot(x, w, sizes)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _visited_by_kernel(
+    x: Array, w: Array, sizes: Array, load: Load, transposed: bool
+) -> Array:
+    block = _block_size(load.rows, w.shape[0], blocks=kernels.BLOCKS)
+    group, start, end, count = _plan(sizes, rows=x.shape[0], block=block)
+    number = jnp.arange(group.shape[0], dtype=jnp.int32)
+    end = jnp.where(number < count, end, 0)
+    with jax.named_scope(load.scope):
+        return kernels.product(
+            *(x, w, group, start, end), block=block, transposed=transposed
+        )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _of_weights_by_kernel(x: Array, gradient: Array, sizes: Array, load: Load) -> Array:
+    end = jnp.cumsum(sizes, dtype=jnp.int32)
+    with jax.named_scope(load.scope):
+        return kernels.of_weights(x, gradient, end - sizes, end)
+
+
+# Both are linear in either of two arrays.
+@_visited_by_kernel.defjvp
+def _visited_by_kernel_jvp(
+    load: Load, transposed: bool, at: Any, along: Any
+) -> tuple[Array, Array]:
+    (x, w, sizes), (dx, dw, _) = at, along
+    run = functools.partial(_visited_by_kernel, load=load, transposed=transposed)
+    return run(x, w, sizes), run(dx, w, sizes) + run(x, dw, sizes)
+
+
+@_of_weights_by_kernel.defjvp
+def _of_weights_by_kernel_jvp(load: Load, at: Any, along: Any) -> tuple[Array, Array]:
+    (x, gradient, sizes), (dx, dgradient, _) = at, along
+    run = functools.partial(_of_weights_by_kernel, load=load)
+    moved = run(dx, gradient, sizes) + run(x, dgradient, sizes)
+    return run(x, gradient, sizes), moved
+
+
+def _kernel_backward(
+    load: Load, residuals: Any, gradient: Array
+) -> tuple[Array, Array, None]:
+    x, w, sizes = residuals
+    of_x = _visited_by_kernel(gradient, w, sizes, load, True)
+    return of_x, _of_weights_by_kernel(x, gradient, sizes, load), None
+
+
 def _blocked_backward(
     load: Load, residuals: Any, gradient: Array
 ) -> tuple[Array, Array, None]:
@@ -198,6 +251,18 @@ def _ragged(x: Array, w: Array, sizes: Array, load: Load) -> Array:
     return _dot(x, w, sizes, load=load)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _kernel(x: Array, w: Array, sizes: Array, load: Load) -> Array:
+    return _visited_by_kernel(x, w, sizes, load, False)
+
+
+_kernel.defvjp(
+    lambda x, w, sizes, load: (
+        _visited_by_kernel(x, w, sizes, load, False),
+        (x, w, sizes),
+    ),
+    _kernel_backward,
+)
 _blocked.defvjp(
     lambda x, w, sizes, load: (_visited(x, w, sizes, load=load), (x, w, sizes)),
     _blocked_backward,
