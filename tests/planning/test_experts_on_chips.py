@@ -47,5 +47,5 @@ def test_a_decoded_token_reads_the_experts_that_its_rows_meet(found):
 
 def test_no_rows_are_repeated_for_every_expert(found):
     """As XLA does for a GPU that has no kernel of ours."""
-    repeated = experts.EXPERTS * experts.TOKENS * experts.PER_TOKEN * experts.INNER
+    repeated = experts.EXPERTS * experts.TOKENS * experts.PER_TOKEN * experts.WIDTH
     assert found["trained"]["temporary"] < 2 * repeated

@@ -15,7 +15,8 @@ from jax.sharding import SingleDeviceSharding
 from rlhf_jax.models.experts.dispatch import mixed
 from rlhf_jax.planning import compiled, cost
 
-LAYERS, EXPERTS, PER_TOKEN, WIDTH, INNER = 3, 32, 2, 1024, 512
+# A layer's experts are more than a TPU's on-chip memory takes, and so stay where they are.
+LAYERS, EXPERTS, PER_TOKEN, WIDTH, INNER = 2, 128, 2, 1024, 512
 ROWS, TOKENS = 4, 2048  # of a decoded token, of an update
 
 

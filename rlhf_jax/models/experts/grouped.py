@@ -55,7 +55,8 @@ class Load(NamedTuple):
 
     def turns(self, block: int) -> int:
         """Blocks that hold a row where load is even."""
-        return math.ceil(self.groups * math.ceil(self.rows / self.groups / block))
+        own = round(self.rows / self.groups, 3)  # 128 of 7.9999999999 are 16
+        return math.ceil(self.groups * math.ceil(own / block))
 
 
 def grouped_product(

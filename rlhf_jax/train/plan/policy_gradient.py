@@ -138,6 +138,9 @@ def programs(
     mesh = config.placement.sampler.mesh
     apart = mesh is not None or policy is not train.policy
     turns, repeats = turns_of(config, recipe=sampler, texts=texts)
+    least, of_experts = _read_bytes(
+        config, sampler, prompt=texts.prompt, turns=turns, repeats=repeats
+    )
     of_step = [
         Program(
             name="sampling",
@@ -153,9 +156,8 @@ def programs(
             ),
             trips=turns,
             repeats=repeats,
-            **_read_bytes(
-                config, sampler, prompt=texts.prompt, turns=turns, repeats=repeats
-            ),
+            least_bytes=least,
+            expert_bytes=of_experts,
             mesh=mesh,
             resharded=() if mesh is None else (0,),
         )
@@ -304,7 +306,7 @@ def _read_bytes(
     prompt: int,
     turns: tuple[int, ...],
     repeats: int,
-) -> dict[str, float]:
+) -> tuple[float, float]:
     """`least_bytes` and `expert_bytes` of all tokens after the first, by hand."""
     first, *others = turns
     number = first * repeats + sum(others)
@@ -328,7 +330,7 @@ def _read_bytes(
     )
     experts = decoding.expert_numbers(model, rows=-(-rows // copies))
     experts *= itemsize * copies / mesh.size
-    return {"least_bytes": number * least, "expert_bytes": number * experts}
+    return number * least, number * experts
 
 
 def _training(
