@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from rlhf_jax.models.experts.dispatch import mixed
 from rlhf_jax.planning import compiled, cost
 
-# A layer's experts are more than a TPU's on-chip memory takes, and so stay where they are.
+# A layer's experts are more than a TPU's on-chip memory takes.
 LAYERS, EXPERTS, PER_TOKEN, WIDTH, INNER = 2, 128, 2, 1024, 512
 ROWS, TOKENS = 4, 2048  # of a decoded token, of an update
 
