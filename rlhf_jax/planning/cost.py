@@ -219,6 +219,11 @@ class _Walker:
         operand_bytes = sum(
             leaf.size for name in line.operands for leaf in lines[name].result
         )
+        if kind == "ragged-all-to-all":
+            # Of the rows that there is room for those that are expected to be sent.
+            sent, load = line.result[0], grouped.Load.of_scope(line.rest)
+            share = 1.0 if load is None else load.rows / sent.shape[0]
+            operand_bytes = int(min(1.0, share) * sent.size)
         if far is not None:
             kind, devices, nodes = far
         else:

@@ -12,6 +12,7 @@ from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import config
 from rlhf_jax.models.attention import blockwise, blockwise_passes, ring_passes
+from rlhf_jax.models.experts import grouped
 from rlhf_jax.models.positions import AttentionMask
 from rlhf_jax.planning import cost, workload
 from rlhf_jax.planning.hlo import exchanges
@@ -224,6 +225,25 @@ def test_what_leaves_a_node():
     alone = Collective("all-gather", 80, 8, 8)
     assert alone.across == alone.sent == 70
     assert Collective("all-gather", 80, 8, 1).across == 0
+
+
+RAGGED = """
+ENTRY %main (p: bf16[64,128], q: bf16[512,128], i: s32[8]) -> bf16[512,128] {
+  %p = bf16[64,128]{1,0} parameter(0)
+  %q = bf16[512,128]{1,0} parameter(1)
+  %i = s32[8]{0} parameter(2)
+  ROOT %r = bf16[512,128]{1,0} ragged-all-to-all(%p, %q, %i, %i, %i, %i), channel_id=1, replica_groups=[1,8]<=[8], metadata={op_name="jit(f)/SCOPE/ragged_all_to_all"}
+}
+"""  # noqa: E501
+
+
+def test_rows_that_are_sent_to_their_experts_and_not_the_room_for_them():
+    rows = grouped.Load(64, 7.5).scope
+    exchanged = cost.cost(RAGGED.replace("SCOPE", rows)).collectives
+    assert exchanged == {Collective("ragged-all-to-all", 2 * 64 * 128, 8): 1}
+    # Without what is expected, all that there is room for.
+    exchanged = cost.cost(RAGGED).collectives
+    assert exchanged == {Collective("ragged-all-to-all", 2 * 512 * 128, 8): 1}
 
 
 TWO_NODES = """
