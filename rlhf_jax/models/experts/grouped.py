@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.experts import kernels
-
 Array = jax.Array
 # Rows of a block: the largest that an even share of the rows fills, so that little of a
 # block stands empty.
@@ -181,6 +179,9 @@ def _dot(x: Array, w: Array, sizes: Array, *, load: Load) -> Array:
 def _visited_by_kernel(
     x: Array, w: Array, sizes: Array, load: Load, transposed: bool
 ) -> Array:
+    # Here and below: dense models need no Pallas.
+    from rlhf_jax.models.experts import kernels
+
     block = _block_size(load.rows, w.shape[0], blocks=kernels.BLOCKS)
     group, start, end, count = _plan(sizes, rows=x.shape[0], block=block)
     number = jnp.arange(group.shape[0], dtype=jnp.int32)
@@ -193,6 +194,8 @@ def _visited_by_kernel(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _of_weights_by_kernel(x: Array, gradient: Array, sizes: Array, load: Load) -> Array:
+    from rlhf_jax.models.experts import kernels
+
     end = jnp.cumsum(sizes, dtype=jnp.int32)
     with jax.named_scope(load.scope):
         return kernels.of_weights(x, gradient, end - sizes, end)
