@@ -43,7 +43,7 @@ class Load(NamedTuple):
     @property
     def scope(self) -> str:
         """Under which products stand in a program (`jax.named_scope`)."""
-        return f"rows_{self.rows}_of_{self.groups:.2f}_groups"
+        return f"rows_{self.rows}_of_{self.groups:.4f}_groups"
 
     @classmethod
     def of_scope(cls, text: str) -> Load | None:
