@@ -212,10 +212,11 @@ class _Walker:
         if far is None and kind not in exchanges.COLLECTIVES:
             return
         channel = re.search(r"channel_id=(\d+)", line.rest)
-        if channel is not None:
-            if channel[1] in channels:
+        # Those between experts, there and back, have one channel, and no pieces.
+        if channel is not None and kind != "ragged-all-to-all":
+            if f"{kind} {channel[1]}" in channels:
                 return
-            channels.add(channel[1])
+            channels.add(f"{kind} {channel[1]}")
         operand_bytes = sum(
             leaf.size for name in line.operands for leaf in lines[name].result
         )

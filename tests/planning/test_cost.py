@@ -232,7 +232,9 @@ ENTRY %main (p: bf16[64,128], q: bf16[512,128], i: s32[8]) -> bf16[512,128] {
   %p = bf16[64,128]{1,0} parameter(0)
   %q = bf16[512,128]{1,0} parameter(1)
   %i = s32[8]{0} parameter(2)
-  ROOT %r = bf16[512,128]{1,0} ragged-all-to-all(%p, %q, %i, %i, %i, %i), channel_id=1, replica_groups=[1,8]<=[8], metadata={op_name="jit(f)/SCOPE/ragged_all_to_all"}
+  %c = s32[8]{0} all-to-all(%i), channel_id=1, replica_groups=[1,8]<=[8]
+  %r = bf16[512,128]{1,0} ragged-all-to-all(%p, %q, %i, %i, %i, %c), channel_id=1, replica_groups=[1,8]<=[8], metadata={op_name="jit(f)/SCOPE/ragged_all_to_all"}
+  ROOT %b = bf16[512,128]{1,0} ragged-all-to-all(%r, %q, %i, %c, %i, %i), channel_id=1, replica_groups=[1,8]<=[8], metadata={op_name="jit(f)/SCOPE/ragged_all_to_all"}
 }
 """  # noqa: E501
 
@@ -240,10 +242,13 @@ ENTRY %main (p: bf16[64,128], q: bf16[512,128], i: s32[8]) -> bf16[512,128] {
 def test_rows_that_are_sent_to_their_experts_and_not_the_room_for_them():
     rows = grouped.Load(64, 7.5).scope
     exchanged = cost.cost(RAGGED.replace("SCOPE", rows)).collectives
-    assert exchanged == {Collective("ragged-all-to-all", 2 * 64 * 128, 8): 1}
+    counts = {Collective("all-to-all", 4 * 8, 8): 1}
+    there = Collective("ragged-all-to-all", 2 * 64 * 128, 8)
+    assert exchanged == {there: 2, **counts}  # and back
     # Without what is expected, all that there is room for.
     exchanged = cost.cost(RAGGED).collectives
-    assert exchanged == {Collective("ragged-all-to-all", 2 * 512 * 128, 8): 1}
+    room = Collective("ragged-all-to-all", 2 * 512 * 128, 8)
+    assert exchanged == {room: 2, **counts}
 
 
 TWO_NODES = """
