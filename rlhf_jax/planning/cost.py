@@ -220,15 +220,15 @@ class _Walker:
         operand_bytes = sum(
             leaf.size for name in line.operands for leaf in lines[name].result
         )
-        if kind == "ragged-all-to-all":
-            # Of the rows that there is room for those that are expected to be sent.
-            sent, load = line.result[0], grouped.Load.of_scope(line.rest)
-            share = 1.0 if load is None else load.rows / sent.shape[0]
-            operand_bytes = int(min(1.0, share) * sent.size)
         if far is not None:
             kind, devices, nodes = far
         else:
             devices, nodes = self._group(line)
+        if kind == "ragged-all-to-all":
+            # A device has room for all rows of all of them (`experts/dispatch.py`), of
+            # which it sends and receives its share.
+            room = max(leaf.size for x in line.operands for leaf in lines[x].result)
+            operand_bytes = room // devices
         size = operand_bytes * devices if kind == "all-gather" else operand_bytes
         if devices > 1:
             total.collectives[Collective(kind, size, devices, nodes)] += 1

@@ -133,8 +133,7 @@ def _of_device(
     if expert is None:
         rows = compute(rows, group, sizes)
     else:
-        with jax.named_scope(load.scope):
-            rows = _exchanged(rows, group, sizes, compute=compute, axis=expert)
+        rows = _exchanged(rows, group, sizes, compute=compute, axis=expert)
     rows = rows[jnp.argsort(order)].reshape(*chosen.shape, -1).astype(jnp.float32)
     return (rows * shares[..., None]).sum(axis=1).astype(x.dtype)
 
