@@ -110,14 +110,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                     f"{name}: expected a mixture of experts, got a dense "
                     f"{self.model.family}; leave {name} out"
                 )
-        if replay is None or replay.source != "sampler":
-            return
-        if self.continuous_batching is not None:
-            raise InputError(
-                "routing_replay: expected a sampler that records the experts it "
-                "chose, got continuous batching, which does not; leave it out, or "
-                "choose old"
-            )
 
     def _check_stops(self) -> None:
         """Raises InputError for an option about stop tokens that can never act."""

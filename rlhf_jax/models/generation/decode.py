@@ -133,11 +133,10 @@ def generate(
         without it or below what one row may take.
     """
     draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
-    if record_experts and (model.experts is None or continuous_batching is not None):
-        dense = "a dense model" if model.experts is None else "continuous batching"
+    if record_experts and model.experts is None:
         raise InputError(
-            f"record_experts: expected a mixture of experts that decodes every row at "
-            f"once, got {dense}; leave the record out, or continuous_batching"
+            f"record_experts: expected a mixture of experts, got a dense "
+            f"{model.family}; leave the record out"
         )
     if continuous_batching is not None:
         # Its places and pages are loaded by the runs that choose them.
@@ -162,6 +161,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             draw=draw,
             group_size=group_size,
+            record_experts=record_experts,
         )
         return _after(responses, tokens=tokens, mask=mask)
     if model.cache_pages is not None:
@@ -347,6 +347,7 @@ def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:
         response_mask=jnp.pad(drawn, room),
         logprobs=jnp.pad(responses.logprobs, room),
         entropy=jnp.pad(responses.entropy, room),
+        experts=responses.experts,
     )
 
 
