@@ -328,6 +328,7 @@ def make_experience(
             # follow.
             sampled=jax.tree.map(experience.laid_out, sampled),
             experts=rollout.experts,
+            top_k=rollout.top_k,
         ),
         rollout=rollout,
         step=state.step,
