@@ -107,6 +107,9 @@ class ReferenceOutput:
     logprobs: Float32[Array, "B S"]  # nats, 0 outside the response
     # After the final norm, in the compute dtype; None where nothing reads them.
     hidden: Float[Array, "B S D"] | None = None
+    # Responses that a self-teacher read a demonstration for; the others are not trained
+    # on. None: all are.
+    taught: Bool[Array, " B"] | None = None
 
 
 @flax.struct.dataclass

@@ -111,8 +111,8 @@ def know(case: Case, rewards: Array) -> Known:
         rewards,
         ref_logprobs,
         *(jnp.asarray(array, jnp.float32) for array in (met, earned, same, ahead)),
-        jnp.asarray(top),
-        jnp.asarray((beside / same).reshape(mask.size, -1), jnp.float32),
+        top=jnp.asarray(top),
+        beside=jnp.asarray((beside / same).reshape(mask.size, -1), jnp.float32),
     )
 
 

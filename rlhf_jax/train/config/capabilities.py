@@ -164,7 +164,8 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         "--token-choice top_entropy": isinstance(c.method.token_choice, TopEntropy),
     },
     "how prompts are written": lambda c: {
-        str(c.data.writing_option): c.data.writing_option is not None
+        str(c.data.writing_option): c.data.writing_option is not None,
+        "--success-score": c.success_score is not None,
     },
     "environment": lambda c: {"--environment": c.sampler.environment is not None},
     "decoder options": lambda c: {
