@@ -343,7 +343,7 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
         )
 
     def given(number: int, rollout: Any) -> Array:
-        return teacher_states(
+        hidden = teacher_states(
             teacher,
             rollout=rollout,
             model=model,
@@ -351,6 +351,8 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
             temperature=1.0,
             prompts=behind(number),
         ).hidden
+        assert hidden is not None  # as there is a head
+        return hidden
 
     rollout = enumerable.every_response(
         student, model=model, temperature=1.0, stop_ids=stops

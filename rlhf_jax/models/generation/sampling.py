@@ -296,6 +296,8 @@ class Draw:
         top_k = None
         if self.top_k is not None:
             likely = logprobs.log_softmax(drawn_from, temperature=self.temperature)
+            if predicted is not None:
+                likely = jnp.where(predicted[:, None], likely, -jnp.inf)
             values, tokens = jax.lax.top_k(likely, self.top_k)
             top_k = TopK(*map(axes.rows_apart, (tokens, values)))
         return Drawn(token, logprob, entropy, stops, top_k=top_k)

@@ -7,8 +7,8 @@ is shown   1   3   1   1        the first success that is another
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Rollout
@@ -89,14 +89,14 @@ class Reprompt:
         read = [
             row[own].tolist() for row, own in zip(tokens, mask & before, strict=True)
         ]
-        fits = np.zeros(len(tokens), bool)
+        fits: Any = np.zeros(len(tokens), bool)  # what becomes a jax.Array
         for row, prompt in zip(taught, encoded, strict=True):
             if len(prompt) <= self._width:
                 read[row], fits[row] = prompt, True
         padded = batches.pad(
             read, width=self._width, pad_id=self._start.pad_id, left=True
         )
-        return TeacherPrompts(*padded, taught=jnp.asarray(fits))
+        return TeacherPrompts(*padded, taught=fits)
 
     def _encoded(self, pairs: Sequence[tuple[int, str]]) -> Sequence[Tokens]:
         """The prompts of rows, each with a demonstration."""
