@@ -1,5 +1,6 @@
 """`rlhf-jax distill`: resumed to the bit, its teacher anywhere, bad input refused."""
 
+import dataclasses
 import json
 import signal
 import sys
@@ -248,12 +249,14 @@ def score(prompts, responses, rows):
 def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path):
     """It is its own teacher, and does not read its reward but for demonstrations."""
     (files / "passing.py").write_text(PASSING)
+    wide = dataclasses.replace(toy_files.MODEL, max_positions=48)
+    toy_files.checkpoint(files / "wide", model=wide)
     rows = {}
     for name, score in (("some", 1), ("none", 2)):
         distill.command(
             [
                 *("--preset=sdpo", f"--out={tmp_path / name}"),
-                *(f"--model={files / 'student'}", "--reward=passing:score"),
+                *(f"--model={files / 'wide'}", "--reward=passing:score"),
                 *(f"--prompts={files / 'prompts.jsonl'}", *BASICS),
                 *("--num-steps=2", "--kl-coef=1", "--group-size=4", "--top-k=5"),
                 f"--success-score={score}",
@@ -263,7 +266,7 @@ def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path):
     for row in rows["some"]:
         assert 0 < row["response/taught"] <= 1
         assert 0 < row["objective/scores"] < 1  # of all responses
-        assert row["loss/divergence"] > 1e-4
+        assert row["loss/divergence"] > 1e-6
         assert row["policy/grad_norm"] > 0
         assert "loss/policy" not in row
     for row in rows["none"]:

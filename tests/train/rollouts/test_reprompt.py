@@ -107,7 +107,7 @@ def test_a_batch_has_one_width_and_what_is_wider_is_not_taught():
     for scores in ([0.0] * 4, [1.0] * 4):
         prompts = made()(rollout(), Scores(jnp.asarray(scores), {}))
         assert prompts.tokens.shape == (4, longest + NEW)
-    # Room for three tokens of a demonstration, by the context.
+    # Of the two prompts one leaves room for one token of a demonstration, one for two.
     small = START._replace(
         model=toy_files.config.gpt2(
             vocab_size=toy_files.MODEL.vocab_size,
@@ -118,6 +118,6 @@ def test_a_batch_has_one_width_and_what_is_wider_is_not_taught():
         )
     )
     _, taught = read([1.0] * 4, start=small)
-    assert taught == [True, False, True, True]  # row 1 would read two tokens
+    assert taught == [True, False, False, True]  # row 1 would read two, row 2 three
     with pytest.raises(InputError, match="--success-score: expected room for a"):
         made(start=small, max_new_tokens=NEW + 1)
