@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused():
             {"cap": 2.0, "floor": 1.5},
             "floor: expected a number above 0 and of at most 1",
         ),
-        ({"floor": 0.5}, "floor: expected a cap beside it"),
+        ({"floor": 0.5}, "floor: expected none without a cap"),
     ):
         with pytest.raises(InputError, match=message):
             differentiated(**options)

@@ -156,14 +156,14 @@ class Centred:
 
     def __post_init__(self) -> None:
         checks.positive(top_k=self.top_k)
-        checks.within(least=1, advice="choose 2", cap=self.cap)
-        checks.within(above=0, most=1, advice="choose 0.5", floor=self.floor)
         if self.cap is None:
             expect_none(
-                "without a cap",
-                advice="give a cap too, or leave it out",
-                floor=self.floor,
+                "without a cap", advice="give both, or neither", floor=self.floor
             )
+            return
+        from rlhf_jax.functional.off_policy import importance
+
+        importance.check_bounds("token_mask", cap=self.cap, floor=self.floor)
 
     @property
     def loss(self) -> Loss:

@@ -1,8 +1,6 @@
 """Score centring: a policy gradient without the drift towards its sampler.
 
-At a prefix that μ samples at, the gradient of a likelihood weighted by A is
-
-    E_μ[A ∇log π] = E_μ[A]·E_μ[∇log π] + Cov_μ(A, ∇log π)
+    E_μ[A ∇log π] = E_μ[A]·E_μ[∇log π] + Cov_μ(A, ∇log π)      at a prefix
 
 The first term pulls π to μ wherever E_μ[A] is not 0, and is 0 where π = μ alone. Here
 E_μ[∇log π] is subtracted from every token's score, so that the covariance is left.
@@ -18,6 +16,8 @@ from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked, surrogates
 from rlhf_jax.functional.aggregation import Mean, aggregate
+from rlhf_jax.functional.errors import expect_none
+from rlhf_jax.functional.off_policy.importance import check_bounds
 
 Array = jax.Array
 Scalar = checks.Scalar
@@ -63,30 +63,24 @@ def centred_loss(
 
     Source: Marek and Ryabinin 2026, arXiv:2609.20807, eq. 5 and 9 to 14.
 
-    >>> old = jnp.log(jnp.array([[[0.75, 0.25]]]))  # μ; π is 0.5, 0.5
-    >>> one = {"advantages": jnp.ones((1, 1)), "mask": jnp.ones((1, 1), bool)}
-    >>> one |= {"old_top_logprobs": old}
-    >>> def loss(z, drawn):
-    ...     own = jax.nn.log_softmax(z)[None, None]
-    ...     pair = {"logprobs": own[..., drawn], "old_logprobs": old[..., drawn]}
-    ...     return centred_loss(top_logprobs=own, **pair, **one)[0]
-    >>> slopes = [jax.grad(loss)(jnp.zeros(2), drawn) for drawn in (0, 1)]
-    >>> print(slopes[0])
+    >>> old = jnp.log(jnp.array([[[0.75, 0.25]]]))  # μ; the policy has a half each
+    >>> arrays = {"advantages": jnp.ones((1, 1)), "mask": jnp.ones((1, 1), bool)}
+    >>> arrays |= {"old_logprobs": old[..., 0], "old_top_logprobs": old}
+    >>> def loss(z):
+    ...     now = jax.nn.log_softmax(z)[None, None]
+    ...     return centred_loss(logprobs=now[..., 0], top_logprobs=now, **arrays)[0]
+    >>> print(jax.grad(loss)(jnp.zeros(2)))  # μ - e_0, where a likelihood has π - e_0
     [-0.25  0.25]
-    >>> print(0.75 * slopes[0] + 0.25 * slopes[1])  # their mean under μ
-    [0. 0.]
     """
     log_ratio, advantages = surrogates.masked_inputs(
         logprobs, old_logprobs, advantages, mask
     )
     checks.shape((*mask.shape, None), top_logprobs=top_logprobs)
     checks.shape(top_logprobs.shape, old_top_logprobs=old_top_logprobs)
-    checks.within(least=1, advice="a ratio starts at 1: raise it", cap=cap)
-    checks.within(above=0, most=1, advice="a ratio starts at 1: lower it", floor=floor)
-    if floor is not None and cap is None:
-        raise checks.InputError(
-            f"floor: expected a cap beside it, got {floor} alone; give both, or neither"
-        )
+    if cap is None:
+        expect_none("without a cap", advice="give both, or neither", floor=floor)
+    else:
+        check_bounds("token_mask", cap=cap, floor=floor)
     weight, beyond = _weight(jax.lax.stop_gradient(log_ratio), cap, floor)
     # Of fewer possible tokens than k the others have no probability.
     inside = mask[..., None] & (old_top_logprobs > -jnp.inf)

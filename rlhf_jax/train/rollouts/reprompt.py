@@ -29,10 +29,7 @@ AFTER = "\n\n\n\nCorrectly solve the original question.\n"
 
 
 class Reprompt:
-    """Writes a batch's prompts with their demonstrations, and encodes them.
-
-    Source: Hübotter et al. 2026, arXiv:2601.20802, the template of the self-teacher.
-    """
+    """Writes and encodes prompts with demonstrations, by the template of 2601.20802."""
 
     def __init__(
         self,
@@ -56,21 +53,17 @@ class Reprompt:
         longest, room = max(map(len, bare)), start.model.max_positions - max_new_tokens
         if longest >= room:
             raise InputError(
-                f"--success-score: expected room for a demonstration in a context of "
-                f"{start.model.max_positions}, got a prompt of {longest} tokens with "
-                f"an empty one, and --max-new-tokens {max_new_tokens}; lower it, drop "
-                f"long prompts"
+                f"--success-score: expected prompts of less than {room} tokens with an "
+                f"empty demonstration, got one of {longest}; lower --max-new-tokens, "
+                f"or drop long prompts"
             )
         self._width = min(longest + max_new_tokens, room)  # of every batch: one program
 
     def __call__(self, shown: Rollout, scores: Scores) -> TeacherPrompts:
-        """What the teacher reads of each response.
+        """What the teacher reads for each response that the reward saw.
 
-        A response is not taught where no other of its group succeeded, or where prompt
-        and demonstration are longer than any batch is wide; its own prompt is there.
-
-        Args:
-          shown: what the reward saw.
+        It reads the prompt alone, and does not teach, where no other of the group
+        succeeded, or where prompt and demonstration exceed the width.
         """
         tokens, mask, response_mask, index = processes.whole(
             (shown.tokens, shown.mask, shown.response_mask, shown.index)

@@ -119,5 +119,5 @@ def test_a_batch_has_one_width_and_what_is_wider_is_not_taught():
     )
     _, taught = read([1.0] * 4, start=small)
     assert taught == [True, False, False, True]  # row 1 would read two, row 2 three
-    with pytest.raises(InputError, match="--success-score: expected room for a"):
+    with pytest.raises(InputError, match="--success-score: expected prompts of less"):
         made(start=small, max_new_tokens=NEW + 1)
