@@ -73,6 +73,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         checks.positive(max_new_tokens=self.max_new_tokens)
         self._check_stops()
         self.check_top_k(**{"penalty.top_k": self.penalty.top_k})
+        self.check_top_k(**{"top_k of surrogate": self.recorded_top_k})
         self._check_experts()
         if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
             raise InputError(
@@ -192,6 +193,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 self.routing_replay is not None
                 and self.routing_replay.source == "sampler"
             ),
+            record_top_k=self.recorded_top_k,
         )
 
     def minibatch_loss(
