@@ -106,16 +106,14 @@ class Loop(NamedTuple):
 
     def draw_there(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, Early]:
-        """Responses on the sampler's devices, which nobody has begun to score."""
-        assert isinstance(self.sampler, Sampler)
+    ) -> tuple[Any, Early]:
+        """Responses as the sampler has them, which nobody has begun to score."""
         of_step: dict[str, Any] = {"prompts": prompts, "key": key, "version": version}
         return self.sampler.draw_there(policy, **of_step), {}
 
-    def arrive(self, rollout: Rollout) -> Drawn:
+    def arrive(self, drawn: Any) -> Drawn:
         """The same on the policy's devices, and the scores as `draw` begins them."""
-        assert isinstance(self.sampler, Sampler)
-        rollout = self.sampler.bring_home(rollout)
+        rollout = self.sampler.bring_home(drawn)
         return rollout, self.rewards.begin(self.shown(rollout))
 
     def shown(self, rollout: Rollout) -> Rollout:

@@ -286,7 +286,8 @@ def make_sampler(
         retries=retries,
         # Programs of two threads on several devices could wait for each other for
         # ever: the check of a server's hand-over runs on those of the policy.
-        threaded=isinstance(options, Process) or meshes.policy.devices.size == 1,
+        threaded=jax.process_count() == 1
+        and (isinstance(options, Process) or meshes.policy.devices.size == 1),
     )
 
 

@@ -275,13 +275,20 @@ OUTSIDE = (
 )
 
 
+BEHIND = ("--max-staleness=2", "--num-steps=5")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [
-        ((), MESH),
+        (BEHIND, MESH),
+        pytest.param((), MESH, marks=LONG),
         pytest.param(("--lora=2",), "--placement.policy=data=2,tensor=2", marks=LONG),
         pytest.param((), "--placement.policy=tensor=4", marks=LONG),
+        pytest.param(
+            ("--lora=2", *BEHIND), "--placement.policy=data=2,tensor=2", marks=LONG
+        ),
     ],
 )
 def test_the_first_process_has_the_sampler_of_all(files, options, mesh, tmp_path):
@@ -289,39 +296,36 @@ def test_the_first_process_has_the_sampler_of_all(files, options, mesh, tmp_path
     run("grpo", files, two, *OUTSIDE, *options, mesh)
     alone("grpo", files, one, *OUTSIDE, *options)
     assert_same(two, one)
-    checks = [
-        row["policy/sampler_check"] for row in metrics.read(two / "metrics.jsonl")
-    ]
-    assert checks == [0.0] * 3
+    rows = metrics.read(two / "metrics.jsonl")
+    if options[-2:] == BEHIND:
+        assert [row["policy/staleness"] for row in rows] == [0, 1, 2, 2, 2]
+    else:
+        assert [row["policy/sampler_check"] for row in rows] == [0.0] * 3
 
 
 @pytest.mark.long
-def test_two_processes_ask_a_server_as_one_does(files, tmp_path):
+@pytest.mark.parametrize(("staleness", "versions"), [(0, 3), (1, 2)])
+def test_two_processes_ask_a_server_as_one_does(files, tmp_path, staleness, versions):
     toy, two, one = toy_server.Toy(), tmp_path / "two", tmp_path / "one"
     with toy_server.serving(toy) as url:
         argv = (*OUTSIDE[:-1], "--max-new-tokens=3", f"--sampler={url}")
+        argv += (f"--max-staleness={staleness}",)
         run("grpo", files, two, *argv, MESH)
         loads = len(toy.loads)
         alone("grpo", files, one, *argv)
-    assert loads == 3 == len(toy.loads) - loads  # once per version, by the first
+    assert loads == versions == len(toy.loads) - loads  # of each once, by the first
     assert_same(two, one)
 
 
 @pytest.mark.long
-def test_a_sampler_that_fails_ends_all_processes(files, tmp_path):
+@pytest.mark.parametrize("behind", [(), BEHIND])
+def test_a_sampler_that_fails_ends_all_processes(files, tmp_path, behind):
     """No process loads weights within a hundredth of a second."""
-    argv = (*OUTSIDE[:-1], "--sampler=process,timeout=0.01,tries=1", MESH)
+    argv = (*OUTSIDE[:-1], *behind, "--sampler=process,timeout=0.01,tries=1", MESH)
     outputs = run("grpo", files, tmp_path / "out", *argv, expected=1)
     for _, error in outputs:
         assert "the sampler's process: expected a hand-over to return" in error
         assert "Traceback" not in error
-
-
-@pytest.mark.slow
-def test_a_sampler_outside_of_several_processes_is_not_ahead(files, tmp_path):
-    ahead = ("grpo", files, tmp_path / "run", *OUTSIDE, "--max-staleness=1")
-    for _, error in run(*ahead, MESH, expected=2):
-        assert "--max-staleness: expected none with --sampler process" in error
 
 
 APART = {

@@ -31,15 +31,11 @@ FEW = 4  # exchanges of [B] for a token: of tokens drawn, of rows that have stop
 
 
 def cases():
-    """All of a GPU, of TPUs those that share parameters: a compile takes a minute."""
+    """Every chip, model, mesh and way to train; but for a few a compile is long."""
     quick = {(H100, "8B", "fsdp=8", None), (H100, "8B", "fsdp=4,tensor=2", LORA)}
-    on_gpu = itertools.product([H100], SIZES, MESHES, [None, LORA])
-    on_tpu = [
-        *itertools.product([V5E, V6E], ["8B"], ["fsdp=8"], [None, LORA]),
-        (V5E, "8B", "fsdp=4,tensor=2", None),
-        (V6E, "1.5B", "fsdp=8", None),
-    ]
-    for case in (*on_gpu, *on_tpu):
+    for case in itertools.product([H100, V5E, V6E], SIZES, MESHES, [None, LORA]):
+        if case == (V5E, "8B", "data=8", None):
+            continue  # its 23 GB of parameters, moments and gradients
         if case[0] == H100:
             missing, extra = gpu_targets.compiler() is None, "plan-cuda"
         else:
@@ -71,13 +67,13 @@ def floor(size, *, lora, data, tensor):
 
 
 def test_a_token_reads_weights_and_cache_once(compiled):
-    (topology, size, _, lora), found = compiled
+    (_, size, _, lora), found = compiled
     layout = found["layout"]
     tensor = TOGETHER[size] if f"tensor={TOGETHER[size]}" in layout else 1
     least = floor(size, lora=lora, data=8 // tensor, tensor=tensor)
     # A TPU keeps some of them on the chip from token to token.
-    kept = 0.05 if topology == H100 else 0.25
-    assert (1 - kept) * least < found["sampling"]["bytes"] < 1.2 * least
+    kept = found["sampling"]["kept"][-1]
+    assert 0.95 * least - kept < found["sampling"]["bytes"] < 1.2 * least
 
 
 def test_a_token_exchanges_what_its_layers_sum(compiled):

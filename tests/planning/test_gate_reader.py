@@ -48,6 +48,13 @@ def test_weights_are_what_a_loop_carries_unchanged():
     assert reader.constants(body) == {"w": 4 * 512 * 512}
 
 
+def test_what_a_loop_keeps_on_the_chip():
+    reader, body = read("")
+    assert reader.kept(body) == 0
+    on_chip = PROGRAM.replace("512,512]{{1,0}}", "512,512]{{1,0:T(8,128)S(1)}}")
+    assert gate.Reader(on_chip.format(line="")).kept(body) == 4 * 512 * 512
+
+
 def test_a_product_of_weights_is_no_waste():
     assert moved("") == []
 

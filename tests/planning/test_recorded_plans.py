@@ -94,6 +94,26 @@ def test_64_h100():
     assert dict(table("| 64 H100 |", README)) == expected
 
 
+def test_keys_that_are_passed_round():
+    columns = []
+    for chips in ("v5p-4x4x4", "h100-8x8"):
+        result = recorded(f"llama-3.1-8b-grpo-128k-ring-{chips}")
+        assert result["fits"]
+        assert (result["attention"], result["tokens"]) == ("ring", 16 * 131_072)
+        update = result["programs"][-1]
+        columns.append(
+            [
+                f"{result['peak']['total'] / GIB:.1f}",
+                f"{update['seconds']['bound']:.1f}; {update['mfu']:.0%}",
+                " / ".join(f"{part:.0%}" for part in result["shares"].values()),
+                f"{result['seconds']:.0f}; {result['tokens_per_second_per_chip']:.0f}",
+            ]
+        )
+    cells = table("| 8B, 128k, `ring` |", GRID)
+    rows_of_both = [list(row) for row in zip(*columns, strict=True)]
+    assert [cell[1:] for cell in cells] == rows_of_both
+
+
 def test_where_64_v5e_sample():
     seconds = []
     for name in ("", "-auto"):

@@ -79,6 +79,15 @@ class Reader:
             and line.whole >= SMALL
         }
 
+    def kept(self, body):
+        """Bytes that a loop carries on the chip, outside of its large memory."""
+        [carried] = (
+            line
+            for line in self.computations[body].values()
+            if line.opcode == "parameter"
+        )
+        return sum(leaf.size for leaf in carried.result if leaf.on_chip)
+
     def multiplies(self, line):
         """Whether an instruction is a product, or a fusion with one in it."""
         if line.opcode == "fusion":
@@ -241,6 +250,7 @@ def figures(config, options, names):
             result |= {
                 "loops": len(bodies),
                 "constants": [sum(reader.constants(b).values()) for b in bodies],
+                "kept": [reader.kept(b) for b in bodies],
                 "moved weights": [x for b in bodies for x in moved_weights(reader, b)],
                 "summed logits": [
                     x

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import jax
 import optax
 import tyro
 from jax.sharding import Mesh
@@ -249,12 +248,5 @@ class PolicyGradientConfig(RunConfig):
 
     def policy_mesh(self) -> Mesh:
         """The policy's mesh, which leaves the devices of every other role free."""
-        if jax.process_count() > 1:
-            capabilities.exclude(
-                {"--max-staleness": self.staleness > 0},
-                {"--sampler process or http://...": self.sampler.is_outside},
-                reason="it draws in a thread, and threads of several processes would "
-                "not start their programs in one order (--coordinator)",
-            )
         further = {ref.option: ref.place for ref in self.reference.references}
         return self.placement.policy_mesh(further=further)
