@@ -6,6 +6,7 @@
 | GPT_NEOX | Zephyr 7B, StableLM Zephyr | |
 | QWEN2 | Qwen2.5-Instruct | declared tools, `tool_calls` |
 | QWEN3 | Qwen3 | the same, and the field `reasoning_content` |
+| QWEN3_5 | Qwen3.5, 4B and larger | the same, and images |
 | LLAMA3 | Llama 3.1 Instruct | declared tools, `tool_calls` |
 | LLAMA2 | Llama 2 Chat | |
 | MISTRAL | Mistral 7B Instruct v0.3 | tools and their results |
@@ -21,8 +22,8 @@ Each was compared with the published text on 2026-11-25: those of Qwen, Llama 3,
 and Phi with the copies in `trl/chat_templates` of github.com/huggingface/trl, commit
 f2cd577, those of Llama 2, Mistral and Zephyr with copies in other public repositories.
 Conversations of system, user, assistant and, but for Mistral, tool results came out as
-the same text, letter by letter. Those of OLMo 2, Olmo 3, SmolLM3 and Granite are
-written after copies in other public repositories, on 2026-11-28.
+the same text, letter by letter. Those of OLMo 2, Olmo 3, SmolLM3, Granite and Qwen3.5
+are written after copies in other public repositories, on 2026-11-28.
 """
 
 from typing import NamedTuple
@@ -40,6 +41,8 @@ class Template(NamedTuple):
     """Whether there may be a message of the system."""
     tools: str = ""
     """The role of what tools return; "" for none."""
+    opening: str = ""
+    """What begins a turn that it asks for, and not one that was answered."""
 
 
 GPT2 = Template(
@@ -150,6 +153,68 @@ QWEN3 = Template(
     ("<|im_start|>", "<|im_end|>"),
     "<|im_end|>",
     tools="tool",
+)
+QWEN3_5 = Template(
+    """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content | trim + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" %}
+        {%- set content = message.content | trim %}
+        {%- if not(content.startswith('<tool_response>')
+            and content.endswith('</tool_response>')) %}
+            {%- set ns.multi_step_tool = false %}
+            {%- set ns.last_query_index = index %}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.multi_step_tool %}
+    {{- raise_exception('No user query found in messages.') }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = message.content | trim %}
+    {%- if message.role == "system" %}
+        {%- if not loop.first %}
+            {{- raise_exception('System message must be at the beginning.') }}
+        {%- endif %}
+    {%- elif message.role == "user" %}
+        {{- '<|im_start|>user\n' + content + '<|im_end|>\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set thought = '' %}
+        {%- if '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1] %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last_query_index %}
+            {{- '<think>\n' + thought | trim + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- content + '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.previtem and loop.previtem.role != "tool" %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != "tool" %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- else %}
+        {{- raise_exception('Unexpected message role.') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n<think>\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+""",
+    ("<|im_start|>", "<|im_end|>"),
+    "<|im_end|>",
+    tools="tool",
+    opening="<think>\n",
 )
 LLAMA3 = Template(
     """{{- bos_token }}
@@ -371,5 +436,6 @@ FAMILIES = {
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_5": QWEN3_5,
     "smollm3": SMOLLM3,
 }

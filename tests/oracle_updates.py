@@ -252,7 +252,7 @@ def token_weights(rows: Rows, aggregation: str, scale: float | None = None) -> A
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Surrogate:
-    """clip, cispo or sapo, with the ratio of a token or of its response; or dar."""
+    """clip, cispo or sapo, of the ratio of a token or its response; dar; centred."""
 
     kind: str = "clip"
     low: float = 0.2
@@ -264,6 +264,9 @@ class Surrogate:
     beta: float = 1.0
     share: float = 0.0
     cap: float = math.inf
+    floor: float = 0.0
+    # Of the sampler's likeliest tokens: i64[B, S, k], and their log-probs f64[B, S, k].
+    recorded: Callable[[], tuple[Array, Array]] | None = None
 
     def ratios(self, rows: Rows, *, now: Array, start: Array, old: Array) -> Array:
         """f64[B, S]; of sequence_token the response's, which its own token moves."""
@@ -291,8 +294,9 @@ class Surrogate:
         old: Array,
         advantages: Array,
         reference: Array,
+        tables: tuple[Table, Table],
     ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-        """(loss of each token, 1 where its bound holds)."""
+        """(loss of each token, 1 where its bound holds); tables of now and start."""
         loss, bounded = {}, {}
         ratios = self.ratios(rows, now=now, start=start, old=old)
         fixed = self.ratios(rows, now=start, start=start, old=old)
@@ -314,11 +318,35 @@ class Surrogate:
                 weight = math.exp(self.share * back + a / self.beta)
                 loss[b, t] = -min(weight, self.cap) * now[b, t]
                 bounded[b, t] = float(weight > self.cap)
+            elif self.kind == "centred":
+                mean = self._expected(b, t, *tables)
+                weight = self._weight(fixed[b, t])
+                loss[b, t] = -a * (weight * now[b, t] - mean)
+                bounded[b, t] = float(not self.floor <= fixed[b, t] <= self.cap)
             else:
                 tau = self.positive if a > 0 else self.negative
                 gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
                 loss[b, t] = -4 / tau * gate * a
         return loss, bounded
+
+    def _weight(self, ratio: float) -> float:
+        """A ratio cut at the cap, or 0 outside of floor and cap where there is one."""
+        if self.floor:
+            return ratio if self.floor <= ratio <= self.cap else 0.0
+        return min(ratio, self.cap)
+
+    def _expected(self, b: int, t: int, now: Table, start: Table) -> float:
+        """Σ_v (μ f(π/μ) - α π)·log π over the recorded tokens, α = ρ·f(1/ρ)."""
+        assert self.recorded is not None
+        tokens, log_sampler = (x[b, t] for x in self.recorded())
+        sampler, policy = np.exp(log_sampler), np.exp(start[b, t, tokens])
+        rho = (1 - sampler.sum()) / (1 - policy.sum())
+        alpha = rho * self._weight(1 / rho)
+        terms = [
+            (q * self._weight(p / q) - alpha * p) * now[b, t, token]
+            for q, p, token in zip(sampler, policy, tokens, strict=True)
+        ]
+        return math.fsum(terms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

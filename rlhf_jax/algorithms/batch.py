@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32, Int32
 
 from rlhf_jax.functional import masked
+from rlhf_jax.models.generation.sampling import TopK
 from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.roles.reference.frozen import Further
 
@@ -75,6 +76,8 @@ class Rollout:
     # Of a mixture, the k experts that a token meets in each of L layers where routing
     # is replayed, -1 where its router chooses. None replays none.
     experts: Int32[Array, "B S L k"] | None = None
+    # [B, S, k], of the distributions that tokens were drawn from; None records none.
+    top_k: TopK | None = None
 
     @property
     def behaviour_logprobs(self) -> Array:
@@ -104,6 +107,9 @@ class ReferenceOutput:
     logprobs: Float32[Array, "B S"]  # nats, 0 outside the response
     # After the final norm, in the compute dtype; None where nothing reads them.
     hidden: Float[Array, "B S D"] | None = None
+    # Responses that a self-teacher read a demonstration for; the others are not trained
+    # on. None: all are.
+    taught: Bool[Array, " B"] | None = None
 
 
 @flax.struct.dataclass
@@ -176,6 +182,7 @@ class PolicyExperience:
     experts: Int32[Array, "B S L k"] | None = flax.struct.field(
         default=None, kw_only=True
     )
+    top_k: TopK | None = flax.struct.field(default=None, kw_only=True)
 
     @property
     def behaviour_logprobs(self) -> Array:

@@ -71,7 +71,7 @@ def check(
     problems = [f"missing: {name}" for name in expected if name not in headers]
     for name, header in headers.items():
         if name not in expected:
-            if name not in ignored and not name.startswith(table.ignored_prefixes):
+            if name not in ignored:
                 problems.append(f"unknown: {name} {list(header.shape)}")
             continue
         shape, key = expected[name]

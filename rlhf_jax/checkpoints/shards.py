@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +74,32 @@ def open_file(file: Path) -> safe_open:
 class Tensors:
     """The tensors of some shards by name, of which slices are read and looked at."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, named: Callable[[str], str | None] = str
+    ) -> None:
         """Reads the headers alone.
+
+        Args:
+          named: what a tensor is called here, by its name in the file; None leaves it
+            out.
 
         Raises:
           InputError: no safetensors, a shard that the index names is missing, or a
             shard is truncated.
         """
         self.headers: dict[str, mapping.Header] = {}
-        self._files: dict[str, Path] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}
         self._not_finite: dict[str, NotFinite] = {}
         for file in _files(folder):
             shard = open_file(file)
-            for name in shard.keys():  # noqa: SIM118 (not a dict, and not iterable)
-                header = shard.get_slice(name)
+            for stored in shard.keys():  # noqa: SIM118 (not a dict, and not iterable)
+                name = named(stored)
+                if name is None:
+                    continue
+                header = shard.get_slice(stored)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
                 self.headers[name] = mapping.Header(shape, dtype)
-                self._files[name] = file
+                self._stored[name] = file, stored
 
     def __call__(self, name: str) -> Part:
         """A tensor, to be sliced."""
@@ -99,7 +108,7 @@ class Tensors:
     def read(self, name: str, window: Any) -> np.ndarray:
         """A slice of a tensor; its entries that are not finite are counted."""
         # Opened anew, as what was read through a mapping is held until it is closed.
-        part = np.asarray(open_file(self._files[name]).get_slice(name)[window])
+        part = np.asarray(self._open(name)[window])
         not_finite = NotFinite.of(part)
         if any(not_finite):
             before = self._not_finite.get(name, NotFinite())
@@ -107,6 +116,10 @@ class Tensors:
                 *map(sum, zip(before, not_finite, strict=True))
             )
         return part
+
+    def _open(self, name: str) -> Any:
+        file, stored = self._stored[name]
+        return open_file(file).get_slice(stored)
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors hold the same numbers; read up to where they differ."""
@@ -119,9 +132,7 @@ class Tensors:
         for start in range(0, size, rows):
             # Opened anew, as above.
             one, two = (
-                open_file(self._files[leaf_name]).get_slice(leaf_name)[
-                    start : min(start + rows, size)
-                ]
+                self._open(leaf_name)[start : min(start + rows, size)]
                 for leaf_name in (name, other)
             )
             if not np.array_equal(one, two):
@@ -132,7 +143,7 @@ class Tensors:
         """Raises InputError if an entry read so far was NaN or infinite."""
         mapping.refuse_not_finite(
             {
-                f"{name} in {self._files[name].name}": (
+                "{1} in {0.name}".format(*self._stored[name]): (
                     not_finite,
                     math.prod(self.headers[name].shape),
                 )

@@ -21,7 +21,7 @@ responses have one length the four agree, up to the factor c/len.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,15 @@ The other means divide by what they count, and have None."""
 Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
 """What a loss is: the mean over tokens, over responses of their means, over prompts of
 the mean over all tokens of their responses, or over responses of their sums over c."""
+
+
+class Mean(TypedDict, total=False):
+    """What a loss hands on to `aggregate`: arguments of `token_weights`, by keyword."""
+
+    aggregation: Aggregation
+    loss_scale_factor: LossScale
+    num_tokens: Shaped[Array, ""] | None
+    num_responses: Shaped[Array, ""] | None
 
 
 def bias(aggregation: Aggregation) -> str | None:
@@ -138,10 +147,10 @@ def aggregate(
     x: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     *,
-    aggregation: Aggregation,
-    loss_scale_factor: LossScale,
-    num_tokens: Shaped[Array, ""] | None,
-    num_responses: Shaped[Array, ""] | None,
+    aggregation: Aggregation = "token_mean",
+    loss_scale_factor: LossScale = None,
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
 ) -> tuple[Float32[Array, ""], Stats]:
     """Σ w·x with the weights w of `token_weights`, and its statistic.
 
@@ -155,10 +164,9 @@ def aggregate(
 
     >>> x = jnp.array([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
     >>> mask = jnp.array([[True, True, True, False], [True, False, False, False]])
-    >>> whole = {"loss_scale_factor": None, "num_tokens": None, "num_responses": None}
-    >>> print(aggregate("kl", x, mask, aggregation="token_mean", **whole)[0])
+    >>> print(aggregate("kl", x, mask)[0])
     2.5
-    >>> print(aggregate("kl", x, mask, aggregation="sequence_mean", **whole)[0])
+    >>> print(aggregate("kl", x, mask, aggregation="sequence_mean")[0])
     3.0
     """
     weights, weight = _weights(mask, aggregation, loss_scale_factor)

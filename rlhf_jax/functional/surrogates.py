@@ -12,14 +12,14 @@ At ρ = 1 all three are -A.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Shaped
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+from rlhf_jax.functional.aggregation import Mean, aggregate
 
 Array = jax.Array
 LARGE = 80.0  # nats: products above e^80 are computed as sums of logs
@@ -118,10 +118,7 @@ def cispo_loss(
     clip_range: Scalar,
     clip_range_high: Scalar,
     ratio_level: RatioLevel = "token",
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """CISPO, the mean of -sg(w)·A·log π with w = clip(ρ, 1 - ε, 1 + ε_high).
 
@@ -164,10 +161,7 @@ def cispo_loss(
         "loss/policy",
         -weight * advantages * jnp.where(mask, logprobs, 0.0),
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     # Exact: the clip returns the ratio to the bit where it does not act.
     bounded = (weight != ratio).astype(jnp.float32)
@@ -184,10 +178,7 @@ def sapo_loss(
     temperature: Scalar,
     negative_temperature: Scalar,
     ratio_level: RatioLevel = "token",
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """SAPO, the mean of -f(ρ)·A with the soft gate f(ρ) = (4/τ)·sigmoid(τ(ρ - 1)).
 
@@ -230,10 +221,7 @@ def sapo_loss(
         "loss/policy",
         -(4.0 / tau) * open_share * advantages,
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     # σ(1 - σ) is at most 1/4, at ρ = 1.
     slope = 4.0 * jax.lax.stop_gradient(open_share * (1.0 - open_share))

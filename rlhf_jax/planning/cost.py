@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from rlhf_jax.models.experts import grouped
 from rlhf_jax.planning.hlo import exchanges, parsing, products
 from rlhf_jax.planning.hlo.exchanges import Collective
 from rlhf_jax.planning.hlo.parsing import Computation, Line
@@ -179,6 +180,9 @@ class _Walker:
 
     def _of_name(self, loop: Line) -> float | None:
         name = re.search(r'op_name="([^"]*)"', loop.rest)
+        own = re.search(rf"{grouped.TURNS}(\d+)", "" if name is None else name[1])
+        if own is not None:
+            return float(own[1])
         scopes = () if name is None else name[1].split("/")
         return next((self._named[part] for part in scopes if part in self._named), None)
 
@@ -208,10 +212,11 @@ class _Walker:
         if far is None and kind not in exchanges.COLLECTIVES:
             return
         channel = re.search(r"channel_id=(\d+)", line.rest)
-        if channel is not None:
-            if channel[1] in channels:
+        # Those between experts, there and back, have one channel, and no pieces.
+        if channel is not None and kind != "ragged-all-to-all":
+            if f"{kind} {channel[1]}" in channels:
                 return
-            channels.add(channel[1])
+            channels.add(f"{kind} {channel[1]}")
         operand_bytes = sum(
             leaf.size for name in line.operands for leaf in lines[name].result
         )
@@ -219,6 +224,11 @@ class _Walker:
             kind, devices, nodes = far
         else:
             devices, nodes = self._group(line)
+        if kind == "ragged-all-to-all":
+            # A device has room for all rows of all of them (`experts/dispatch.py`), of
+            # which it sends and receives its share.
+            room = max(leaf.size for x in line.operands for leaf in lines[x].result)
+            operand_bytes = room // devices
         size = operand_bytes * devices if kind == "all-gather" else operand_bytes
         if devices > 1:
             total.collectives[Collective(kind, size, devices, nodes)] += 1
@@ -231,12 +241,14 @@ class _Walker:
             nodes = max(len({device // size for device in group}) for group in groups)
         return len(groups[0]), max(nodes, 1)
 
-    def _bytes(self, line: Line, lines: Computation) -> int:
+    def _bytes(self, line: Line, lines: Computation) -> float:
         opcode = line.opcode
         if opcode in FREE or opcode.endswith("-done"):
             return 0
         if opcode == "custom-call" and any(name in line.rest for name in FREE_CALLS):
             return 0
+        if (load := products.load_of(line)) is not None:
+            return products.grouped_bytes(line, lines, load)
         if opcode in ("copy-start", "slice-start"):
             # (to, from, context) of a copy, (from, to, context) of a slice.
             target = line.result[0 if opcode == "copy-start" else 1]

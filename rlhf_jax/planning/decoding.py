@@ -74,10 +74,11 @@ def least_bytes(
     model: ModelConfig,
     *,
     mesh: MeshShape,
-    rows: int | None,
+    rows: int,
     prompt: int,
     turns: int,
     weight_bytes: int,
+    cached: bool = True,
 ) -> float:
     """Bytes that a chip reads for a token, the mean of a response: no layout has fewer.
 
@@ -86,12 +87,15 @@ def least_bytes(
 
     Args:
       mesh: that is sampled on.
-      rows: that are decoded at a time, of all chips; None leaves the cache out.
+      rows: that are decoded at a time, of all chips.
       turns: tokens after the first.
+      cached: whether those rows are there from the first column to the last; else the
+        cache is left out.
     """
-    shared = mesh.size // (mesh.dcn * mesh.data)
-    least = weight_bytes * matrix_numbers(model) / shared
-    if rows is None:
+    copies = mesh.dcn * mesh.data
+    numbers = matrix_numbers(model, rows=-(-rows // copies))
+    least = weight_bytes * numbers / (mesh.size // copies)
+    if not cached:
         return least
     # Windows make the bytes concave in the columns: no mean is below that of the ends.
     ends = (
@@ -111,20 +115,27 @@ def heads_devices(model: ModelConfig, mesh: MeshShape) -> int:
     return math.gcd(mesh.tensor, model.num_kv_heads)
 
 
-def matrix_numbers(model: ModelConfig, *, rows: int = 1) -> int:
-    """Numbers of the matrices that a token meets: those of the layers, and the head.
-
-    Of the E experts of a mixture they are those that `rows` tokens meet where load is
-    even, E·(1 - (1 - k/E)^rows) in the mean: k for one.
-    """
+def matrix_numbers(model: ModelConfig, *, rows: int) -> int:
+    """Numbers of the matrices that tokens of rows meet: of the layers, and the head."""
     shapes = dict(decoder.shapes(model)["layers"])
     total = model.padded_vocab_size * model.hidden_size
     if model.experts is not None:
-        experts = dict(shapes.pop("experts"))
-        total += experts.pop("router")["weight"].size
-        missed = (1 - model.experts.per_token / model.experts.count) ** rows
-        total += round((1 - missed) * _matrices(experts))
+        total += shapes.pop("experts")["router"]["weight"].size
+        total += round(expert_numbers(model, rows=rows))
     return total + _matrices(shapes)
+
+
+def expert_numbers(model: ModelConfig, *, rows: int | None = None) -> float:
+    """Numbers of the experts that tokens of rows meet where routing is even; None: all.
+
+    E·(1 - (1 - k/E)^rows)      of the E experts of each layer, k for one row
+    """
+    if model.experts is None:
+        return 0.0
+    experts = dict(decoder.shapes(model)["layers"]["experts"])
+    del experts["router"]
+    share = model.experts.per_token / model.experts.count
+    return (1.0 if rows is None else 1 - (1 - share) ** rows) * _matrices(experts)
 
 
 def _matrices(tree: Any) -> int:

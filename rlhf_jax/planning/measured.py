@@ -247,6 +247,8 @@ def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any
         of_turn = {name: (all_ - once[name]) / turns for name, all_ in seconds.items()}
         of_turn["bound"] = bound_of(of_turn, waits=waits)
         of_turn["by_hand"] = by_hand["memory"] / turns
+        if one.program.expert_bytes:
+            of_turn["expert_bytes"] = one.program.expert_bytes / turns
         of_turn["exchanges"] = (total.exchanges - one.once.exchanges) / turns
     return {
         "name": one.program.name,

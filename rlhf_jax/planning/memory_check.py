@@ -50,6 +50,7 @@ class Passing(NamedTuple):
     size: int  # bytes, over all the devices
     mesh: Mesh
     beside: tuple[Part, ...] = ()  # arrays that exist for this program alone
+    others: tuple[tuple[str, int], ...] = ()  # of the same kind, at the same time
 
 
 def shapes_of(model: ModelConfig) -> PyTree:
@@ -103,9 +104,9 @@ def check(
     _compare(always, change=change)
     for one in passing():
         least = _account([*resident, *one.beside])
-        share = one.size // one.mesh.size
         for device in processes.local_devices(one.mesh):
-            _add(least, _place(device), one.name, share)
+            for name, size in ((one.name, one.size), *one.others):
+                _add(least, _place(device), name, size // one.mesh.size)
         _compare(least, change=change)
 
 

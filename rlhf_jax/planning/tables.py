@@ -143,11 +143,14 @@ def _speed(result: dict[str, Any]) -> None:
                 for name in ("products", "memory", "links", "network", "latency")
                 if turn[name]
             )
+            experts = ""
+            if "expert_bytes" in turn:
+                experts = f" ({turn['expert_bytes'] / 1e9:.3g} GB of them experts)"
             print(
                 f"A token of {one['name']} takes {1e3 * turn['bound']:.3g} ms at the "
-                f"least ({rates}), the mean of {one['turns']}; by hand, weights and "
-                f"filled cache once, {1e3 * turn['by_hand']:.3g} ms; it waits "
-                f"{turn['exchanges']:.0f} times for other chips"
+                f"least ({rates}), the mean of {one['turns']}; by hand, weights"
+                f"{experts} and filled cache once, {1e3 * turn['by_hand']:.3g} ms; "
+                f"it waits {turn['exchanges']:.0f} times for other chips"
             )
     print(f"A step takes {result['seconds']:.3g} s at the least")
     if not result["seconds"]:

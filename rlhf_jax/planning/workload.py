@@ -40,6 +40,7 @@ class Program(NamedTuple):
     trips: tuple[int, ...] = (1,)
     repeats: int = 1  # of the first of these, which stands in a loop that says so
     least_bytes: float = 0.0  # that a device reads by hand (`decoding.least_bytes`)
+    expert_bytes: float = 0.0  # of those, of experts of a mixture
 
 
 class Workload(NamedTuple):

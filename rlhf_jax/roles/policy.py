@@ -171,6 +171,60 @@ def logprobs_from_hidden(
     return logprobs, entropy
 
 
+def logprobs_of(
+    others: Array,
+    params: Params,
+    hidden: Array,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    logprobs: Array,
+    temperature: float = 1.0,
+    first_column: int = 1,
+) -> Array:
+    """log π of k other tokens that could have been drawn, at every position.
+
+    log π(v) = log π(a) + (z_v - z_a)/τ, a the token that was drawn and z the logits:
+    the vocabulary is not read again. Rows of the head are gathered for some columns at
+    a time, and again in the backward pass.
+
+    Args:
+      others: i32[B, S, k].
+      hidden, tokens, first_column: as `logprobs_from_hidden` takes them, and `logprobs`
+        f32[B, S] as it returns them.
+
+    Returns:
+      f32[B, S, k], nats; column t is about the distribution tokens[:, t] was drawn
+      from. 0 before `first_column`; at padding, and where nothing predicts, any number.
+    """
+    head = decoder.vocabulary_head(params, model=model)
+    states = decoder.read_by_head(hidden, model=model)[:, first_column - 1 : -1]
+    ids = jnp.concatenate([tokens[..., None], others], axis=-1)[:, first_column:]
+
+    @jax.checkpoint
+    def distances(column: tuple[Array, Array]) -> Array:
+        state, ids = column  # [B, D] and i32[B, k + 1]
+        logits = jnp.einsum(
+            "bd,bkd->bk",
+            state,
+            head[ids].astype(state.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if model.logit_softcap is not None:
+            logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)
+        return (logits[:, 1:] - logits[:, :1]) / temperature
+
+    # Along columns: rows stay on the devices that they are on.
+    size = ids.shape[0] * ids.shape[2] * head.shape[1]
+    moved = jax.lax.map(
+        distances,
+        (states.swapaxes(0, 1), ids.swapaxes(0, 1)),
+        batch_size=max(1, _max_logits(hidden) // max(1, size)),
+    )
+    room = ((0, 0), (first_column, 0), (0, 0))
+    return logprobs[..., None] + jnp.pad(moved.swapaxes(0, 1), room)
+
+
 def exact_kl(
     params: Params,
     hidden: Array,

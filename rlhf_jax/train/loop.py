@@ -72,6 +72,8 @@ class Loop(NamedTuple):
     begun: dict[int, Begun]  # by step; the loop takes out what it uses
     # What a teacher reads in place of the prompts, by row; None is the same.
     of_teacher: TeacherPrompts | None = None
+    # The same by the scores of a batch, of a teacher that reads its responses.
+    reprompt: Callable[[Rollout, Scores], TeacherPrompts] | None = None
 
     def key(self, step: int) -> Array:
         """The key of a step, from which everything random in it comes."""
@@ -132,6 +134,18 @@ class Loop(NamedTuple):
         scores = self.scores(rollout, early)
         assert scores is not None
         return scores_of(scores)
+
+    def taught(
+        self, rollout: Rollout, early: Early | Callable[[], Early]
+    ) -> tuple[TeacherPrompts | None, Early | Callable[[], Early]]:
+        """What the teacher reads of a rollout, and its scores as far as they are known.
+
+        A teacher that reads its responses waits for all scores.
+        """
+        if self.reprompt is None:
+            return self.of_teacher, early
+        scores = self.scored(rollout, early)
+        return self.reprompt(self.shown(rollout), scores), {TOTAL: scores}
 
     @property
     def values_first(self) -> bool:
@@ -205,6 +219,8 @@ def improve(
             stats |= redrawn
         if begun is not None and begun.rollout is not rollout:
             begun = None  # some of it was drawn again
+        with stage.user_code():
+            of_teacher, early = loop.taught(rollout, early)
         # Decided on the host: a step without a KL runs no reference at all.
         taken = reference if moves.takes_kl(step) else None
         if begun is not None and begun.read is not None and taken is reference:
@@ -217,7 +233,7 @@ def improve(
                 reference=taken,
                 key=key,
                 values_first=loop.values_first,
-                of_teacher=loop.of_teacher,
+                of_teacher=of_teacher,
             )
         with stage.user_code():
             if begun is None or config.sampler.max_redraws:  # which has scored them

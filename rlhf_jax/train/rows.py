@@ -202,7 +202,7 @@ def read_prompts(
         more=more,
         field=field,
         questions=[
-            _question(row, options=options, where=place(row, number))
+            question_of(row, options=options, where=place(row, number))
             for number, row in enumerate(rows)
         ],
         stop_ids=start.stop_ids,
@@ -222,7 +222,7 @@ def read_prompts(
             more=more,
             field=teacher_field,
             questions=[
-                _question(row, options=asked, where=place(row, number))
+                question_of(row, options=asked, where=place(row, number))
                 for number, row in enumerate(rows)
             ],
             stop_ids=start.stop_ids,
@@ -290,7 +290,7 @@ def _put(written: Written, *, options: AskedPrompts) -> Written:
     return [{"role": "user", "content": text}] if options.chat else text
 
 
-def _question(row: Row, *, options: AskedPrompts, where: str) -> Question:
+def question_of(row: Row, *, options: AskedPrompts, where: str) -> Question:
     """How a row's prompt is read: what of what is asked is its text."""
     prompt = read_question(
         row, field=options.prompt_field, where=where, chat=options.chat

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.algorithms.policy_gradient import routing_replay
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.functional.checks import InputError
@@ -187,7 +188,14 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
             mesh=sampler_mesh,
             beside=tuple(copies),
         )
-        return [*([] if config.sampler.is_outside else [cache]), *learning]
+        programs = [*([] if config.sampler.is_outside else [cache]), *learning]
+        record = routing_replay.record_bytes(
+            recipe.model,
+            replay=recipe.routing_replay,
+            tokens=config.batch.batch_size * recipe.max_new_tokens,
+        )
+        named = (("routing record", record),) if record else ()
+        return [one._replace(others=named) for one in programs]
 
     memory_check.check(
         resident,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,11 +23,13 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow.score import ended
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, program_cache, sharding
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY
 from rlhf_jax.planning import chips, memory_check
 from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import alarms, command_line, folder, report, run
 from rlhf_jax.runs.object_storage import mirror
@@ -42,6 +45,7 @@ from rlhf_jax.train.sampler import Sampler, make_sampler
 from rlhf_jax.train.watch.watcher import Judge, Watcher
 
 if TYPE_CHECKING:
+    from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
     from rlhf_jax.train.rollouts.queue import RolloutQueue
 
 Array = jax.Array
@@ -179,6 +183,7 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
         root_key=key,
         begun={},
         of_teacher=read.data.teacher_prompts(pad_id=start.pad_id),
+        reprompt=_reprompt(config, read.data.rows, start=start),
     )
     if not isinstance(loop.sampler, Sampler):
         stack.enter_context(loop.sampler)
@@ -243,6 +248,24 @@ def train(config: PolicyGradientConfig, *, stack: contextlib.ExitStack) -> None:
     print(f"{summary['seconds']:.0f} s; the policy is in {saved}")
 
 
+def _reprompt(
+    config: PolicyGradientConfig, rows: list[Row], *, start: Pretrained
+) -> Callable[[Rollout, Scores], TeacherPrompts] | None:
+    """What a teacher of responses of the batch reads; None of any other run."""
+    if config.success_score is None:
+        return None
+    from rlhf_jax.train.rollouts.reprompt import Reprompt
+
+    return Reprompt(
+        rows,
+        options=config.data,
+        start=start,
+        success_score=config.success_score,
+        group_size=config.rows_per_prompt,
+        max_new_tokens=config.batch.max_new_tokens,
+    )
+
+
 def _chosen(config: PolicyGradientConfig) -> PolicyGradientConfig:
     """The run with what `--auto` chooses, which is printed."""
     from rlhf_jax.train.plan import auto  # few runs ask for it
@@ -275,6 +298,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         key=key,
         version=jnp.array(train.step, copy=True),  # the update donates it
     )
+    of_teacher, early = loop.taught(rollout, early)
     read = programs.read(
         train,
         models.critic,
@@ -282,7 +306,7 @@ def rehearse(loop: Loop, models: Models, *, judge: Judge | None) -> None:
         reference=models.reference,
         key=key,
         values_first=loop.values_first,
-        of_teacher=loop.of_teacher,
+        of_teacher=of_teacher,
     )
     # Processes began to score while the reference ran; now their answers are needed.
     early = early() if callable(early) else early

@@ -31,8 +31,15 @@ from rlhf_jax.algorithms import batch
 from rlhf_jax.algorithms.distill import Distill
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient import corrections
-from rlhf_jax.algorithms.policy_gradient.recipe import CISPO, DAR, SAPO, Clip
+from rlhf_jax.algorithms.policy_gradient.recipe import (
+    CISPO,
+    DAR,
+    SAPO,
+    Centred,
+    Clip,
+)
 from rlhf_jax.functional.kl.penalty import UNBIASED_K3, Penalty
+from rlhf_jax.models.generation.sampling import TopK
 from rlhf_jax.roles import policy
 from rlhf_jax.roles.reference.frozen import FrozenModels, Further
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
@@ -98,6 +105,13 @@ def rows() -> Rows:
     noise = np.random.default_rng(1).normal(0, 0.4, own.shape)
     logprobs = np.where(drawn.response_mask, own + noise, 0.0).astype(np.float32)
     return dataclasses.replace(drawn, sampler_logprobs=logprobs.astype(np.float64))
+
+
+@functools.cache
+def recorded():
+    """Three tokens, and their log-probs, of a sampler that is another policy."""
+    tokens = np.argsort(-of_reference(6), axis=-1)[..., :3]
+    return tokens, np.take_along_axis(of_reference(6), tokens, axis=-1)
 
 
 @functools.cache
@@ -293,7 +307,9 @@ class Oracle:
         cells, weights = oracles.entries(self.rows.response_mask), self.weights
         token = {"now": oracle_updates.picked(now, self.rows), "old": self.old}
         token["start"] = oracle_updates.picked(start, self.rows)
-        terms, bounded = self._terms(token["now"], start=token["start"])
+        terms, bounded = self._terms(
+            token["now"], start=token["start"], tables=(now, start)
+        )
         loss = math.fsum(weights[cell] * terms[cell] for cell in cells)
         ratios = case.surrogate.ratios(self.rows, **token)
         log_ratios = [token["now"][cell] - self.old[cell] for cell in cells]
@@ -404,9 +420,10 @@ class Oracle:
             stats["value/explained_variance"] = oracles.explained_variance(*of_values)
         return stats | self._of_penalty() | self._of_surrogate()
 
-    def _terms(self, now: Any, *, start: Any) -> Any:
+    def _terms(self, now: Any, *, start: Any, tables: Any) -> Any:
         return self.case.surrogate.terms(
             self.rows,
+            tables=tables,
             now=now,
             start=start,
             old=self.old,
@@ -456,9 +473,12 @@ class Oracle:
             gate = 1 / (1 + np.exp(-steep * (ratio - 1)))
             stats["policy/gate"] = (4 * gate * (1 - gate)).mean()
         if case.surrogate.kind == "dar":
-            losses, _ = self._terms(token, start=token)
+            losses, _ = self._terms(token, start=token, tables=(table(), table()))
             weights = [-losses[b, t] / token[b, t] for b, t in losses]
             stats["policy/gate"] = np.mean(weights)
+        if case.surrogate.recorded is not None:
+            mass = np.exp(case.surrogate.recorded()[1]).sum(axis=-1)
+            stats["policy/top_mass"] = mass[trained].mean()
         return stats
 
 
@@ -477,6 +497,10 @@ def run(case: Case):
         sample=jnp.asarray(np.arange(6) % 3, jnp.int32),
         version=jnp.asarray(-ages(), jnp.int32),
     )
+    if case.surrogate.recorded is not None:
+        tokens, logprobs = case.surrogate.recorded()
+        of_sampler = TopK(jnp.asarray(tokens, jnp.int32), floats(logprobs))
+        rollout = dataclasses.replace(rollout, top_k=of_sampler)
     own = jax.tree.map(jnp.copy, POLICY)
     ptx = None
     if case.ptx:
@@ -693,6 +717,24 @@ CASES = {
         ),
         surrogate=Surrogate(kind="dar", beta=0.8, share=0.3, cap=3.0),
         groups=(("baseline", "leave_one_out"),),
+    ),
+    "score centring, truncated": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=Centred(top_k=3, cap=1.1),
+            penalty=Penalty(placement=None),
+        ),
+        surrogate=Surrogate(kind="centred", cap=1.1, recorded=recorded),
+    ),
+    "score centring, masked": Case(
+        recipe=partial(
+            grpo.GRPO,
+            **OF_GROUPS,
+            surrogate=Centred(top_k=3, cap=1.6, floor=0.7),
+            penalty=Penalty(placement=None),
+        ),
+        surrogate=Surrogate(kind="centred", cap=1.6, floor=0.7, recorded=recorded),
     ),
     "weights of tokens, masked, forward KL in the reward": Case(
         recipe=partial(

@@ -53,6 +53,15 @@ def test_a_weighted_square_of_responses_has_the_gradient_of_their_kl(case):
     assert all(stale.outside > 1e-3 for stale in plain.stale[1:])
 
 
+@pytest.mark.slow
+def test_centred_scores_follow_the_sampler_s_covariance(case):
+    """Of words that are all recorded, and of two with the policy's tail."""
+    names = ("score centring", "score centring, top 2 of 4")
+    for finding in certified(case, *(CLAIMS[name] for name in names)):
+        assert finding.holds, finding
+        assert finding.stale[0].outside < 1e-5
+
+
 @pytest.mark.long
 def test_another_objective_fails(case):
     wrong = CLAIMS["sequence_mask, 0.7 to 1.5"]._replace(
@@ -80,6 +89,9 @@ def world(*, rewards, sampler, ref=0.25):
         ones,
         jnp.array([[reward, 0, 0, 0] for reward in rewards], jnp.float32),
         ones,
+        jnp.array(sampler) @ jnp.array(rewards, jnp.float32) * ones,
+        jnp.ones((2, 4), bool),
+        jnp.zeros((8, 8)),
     )
 
 
@@ -94,7 +106,8 @@ def test_objectives_by_hand():
     cap = functools.partial(claims.truncated, cap=1.2)
     cut = functools.partial(claims.masked, cap=1.2, floor=0.5)
     above = 1.2 + 1.2 * np.log(1.6 / 1.2)
-    for objective in (claims.of_responses, claims.of_tokens):  # of one token the same
+    # Of one token the same: V is b there.
+    for objective in (claims.of_responses, claims.of_tokens, claims.centred):
         for h, expected in (
             (claims.itself, -0.5 * 1.6 + 0.5 * 0.4),
             (cap, -0.5 * above + 0.5 * 0.4),

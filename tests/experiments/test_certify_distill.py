@@ -29,6 +29,12 @@ def test_a_gradient_is_of_what_is_said_and_of_nothing_else(claim):
     assert certify_distill.gradient_error(wrong, seed=4, hidden_size=8) > 1e-3
 
 
+@pytest.mark.slow
+def test_the_gradient_of_a_group_s_successes_is_given_them():
+    error = certify_distill.successes_error(seed=4, hidden_size=8, count=2)
+    assert error <= certify_distill.TOLERANCE
+
+
 @pytest.mark.long
 def test_a_student_comes_to_its_teacher(tmp_path):
     options = Config(out=tmp_path, iterations=250, hidden_size=16, batch_size=64)

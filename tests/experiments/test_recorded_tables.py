@@ -14,6 +14,7 @@ CHOICES = places.RECORDED.joinpath("kl_in_practice", "choices.md").read_text("ut
 KLS = ("kl", "kl_to_go", "ema", "mixture")
 DATA = places.ROOT / "rlhf_jax" / "data" / "README.md"
 REPORTS = places.ROOT / "rlhf_jax" / "reports" / "README.md"
+VERIFICATION = places.ROOT / "rlhf_jax" / "verification" / "README.md"
 GENERATION = places.ROOT / "rlhf_jax" / "models" / "generation" / "README.md"
 
 
@@ -115,6 +116,23 @@ def test_reading():
     for cell, name in zip(told.groups(), names, strict=True):
         assert stages[name]["sizes"][-1] == 200_000
         check(cell, stages[name]["seconds"][-1])
+
+
+def test_verifier():
+    rows = recorded("benchmark_verifier", "record.json")["rows"]
+    large = [row["ratio"] for row in rows if row["value"] == "large integers"]
+    others = [row["ratio"] for row in rows if row["value"] != "large integers"]
+    told = re.search(
+        r"take (\S+) to (\S+) of the CPU time .* 64 bits up to (\S+) \(",
+        VERIFICATION.read_text(encoding="utf-8"),
+    )
+    assert told is not None
+    for cell, ratio in zip(
+        told.groups(), (min(others), max(others), max(large)), strict=True
+    ):
+        check(cell, ratio)
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["now"] / row["before"], abs=0.01)
 
 
 def test_load():

@@ -42,9 +42,11 @@ def checked(function: Callable) -> Callable:
         met.add(form)
         arguments = signature.bind(*args, **kwargs).arguments
         values = [
-            (name, value, hints[name])
+            (name, value, hint)
             for name, argument in arguments.items()
-            for value in values_of(argument, signature.parameters[name].kind)
+            for value, hint in values_of(
+                argument, signature.parameters[name].kind, hints[name]
+            )
         ]
         with jaxtyped("context"):  # a size has one value in all of them
             for name, value, hint in [*values, ("the result", result, hints["return"])]:
@@ -69,11 +71,14 @@ def form_of(values) -> tuple:
     )
 
 
-def values_of(argument, kind) -> list:
-    """The values of a parameter, which are many of *args and **kwargs."""
+def values_of(argument, kind, hint) -> list:
+    """The values of a parameter with their hints: many of *args and **kwargs."""
     if kind is inspect.Parameter.VAR_KEYWORD:
-        return list(argument.values())
-    return list(argument) if kind is inspect.Parameter.VAR_POSITIONAL else [argument]
+        records = typing.get_args(hint) if "Unpack" in str(hint) else ()
+        hints = typing.get_type_hints(records[0]) if records else {}
+        return [(value, hints.get(name, hint)) for name, value in argument.items()]
+    several = kind is inspect.Parameter.VAR_POSITIONAL
+    return [(value, hint) for value in (argument if several else [argument])]
 
 
 def as_jax(value):

@@ -241,6 +241,13 @@ CASES = {
         {},
     ),
     "policy_losses.response_weights.topr_loss": ("logprobs", {}),
+    "policy_losses.score_centring.centred_loss": (
+        "logprobs top_logprobs",
+        {
+            name: jax.nn.log_softmax(normal(ROWS, COLUMNS, VOCAB))[..., :3]
+            for name in ("top_logprobs", "old_top_logprobs")
+        },
+    ),
     "policy_losses.response_weights.vespo_loss": ("logprobs", {}),
     "policy_losses.sequence_mask.off_policy_mask": ("", {}),
     "policy_losses.token_choice.covariances": ("", {}),
@@ -301,6 +308,8 @@ def arguments(name):
     table, values = ARRAYS | SCALARS | CASES[name][1], {}
     signature = inspect.signature(FUNCTIONS[name.split(" ")[0]])
     for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:  # those of `aggregate`
+            continue
         value = table.get(parameter.name)
         value = jnp.float32(value) if isinstance(value, float) else value
         if value is not None or parameter.default is parameter.empty:

@@ -379,6 +379,7 @@ WITHOUT_A_SLOPE = {
     "policy_losses.advantage_regression.dar_loss": "stops the gradient of its weight",
     "policy_losses.divergence_masks.dppo_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.topr_loss": "stops the gradient of its weight",
+    "policy_losses.score_centring.centred_loss": "stops the gradient of its weight",
     "policy_losses.response_weights.vespo_loss": "stops the gradient of its weight",
     "entropy_control.controlled": "stops the gradient",
     "policy_losses.sequence_mask.off_policy_mask": "bool",

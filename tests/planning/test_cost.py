@@ -226,6 +226,26 @@ def test_what_leaves_a_node():
     assert Collective("all-gather", 80, 8, 1).across == 0
 
 
+RAGGED = """
+ENTRY %main (p: bf16[64,128], q: bf16[512,128], i: s32[8]) -> bf16[512,128] {
+  %p = bf16[64,128]{1,0} parameter(0)
+  %q = bf16[512,128]{1,0} parameter(1)
+  %i = s32[8]{0} parameter(2)
+  %c = s32[8]{0} all-to-all(%i), channel_id=1, replica_groups=[1,8]<=[8]
+  %r = bf16[512,128]{1,0} ragged-all-to-all(%p, %q, %i, %i, %i, %c), channel_id=1, replica_groups=[1,8]<=[8]
+  ROOT %b = bf16[512,128]{1,0} ragged-all-to-all(%r, %q, %i, %c, %i, %i), channel_id=1, replica_groups=[1,8]<=[8]
+}
+"""  # noqa: E501
+
+
+def test_rows_that_are_sent_to_their_experts_and_not_the_room_for_them():
+    """64 rows of each of 8 devices there, and back."""
+    assert cost.cost(RAGGED).collectives == {
+        Collective("all-to-all", 4 * 8, 8): 1,
+        Collective("ragged-all-to-all", 2 * 64 * 128, 8): 2,
+    }
+
+
 TWO_NODES = """
 ENTRY %main (p: f32[8]) -> f32[8] {
   %p = f32[8]{0} parameter(0)

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import AUTO, WITH_POLICY, Place
+from rlhf_jax.models import config as model_config
 from rlhf_jax.models.families import registry
 from rlhf_jax.planning import chips, decoding
 from rlhf_jax.train import shapes
@@ -27,7 +28,7 @@ def token(data, tensor):
 
 
 def test_weights_and_cache_are_read_once():
-    assert decoding.matrix_numbers(LLAMA) == NUMBERS
+    assert decoding.matrix_numbers(LLAMA, rows=8) == NUMBERS
     apart, together = token(8, 1), token(1, 8)
     cache = 32 * 2 * 8 * 128 * 2 * 64 * 2048 // 8
     assert (apart.weights, apart.cache) == (2 * NUMBERS, cache)
@@ -57,14 +58,20 @@ def test_by_hand_a_column_is_read_from_when_it_is_filled():
     model = dataclasses.replace(LLAMA, dtype="bfloat16")
     column = 32 * 2 * 8 * 128 * 2
 
-    def least(mesh, rows: int | None = 64, model=model):
+    def least(mesh, *, cached=True, model=model):
         return decoding.least_bytes(
-            model, mesh=mesh, rows=rows, prompt=3, turns=4, weight_bytes=2
+            model,
+            mesh=mesh,
+            rows=64,
+            prompt=3,
+            turns=4,
+            weight_bytes=2,
+            cached=cached,
         )
 
     cache = column * 64 * 5.5
     assert least(MeshShape()) == 2 * NUMBERS + cache
-    assert least(MeshShape(), rows=None) == 2 * NUMBERS
+    assert least(MeshShape(), cached=False) == 2 * NUMBERS
     # Copies are read whole; all other axes share the weights, and all share the rows.
     shared = least(MeshShape(data=2, fsdp=2, context=2, tensor=4))
     assert shared == 2 * NUMBERS / 16 + cache / 32
@@ -75,6 +82,56 @@ def test_by_hand_a_column_is_read_from_when_it_is_filled():
     windowed = dataclasses.replace(model, sliding_window=5, local_layers=all_layers)
     at_least = 2 * NUMBERS + column * 64 * 4.5
     assert least(MeshShape(), model=windowed) == at_least
+
+
+def test_experts_that_rows_meet_are_read_once():
+    """Qwen3-30B-A3B: of 128 experts a row meets 8, and of 48 layers each its own."""
+    model = registry.KNOWN["qwen3-30b-a3b"]
+    expert = 48 * 3 * 2048 * 768
+    others = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128) + 151_936 * 2048
+    for rows, met in {1: 8, 16: 128 * (1 - (15 / 16) ** 16), 4096: 128}.items():
+        assert decoding.expert_numbers(model, rows=rows) == pytest.approx(met * expert)
+        numbers = decoding.matrix_numbers(model, rows=rows)
+        assert numbers == pytest.approx(met * expert + others, abs=1)
+    assert decoding.expert_numbers(model) == 128 * expert
+    assert decoding.expert_numbers(LLAMA, rows=2) == 0
+    # 64 rows on four copies of four chips: a copy's 16 rows are decoded together.
+    mesh = MeshShape(data=4, expert=2, tensor=2)
+    read = decoding.least_bytes(
+        model, mesh=mesh, rows=64, prompt=3, turns=1, weight_bytes=2, cached=False
+    )
+    numbers = decoding.matrix_numbers(model, rows=16)
+    assert read == 2 * numbers / 4
+
+
+def test_a_plan_tells_experts_that_are_read_and_the_record_of_them(monkeypatch):
+    """16 rows of 6 + 4 columns; two layers of 8 experts of which a token meets 2."""
+    shape = dataclasses.replace(
+        LLAMA,
+        vocab_size=128,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=16,
+        head_dim=8,
+        experts=model_config.Experts(8, 2),
+    )
+    monkeypatch.setitem(registry.KNOWN, "mixture", shape)
+    words = "--placement.policy=data=4,expert=2", "--placement.sampler=policy"
+    plain = planned.work_of("grpo", *words, path="mixture")
+    assert "routing record" not in plain.within
+    work = planned.work_of("grpo", *words, "--routing-replay=sampler", path="mixture")
+    assert work.within["routing record"] == 16 * 10 * 2 * 2 * 4
+    sampling, *others = work.programs
+    assert {one.expert_bytes for one in others} == {0}
+    # Four copies of two devices: 4 rows of a copy meet some of 8 experts of a layer,
+    # in each of three turns.
+    met = 8 * (1 - (3 / 4) ** 4)
+    assert sampling.expert_bytes == pytest.approx(
+        3 * 4 * 2 * met * 3 * 32 * 16 / 2, rel=1e-6
+    )
+    assert sampling.expert_bytes < sampling.least_bytes
 
 
 WIDE = {"vocab": 32_768, "width": 2048, "layers": 2, "heads": 8}

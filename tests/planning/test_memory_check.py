@@ -261,6 +261,15 @@ def test_a_device_holds_its_shards_and_a_copy_of_the_rest(monkeypatch, mesh, num
     assert "KV cache" in refused(parts, passing)
 
 
+def test_what_exists_beside_it_is_added_by_name(monkeypatch):
+    record = ("routing record", 80)
+    passing = [Passing("gradients", 400, ONE_DEVICE.make(), others=(record,))]
+    has(monkeypatch, 480)
+    assert refused([], passing) == ""
+    has(monkeypatch, 479)
+    assert "routing record: 0.0 MiB" in refused([], passing)
+
+
 def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
     monkeypatch.setattr(memory_check, "_place", lambda device: device)
     here, theirs = jax.devices()[:4], jax.devices()[4:]

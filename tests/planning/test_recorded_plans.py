@@ -125,6 +125,18 @@ def test_where_64_v5e_sample():
     assert f"{text.format(*seconds)} `{mesh}`, which is chosen." in README
 
 
+def test_experts_that_a_token_reads():
+    """16 rows on data=2,tensor=8: of 24 layers of 32 experts each row meets 4."""
+    result = recorded("gpt-oss-20b-grpo-h100-2x8")
+    [turn] = [one["seconds_of_turn"] for one in result["programs"] if one["turns"]]
+    matrices = 24 * 32 * (1 - (1 - 4 / 32) ** 8) * 3 * 2880**2
+    biases = 24 * 32 * (1 - (1 - 4 / 32) ** 8) * 3 * 2880
+    expected = 2 * (matrices + biases) / 8
+    assert turn["expert_bytes"] == pytest.approx(expected)
+    assert f"of 8 rows reads {expected / 1e9:.2f} GB of experts" in README
+    assert turn["memory"] < 1.02 * turn["by_hand"]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -132,6 +144,7 @@ def test_where_64_v5e_sample():
         ("llama-2-7b-v5p-2x2x4", "{:.2f} of {:.2f} on 16 v5p"),
         ("llama-2-70b-full-v5p-2x4x4", "Llama 2 70B {:.1f} on 32 v5p"),
         ("llama-2-70b-lora-v5p-2x2x1", "with adapters {:.1f} on 4"),
+        ("gpt-oss-20b-grpo-h100-2x8", "gpt-oss 20B {:.1f} of {:.1f} on 16 H100"),
     ],
 )
 def test_what_others_take(name, text):

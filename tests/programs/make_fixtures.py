@@ -189,6 +189,33 @@ QWEN3_5 = transformers.Qwen3_5TextConfig(
         "partial_rotary_factor": 0.25,
     },
 )
+# Read for their language models alone.
+QWEN3_5_MULTIMODAL = transformers.Qwen3_5Config(
+    text_config=QWEN3_5.to_dict(),
+    vision_config={
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 2,
+        "num_position_embeddings": 4,
+    },
+    tie_word_embeddings=True,
+)
+GEMMA3_MULTIMODAL = transformers.Gemma3Config(
+    text_config=GEMMA3.to_dict(),
+    vision_config={
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 4,
+        "patch_size": 2,
+        "vision_use_head": False,
+    },
+    mm_tokens_per_image=4,
+)
 # Weights of a token's experts that do not sum to 1.
 QWEN3_MOE = transformers.Qwen3MoeConfig(
     **FAMILY | {"intermediate_size": 24},
@@ -337,6 +364,12 @@ FIXTURE = {
     "granite": causal(t.GraniteForCausalLM, GRANITE, **LONG),
     "granite4": causal(t.GraniteMoeHybridForCausalLM, GRANITE4, **LONG),
     "qwen3_5": causal(t.Qwen3_5ForCausalLM, QWEN3_5, **LONG),
+    "qwen3_5_multimodal": causal(
+        t.Qwen3_5ForConditionalGeneration, QWEN3_5_MULTIMODAL, **EAGER
+    ),
+    "gemma3_multimodal": causal(
+        t.Gemma3ForConditionalGeneration, GEMMA3_MULTIMODAL, **EAGER
+    ),
     "qwen3_moe": causal(t.Qwen3MoeForCausalLM, QWEN3_MOE, **LONG),
     "mixtral": causal(t.MixtralForCausalLM, MIXTRAL, **LONG),
     "gpt_oss": causal(t.GptOssForCausalLM, GPT_OSS, **LONG),

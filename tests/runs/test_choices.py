@@ -84,6 +84,8 @@ WRITTEN = {  # of every union: what is written, as short as it can be
         "topr",
         "dar",
         "dar,beta=0.1,share=0.5,cap=10.0",
+        "centred",
+        "centred,top_k=64,cap=2.0,floor=0.5",
     ],
     EntropyTarget | None: [
         "None",

@@ -185,9 +185,10 @@ OWN = {
         ("--penalty.tail=sampled", "tail: expected bucket without top_k"),
         (
             "--surrogate=ppo",
-            "--surrogate.* clip, cispo, sapo, dppo, gmpo, vespo, topr, dar, got 'ppo'",
+            "clip, cispo, sapo, dppo, gmpo, vespo, topr, dar, centred, got 'ppo'",
         ),
         ("--surrogate=dar,beta=0", "beta: expected a finite number above 0"),
+        ("--surrogate=centred,floor=0.5", "floor: expected none without a cap"),
         ("--gamma=1.5", "gamma: expected"),
         ("--gamma=nan", "gamma: expected"),
         ("--lam=2", "lam: expected"),

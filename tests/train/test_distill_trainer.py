@@ -1,5 +1,6 @@
 """`rlhf-jax distill`: resumed to the bit, its teacher anywhere, bad input refused."""
 
+import dataclasses
 import json
 import signal
 import sys
@@ -238,13 +239,69 @@ def test_a_student_teaches_itself_by_a_demonstration(files, tmp_path):
     assert kls["shown"] > 1e-3
 
 
+PASSING = """
+def score(prompts, responses, rows):
+    return [float(len(response.split()) % 2) for response in responses]
+"""
+
+
+@slow
+def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path):
+    """It is its own teacher, and does not read its reward but for demonstrations."""
+    (files / "passing.py").write_text(PASSING)
+    wide = dataclasses.replace(toy_files.MODEL, max_positions=48)
+    toy_files.checkpoint(files / "wide", model=wide)
+    rows = {}
+    for name, score in (("some", 1), ("none", 2)):
+        distill.command(
+            [
+                *("--preset=sdpo", f"--out={tmp_path / name}"),
+                *(f"--model={files / 'wide'}", "--reward=passing:score"),
+                *(f"--prompts={files / 'prompts.jsonl'}", *BASICS),
+                *("--num-steps=2", "--kl-coef=1", "--group-size=4", "--top-k=5"),
+                f"--success-score={score}",
+            ]
+        )
+        rows[name] = metrics.read(tmp_path / name / "metrics.jsonl")
+    for row in rows["some"]:
+        assert 0 < row["response/taught"] <= 1
+        assert 0 < row["objective/scores"] < 1  # of all responses
+        assert row["loss/divergence"] > 1e-6
+        assert row["policy/grad_norm"] > 0
+        assert "loss/policy" not in row
+    for row in rows["none"]:
+        assert row["response/taught"] == 0
+        assert row["policy/grad_norm"] == 0
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (
             "--reference=start",
             "--reference: expected the checkpoint of a teacher, got start; name one, "
-            "or let --model teach itself by --teacher-field and --reference start",
+            "or let --model teach itself by --teacher-field or --success-score, and "
+            "--reference start",
+        ),
+        (
+            "--success-score=1 --group-size=2",
+            "--success-score: expected a reward with it",
+        ),
+        (
+            "--success-score=1",
+            "success_score: expected a group to take a demonstration from",
+        ),
+        (
+            "--success-score=1 --group-size=2 --reward=m:f --teacher-field=a",
+            "--success-score: expected none with --teacher-field",
+        ),
+        (
+            "--success-score=1 --group-size=2 --penalty.placement=reward",
+            "success_score: expected a divergence in the loss alone",
+        ),
+        (
+            "--aggregation=prompt_mean",
+            "aggregation: expected another than prompt_mean in distillation",
         ),
         ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
         (

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.verification.audit import audit
 from rlhf_jax.verification.code import trial, verifier
 from rlhf_jax.verification.code.trial import run_tests
@@ -211,9 +212,7 @@ def fails(name, *args):
 
 def test_without_isolation_nothing_runs_unless_asked_for(only):
     only("none")
-    with pytest.raises(
-        processes.NotIsolated, match="install bubblewrap, or run on Linux"
-    ):
+    with pytest.raises(InputError, match="install bubblewrap, or run on Linux"):
         run_tests(ADD, TESTS)
     with pytest.raises(ValueError, match="expected a system that sets generated code"):
         verifier.PythonTests().isolated(unsafe=False)

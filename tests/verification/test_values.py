@@ -1,5 +1,6 @@
 """What crosses the border: plain values, as they are, and nothing that is called."""
 
+import abc
 import collections
 import dataclasses
 import datetime
@@ -7,6 +8,7 @@ import decimal
 import fractions
 import io
 import json
+import struct
 import zoneinfo
 
 import numpy as np
@@ -41,6 +43,9 @@ class Refers:
     parts = ("o", 3)
 
 
+Shape = abc.ABCMeta("Shape", (), {})  # of a class whose type is another
+
+
 class Node:
     def __init__(self, value, next=None):
         self.value, self.next = value, next
@@ -49,15 +54,16 @@ class Node:
 def passed(value, side=None):
     side = side or Side()
     writer = wire.Writer(side)
-    parts = writer.write([value])
-    line = wire.WRITE([parts, writer.nodes])  # as a message has them
-    parts, nodes = wire.READ_LINE(line)
-    return wire.Reader(side, nodes).read(parts)[0]
+    line = wire.WRITE(writer.table([value]))  # as a message has it
+    (read,) = wire.Reader(side, wire.READ_LINE(line), writer.packed).items
+    return read
 
 
 PLAIN = [
     *(None, True, 0, -(2**70), 2**63, 1.5, float("inf"), -0.0, 2j, ...),
     *("é\ud83d\ude00", b"\x00\xff"),
+    *(float("nan"), 1 - 2j, {}, (), [[], (), {}, set()]),
+    *([1, "a", 0.5, True, None, (), b"", 1], [(0,), [0]], {(1, 2): [3]}, [{1}, {2: 3}]),
     *([1, [2]], (1, (2,)), {"a": {1: 2}}, {1, 2}, frozenset({(1, 2)}), bytearray(b"a")),
     *(range(1, 9, 2), slice(1, None), int, KeyError, collections.OrderedDict(a=1)),
     *(collections.deque([1, 2], 5), collections.Counter("aab")),
@@ -72,7 +78,7 @@ PLAIN = [
 @pytest.mark.parametrize("value", PLAIN, ids=map(repr, PLAIN))
 def test_plain_values_are_as_they_were(value):
     read = passed(value)
-    assert read == value
+    assert read == value or value != value
     assert type(read) is type(value)
     assert repr(read) == repr(value)  # -0.0, the order and the rest
 
@@ -86,8 +92,10 @@ def test_a_time_in_another_zone_is_no_plain_value():
 
 
 def test_integers_may_be_long():
-    """Longer than the decimals that Python reads."""
-    assert passed([10**9999, -(10**9999)]) == [10**9999, -(10**9999)]
+    """Longer than the decimals that Python reads; alone and among others."""
+    for long in (10**4000 - 1, 10**4000, -(10**4000), 10**9999, -(10**9999)):
+        assert passed(long) == long
+        assert passed([1, long, "a"]) == [1, long, "a"]
 
 
 def test_aliases_and_cycles_keep_their_shape():
@@ -97,6 +105,32 @@ def test_aliases_and_cycles_keep_their_shape():
     row.append(row)
     cycle = passed(row)
     assert cycle[1] is cycle
+    array, plain = np.zeros(2), Liar([1])
+    read = passed([array, [array, plain], (plain,)])  # at several depths
+    assert read[0] is read[1][0]
+    assert read[1][1] is read[2][0]
+    pair = ([],)
+    pair[0].append(pair)
+    (inner,) = passed(pair)
+    assert inner[0][0] is inner
+    shared = passed([pair, pair])
+    assert shared[0] is shared[1]
+
+
+def test_what_values_share_is_written_once():
+    """Its size would double with each level else."""
+    value = ()
+    for _ in range(60):
+        value = (value, value)
+    read = passed([value])[0]
+    for _ in range(60):
+        assert read[0] is read[1]
+        read = read[0]
+    chain = [()]
+    for number in range(300):
+        chain.append((number, chain[-1]))
+    for links in (chain, chain[::-1]):
+        assert len(passed(links)) == 301
 
 
 class Liar(list):
@@ -164,6 +198,11 @@ def test_objects_of_a_known_class_are_their_fields():
     assert (read.value, read.next.value) == (1, [2])
     assert read.next.next is read
     assert passed([Refers()]) == [("known", "o", 3)]
+    side.classes["Shape"] = Shape
+    shape = Shape()
+    read = passed([shape, [shape]], side)
+    assert type(read[0]) is Shape
+    assert read[0] is read[1][0]
 
 
 def test_hashes_of_objects_are_taken_when_their_fields_are_there():
@@ -172,6 +211,13 @@ def test_hashes_of_objects_are_taken_when_their_fields_are_there():
     read = passed({Point(1, 2): 3, (Point(1, 2), 4): {Point(5, 6)}}, side)
     assert read == {Point(1, 2): 3, (Point(1, 2), 4): {Point(5, 6)}}
     assert passed(frozenset({Point(7, 8)}), side) == {Point(7, 8)}
+    shared = Point(1, 2)
+    for value in (
+        [shared, [{shared: 1}]],
+        [{shared}, {shared: 1}, shared],
+        [frozenset({shared}), shared, (shared,)],
+    ):
+        assert passed(value, side) == value
 
 
 def test_values_may_be_deep():
@@ -191,19 +237,19 @@ def test_what_changed_comes_back_in_place():
     side = Side()
     inner, mapping = [1], {"a": 1}
     writer = wire.Writer(side)
-    writer.write([(inner, [inner], mapping)])
-    there = wire.Reader(side, writer.nodes)  # copies
+    table = writer.table([(inner, [inner], mapping)])
+    there = wire.Reader(side, table, writer.packed)  # copies
     place = writer.values.index(inner)
     copy = there.values[place]
     assert copy == inner
     assert copy is not inner
     copy[:] = [5, there.values[writer.values.index(mapping)]]
     answer = wire.Writer(side, there.values)
-    result = answer.write([copy])
-    changed = [[place, *answer.write(values.content(copy))]]
-    here = wire.Reader(side, answer.nodes, writer.values)
-    here.change(changed)
-    assert here.read(result)[0] is inner  # a reference, not a copy
+    table = answer.table([copy, values.content(copy)])
+    here = wire.Reader(side, table, answer.packed, writer.values)
+    result, content = here.items
+    here.change([place], [content])
+    assert result is inner  # a reference, not a copy
     assert inner == [5, {"a": 1}]
     assert inner[1] is mapping
 
@@ -231,61 +277,142 @@ def test_copies_hold_one_another_as_those_that_they_are_of_do():
     assert (list(short), counts) == ([1, 2], {})
 
 
-UNREADABLE = (wire.Unreadable, TypeError, ValueError, LookupError, RecursionError)
+UNREADABLE = (wire.Unreadable, TypeError, ValueError, LookupError, MemoryError)
+UNREADABLE += (AttributeError, struct.error)
+
+
+NUMBERS = struct.pack("<qd", 7, 0.5)
+
+
+def column(*items):
+    """Of plain items, and of groups, which are in lists."""
+    plain = [item for item in items if type(item) is not list]
+    groups = [item for item in items if type(item) is list]
+    places = iter(range(1, len(groups) + 1))
+    order = [next(places) if type(item) is list else 0 for item in items]
+    return [order, ["plain", plain], *groups]
+
+
+def of(name, size, place, *, which=None, own=None):
+    """A group of one value, whose content is in a column."""
+    return [name, which, own, [size], place]
+
+
+def made(*parts, place=1):
+    return [column(of("Parts", len(parts), place)), column(*parts)]
+
+
 FORGED = {
-    "a call of eval": [["call", "builtins.eval", "1"]],
-    "a call of a method": [["call", "builtins.list.__class__", "1"]],
-    "a call of a module's function": [["call", "os.system", "true"]],
-    "a call of a value": [["call", [1], "1"], ["class", "builtins.int"]],
-    "a class of no name": [["class", "collections.abc.Callable"]],
-    "a node of no name": [["pickle", "1"]],
-    "a name that is a list": [[["list"], 1]],
-    "a node that is no list": [5],
-    "a node that is a dictionary": [{"call": 1}],
+    "a call of eval": made("call", "builtins.eval", "1"),
+    "a call of a method": made("call", "builtins.list.__class__", "1"),
+    "a call of a module's function": made("call", "os.system", "true"),
+    "a call of a value": [
+        *made("call", of("Parts", 2, 2), "1"),
+        column("class", "builtins.int"),
+    ],
+    "a class of no name": made("class", "collections.abc.Callable"),
+    "parts of no name": made("pickle", "1"),
+    "no parts": made(),
+    "a group of no name": [column(of("pickle", 1, 1)), column(1)],
+    "a name that is a list": [[None, [["list"], None, None, [1], 1]], column(1)],
+    "a column that is no list": [5],
+    "a column that is a dictionary": [{"list": 1}],
     "a table that is a number": 5,
-    "an object of an unknown class": [["object", "Node", "value", 1]],
-    "fields without values": [["dict", "a"]],
-    "a key that cannot be one": [["dict", [1], 1], ["list"]],
-    "a wrong place": [["list", [2]]],
-    "a place before the first": [["list", [-1]]],
-    "a place that is a text": [["list", ["0"]]],
-    "two places": [["list", [0, 0]]],
-    "a dictionary of JSON": [["list", {"a": 1}]],
-    "a value that is its own part": [["tuple", [0]]],
+    "an empty table": [],
+    "two groups without an order": [[None, ["plain", [1]], ["plain", [2]]]],
+    "an order without its group": [[[0, 1], ["plain", [1, 2]]]],
+    "an order of texts": [[["0"], ["plain", [1]]]],
+    "an object of an unknown class": [
+        column(of("object", 2, 1, own="Node")),
+        column("value", 1),
+    ],
+    "fields without values": [column(of("dict", 1, 1)), column("a")],
+    "a key that cannot be one": [
+        *(column(of("dict", 2, 1)), column(of("list", 0, 2), 1), column()),
+    ],
+    "a wrong place": [column(of("list", 0, 1, which=[2])), column()],
+    "a place before the first": [column(of("list", 0, 1, which=[-1])), column()],
+    "a place that is a text": [column(of("list", 0, 1, which=["0"])), column()],
+    "a column after the last": [column(of("list", 1, 2)), column(1)],
+    "a column above": [column(of("list", 1, 1)), column(of("list", 1, 0))],
+    "a column of two groups": [
+        *(column(of("list", 1, 1), of("list", 1, 1)), column(1)),
+    ],
+    "a size below 0": [column(of("list", -1, 1)), column(1)],
+    "a size that is a text": [column(of("list", "1", 1)), column(1)],
+    "a dictionary of JSON": [column({"a": 1})],
+    "a list of JSON": [[None, ["plain", [[1]]]]],
+    "a float among plain values": [column(0.5)],
+    "a text as plain values": [[None, ["plain", "abc"]]],
+    "more numbers than there are": [[None, ["float", 3]]],
+    "numbers that are read twice": [[[0, 1], ["int", 2], ["float", 1]]],
+    "fewer than no numbers": [[None, ["int", -1]]],
+    "numbers of a type of their own": [[None, ["int", "8s"]]],
+    "numbers of no type": [[None, ["complex", 1]]],
+    "a value that is its own part": [
+        *(column(of("tuple", 1, 1)), [None, ["tuple", [0], None, [], 2]], column()),
+    ],
     "an array of objects from bytes": [
-        *(["array", "|O", [1], [2]], ["tuple", 1], ["bytes", "12345678"]),
+        column(of("array", 3, 1, own=["|O", [1]])),
+        column("|O", of("tuple", 1, 2), ["bytes", [8]]),
+        column(1),
     ],
     "an array that is too large": [
-        *(["array", "<f8", [1], [2]], ["tuple", 2**40], ["bytes", "12345678"]),
+        *(column(["array", None, [["<f8", [2**50]]], [0], 1]), column()),
     ],
-    "a named tuple that is a program": [["named", "P", [1], 1], ["tuple", "a=print()"]],
-    "a bytearray of text": [["bytearray", "abc"]],
-    "a deque of no length": [["deque", "abc"]],
-    "a maker of items that cannot be called": [["defaultdict", 5, "a", 1]],
+    "an array of another shape": [
+        *made("array", "<f8", of("tuple", 1, 2), ["bytes", [8]]),
+        column(2),
+    ],
+    "a named tuple that is a program": [
+        *(*made("named", "P", of("tuple", 1, 2), 1), column("a=print()")),
+    ],
+    "a bytearray of text": [column(of("bytearray", 1, 1)), column("abc")],
+    "a deque of no length": [
+        column(["deque", None, ["abc"], [0], 1]),
+        column(),
+    ],
+    "a maker of items that cannot be called": [
+        *(column(of("defaultdict", 3, 1)), column(5, "a", 1)),
+    ],
 }
 
 
-@pytest.mark.parametrize("nodes", FORGED.values(), ids=FORGED)
-def test_a_forged_message_is_refused(nodes):
+@pytest.mark.parametrize("table", FORGED.values(), ids=FORGED)
+def test_a_forged_table_is_refused(table):
     with pytest.raises(UNREADABLE):  # and nothing was called
-        wire.Reader(Side(), nodes)
+        wire.Reader(Side(), table, NUMBERS)
 
 
-@pytest.mark.parametrize("part", [{}, [], [0], [0, 0], ["a"], [None], [1.5]])
-def test_a_forged_part_is_refused(part):
-    with pytest.raises(UNREADABLE):
-        wire.Reader(Side(), []).read([part])
+def test_tables_are_read_as_they_are_written_here():
+    """So that the forged ones are refused for what is forged of them."""
+    for table, value in (
+        (made("call", "builtins.range", 3), range(3)),
+        (made("class", "builtins.int"), int),
+        ([[[0, 1], ["int", 1], ["float", 1]]], 7),
+        ([[[1, 0], ["bytes", [1, 7]], ["float", 1]]], 0.5),
+        ([[[1, 0], ["bytes", [8, 9]], ["bytes", [1]]]], b""),  # which are read once
+        ([column(of("dict", 2, 1)), column("a", 1)], {"a": 1}),
+        ([column(1, of("list", 1, 1)), column(of("tuple", 0, 2)), column()], 1),
+    ):
+        assert wire.Reader(Side(), table, NUMBERS).items[0] == value
 
 
 def test_only_a_change_changes_what_was_there_before():
     kept = [[1], {1: 2}, {1}, (1,), "text"]
-    reader = wire.Reader(Side(), [["list", [0], [1], [2], [3]]], kept)
-    assert reader.read([[5]]) == [[[1], {1: 2}, {1}, (1,)]]
-    reader.change([[3, 5], [4, 5], [5, 6]])  # no containers, or not from before
+    lists = ["list", [0], None, [], 1]
+    contents = [[*of("list", 1, 1)[:3], [1, 1, 1], 1]]
+    reader = wire.Reader(Side(), [[None, lists], [None]], b"", kept)
+    assert reader.items[0] is kept[0]
+    reader.change([3, 4], [[5], [5]])  # no containers
     assert kept == [[1], {1: 2}, {1}, (1,), "text"]
-    assert reader.values[5][0] is kept[0]
-    reader.change([[0, 5], [1, 5, 6], [2, 7, [3]]])
+    reader.change([0, 1, 2], [[5], [5, 6], [7, (1,)]])
     assert kept == [[5], {5: 6}, {7, (1,)}, (1,), "text"]
+    reader = wire.Reader(Side(), [[None, *contents], column(1, 2, 3)], b"", kept)
+    reader.change([5], [[8]])  # not from before
+    assert reader.items == [[1], [2], [3]]
+    with pytest.raises(UNREADABLE):
+        reader.change([0], [])
 
 
 def test_what_a_message_refers_to_is_not_called():
@@ -293,28 +420,35 @@ def test_what_a_message_refers_to_is_not_called():
     called = []
     side = Side()
     side.known = lambda *parts: called.append
-    refer = ["refer", "f", 0]
-    assert wire.Reader(side, [refer]).values == [called.append]
+    refer = column("refer", "f", 0)
+    assert wire.Reader(side, [column(of("Parts", 3, 1)), refer], b"").items == [
+        called.append
+    ]
     with pytest.raises(UNREADABLE):
-        wire.Reader(side, [["call", [1], 5], refer])
+        wire.Reader(side, [*made("call", of("Parts", 3, 2), 5), refer], b"")
     assert called == []
 
 
-def test_messages_are_lines():
+def test_messages_are_lines_and_numbers():
     pipe = io.BytesIO()
-    for message in ([1, "a\n\ud800\u2028"], [float("inf")]):
-        wire.send(pipe, message)
+    wire.send(pipe, [1, "a\n\ud800\u2028"], b"\n{")
+    wire.send(pipe, [float("inf")])
     pipe.seek(0)
-    assert wire.receive(pipe) == [1, "a\n\ud800\u2028"]
-    assert wire.receive(pipe) == [float("inf")]
+    assert wire.receive(pipe) == [1, "a\n\ud800\u2028", b"\n{"]
+    assert wire.receive(pipe) == [float("inf"), b""]
     with pytest.raises(EOFError):
         wire.receive(pipe)
-    with pytest.raises(ValueError, match="values are larger than 16 MiB"):
-        wire.send(pipe, ["a" * 2**24])
+    for text, packed in (("a" * 2**24, b""), ("a", bytes(2**24))):
+        with pytest.raises(ValueError, match="values are larger than 16 MiB"):
+            wire.send(pipe, [text], packed)
 
 
-@pytest.mark.parametrize("line", [b"[", b"{}", b"5", b"\xff", b"[" * 10**5, b"[1] [2]"])
+FORGED_LINES = [b"[", b"{}", b"5", b"\xff", b"[" * 10**5, b"[1] [2]", b"[]", b"[-1]"]
+FORGED_LINES += [b'["1"]', b"[0.0]", b"[true]", b"[%d]" % 2**25]
+
+
+@pytest.mark.parametrize("line", FORGED_LINES)
 def test_a_line_that_is_no_message_is_refused(line):
     with pytest.raises(wire.Unreadable):
         wire.receive(io.BytesIO(line + b"\n"))
-    assert wire.receive(io.BytesIO(json.dumps([1]).encode())) == [1]
+    assert wire.receive(io.BytesIO(json.dumps([1, 0]).encode())) == [1, b""]

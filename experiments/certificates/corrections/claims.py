@@ -8,7 +8,7 @@ the mean reward of μ, Q(s, a) what μ goes on to earn and d(s) how often it mee
 
 h is the ratio itself, cut at the bounds (a mask, which has no slope beyond them), or
 C + C·log(ρ/C) beyond the cap C (a truncation, whose slope there is C/ρ). No function of
-the library is called here.
+the library is called here. Score centring has V(s), the mean of Q at s, in b's place.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rlhf_jax.algorithms.policy_gradient.corrections import (
     SamplerCorrection,
     Truncate,
 )
+from rlhf_jax.algorithms.policy_gradient.recipe import CLIP, Centred, Surrogate
 from rlhf_jax.functional.kl.penalty import IN_REWARD, UNBIASED_K3, Penalty
 
 Array = jax.Array
@@ -46,6 +47,10 @@ class Known(NamedTuple):
     met: Array  # f32[N, 4], d(s): the probability of the tokens before
     earned: Array  # f32[N, 4], Q(s, a): mean reward of the responses that go on so
     same: Array  # f32[N, 4], responses with the same tokens up to here
+    ahead: Array  # f32[N, 4], V(s): mean reward of the responses that pass s
+    top: Array  # bool[N, 4], a is among the `TOP` likeliest tokens of μ at s
+    # f32[4N, 4N], 1 over `same` at tokens that stand after the same s, else 0
+    beside: Array
 
 
 Objective = Callable[[Array, Known], Array]  # of log π f32[N, 4]
@@ -79,6 +84,26 @@ def of_tokens(logprobs: Array, known: Known, *, h: Cut) -> Array:
     drawn = jnp.exp(known.logprobs)
     worth = drawn * h(jnp.exp(logprobs) / drawn) * (known.earned - mean)
     return _each_prefix(worth, known)
+
+
+def centred(logprobs: Array, known: Known, *, h: Cut) -> Array:
+    """`of_tokens` with V(s) in the place of b: the covariance of Q and the score."""
+    drawn = jnp.exp(known.logprobs)
+    worth = drawn * h(jnp.exp(logprobs) / drawn) * (known.earned - known.ahead)
+    return _each_prefix(worth, known)
+
+
+def centred_at_the_top(logprobs: Array, known: Known) -> Array:
+    """The same of log π, and what is left where μ is not ρ·π outside the top."""
+    mean = _chance(known.logprobs, known) @ known.rewards
+    drawn, now = jnp.exp(known.logprobs), jax.lax.stop_gradient(jnp.exp(logprobs))
+    tail, old_tail = (
+        known.beside @ jnp.where(known.top, 0.0, x).reshape(-1) for x in (now, drawn)
+    )
+    rho = (old_tail / jnp.where(tail > 0, tail, 1.0)).reshape(drawn.shape)
+    left = jnp.where(known.top, 0.0, drawn - rho * now)
+    covariance = drawn * (known.earned - known.ahead)
+    return _each_prefix((covariance + (known.ahead - mean) * left) * logprobs, known)
 
 
 def likelihood(logprobs: Array, known: Known) -> Array:
@@ -153,7 +178,10 @@ class Claim(NamedTuple):
 
 
 def _recipe(
-    correction: SamplerCorrection, *, penalty: Penalty = IN_REWARD
+    correction: SamplerCorrection | None = None,
+    *,
+    penalty: Penalty = IN_REWARD,
+    surrogate: Surrogate = CLIP,
 ) -> grpo.GroupRecipe:
     return grpo.GroupRecipe(
         aggregation="constant",
@@ -161,10 +189,13 @@ def _recipe(
         group_size=2,
         baseline="leave_one_out",
         penalty=penalty,
+        surrogate=surrogate,
         sampler_correction=correction,
     )
 
 
+TOP = 2  # tokens of four that a sampler records
+NO_KL = Penalty(placement=None)
 WIDE = 1e6  # a cap that no weight reaches
 TOKENS: dict[str, Any] = {"cap": 1.1, "floor": 0.9}
 RESPONSES: dict[str, Any] = {"cap": 1.5, "floor": 0.7}
@@ -241,6 +272,30 @@ CLAIMS = (
         "the same by R^(1/length)",
         functools.partial(kept_likelihood, **MEANS, mean=True),
         bias="samples of the sampler, and a baseline that holds what is left out",
+    ),
+    Claim(
+        "score centring",
+        _recipe(penalty=NO_KL, surrogate=Centred(top_k=4)),
+        "Σ_s d_μ(s) Cov_μ(Q_μ, log π)",
+        functools.partial(centred, h=jnp.log),
+        bias=f"the sampler's covariance, and {PREFIXES}",
+        bounded=False,
+    ),
+    Claim(
+        "score centring, ratios up to 1.1",
+        _recipe(penalty=NO_KL, surrogate=Centred(top_k=4, cap=TOKENS["cap"])),
+        "Σ_s d_μ(s) Cov_μ(Q_μ, h), h of token_truncate",
+        functools.partial(centred, h=functools.partial(truncated, cap=TOKENS["cap"])),
+        bias=f"{PREFIXES}, and {BEYOND}",
+        bounded=False,  # by the surrogate, and no weight of an advantage
+    ),
+    Claim(
+        f"score centring, top {TOP} of 4",
+        _recipe(penalty=NO_KL, surrogate=Centred(top_k=TOP)),
+        "the covariance, and (V_μ − b)·E[∇log π] of μ − ρπ outside the top",
+        centred_at_the_top,
+        bias=f"the sampler's covariance and tail, and {PREFIXES}",
+        bounded=False,
     ),
     Claim(
         "unbiased k3 in the loss (DeepSeek-V3.2)",

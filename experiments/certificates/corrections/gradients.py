@@ -12,6 +12,7 @@ same policies, 0, 1, 2 and 4 updates after the samples were drawn.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -24,15 +25,16 @@ from worlds import enumerable
 from worlds.enumerable import Float64
 
 from certificates.cases import OPTIMIZER, Case, flat
-from certificates.corrections.claims import CLAIMS, Claim, Known, expected_reward
+from certificates.corrections.claims import CLAIMS, TOP, Claim, Known, expected_reward
 from certificates.measured import groups
 from certificates.measured.ratios import BETA, LEAST_BIAS, STALE, STEP, outside
 from certificates.penalty_claims import TOLERANCE
-from rlhf_jax import frozen, grpo, masked
-from rlhf_jax.algorithms.batch import PolicyExperience
+from rlhf_jax import frozen, grpo, masked, policy
+from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.models.generation.sampling import TopK
 
 Array = jax.Array
 Params = Any
@@ -84,7 +86,8 @@ def know(case: Case, rewards: Array) -> Known:
     mask = np.asarray(enumerable.every_mask(case.stop_ids))[:, COLUMNS]
     logprobs = np.asarray(_logprobs(case.policy, case=case), np.float64)
     chance = np.exp(np.where(mask, logprobs, 0).sum(axis=1))
-    met, earned, same = (np.ones(mask.shape) for _ in range(3))
+    met, earned, same, ahead = (np.ones(mask.shape) for _ in range(4))
+    top, beside = np.ones(mask.shape, bool), np.zeros((mask.size, *mask.shape))
     for row, column in np.argwhere(mask):
         before = (tokens[:, :column] == tokens[row, :column]).all(axis=1)
         before &= mask[:, column]
@@ -93,13 +96,23 @@ def know(case: Case, rewards: Array) -> Known:
         earned[row, column] = chance[alike] @ np.asarray(rewards)[alike]
         earned[row, column] /= chance[alike].sum()
         same[row, column] = alike.sum()
+        ahead[row, column] = chance[before] @ np.asarray(rewards)[before]
+        ahead[row, column] /= chance[before].sum()
+        at = {
+            int(tokens[i, column]): logprobs[i, column] for i in np.flatnonzero(before)
+        }
+        likeliest = sorted(at, key=at.__getitem__)[-TOP:]
+        top[row, column] = tokens[row, column] in likeliest
+        beside[row * mask.shape[1] + column, before, column] = 1
     ref_logprobs = _logprobs(frozen.read(case.reference), case=case)
     return Known(
         jnp.asarray(logprobs, jnp.float32),
         jnp.asarray(mask),
         rewards,
         ref_logprobs,
-        *(jnp.asarray(array, jnp.float32) for array in (met, earned, same)),
+        *(jnp.asarray(array, jnp.float32) for array in (met, earned, same, ahead)),
+        top=jnp.asarray(top),
+        beside=jnp.asarray((beside / same).reshape(mask.size, -1), jnp.float32),
     )
 
 
@@ -140,7 +153,7 @@ def _finding(
             )
         )
     at_optimum = 0.0
-    if not of_kl:
+    if claim.recipe.penalty.in_reward:
         last = policies[max(STALE)]
         x = _logprobs(last, case=case) - known.ref_logprobs
         best = BETA * jnp.sum(x, axis=1, where=known.mask)
@@ -169,6 +182,8 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
         params: Params, sampler: Params, scores: Array, beta: Array
     ) -> tuple[Params, Array]:
         drawn = enumerable.every_response(sampler, stop_ids=case.stop_ids, **shape)
+        if algorithm.recorded_top_k is not None:
+            drawn = _recorded(drawn, sampler, count=algorithm.recorded_top_k, case=case)
         rollout = recomputed(drawn, params, recipe=algorithm, packing=None)
         scored = score.score(
             rollout,
@@ -188,6 +203,7 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
             pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
             drawn = groups.take(scored, pairs.reshape(-1))
             experience, _ = algorithm.experience(drawn, kl_coef=beta)
+            experience = dataclasses.replace(experience, top_k=drawn.rollout.top_k)
             experience, stats = corrected(
                 experience, rollout=drawn.rollout, step=jnp.int32(0), recipe=algorithm
             )
@@ -221,6 +237,15 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
         return -enumerable.LENGTH * flat(total), float(np.asarray(cut).mean())
 
     return find
+
+
+def _recorded(rollout: Rollout, params: Params, *, count: int, case: Case) -> Rollout:
+    """The rollout with its sampler's likeliest words, as a decoder records them."""
+    texts = {"tokens": rollout.tokens, "mask": rollout.mask}
+    logits = policy.logits(params, model=case.model, **texts)
+    likely = jnp.pad(jax.nn.log_softmax(logits[:, :-1]), ((0, 0), (1, 0), (0, 0)))
+    values, words = jax.lax.top_k(likely, count)
+    return dataclasses.replace(rollout, top_k=TopK(words, values))
 
 
 def _logprobs(params: Params, *, case: Case) -> Array:

@@ -58,6 +58,14 @@ class DistillRecipe(ReinforceRecipe):
     """Number of the student's most likely tokens that the divergence treats one by one,
     with one bucket for all others; None treats every token one by one."""
 
+    group_size: int = 1
+    """Responses per prompt, in neighbouring rows."""
+    success_score: float | None = None
+    """Score from which a response is a demonstration (SDPO): of each response the
+    teacher reads the prompt with the first such one of its group that is another, and
+    those without one are not trained on. The reward is read for this alone. None: the
+    teacher reads no response."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(divergence=self.divergence, among=(None, *get_args(Divergence)))
@@ -75,6 +83,7 @@ class DistillRecipe(ReinforceRecipe):
             top_k=self.top_k if self.divergence is None else None,
         )
         checks.positive(top_k=self.top_k)
+        checks.groups(self.group_size, group_size=self.group_size)
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
@@ -89,6 +98,23 @@ class DistillRecipe(ReinforceRecipe):
                 "divergence: expected one, or penalty.placement reward, got neither, "
                 "so that nothing would be learned from the teacher; choose either"
             )
+        if self.aggregation == "prompt_mean":
+            yield (
+                "aggregation: expected another than prompt_mean in distillation, which "
+                "has no advantages over groups; choose token_mean"
+            )
+        if self.success_score is None:
+            return
+        if self.group_size < 2:
+            yield (
+                f"success_score: expected a group to take a demonstration from, got "
+                f"group_size {self.group_size}; choose 2 or more"
+            )
+        if self.divergence is None or self.penalty.in_reward:
+            yield (
+                "success_score: expected a divergence in the loss alone, got a KL in "
+                "the reward, which is read for demonstrations; choose reverse"
+            )
 
     @property
     def has_ratio(self) -> bool:
@@ -97,6 +123,7 @@ class DistillRecipe(ReinforceRecipe):
 
     def has_policy_loss(self, *, rewarded: bool) -> bool:
         """Whether the policy loss is a term: else its head is not differentiated."""
+        rewarded = rewarded and self.success_score is None
         guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
         learns = rewarded or self.penalty.in_reward
         bonus = self.entropy_coef != 0 or self.entropy_control is not None
@@ -130,6 +157,16 @@ class Distill(DistillRecipe, PolicyGradient):
         super().__post_init__()
         self.check_read(rewarded=self.rewarded)
         self.check_top_k(top_k=self.top_k)
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Samples of each prompt, in neighbouring rows."""
+        return self.group_size
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some responses of a rollout are not trained on."""
+        return self.success_score is not None or super().leaves_out
 
     @property
     def reads_ref_hidden(self) -> bool:

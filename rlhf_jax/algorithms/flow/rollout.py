@@ -37,6 +37,7 @@ def rollout(
     continuous_batching: int | None = None,
     version: Array | None = None,
     record_experts: bool = False,
+    record_top_k: int | None = None,
 ) -> Rollout:
     """Samples one response to every row of prompts.
 
@@ -48,6 +49,7 @@ def rollout(
       version: i32[], of the policy, which draws every token of this rollout; None
         stamps none.
       record_experts: keep the experts of every token of a mixture, for replay.
+      record_top_k: keep so many of the likeliest tokens at each position; None is none.
 
     Returns:
       Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from,
@@ -75,6 +77,7 @@ def rollout(
         group_size=group_size,
         continuous_batching=continuous_batching,
         record_experts=record_experts,
+        record_top_k=record_top_k,
     )
     return Rollout(
         tokens=generated.tokens,
@@ -89,6 +92,7 @@ def rollout(
         # One policy draws this batch; the prompt's columns have no version.
         else jnp.where(generated.response_mask, version, 0),
         experts=generated.experts,
+        top_k=generated.top_k,
     )
 
 

@@ -24,8 +24,11 @@ Array = jax.Array
 class TeacherPrompts:
     """What the teacher reads in place of each prompt of a data set, left-padded."""
 
-    tokens: Array  # i32[N, P'], by row of the data set
+    tokens: Array  # i32[N, P'], by row of the data set; of the batch with `taught`
     mask: Array  # bool[N, P'], True at tokens
+    # bool[B], rows of a batch in which it reads a demonstration; None: the rows are
+    # those of the data set, and all are trained on.
+    taught: Array | None = None
 
 
 @jax.named_scope("reference")
@@ -45,14 +48,15 @@ def teacher_states(
         the teacher        c   c   x   x   x   y   y   y      c: a demonstration
 
     Args:
-      prompts: by `rollout.index`; None: the teacher reads the student's own. With them
-        it is conditioned on what the student does not see (self-distillation, where
-        the teacher is the student as it started).
+      prompts: by `rollout.index`, or by row of the batch (`taught`); None: the teacher
+        reads the student's own. With them it is conditioned on what the student does
+        not see (self-distillation).
 
     Returns:
       Of the student's columns, whatever the teacher's prompts.
 
     Source: Shenfeld et al. 2026, arXiv:2601.19897 (SDFT): KL(π_θ(·|x) ‖ π(·|x, c)).
+    Hübotter et al. 2026, arXiv:2601.20802 (SDPO), c a success of the response's group.
     """
     params, size = frozen.read(teacher), rollout.tokens.shape[1]
     if prompts is not None:
@@ -77,6 +81,7 @@ def teacher_states(
     return ReferenceOutput(
         _columns(logprobs, count=max_new_tokens, size=size),
         _columns(hidden, count=max_new_tokens + 1, size=size),
+        taught=None if prompts is None else prompts.taught,
     )
 
 
@@ -85,6 +90,8 @@ def _behind(
 ) -> Rollout:
     """The responses behind the teacher's prompts."""
     row, width = rollout.index, prompts.tokens.shape[1]
+    if prompts.taught is not None:
+        row = jnp.arange(len(row))
 
     def joined(before: Array, after: Array) -> Array:
         return jnp.concatenate([before, after[:, -max_new_tokens:]], axis=1)

@@ -2,6 +2,7 @@
 
 from rlhf_jax.algorithms.grpo.experience import group_experience
 from rlhf_jax.algorithms.grpo.published import (
+    CENTRED,
     CISPO,
     CLIP_COV,
     DAPO,
@@ -39,6 +40,7 @@ from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.roles.rewards import Reward
 
 __all__ = [
+    "CENTRED",
     "CISPO",
     "CLIP_COV",
     "DAPO",

@@ -274,6 +274,14 @@ DAR = GroupRecipe(
 policy that sampled, tilted by advantages that are normalised over the batch, here over
 its tokens. Groups are ours."""
 
+CENTRED = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    surrogate=recipe.Centred(top_k=128),
+)
+"""Marek and Ryabinin 2026, arXiv:2609.20807: score centring alone, advantages without a
+deviation. Groups are ours, and the 128 tokens those of vime."""
+
 OPO = GroupRecipe(
     temperature=1.0,
     group_size=8,

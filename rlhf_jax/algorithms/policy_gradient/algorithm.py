@@ -73,6 +73,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         checks.positive(max_new_tokens=self.max_new_tokens)
         self._check_stops()
         self.check_top_k(**{"penalty.top_k": self.penalty.top_k})
+        self.check_top_k(**{"top_k of surrogate": self.recorded_top_k})
         self._check_experts()
         if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
             raise InputError(
@@ -110,14 +111,6 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                     f"{name}: expected a mixture of experts, got a dense "
                     f"{self.model.family}; leave {name} out"
                 )
-        if replay is None or replay.source != "sampler":
-            return
-        if self.continuous_batching is not None:
-            raise InputError(
-                "routing_replay: expected a sampler that records the experts it "
-                "chose, got continuous batching, which does not; leave it out, or "
-                "choose old"
-            )
 
     def _check_stops(self) -> None:
         """Raises InputError for an option about stop tokens that can never act."""
@@ -200,6 +193,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 self.routing_replay is not None
                 and self.routing_replay.source == "sampler"
             ),
+            record_top_k=self.recorded_top_k,
         )
 
     def minibatch_loss(

@@ -302,6 +302,15 @@ def make_experience(
     # Read before the update, which moves the controller: one β for the whole iteration.
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
+    if ref_output is not None and ref_output.taught is not None:
+        # Divisors count what is taught alone, as they count no rejected response.
+        taught = ref_output.taught[:, None] & experience.response_mask
+        experience = dataclasses.replace(experience, response_mask=taught)
+        share = masked.sum_stats(
+            {"response/taught": ref_output.taught.astype(jnp.float32)},
+            mask=jnp.ones(ref_output.taught.shape, bool),
+        )
+        experience_stats = experience_stats | share
     # Before importance weights: the covariances of Clip-Cov are of advantages.
     experience, choice_stats = choose(
         experience, rollout=rollout, step=state.step, choice=recipe.token_choice
@@ -328,6 +337,7 @@ def make_experience(
             # follow.
             sampled=jax.tree.map(experience.laid_out, sampled),
             experts=rollout.experts,
+            top_k=rollout.top_k,
         ),
         rollout=rollout,
         step=state.step,

@@ -17,7 +17,7 @@ from rlhf_jax.functional.kl import penalty
 from rlhf_jax.functional.kl.penalty import with_sampled_tail
 from rlhf_jax.models.experts import balance_loss, router_stats
 from rlhf_jax.models.packing import Packing, Texts, texts_of
-from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
+from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden, logprobs_of
 from rlhf_jax.roles.reference.frozen import (
     NO_MODELS,
     Frozen,
@@ -138,6 +138,24 @@ def policy_terms(
                 "expected a reference for surrogate dar, got none; pass one in frozen"
             )
         surrogate["ref_logprobs"] = experience.ref_logprobs
+    if recipe.recorded_top_k is not None:
+        recorded = experience.top_k
+        if recorded is None or packing is not None:
+            raise InputError(
+                "expected padded rows with the sampler's top k for surrogate centred, "
+                "got others; sample with the trainer's own decoder, without a packing"
+            )
+        surrogate["old_top_logprobs"] = recorded.logprobs
+        surrogate["top_logprobs"] = logprobs_of(
+            recorded.tokens,
+            params,
+            hidden,
+            model=recipe.model,
+            tokens=texts.tokens,
+            logprobs=logprobs,
+            temperature=recipe.temperature,
+            first_column=texts.first_column,
+        )
     loss, stats = recipe.surrogate.loss(**surrogate)
     stats |= left_out | router_stats
     if recipe.balance_coef:

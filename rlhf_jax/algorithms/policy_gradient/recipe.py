@@ -26,6 +26,7 @@ from rlhf_jax.algorithms.policy_gradient.trust_regions import (
     GMPO,
     TOPR,
     VESPO,
+    Centred,
 )
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.errors import expect_none
@@ -130,7 +131,7 @@ class SAPO:
         )
 
 
-Surrogate = Clip | CISPO | SAPO | DPPO | GMPO | VESPO | TOPR | DAR
+Surrogate = Clip | CISPO | SAPO | DPPO | GMPO | VESPO | TOPR | DAR | Centred
 CLIP = Clip()
 
 
@@ -193,7 +194,9 @@ class PolicyRecipe:
     at clip_range=0.4. vespo weights a response by W^power·exp(decay·(1 − W)), W its
     ratio, by power_pos=2, decay_pos=3, power_neg=3 and decay_neg=2. topr weights worse
     responses by min(W, 1), and others by 1. dar weights the log-likelihood of each by
-    (π_ref/π_old)^share·exp(A/beta), share=0.1, beta=0.05, up to cap=20."""
+    (π_ref/π_old)^share·exp(A/beta), share=0.1, beta=0.05, up to cap=20. centred takes
+    from each score its mean under the sampler, which records its top_k=128 tokens;
+    cap=2 weights tokens by ratios up to it, with floor= by those within both."""
     off_policy_mask: float | None = None
     """Nats per token δ, above which a response with a negative advantage is left out of
     the policy loss: mean log μ/π over its tokens, μ the sampler (DeepSeek-V3.2); None
@@ -277,6 +280,16 @@ class PolicyRecipe:
                 off_policy_mask=self.off_policy_mask,
                 token_choice=self.token_choice,
             )
+        if self.recorded_top_k is not None:
+            recomputed = self.sampler_correction if self.recomputes_logprobs else None
+            expect_none(
+                "with surrogate centred, which weights the sampler's every token, and "
+                "reads what is recorded of it where all rows are sampled at once",
+                advice="leave one of them out",
+                sampler_correction=recomputed,
+                token_choice=self.token_choice,
+                continuous_batching=self.continuous_batching,
+            )
         if self.loss_scale_factor is not None:
             aggregation.check_scale(
                 self.aggregation, loss_scale_factor=self.loss_scale_factor
@@ -303,9 +316,14 @@ class PolicyRecipe:
         return isinstance(self.surrogate, DAR)
 
     @property
+    def recorded_top_k(self) -> int | None:
+        """Likeliest tokens that the sampler records at each position; None: none."""
+        return self.surrogate.top_k if isinstance(self.surrogate, Centred) else None
+
+    @property
     def has_ratio(self) -> bool:
         """Whether the loss has a probability ratio, which a stale sampler biases."""
-        return True
+        return not isinstance(self.surrogate, Centred)  # which corrects it itself
 
     @property
     def truncates_reward_only(self) -> bool:

@@ -1,4 +1,4 @@
-"""Surrogates with a trust region of their own: DPPO, GMPO, VESPO, TOPR and DAR.
+"""Surrogates beside the clip: DPPO, GMPO, VESPO, TOPR, DAR and score centring.
 
 `recipe.Surrogate` has them beside PPO's clip, CISPO and SAPO. Their formulas
 (`functional.policy_losses`) are loaded where one is chosen.
@@ -12,6 +12,7 @@ from typing import get_args
 
 from rlhf_jax.algorithms.policy_gradient.loss import Loss
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.errors import expect_none
 from rlhf_jax.functional.surrogates import Divergence
 
 
@@ -140,3 +141,35 @@ class DAR:
         from rlhf_jax.functional import policy_losses
 
         return functools.partial(policy_losses.dar_loss, **vars(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Centred:
+    """A likelihood without the drift towards the sampler that its score has."""
+
+    top_k: int = 128
+    """Tokens whose probability the sampler records at each position."""
+    cap: float | None = None
+    """Largest ratio; None weights nothing."""
+    floor: float | None = None
+    """Smallest ratio: the weight is 0 below it, and above the cap; None has neither."""
+
+    def __post_init__(self) -> None:
+        checks.positive(top_k=self.top_k)
+        if self.cap is None:
+            expect_none(
+                "without a cap", advice="give both, or neither", floor=self.floor
+            )
+            return
+        from rlhf_jax.functional.off_policy import importance
+
+        importance.check_bounds("token_mask", cap=self.cap, floor=self.floor)
+
+    @property
+    def loss(self) -> Loss:
+        """`policy_losses.centred_loss`."""
+        from rlhf_jax.functional import policy_losses
+
+        return functools.partial(
+            policy_losses.centred_loss, cap=self.cap, floor=self.floor
+        )

@@ -10,6 +10,7 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2, 5.3.3 and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,19 @@ class Tensors(shards.Tensors):
     Of them a slice is read, too: whole blocks of 32 along `in`, and no other.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, named: Callable[[str], str | None] = str
+    ) -> None:
         """Reads the headers alone.
+
+        Args:
+          named: as `shards.Tensors`.
 
         Raises:
           InputError: as `shards.Tensors`; or blocks without their scales, or of another
             shape.
         """
-        super().__init__(folder)
+        super().__init__(folder, named=named)
         self._packed = {
             name.removesuffix(BLOCKS)
             for name, header in self.headers.items()

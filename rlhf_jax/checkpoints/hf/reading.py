@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from rlhf_jax.checkpoints import mapping, shards
-from rlhf_jax.checkpoints.hf import casting, layout, mxfp4
+from rlhf_jax.checkpoints.hf import casting, layout, multimodal, mxfp4
 from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.data import hub
@@ -71,7 +71,7 @@ def load(
     """
     with _reading(path_or_repo_id) as folder:
         exported.require(folder)
-        config = shards.read_json(folder / layout.CONFIG)
+        config = _config(folder)
         family = layout.family_of(config)
         elsewhere = {family.classifier: "read it with hf.load_reward"}
         layout.expect_architecture(config, family.causal, elsewhere=elsewhere)
@@ -111,7 +111,7 @@ def load_reward(
     """
     with _reading(path_or_repo_id) as folder:
         exported.require(folder)
-        config = shards.read_json(folder / layout.CONFIG)
+        config = _config(folder)
         family = layout.family_of(config)
         elsewhere = {family.causal: "read it with hf.load"}
         layout.expect_architecture(config, family.classifier, elsewhere=elsewhere)
@@ -144,14 +144,14 @@ def model_config(path_or_repo_id: PathLike) -> ModelConfig:
       InputError: there is no such checkpoint, or the decoder does not implement it.
     """
     with _reading(path_or_repo_id, patterns=_SHAPE) as folder:
-        config = shards.read_json(folder / layout.CONFIG)
+        config = _config(folder)
         family = layout.family_of(config)
         model = family.config_from_hf(config)
         scores = family.classifier in (config.get("architectures") or ())
         if scores or not model.tied_head:
             return model
         try:
-            tensors = shards.Tensors(folder)
+            tensors = shards.Tensors(folder, named=multimodal.Names())
         except InputError:  # not there, or damaged, which `load` says
             return model
         return _tied_as_stored(model, family=family, tensors=tensors)
@@ -170,11 +170,12 @@ def stored_dtype(path_or_repo_id: PathLike) -> SaveDtype:
     """
     with _reading(path_or_repo_id) as folder:
         if not any(folder.glob("model*.safetensors")):
-            config = shards.read_json(folder / layout.CONFIG)
+            config = _config(folder)
             named = config.get("dtype", config.get("torch_dtype"))
             return casting.of_most({str(named): 1})
         sizes: dict[str, int] = {}
-        for header in shards.Tensors(folder).headers.values():
+        tensors = shards.Tensors(folder, named=multimodal.Names())
+        for header in tensors.headers.values():
             if header.dtype in mapping.FLOATS:
                 name = mapping.FLOATS[header.dtype].name
                 sizes[name] = sizes.get(name, 0) + math.prod(header.shape)
@@ -188,7 +189,7 @@ def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
       InputError: there is no such checkpoint, or a file is unreadable.
     """
     with _reading(path_or_repo_id) as folder:
-        config = shards.read_json(folder / layout.CONFIG)
+        config = _config(folder)
         if (folder / _GENERATION).exists():
             config |= shards.read_json(folder / _GENERATION)
         return fields.token_ids(config.get("eos_token_id"), option="eos_token_id")
@@ -206,9 +207,19 @@ def _reading(
         yield folder
 
 
+def _config(folder: Path) -> dict[str, Any]:
+    return multimodal.text_of(shards.read_json(folder / layout.CONFIG))
+
+
 def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
     """The tensors; what stands beside them and is not read is told."""
-    tensors = mxfp4.Tensors(folder)
+    names = multimodal.Names()
+    tensors = mxfp4.Tensors(folder, named=names)
+    if names.left_out:
+        _note(
+            f"checkpoint {of}: its language model is read; left out are tensors, "
+            f"{names.left_out}"
+        )
     whole = (folder / shards.WEIGHTS).exists()
     if whole and (folder / shards.INDEX).exists():
         _note(

@@ -4,6 +4,7 @@
     response_weights   VESPO, TOPR: the ratio of a whole response as a weight
     advantage_regression   DAR: a weighted log-likelihood
     geometric_mean     GMPO: the geometric mean of the clipped ratios of a response
+    score_centring     a likelihood without the drift towards its sampler
     sequence_mask      DeepSeek-V3.2: bad responses that the policy has left
     token_choice       the tokens that are trained on: by entropy, Clip-Cov, KL-Cov
 
@@ -14,6 +15,7 @@ from rlhf_jax.functional.policy_losses.advantage_regression import dar_loss
 from rlhf_jax.functional.policy_losses.divergence_masks import dppo_loss
 from rlhf_jax.functional.policy_losses.geometric_mean import gmpo_loss
 from rlhf_jax.functional.policy_losses.response_weights import topr_loss, vespo_loss
+from rlhf_jax.functional.policy_losses.score_centring import centred_loss
 from rlhf_jax.functional.policy_losses.sequence_mask import off_policy_mask
 from rlhf_jax.functional.policy_losses.token_choice import (
     covariances,
@@ -22,6 +24,7 @@ from rlhf_jax.functional.policy_losses.token_choice import (
 )
 
 __all__ = [
+    "centred_loss",
     "covariances",
     "dar_loss",
     "dppo_loss",

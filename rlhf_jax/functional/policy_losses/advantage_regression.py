@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Shaped
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked, surrogates
-from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+from rlhf_jax.functional.aggregation import Mean, aggregate
 
 Array = jax.Array
 Scalar = checks.Scalar
@@ -24,10 +26,7 @@ def dar_loss(
     beta: Scalar,
     share: Scalar,
     cap: Scalar,
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """DAR, the mean of -sg(w)·log π, w = min((π_ref/π_old)^α·exp(A/β), cap).
 
@@ -80,10 +79,7 @@ def dar_loss(
         "loss/policy",
         -weight * jnp.where(mask, logprobs, 0.0),
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     capped = (log_weight > most).astype(jnp.float32)
     own = {"policy/gate": weight, "policy/clipfrac": capped}

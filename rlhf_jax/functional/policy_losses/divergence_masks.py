@@ -6,14 +6,14 @@ one that goes from 0.99 to 0.8 has a ratio of 0.81 and moves a fifth of it.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Unpack, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Shaped
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked, surrogates
-from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+from rlhf_jax.functional.aggregation import Mean, aggregate
 from rlhf_jax.functional.surrogates import Divergence
 
 Array = jax.Array
@@ -31,10 +31,7 @@ def dppo_loss(
     threshold: Scalar,
     threshold_high: Scalar,
     cap: Scalar,
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """DPPO with binary divergences, the mean of -sg(M·min(ρ, C))·A·log π.
 
@@ -92,10 +89,7 @@ def dppo_loss(
         "loss/policy",
         -weight * advantages * jnp.where(mask, logprobs, 0.0),
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     left_out = {"policy/clipfrac": beyond.astype(jnp.float32)}
     stats |= masked.sum_stats(left_out, mask=mask)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Shaped
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked, surrogates
-from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+from rlhf_jax.functional.aggregation import Mean, aggregate
 
 Array = jax.Array
 Scalar = checks.Scalar
@@ -22,10 +24,7 @@ def gmpo_loss(
     mask: Bool[Array, "B S"],
     clip_range: Scalar,
     clip_range_high: Scalar,
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """GMPO, the mean of -A·exp((1/len) Σ_t c(x_t)), x = log π - log π_old.
 
@@ -76,10 +75,7 @@ def gmpo_loss(
         "loss/policy",
         -ratio * advantages,
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     cut = jax.lax.stop_gradient((clipped != log_ratio).astype(jnp.float32))
     stats |= masked.sum_stats({"policy/clipfrac": cut}, mask=mask)

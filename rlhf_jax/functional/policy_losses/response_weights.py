@@ -9,12 +9,14 @@ With W = Π_t π/μ of a response, not to the power of 1/length, the weight of i
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Shaped
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked, surrogates
-from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+from rlhf_jax.functional.aggregation import Mean, aggregate
 
 Array = jax.Array
 Scalar = checks.Scalar
@@ -31,10 +33,7 @@ def vespo_loss(
     decay: Scalar,
     negative_power: Scalar,
     negative_decay: Scalar,
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """VESPO, the mean of -sg(φ(W))·A·log π with φ(W) = W^c₁·exp(c₂(1 - W)).
 
@@ -84,10 +83,7 @@ def vespo_loss(
         "loss/policy",
         -kernel * advantages * jnp.where(mask, logprobs, 0.0),
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     stats |= masked.sum_stats({"policy/gate": kernel}, mask=mask)
     ratio = jnp.exp(_bounded(log_weight))
@@ -100,10 +96,7 @@ def topr_loss(
     old_logprobs: Float32[Array, "B S"],
     advantages: Float32[Array, "B S"],
     mask: Bool[Array, "B S"],
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """TOPR, the mean of -sg(w)·A·log π, w = 1 where A >= 0 and min(W, 1) where A < 0.
 
@@ -139,10 +132,7 @@ def topr_loss(
         "loss/policy",
         -weight * advantages * jnp.where(mask, logprobs, 0.0),
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )
     bounded = ((advantages < 0) & (log_weight > 0)).astype(jnp.float32)
     stats |= masked.sum_stats({"policy/clipfrac": bounded}, mask=mask)

@@ -11,12 +11,14 @@ Beside it: of a policy that hesitates at a fifth of its tokens, these alone are 
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Shaped
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+from rlhf_jax.functional.aggregation import Mean, aggregate
 
 Array = jax.Array
 Scalar = checks.Scalar
@@ -97,10 +99,7 @@ def kl_cov_loss(
     old_logprobs: Float32[Array, "*shape"],
     chosen: Bool[Array, "*shape"],
     mask: Bool[Array, "*shape"],
-    aggregation: Aggregation = "token_mean",
-    loss_scale_factor: LossScale = None,
-    num_tokens: Shaped[Array, ""] | None = None,
-    num_responses: Shaped[Array, ""] | None = None,
+    **mean: Unpack[Mean],
 ) -> tuple[Float32[Array, ""], Stats]:
     """The mean of |log π - log π_old| at chosen tokens, and 0 at the others.
 
@@ -134,8 +133,5 @@ def kl_cov_loss(
         "loss/kl_cov",
         jnp.abs(log_ratio),
         mask,
-        aggregation=aggregation,
-        loss_scale_factor=loss_scale_factor,
-        num_tokens=num_tokens,
-        num_responses=num_responses,
+        **mean,
     )

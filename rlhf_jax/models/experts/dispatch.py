@@ -17,6 +17,7 @@ what is there (`jax.lax.ragged_all_to_all`), a CPU the empty places too.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rlhf_jax.models import axes
-from rlhf_jax.models.experts.grouped import grouped_product
+from rlhf_jax.models.experts.grouped import Load, grouped_product
 
 Array = jax.Array
 # Of "up", "gate" and "down": {"kernel": [E, in, out], "bias": [E, out], "lora_a": ...}.
@@ -119,8 +120,15 @@ def _of_device(
     sizes = _sizes(group, own * devices)
     rows = x[order // chosen.shape[1]]
 
+    # Where routing is even, other devices send as many rows here as go from here, and
+    # so many of these experts meet a token.
+    missed = (1 - chosen.shape[1] / (own * devices)) ** (x.shape[0] * devices)
+    load = Load(rows.shape[0], own * (1 - missed))
+
     def compute(rows: Array, group: Array, sizes: Array) -> Array:
-        return _experts(rows, group, sizes, weights=weights, gate=gate, tensor=tensor)
+        return _experts(
+            *(rows, group, sizes), load=load, weights=weights, gate=gate, tensor=tensor
+        )
 
     if expert is None:
         rows = compute(rows, group, sizes)
@@ -142,6 +150,7 @@ def _experts(
     group: Array,
     sizes: Array,
     *,
+    load: Load,
     weights: Weights,
     gate: Gate,
     tensor: str | None,
@@ -154,10 +163,10 @@ def _experts(
 
     def linear(name: str, x: Array) -> Array:
         own = weights[name]
-        y = grouped_product(x, own["kernel"], sizes=sizes)
+        product = functools.partial(grouped_product, sizes=sizes, load=load)
+        y = product(x, own["kernel"])
         if "lora_a" in own:
-            narrow = grouped_product(x, own["lora_a"], sizes=sizes)
-            y = y + grouped_product(narrow, own["lora_b"], sizes=sizes)
+            y = y + product(product(x, own["lora_a"]), own["lora_b"])
         if "bias" in own:
             # Dropped where a row is none: its gradient has no meaning.
             bias = own["bias"].at[group].get(mode="fill", fill_value=0)

@@ -3,18 +3,23 @@
     rows, sorted by group     0 0 0 1 3 3       sizes  3 1 0 2
     y[i] = x[i] · w[group of i]
 
-On TPUs and GPUs it is `jax.lax.ragged_dot`. XLA:CPU expands that to every group times
-every row, so that a CPU runs a loop of its own over blocks of rows instead:
+On TPUs it is `jax.lax.ragged_dot`. XLA:CPU expands that to every group times every row,
+so that a CPU runs a loop of its own over blocks of rows instead:
 
     blocks of 2       [0 0] [0 ·] [1 ·] [3 3]
 
-Each block meets one matrix, and no more blocks are visited than hold a row. On TPUs and
-GPUs the gradient of w is such a loop too, as XLA expands the transpose of `ragged_dot`.
+Each block meets one matrix, and no more blocks are visited than hold a row. On TPUs the
+gradient of w is such a loop too, as XLA expands the transpose of `ragged_dot`. NVIDIA's
+GPUs have kernels of ours (`kernels.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +31,35 @@ BLOCKS = (128, 64, 32, 16, 8)  # on a CPU
 LARGE = 1024, 512, 256, *BLOCKS  # elsewhere
 
 
-def grouped_product(x: Array, w: Array, *, sizes: Array) -> Array:
+TURNS = "expected_turns_"  # a scope: how often the loop in it runs where load is even
+
+
+class Load(NamedTuple):
+    """What is expected of the groups: it sizes blocks, and a plan counts by it."""
+
+    rows: int  # that are of a group
+    groups: float  # that have a row
+
+    @property
+    def scope(self) -> str:
+        """Under which products stand in a program (`jax.named_scope`)."""
+        return f"rows_{self.rows}_of_{self.groups:.4f}_groups"
+
+    @classmethod
+    def of_scope(cls, text: str) -> Load | None:
+        """That of the last such scope in a text."""
+        found = re.findall(r"rows_(\d+)_of_([\d.]+)_groups", text)
+        return cls(int(found[-1][0]), float(found[-1][1])) if found else None
+
+    def turns(self, block: int) -> int:
+        """Blocks that hold a row where load is even."""
+        own = round(self.rows / self.groups, 3)  # 128 of 7.9999999999 are 16
+        return math.ceil(self.groups * math.ceil(own / block))
+
+
+def grouped_product(
+    x: Array, w: Array, *, sizes: Array, load: Load | None = None
+) -> Array:
     """y[i] = x[i] · w[g(i)], where rows of group 0 come first, then those of group 1.
 
     Rows beyond Σ sizes are of no group: what is returned for them, and as the gradient
@@ -40,18 +73,25 @@ def grouped_product(x: Array, w: Array, *, sizes: Array) -> Array:
       x: floats[M, in].
       w: [G, in, out], of the same dtype.
       sizes: i32[G], rows of each group; Σ sizes <= M.
+      load: what of them is expected; None is M rows, of all groups. It changes nothing
+        but rounding.
 
     Returns:
       [M, out] of x's dtype, summed in float32.
     """
+    if load is None:
+        load = Load(x.shape[0], min(x.shape[0], w.shape[0]))
 
     def blocks(x: Array, w: Array, sizes: Array) -> Array:
-        return _blocked(x, w, sizes)
+        return _blocked(x, w, sizes, load)
 
     def ragged(x: Array, w: Array, sizes: Array) -> Array:
-        return _ragged(x, w, sizes)
+        return _ragged(x, w, sizes, load)
 
-    return jax.lax.platform_dependent(x, w, sizes, cpu=blocks, default=ragged)
+    def own(x: Array, w: Array, sizes: Array) -> Array:
+        return _kernel(x, w, sizes, load)
+
+    return jax.lax.platform_dependent(x, w, sizes, cpu=blocks, cuda=own, default=ragged)
 
 
 def _block_size(rows: int, groups: int, *, blocks: tuple[int, ...] = BLOCKS) -> int:
@@ -74,9 +114,18 @@ def _plan(sizes: Array, *, rows: int, block: int) -> tuple[Array, ...]:
     return group, start, ends[group], last[-1]
 
 
-def _visited(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> Array:
+def _loop(
+    turn: Callable[[Array, Array], Array], start: Array, *, count: Array, expected: int
+) -> Array:
+    with jax.named_scope(f"{TURNS}{expected}"):
+        return jax.lax.fori_loop(0, count, turn, start)
+
+
+def _visited(
+    x: Array, w: Array, sizes: Array, *, load: Load, transposed: bool = False
+) -> Array:
     rows, groups = x.shape[0], w.shape[0]
-    block = _block_size(rows, groups)
+    block = _block_size(load.rows, groups)
     group, start, _, count = _plan(sizes, rows=rows, block=block)
     # Room for the last block, which may reach beyond the rows.
     x = jnp.pad(x, ((0, block), (0, 0)))
@@ -91,15 +140,15 @@ def _visited(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> A
         # What a block computes for rows of the next group is written over by it.
         return jax.lax.dynamic_update_slice_in_dim(y, product.astype(y.dtype), at, 0)
 
-    return jax.lax.fori_loop(0, count, meet, y)[:rows]
+    return _loop(meet, y, count=count, expected=load.turns(block))[:rows]
 
 
 def _of_weights(
-    x: Array, gradient: Array, sizes: Array, *, blocks: tuple[int, ...]
+    x: Array, gradient: Array, sizes: Array, *, load: Load, blocks: tuple[int, ...]
 ) -> Array:
     """f32[G, in, out]: Σ x[i] gradient[i]ᵀ over the rows of each group."""
     rows, groups = x.shape[0], sizes.shape[0]
-    block = _block_size(rows, groups, blocks=blocks)
+    block = _block_size(load.rows, groups, blocks=blocks)
     group, start, end, count = _plan(sizes, rows=rows, block=block)
     x, gradient = (jnp.pad(a, ((0, block), (0, 0))) for a in (x, gradient))
     place = jnp.arange(block, dtype=jnp.int32)
@@ -118,38 +167,111 @@ def _of_weights(
         return jax.lax.dynamic_update_index_in_dim(so_far, sums, own, 0)
 
     zeros = jnp.zeros((groups, x.shape[1], gradient.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, count, meet, zeros)
+    return _loop(meet, zeros, count=count, expected=load.turns(block))
 
 
-def _blocked_backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
+def _dot(x: Array, w: Array, sizes: Array, *, load: Load) -> Array:
+    with jax.named_scope(load.scope):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _visited_by_kernel(
+    x: Array, w: Array, sizes: Array, load: Load, transposed: bool
+) -> Array:
+    # Here and below: dense models need no Pallas.
+    from rlhf_jax.models.experts import kernels
+
+    block = _block_size(load.rows, w.shape[0], blocks=kernels.BLOCKS)
+    group, start, end, count = _plan(sizes, rows=x.shape[0], block=block)
+    number = jnp.arange(group.shape[0], dtype=jnp.int32)
+    end = jnp.where(number < count, end, 0)
+    with jax.named_scope(load.scope):
+        return kernels.product(
+            *(x, w, group, start, end), block=block, transposed=transposed
+        )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _of_weights_by_kernel(x: Array, gradient: Array, sizes: Array, load: Load) -> Array:
+    from rlhf_jax.models.experts import kernels
+
+    end = jnp.cumsum(sizes, dtype=jnp.int32)
+    with jax.named_scope(load.scope):
+        return kernels.of_weights(x, gradient, end - sizes, end)
+
+
+# Both are linear in either of two arrays.
+@_visited_by_kernel.defjvp
+def _visited_by_kernel_jvp(
+    load: Load, transposed: bool, at: Any, along: Any
+) -> tuple[Array, Array]:
+    (x, w, sizes), (dx, dw, _) = at, along
+    run = functools.partial(_visited_by_kernel, load=load, transposed=transposed)
+    return run(x, w, sizes), run(dx, w, sizes) + run(x, dw, sizes)
+
+
+@_of_weights_by_kernel.defjvp
+def _of_weights_by_kernel_jvp(load: Load, at: Any, along: Any) -> tuple[Array, Array]:
+    (x, gradient, sizes), (dx, dgradient, _) = at, along
+    run = functools.partial(_of_weights_by_kernel, load=load)
+    moved = run(dx, gradient, sizes) + run(x, dgradient, sizes)
+    return run(x, gradient, sizes), moved
+
+
+def _kernel_backward(
+    load: Load, residuals: Any, gradient: Array
+) -> tuple[Array, Array, None]:
     x, w, sizes = residuals
-    of_x = _visited(gradient, w, sizes, transposed=True)
-    of_w = _of_weights(x, gradient, sizes, blocks=BLOCKS)
+    of_x = _visited_by_kernel(gradient, w, sizes, load, True)
+    return of_x, _of_weights_by_kernel(x, gradient, sizes, load), None
+
+
+def _blocked_backward(
+    load: Load, residuals: Any, gradient: Array
+) -> tuple[Array, Array, None]:
+    x, w, sizes = residuals
+    of_x = _visited(gradient, w, sizes, load=load, transposed=True)
+    of_w = _of_weights(x, gradient, sizes, load=load, blocks=BLOCKS)
     return of_x, of_w.astype(w.dtype), None
 
 
-def _ragged_backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
+def _ragged_backward(
+    load: Load, residuals: Any, gradient: Array
+) -> tuple[Array, Array, None]:
     x, w, sizes = residuals
-    _, of_rows = jax.vjp(lambda x: jax.lax.ragged_dot(x, w, sizes), x)
-    [of_x] = of_rows(gradient)
-    of_w = _of_weights(x, gradient, sizes, blocks=LARGE)
+    of_x = _dot(gradient, w.swapaxes(1, 2), sizes, load=load)
+    of_w = _of_weights(x, gradient, sizes, load=load, blocks=LARGE)
     return of_x, of_w.astype(w.dtype), None
 
 
-@jax.custom_vjp
-def _blocked(x: Array, w: Array, sizes: Array) -> Array:
-    return _visited(x, w, sizes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _blocked(x: Array, w: Array, sizes: Array, load: Load) -> Array:
+    return _visited(x, w, sizes, load=load)
 
 
-@jax.custom_vjp
-def _ragged(x: Array, w: Array, sizes: Array) -> Array:
-    return jax.lax.ragged_dot(x, w, sizes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ragged(x: Array, w: Array, sizes: Array, load: Load) -> Array:
+    return _dot(x, w, sizes, load=load)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _kernel(x: Array, w: Array, sizes: Array, load: Load) -> Array:
+    return _visited_by_kernel(x, w, sizes, load, False)
+
+
+_kernel.defvjp(
+    lambda x, w, sizes, load: (
+        _visited_by_kernel(x, w, sizes, load, False),
+        (x, w, sizes),
+    ),
+    _kernel_backward,
+)
 _blocked.defvjp(
-    lambda x, w, sizes: (_visited(x, w, sizes), (x, w, sizes)), _blocked_backward
+    lambda x, w, sizes, load: (_visited(x, w, sizes, load=load), (x, w, sizes)),
+    _blocked_backward,
 )
 _ragged.defvjp(
-    lambda x, w, sizes: (jax.lax.ragged_dot(x, w, sizes), (x, w, sizes)),
+    lambda x, w, sizes, load: (_dot(x, w, sizes, load=load), (x, w, sizes)),
     _ragged_backward,
 )

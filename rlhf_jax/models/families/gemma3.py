@@ -15,6 +15,14 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import gemma2, keys
 from rlhf_jax.models.families.options import fields, rotary
 
+# Where a config.json is silent, as those of 4B and more are.
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "vocab_size": 262_208,
+}
+
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Gemma3 text `config.json`.
@@ -27,6 +35,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """
     # Theirs names it, and computes without.
     fields.only(config, {"attn_logit_softcapping": None})
+    config = fields.filled(config, DEFAULTS)
     near, far = rotary.by_kind_of_layer(config)
     pattern = fields.option(config, "sliding_window_pattern", 6)
     model = gemma2.decoder_from_hf(

@@ -147,7 +147,6 @@ class Table:
     prefix: str  # of the trunk; a checkpoint of the trunk alone leaves it out
     keys: tuple[Key, ...]
     ignored: tuple[str, ...] = ()  # tensors of theirs that hold nothing of the model
-    ignored_prefixes: tuple[str, ...] = ()  # of more such tensors
     tied: str | None = None  # name of the head that is the embedding; None: untied
 
     @property

@@ -126,10 +126,12 @@ def _gemma_2(*sizes: int, **others: Any) -> ModelConfig:
     )
 
 
-def _gemma_3(*sizes: int) -> ModelConfig:
-    lengths = {"vocab_size": 262_144, "max_positions": 32_768, "window": 512}
+def _gemma_3(*sizes: int, **others: Any) -> ModelConfig:
+    """The language model of a multimodal one, unless it is said otherwise."""
+    lengths = {"vocab_size": 262_208, "max_positions": 131_072, "window": 1024}
+    scaling = {"rope_theta": 1e6, "rope_scaling": RopeScaling("linear", 8.0)}
     return dataclasses.replace(
-        _gemma(*sizes, **lengths, period=6, rope_theta=1e6),
+        _gemma(*sizes, **(lengths | scaling | others), period=6),
         family="gemma3_text",
         query_key_norm=True,
         rope_local_theta=1e4,
@@ -298,7 +300,16 @@ KNOWN: dict[str, ModelConfig] = {
         *(4608, 46, 32, 16, 36_864), head_dim=128, query_scalar=144
     ),
     # Gemma team 2025, arXiv:2503.19786, tables 1 and 2.
-    "gemma-3-1b": _gemma_3(1152, 26, 4, 1, 6912),
+    "gemma-3-1b": _gemma_3(
+        *(1152, 26, 4, 1, 6912),
+        vocab_size=262_144,
+        max_positions=32_768,
+        window=512,
+        rope_scaling=None,
+    ),
+    "gemma-3-4b": _gemma_3(2560, 34, 8, 4, 10_240),
+    "gemma-3-12b": _gemma_3(3840, 48, 16, 8, 15_360),
+    "gemma-3-27b": _gemma_3(5376, 62, 32, 16, 21_504, head_dim=128, query_scalar=168),
     # Abdin et al. 2024, arXiv:2404.14219, section 2.
     "phi-3-mini-4k": _windowed(
         "phi3",

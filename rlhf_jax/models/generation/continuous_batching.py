@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.caches import at_end
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.generation import page_table, paged_caches, sampling
 from rlhf_jax.models.generation.places import (
     Places,
@@ -63,6 +64,7 @@ def respond(
     draw: Draw,
     group_size: int,
     axis: str | None = None,
+    record_experts: bool = False,
 ) -> Responses:
     """Samples a response to every prompt, `places` rows at a time.
 
@@ -74,6 +76,7 @@ def respond(
       axis: of a `jax.shard_map`, whose shares all go on until none has too many rows,
         as devices that exchange something must for every token; None is each by itself.
         For caches in pages alone.
+      record_experts: keep the experts of every token of a mixture.
 
     Returns:
       Responses[N, R], the samples of a place for every row: each is drawn with keys
@@ -101,7 +104,7 @@ def respond(
     paged = model.cache_pages is not None
     if model.cache_pages is not None:
         paged_caches.check(model, longest=ring)
-    decoder = Decoder(params, model).to_decode(rows=places)
+    decoder = Decoder(params, model, record=record_experts).to_decode(rows=places)
 
     def keys_of(state: Places) -> Array:
         # An empty place has row N: any key does, as its draw is not kept.
@@ -109,7 +112,7 @@ def respond(
 
     def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Places:
         """Runs prompts, in the columns before `column`, and draws a token each."""
-        logits, caches, _ = sampling.read_prompts(
+        logits, caches, experts = sampling.read_prompts(
             decoder,
             tokens=tokens,
             mask=mask,
@@ -117,8 +120,10 @@ def respond(
             columns=None if paged else ring,
             end=column,
         )
+        if experts is not None:
+            experts = jnp.where(mask[..., None, None], experts, OWN)
         state = Places(
-            responses=none(row.shape[0], max_new_tokens),
+            responses=none(row.shape[0], max_new_tokens, experts=experts),
             row=row,
             alive=jnp.ones(row.shape, bool),
             attend=None if paged else at_end(mask, size=ring, end=column, axis=1),
@@ -235,7 +240,11 @@ def respond(
         model=model,
         longest=ring,
     )
-    carry = (state, none(rows, max_new_tokens), jnp.zeros((), jnp.int32))
+    experts = state.responses.experts
+    if experts is not None:
+        experts = jnp.full((rows, prompt_size, *experts.shape[2:]), OWN, jnp.int32)
+    done = none(rows, max_new_tokens, experts=experts)
+    carry = (state, done, jnp.zeros((), jnp.int32))
     (state, done, column), _ = jax.lax.scan(turn, carry, arrivals)
     # Once no prompt waits, the rows left move into fewer places: a step of 64 rows for
     # the last 4 would waste most of it.

@@ -31,7 +31,7 @@ from rlhf_jax.models.caches import Caches, growing_widths, widened
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.generation import sampling
-from rlhf_jax.models.generation.sampling import Decoder, Draw, Drawn, Shaping
+from rlhf_jax.models.generation.sampling import Decoder, Draw, Drawn, Shaping, TopK
 
 if TYPE_CHECKING:
     from rlhf_jax.models.generation.places import Responses
@@ -53,6 +53,9 @@ class Generated:
     # padding, and at the last token of a response, which was not run. None unless asked
     # for.
     experts: Array | None = None
+    top_k: TopK | None = (
+        None  # [B, S, k], 0 outside the response; None unless asked for
+    )
 
 
 @flax.struct.dataclass
@@ -101,6 +104,7 @@ def generate(
     group_size: int = 1,
     continuous_batching: int | None = None,
     record_experts: bool = False,
+    record_top_k: int | None = None,
 ) -> Generated:
     """Samples a response to every prompt from softmax(logits / temperature).
 
@@ -122,6 +126,8 @@ def generate(
         less memory always. None decodes every row at once. With `model.cache_pages` on
         a mesh the rows of a `data` share are decoded by themselves (`row_shares`).
       record_experts: keep the experts of every token of a mixture, for replay.
+      record_top_k: keep so many of the likeliest tokens at each position, and their
+        log-probs; None keeps none.
 
     Returns:
       Generated, with 0 in `logprobs` and `entropy` outside the response.
@@ -132,12 +138,16 @@ def generate(
         continuous_batching below a group or above the rows, or `model.cache_pages`
         without it or below what one row may take.
     """
-    draw = Draw(stop_ids, temperature, shaping, model.unused_ids)
-    if record_experts and (model.experts is None or continuous_batching is not None):
-        dense = "a dense model" if model.experts is None else "continuous batching"
+    draw = Draw(stop_ids, temperature, shaping, model.unused_ids, record_top_k)
+    if record_experts and model.experts is None:
         raise InputError(
-            f"record_experts: expected a mixture of experts that decodes every row at "
-            f"once, got {dense}; leave the record out, or continuous_batching"
+            f"record_experts: expected a mixture of experts, got a dense "
+            f"{model.family}; leave the record out"
+        )
+    if record_top_k is not None and continuous_batching is not None:
+        raise InputError(
+            "record_top_k: expected a decoder of every row at once, got continuous "
+            "batching, which keeps no such record; leave one of them out"
         )
     if continuous_batching is not None:
         # Its places and pages are loaded by the runs that choose them.
@@ -162,6 +172,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             draw=draw,
             group_size=group_size,
+            record_experts=record_experts,
         )
         return _after(responses, tokens=tokens, mask=mask)
     if model.cache_pages is not None:
@@ -250,6 +261,12 @@ def start(
         prompt_size=prompt_size,
     )
     drawn = draw(*logits, keys=keys, number=state.step, predicted=mask[:, -1])
+    if drawn.top_k is not None:
+        room_of = jax.tree.map(
+            lambda x: jnp.zeros((rows, size, x.shape[-1]), x.dtype), drawn.top_k
+        )
+        generated = dataclasses.replace(state.generated, top_k=room_of)
+        state = dataclasses.replace(state, generated=generated)
     return recorded(state, drawn)
 
 
@@ -312,7 +329,8 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
     def put(array: Array, values: Array) -> Array:
         # Rows that have finished still run, with the others; what they draw is not
         # kept.
-        values = jnp.where(alive, values, jnp.zeros_like(values))[:, None]
+        lives = alive.reshape(-1, *(1,) * (values.ndim - 1))
+        values = jnp.where(lives, values, jnp.zeros_like(values))[:, None]
         return jax.lax.dynamic_update_slice_in_dim(array, values, column, axis=1)
 
     so_far, experts = state.generated, state.generated.experts
@@ -329,6 +347,7 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
             logprobs=put(so_far.logprobs, drawn.logprob),
             entropy=put(so_far.entropy, drawn.entropy),
             experts=experts,
+            top_k=jax.tree.map(put, so_far.top_k, drawn.top_k),
         ),
         # The stop token itself has been recorded: it is part of the response.
         finished=state.finished | drawn.stops,
@@ -347,6 +366,7 @@ def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:
         response_mask=jnp.pad(drawn, room),
         logprobs=jnp.pad(responses.logprobs, room),
         entropy=jnp.pad(responses.entropy, room),
+        experts=responses.experts,
     )
 
 

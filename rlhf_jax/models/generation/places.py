@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from rlhf_jax.models import axes
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.experts import OWN
 from rlhf_jax.models.generation import page_table, paged_caches
 from rlhf_jax.models.generation.page_table import PageTable
 from rlhf_jax.models.generation.sampling import Drawn
@@ -26,6 +27,8 @@ class Responses:
     logprobs: Array  # f32[N, R], nats
     entropy: Array  # f32[N, R], nats
     lengths: Array  # i32[N], tokens of each response, the stop token included
+    # i32[N, P + R, L, k], of the prompt's columns too, as `decode.Generated` has them.
+    experts: Array | None = None
 
 
 @flax.struct.dataclass
@@ -40,13 +43,21 @@ class Places:
     pages: PageTable | None = None  # whose the pages of the caches are; else rings
 
 
-def none(rows: int, size: int) -> Responses:
-    """Responses of no tokens."""
+def none(rows: int, size: int, *, experts: Array | None = None) -> Responses:
+    """Responses of no tokens.
+
+    Args:
+      experts: i32[rows, P, L, k], of their prompts; None records none.
+    """
+    if experts is not None:
+        room = ((0, 0), (0, size), (0, 0), (0, 0))
+        experts = jnp.pad(experts, room, constant_values=OWN)
     return Responses(
         tokens=jnp.zeros((rows, size), jnp.int32),
         logprobs=jnp.zeros((rows, size), jnp.float32),
         entropy=jnp.zeros((rows, size), jnp.float32),
         lengths=jnp.zeros(rows, jnp.int32),
+        experts=experts,
     )
 
 
@@ -78,11 +89,18 @@ def recorded(state: Places, drawn: Drawn, *, going: Array) -> Places:
     """A token more of every response of bool[C] that is going."""
     lengths, size = state.responses.lengths, state.responses.tokens.shape[1]
     here = going[:, None] & (jnp.arange(size)[None] == lengths[:, None])
+    experts = state.responses.experts
+    if experts is not None and drawn.experts is not None:
+        # Of the token before, which was run to draw this one.
+        ran = jnp.where(going, experts.shape[1] - size + lengths - 1, experts.shape[1])
+        experts = jax.vmap(lambda old, at, new: old.at[at].set(new, mode="drop"))(
+            experts, ran, drawn.experts
+        )
     lengths = lengths + going
     responses = drawn.put(state.responses, here=here)
     return dataclasses.replace(
         state,
-        responses=dataclasses.replace(responses, lengths=lengths),
+        responses=dataclasses.replace(responses, lengths=lengths, experts=experts),
         # Ended by a stop token, or by its last column.
         alive=state.alive & ~(drawn.stops & going) & (lengths < size),
     )

@@ -46,6 +46,7 @@ def respond(
     max_new_tokens: int,
     draw: Draw,
     group_size: int,
+    record_experts: bool = False,
 ) -> Responses:
     """`continuous_batching.respond`, on a mesh with a pool of pages for every share.
 
@@ -64,6 +65,7 @@ def respond(
         max_new_tokens=max_new_tokens,
         draw=draw,
         group_size=group_size,
+        record_experts=record_experts,
     )
     auto = AxisType.Auto in mesh.axis_types and AXIS not in mesh.manual_axes
     if pages is None or shares == 1 or not auto:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -222,6 +223,14 @@ class Decoder(NamedTuple):
         return self._replace(params=params, layers=layers)
 
 
+@flax.struct.dataclass
+class TopK:
+    """The k likeliest tokens of distributions that tokens were drawn from."""
+
+    tokens: Array  # i32[..., k], the likeliest first
+    logprobs: Array  # f32[..., k], nats, of the whole vocabulary
+
+
 class Drawn(NamedTuple):
     """One token per row."""
 
@@ -231,6 +240,7 @@ class Drawn(NamedTuple):
     stops: Array  # bool[B], it is a stop token
     # i32[B, L, k], of the token that ran before; None unless a decoder records them.
     experts: Array | None = None
+    top_k: TopK | None = None  # [B, k]; None unless asked for
 
     def put(self, record: Record, *, here: Array) -> Record:
         """The record with the tokens and their numbers where bool[B, W] says."""
@@ -255,6 +265,7 @@ class Draw:
     temperature: float = 1.0  # divides the logits, dimensionless
     shaping: Shaping | None = None  # for evaluation only; None draws from the policy
     unused: Ranges = ()  # `ModelConfig.unused_ids`
+    top_k: int | None = None  # tokens that are recorded beside the one drawn
     # The logits to draw from, of those of every decoder.
     hook: Callable[..., Array] = lambda logits: logits
 
@@ -272,8 +283,9 @@ class Draw:
         # By the token's number in its response: prompt width and waiting change no
         # draw. Recorded runs depend on this order of folding.
         fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, 0 if number.ndim else None))
+        drawn_from = self.hook(*logits)
         token, logprob, entropy = sample_token(
-            self.hook(*logits),
+            drawn_from,
             keys=fold_in(keys, number),
             temperature=self.temperature,
             shaping=self.shaping,
@@ -281,7 +293,14 @@ class Draw:
             unused=self.unused,
         )
         stops = jnp.isin(token, jnp.asarray(self.stop_ids, jnp.int32))
-        return Drawn(token, logprob, entropy, stops)
+        top_k = None
+        if self.top_k is not None:
+            likely = logprobs.log_softmax(drawn_from, temperature=self.temperature)
+            if predicted is not None:
+                likely = jnp.where(predicted[:, None], likely, -jnp.inf)
+            values, tokens = jax.lax.top_k(likely, self.top_k)
+            top_k = TopK(*map(axes.rows_apart, (tokens, values)))
+        return Drawn(token, logprob, entropy, stops, top_k=top_k)
 
 
 def read_prompts(

@@ -7,7 +7,10 @@ import math
 import re
 
 from rlhf_jax.models.attention import ring_passes
-from rlhf_jax.planning.hlo.parsing import Computation, Line
+from rlhf_jax.models.experts.grouped import Load
+from rlhf_jax.planning.hlo.parsing import Array, Computation, Line
+
+KERNELS = "tpu_custom_call", "gpu.triton"  # that grouped products are
 
 
 def flops(
@@ -21,6 +24,8 @@ def flops(
         return _attention(line, lines)
     if line.opcode == "custom-call" and "splash_m" in line.rest:
         return _splash(line)
+    if (load := load_of(line)) is not None:
+        return 2.0 * load.rows * math.prod(_matrices(line, lines).shape[1:])
     if line.opcode == "custom-call" and "gemm" in line.rest:
         taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
         depth = lines[line.operands[0]].result[0].shape[int(taken[1])] if taken else 0
@@ -34,6 +39,29 @@ def flops(
         left, right = (lines[line.operands[i]].result[0].shape for i in (0, 1))
         return _convolution(line, left=left, right=right)
     return 0.0
+
+
+def load_of(line: Line) -> Load | None:
+    """What is expected of the groups of a grouped product; None of any other line."""
+    kernel = line.opcode == "custom-call" and any(name in line.rest for name in KERNELS)
+    return Load.of_scope(line.rest.partition("backend_config")[0]) if kernel else None
+
+
+def _matrices(line: Line, lines: Computation) -> Array:
+    """[G, in, out], of which a grouped product reads or writes one per group."""
+    arrays = [leaf for name in line.operands for leaf in lines[name].result]
+    return next(leaf for leaf in (*arrays, *line.result) if len(leaf.shape) == 3)
+
+
+def grouped_bytes(line: Line, lines: Computation, load: Load) -> float:
+    """What a grouped product reads and writes: once each row and matrix of its load."""
+    expected = {2: load.rows, 3: load.groups}
+    arrays = [leaf for name in set(line.operands) for leaf in lines[name].result]
+    return sum(
+        leaf.size * min(1.0, expected.get(len(leaf.shape), math.inf) / leaf.shape[0])
+        for leaf in (*arrays, *line.result)
+        if leaf.shape and not leaf.on_chip
+    )
 
 
 def _attention(line: Line, lines: Computation) -> float:

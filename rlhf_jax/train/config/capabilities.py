@@ -66,11 +66,17 @@ def _drawn_here(c: Config) -> dict[str, bool]:
     }
 
 
-def _replays_sampler(c: Config) -> dict[str, bool]:
-    """What needs the experts that the sampler chose."""
+def _recorded_here(c: Config) -> dict[str, bool]:
+    """What our decoder records for the update: its experts, its likeliest tokens."""
     replay = c.method.routing_replay
-    chosen = replay is not None and replay.source == "sampler"
-    return {"--routing-replay sampler": chosen}
+    return {
+        "--routing-replay sampler": replay is not None and replay.source == "sampler",
+        **_centred(c),
+    }
+
+
+def _centred(c: Config) -> dict[str, bool]:
+    return {"--surrogate centred": c.method.recorded_top_k is not None}
 
 
 def _of_critic(c: Config, *, own: bool = False, apart: bool = False) -> dict[str, bool]:
@@ -142,10 +148,10 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     },
     "no reward model": lambda c: {"no reward model": not c.rewards.models},
     "sampler outside": lambda c: {"--sampler": c.sampler.is_outside},
-    "drawn here": lambda c: {**_drawn_here(c), **_replays_sampler(c)},
+    "drawn here": lambda c: {**_drawn_here(c), **_recorded_here(c)},
     "mixture apart": lambda c: {
         **_drawn_here(c),
-        **_replays_sampler(c),  # no experts are recorded there
+        **_recorded_here(c),
         "--sampler": c.sampler.is_outside,
         "--max-staleness": c.staleness > 0,
         "--placement.reference": c.name == "nash-md" and c.placement.reference.apart,
@@ -158,14 +164,15 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         "--token-choice top_entropy": isinstance(c.method.token_choice, TopEntropy),
     },
     "how prompts are written": lambda c: {
-        str(c.data.writing_option): c.data.writing_option is not None
+        str(c.data.writing_option): c.data.writing_option is not None,
+        "--success-score": c.success_score is not None,
     },
     "environment": lambda c: {"--environment": c.sampler.environment is not None},
     "decoder options": lambda c: {
         "options of --sampler here": isinstance(c.sampler.sampler, Here)
         and c.sampler.sampler != Here(),
         "--fixed-length": c.method.fixed_length is not None,
-        **_replays_sampler(c),
+        **_recorded_here(c),
     },
     "one width": lambda c: {
         "--environment": c.sampler.environment is not None,
@@ -201,7 +208,8 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         "--placement.policy context=N": c.placement.policy.context > 1
     },
     "padded loss": lambda c: {
-        f"rlhf-jax {c.name}": c.name in ("online-dpo", "distill")
+        f"rlhf-jax {c.name}": c.name in ("online-dpo", "distill"),
+        **_centred(c),
     },
     "alternatives": lambda c: {"--num-alternatives": c.watch.num_alternatives > 0},
     "stale sampler": lambda c: {STALE: c.staleness > 0},
@@ -257,15 +265,16 @@ TABLE: Mapping[tuple[str, str], str] = {
         "its base is sampled with as --reference-storage has it"
     ),
     ("sampler outside", "drawn here"): (
-        "our decoder beside the trainer draws these, and it alone records experts"
+        "our decoder beside the trainer draws these, and it alone records its experts "
+        "and likeliest tokens"
     ),
     ("server", "order of the decoder"): (
         "a server has an order of its own, and returns no entropies"
     ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (
-        "episodes have places and a cache of their own, which record no experts, and "
-        "turns end at a stop token"
+        "episodes have places and a cache of their own, which record nothing "
+        "else, and turns end at a stop token"
     ),
     ("one width", "buckets"): "all of its batches have one width",
     ("redraws", "no known groups"): (

@@ -148,6 +148,11 @@ class PolicyGradientConfig(RunConfig):
         return None
 
     @property
+    def success_score(self) -> float | None:
+        """Score of responses that a teacher reads as demonstrations; None: of none."""
+        return None
+
+    @property
     def compute_dtype(self) -> str:
         """What models compute in, --dtype."""
         return self.start.dtype

@@ -15,6 +15,10 @@ the student then maximises score - kl_coef * divergence, the score by REINFORCE+
 --penalty.placement reward --divergence None puts k1 into the reward instead, so that a
 token is credited with the KL of the tokens after it too (the KL of whole responses).
 
+--preset sdpo needs no demonstrations: the teacher is --model as it was a while ago (an
+average of the student), and of a response it reads the prompt with another of its group
+that scored --success-score or more. Responses without one are not trained on.
+
 --preset sdft is self-distillation: the teacher is --model as it starts, and reads the
 field --teacher-field of a row in the prompt's place, as a demonstration and the prompt.
 
@@ -37,7 +41,9 @@ from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference.lifecycle import Lifecycle, Mix
 from rlhf_jax.train import commands
+from rlhf_jax.train.config import capabilities
 from rlhf_jax.train.config.config import FLAT, PolicyGradientConfig
 from rlhf_jax.train.config.models import Reference
 from rlhf_jax.train.config.prompts import Prompts
@@ -79,18 +85,37 @@ class Config(PolicyGradientConfig):
         super().__post_init__()
         checks.positive(kl_coef=self.kl_coef)
         self.method.check_read(rewarded=bool(self.sources))
-        own = self.teacher_field is not None and self.reference.has_reference
+        checks.groups(self.batch.batch_size, group_size=self.method.group_size)
+        reads = {"--success-score": self.success_score is not None}
+        capabilities.need(reads, "a reward", has=bool(self.sources))
+        capabilities.exclude(
+            reads,
+            {"--teacher-field": self.teacher_field is not None},
+            reason="the teacher reads one of them in the prompt's place",
+        )
+        reads["--teacher-field"] = self.teacher_field is not None
+        own = any(reads.values()) and self.reference.has_reference
         if self.reference.checkpoint is None and not own:
             raise InputError(
                 f"--reference: expected the checkpoint of a teacher, got "
                 f"{self.reference.reference}; name one, or let --model teach itself by "
-                f"--teacher-field and --reference start"
+                f"--teacher-field or --success-score, and --reference start"
             )
 
     @property
     def teacher_field(self) -> str | None:
         """The field that the teacher reads; None is the prompt."""
         return self.data.teacher_field
+
+    @property
+    def success_score(self) -> float | None:
+        """Score of responses that the teacher reads; None: it reads none."""
+        return self.method.success_score
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Responses to each prompt of a batch."""
+        return self.method.group_size
 
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows, and whether there is a reward."""
@@ -99,8 +124,20 @@ class Config(PolicyGradientConfig):
 
 PRESETS: dict[str, dict[str, Any]] = {
     "sdft": {"reference": Reference(reference="start")},
+    "sdpo": {
+        "method": DistillRecipe(
+            divergence="jensen_shannon",
+            top_k=100,
+            group_size=8,
+            success_score=1.0,
+        ),
+        "reference": Reference(
+            reference="start", lifecycle=Lifecycle(move=Mix(every=1, rate=0.05))
+        ),
+    },
 }
-"""--preset NAME: Shenfeld et al. 2026, arXiv:2601.19897, whose teacher is the start."""
+"""--preset NAME: Shenfeld et al. 2026, arXiv:2601.19897, whose teacher is the start;
+Hübotter et al. 2026, arXiv:2601.20802, with the defaults of the authors' code."""
 
 
 command = functools.partial(

@@ -21,7 +21,7 @@ limit (--timeout); 1 is right. --held-out test.jsonl measures the mean score of 
 responses, before and after. --preset NAME starts from a published recipe: deepseekmath,
 rloo, rloo-masked, gspo, luspo, gmpo, cispo, sapo, dapo, dar, dr-grpo, dppo, vespo,
 topr, opo, remax, gdpo, skywork-or1, top-entropy, clip-cov, kl-cov, gradient-penalty,
-ema-pg or reinforce++-baseline.
+ema-pg, score-centring or reinforce++-baseline.
 
 A model that solves none of the prompts learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then; --max-redraws N draws up to N more batches.
@@ -112,6 +112,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch": Batch(batch_size=2560, max_new_tokens=500),
         "optimizer": Optimizer(learning_rate=1e-6),
     },
+    "score-centring": {"method": grpo.CENTRED, **WITHOUT_KL},
     "dar": {"method": grpo.DAR, "kl": KL(kl_coef=0.0)},
     "dr-grpo": {
         "method": grpo.DR_GRPO,

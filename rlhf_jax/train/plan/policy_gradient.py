@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts, ReferenceOutput, Rollout
 from rlhf_jax.algorithms.flow import score, teacher
-from rlhf_jax.algorithms.policy_gradient import iteration
+from rlhf_jax.algorithms.policy_gradient import iteration, routing_replay
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.checkpoints.pretrained import Pretrained
@@ -67,8 +67,17 @@ def workload_of(
             "KV cache": workload.cache_bytes(sampled, rows=of_cache, columns=columns),
             # `batch.Experience` or `batch.PolicyExperience`, and tokens.
             "experience": rows * columns * (4 + 2 + valued + 4 * (6 if valued else 4)),
+            **_record(models.recipe, tokens=rows * columns),
         },
     )
+
+
+def _record(recipe: PolicyGradient, *, tokens: int) -> dict[str, int]:
+    """Bytes of the experts that are replayed, i32[B, S, L, k]."""
+    size = routing_replay.record_bytes(
+        recipe.model, replay=recipe.routing_replay, tokens=tokens
+    )
+    return {"routing record": size} if size else {}
 
 
 def refuse_apart(config: PolicyGradientConfig) -> None:
@@ -129,6 +138,9 @@ def programs(
     mesh = config.placement.sampler.mesh
     apart = mesh is not None or policy is not train.policy
     turns, repeats = turns_of(config, recipe=sampler, texts=texts)
+    least, of_experts = _read_bytes(
+        config, sampler, prompt=texts.prompt, turns=turns, repeats=repeats
+    )
     of_step = [
         Program(
             name="sampling",
@@ -144,9 +156,8 @@ def programs(
             ),
             trips=turns,
             repeats=repeats,
-            least_bytes=_least_bytes(
-                config, sampler, prompt=texts.prompt, turns=turns, repeats=repeats
-            ),
+            least_bytes=least,
+            expert_bytes=of_experts,
             mesh=mesh,
             resharded=() if mesh is None else (0,),
         )
@@ -288,32 +299,38 @@ def _learning(
     )
 
 
-def _least_bytes(
+def _read_bytes(
     config: PolicyGradientConfig,
     recipe: PolicyGradient,
     *,
     prompt: int,
     turns: tuple[int, ...],
     repeats: int,
-) -> float:
-    """Bytes that a device reads for all tokens after the first, by hand."""
+) -> tuple[float, float]:
+    """`least_bytes` and `expert_bytes` of all tokens after the first, by hand."""
     first, *others = turns
     number = first * repeats + sum(others)
     options, model = config.sampler.sampler, recipe.model
     dtype = model.dtype
     if isinstance(options, Here) and options.dtype == "int8":
         dtype = "int8"
-    # Places of continuous batching are filled in no order that is known here.
-    plain = recipe.continuous_batching is None
+    places = recipe.continuous_batching
+    rows = config.batch.batch_size if places is None else places
     mesh: MeshShape = config.placement.sampler.mesh or config.placement.policy
-    return number * decoding.least_bytes(
+    copies, itemsize = mesh.dcn * mesh.data, jnp.dtype(dtype).itemsize
+    least = decoding.least_bytes(
         model,
         mesh=mesh,
-        rows=config.batch.batch_size if plain else None,
+        rows=rows,
         prompt=prompt,
         turns=number,
-        weight_bytes=jnp.dtype(dtype).itemsize,
+        weight_bytes=itemsize,
+        # Places are filled in no order that is known here.
+        cached=places is None,
     )
+    experts = decoding.expert_numbers(model, rows=-(-rows // copies))
+    experts *= itemsize * copies / mesh.size
+    return number * least, number * experts
 
 
 def _training(

@@ -164,8 +164,12 @@ def layout(
         if models.base is not None:
             base = memory_check.bytes_per_device(models.base.stored, mesh=sampling)
     copied = base + policy * max(config.staleness, 1)  # one per batch that is ahead
-    # Layers are taken apart for the loop: the weights are there once more.
-    size = own + copied + token.weights + token.cache
+    # Layers are taken apart for the loop: the weights are there once more, all experts.
+    experts = decoding.expert_numbers(model) - decoding.expert_numbers(
+        model, rows=-(-rows // (shape.dcn * shape.data))
+    )
+    unmet = int(jnp.dtype(dtype).itemsize * experts) // shape.tensor
+    size = own + copied + token.weights + unmet + token.cache
     brought = policy / chip.links  # the base once, before the first rollout
     turns = recipe.max_new_tokens * config.batch.batch_size / rows
     return Layout(shape, seconds, seconds * turns + brought, size)

@@ -11,6 +11,7 @@ code is `suspicious`, and why it failed.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -29,22 +30,22 @@ if TYPE_CHECKING:
 SHOWN = 10_000  # characters that are passed on of what the code printed
 
 
-class Solution(types.ModuleType):
+def solution(link: Link) -> types.ModuleType:
     """The code as a module that tests may import from."""
 
-    def __init__(self, link: Link) -> None:
-        super().__init__("solution")
-        vars(self)["_link"] = link
-
-    def __getattr__(self, name: str) -> Any:
+    def look_up(name: str) -> Any:
         if name == "__all__":  # of `import *`; the names are looked up when needed
             return []
         try:
             if name.startswith("__"):
                 raise KeyError(name)
-            return vars(self)["_link"].named(name)
+            return link.named(name)
         except KeyError:
             raise AttributeError(f"the code defines no {name!r}") from None
+
+    module = types.ModuleType("solution")
+    vars(module)["__getattr__"] = look_up
+    return module
 
 
 def describe(error: BaseException) -> str:
@@ -57,8 +58,6 @@ def describe(error: BaseException) -> str:
 
 def reason(error: BaseException, link: Link, names: Names) -> str:
     """Why a failure may not be the code's; "" if it is."""
-    if link.refused or (isinstance(error, AssertionError) and link.lost):
-        return link.refused or f"refused: {link.lost[0]}"
     if error is link.raised:
         named = any(f"{name!r}" in f"{error}" for name in names.bound)
         if isinstance(error, ModuleNotFoundError | OSError) or (
@@ -79,10 +78,9 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
         for n, test in enumerate(task["tests"], start=1)
     ]
     names = Names(link, task["tests"])
-    sys.modules["solution"] = sys.modules["__main__"] = Solution(link)
+    sys.modules["solution"] = sys.modules["__main__"] = solution(link)
     try:
-        link.load(task["code"])
-        names.defined(link.defined)
+        names.defined(link.load(task["code"]))
     except BaseException as error:
         return link.over or reason(error, link, names) or describe(error)
     for test, tree in zip(compiled, names.trees, strict=True):
@@ -91,8 +89,8 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
             exec(test, names)
         except BaseException as error:  # SystemExit too: the tests that are left count
             return link.over or reason(error, link, names) or describe(error)
-        if link.over or link.refused:  # which the test itself has caught
-            return link.over or link.refused
+        if link.over:  # which the test itself has caught
+            return link.over
         passed()
     return ""
 
@@ -100,6 +98,7 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
 def main() -> None:
     """Waits for the other process, reads the task and judges."""
     settings = json.loads(sys.argv.pop())
+    gc.set_threshold(100_000)  # a message may have as many values
     report, requests, replies = settings["pipes"]
     task = json.loads(sys.stdin.buffer.read())
     confined.no_standard_files()

@@ -16,6 +16,7 @@ from rlhf_jax.verification.code.wire import Unreadable
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, NoReturn
 
 ENDED = "its process ended before the tests did"
@@ -25,12 +26,8 @@ OTHERS = ("numpy", "os", "sys", "time", "operator", "enum", "asyncio")  # module
 QUIET = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
-class Refused(BaseException):
-    """A test needs what is left to no code to decide; it fails even if it catches."""
-
-
-class Gone(BaseException):
-    """There is no process to ask any more."""
+class Over(BaseException):
+    """The tests end here, with the reason `Link.over`, even if one catches this."""
 
 
 class Link:
@@ -38,12 +35,11 @@ class Link:
 
     def __init__(self, requests: int, replies: int) -> None:
         self.requests = open(requests, "wb")  # noqa: SIM115 - as long as this process
-        self.replies = open(replies, "rb")  # noqa: SIM115
-        self.over = self.refused = ""  # why all tests from here on fail
-        self.lost: list[str] = []  # what of values did not come over
+        self.replies = open(replies, "rb", 2**16)  # noqa: SIM115
+        self.over = ""  # why all tests from here on fail
+        self.lost: list[str] = []  # of values, so that a failure may not be the code's
         self.suspicious = self.reading = False
         self.keeps_arguments = False  # the test compares them with a result
-        self.defined: list[str] = []  # names
         self.handles: dict[int, weakref.ref[Handle]] = {}
         self.errors: dict[int, type[BaseException]] = {}  # the code's own classes
         self.kinds: set[str] = set()  # the names of the code's classes
@@ -53,16 +49,16 @@ class Link:
         self.handed: list[Any] = []  # functions and iterators that the code may call
         self.read: dict[tuple[int, str], Any] = {}  # attributes, since the last call
         self.what = ""  # is being sent
+        self.taken = 0  # characters of standard input, by the last call
         self.raised: BaseException | None = None  # the last error of the code's
 
-    def load(self, code: str) -> None:
-        """Runs the code; raises what it raises."""
-        names = self.ask("load", code)
-        self.defined = [name for name in names if isinstance(name, str)]
+    def load(self, code: str) -> list[str]:
+        """Runs the code, and raises what it raises; the names that it defines."""
+        return [name for name in self.ask("load", plain=[code]) if type(name) is str]
 
     def named(self, name: str) -> Any:
         """What the code calls so; KeyError if nothing."""
-        match self.ask("name", name):
+        match self.ask("name", plain=[name]):
             case ("module", str(module)):
                 if module.partition(".")[0] in (*OTHERS, *LIBRARIES.split()):
                     return importlib.import_module(module)
@@ -77,61 +73,50 @@ class Link:
         raise KeyError(name)
 
     def refuse(self, why: str) -> NoReturn:
-        """Fails the test."""
-        self.refused = f"refused: {why}"
-        raise Refused(why)
-
-    def lose(self, why: str) -> None:
-        """A failure of this test may not be the code's."""
-        self.lost.append(why)
+        """Ends the tests: one needs what is left to no code to decide."""
+        self._end(f"refused: {why}", suspicious=False)
 
     def call(self, what: str, function: Handle, args: Any, named: Any) -> Any:
         """Calls it; then the arguments are what it made of them."""
         self.read.clear()
-        source = sys.stdin if type(sys.stdin) is io.StringIO else None
-        place, read = (source.tell(), source.read()) if source else (0, None)
-        if source:
+        source, read = sys.stdin, None
+        place = source.tell() if type(source) is io.StringIO else None
+        if place is not None:
+            read = source.read()
             source.seek(place)
-        return self.ask(what, function, args, named, read, source=source, place=place)
+        function._put("_pinned", None)  # which it may change
+        plain = function._number, read, [*named]
+        values = *args, *named.values()
+        value = self.ask(what, *values, plain=plain)
+        if place is not None:
+            source.seek(place + self.taken)
+        return value
 
-    def ask(
-        self,
-        what: str,
-        *args: Any,
-        quiet: bool = False,
-        source: io.StringIO | None = None,
-        place: int = 0,
-    ) -> Any:
+    def ask(self, what: str, *args: Any, plain: Sequence[Any] = ()) -> Any:
         """One request: the result, or the error raised.
 
         Args:
-          quiet: the errors of `QUIET` are raised as they are.
-          source, place: standard input, and how far it had been read.
+          args: values, behind those of `plain`, which JSON has.
         """
         if self.reading:
             raise Unreadable("an object among what values are made of")
-        kept = self._send(what, args)
+        kept = self._send(what, args, plain)
         while True:
-            word, printed, notes, taken, result, nodes, changed = self._receive()
+            word, printed, notes, taken, changed, *rest = self._receive()
             if printed:
                 sys.stdout.write(f"{printed}")
             for note, suspicious in notes:
-                self.lose(f"{note}"[:200])
+                self.lost.append(f"{note}"[:200])
                 self.suspicious |= suspicious is True
-            if source and type(taken) is int and taken > 0:
-                source.seek(place + taken)
+            self.taken = taken if type(taken) is int and taken > 0 else 0
             if word == "back":
-                self._answer(*self._read(result, nodes, [], []))
+                self._answer(*self._read([], [], *rest))
                 continue
-            # A result that is compared with an argument: as that was before the call.
-            if self.keeps_arguments and changed and result is not None:
-                self.lose("a call changed an argument that its result is held to")
-                kept = values.copies(kept, self)
-            value = self._read(result, nodes, changed, kept)
+            value = self._read(changed, kept, *rest)
             if word == "ok":
                 return value
             self.raised = error = self._error(*value)
-            if isinstance(error, QUIET) and not quiet:
+            if isinstance(error, QUIET) and what != "next":
                 error = RuntimeError(f"the code raised {type(error).__name__}")
             raise error
 
@@ -139,7 +124,7 @@ class Link:
         """A class of errors that the code knows, and arguments for it."""
         kinds = (kind for kind in type(error).__mro__ if kind in values.NAMES)
         kind = type(error) if "code_number" in vars(type(error)) else next(kinds)
-        plain = (None.__class__, bool, int, float, str)
+        plain = {*wire.PLAIN, float}
         return kind, [one if type(one) in plain else f"{one}" for one in error.args]
 
     def _answer(self, number: int, what: str, args: Any, named: Any) -> None:
@@ -147,8 +132,8 @@ class Link:
         try:
             function = self.handed[number]
             result = function(*args, **named) if what == "call" else next(function)
-            self._send("ok", result)
-        except (Refused, Gone):
+            self._send("ok", [result])
+        except Over:
             raise
         except BaseException as error:
             self._send("raise", self.parts_of(error))
@@ -181,7 +166,8 @@ class Link:
         self.classes[kind.__name__] = kind
         own = {name for name in vars(kind) if callable(vars(kind)[name])}
         if own - {"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"}:
-            self.lose(f"a {kind.__name__} of the test's went over without its methods")
+            lost = f"a {kind.__name__} of the test's went over without its methods"
+            self.lost.append(lost)
         return None
 
     def shell(self, name: str) -> Any:
@@ -215,7 +201,7 @@ class Link:
             self.handles[number] = weakref.ref(handle)
             if number in self.released:
                 self.released.remove(number)
-        return handle.awaitable() if "a" in handle._traits else handle
+        return handle._awaited() if "a" in handle._traits else handle
 
     def _error(self, kind: Any, args: Any, text: Any, fields: Any) -> BaseException:
         try:
@@ -227,14 +213,14 @@ class Link:
         except Exception:
             return RuntimeError(f"{text}"[:300])
 
-    def _send(self, what: str, args: Any) -> list[Any]:
+    def _send(self, what: str, args: Any, plain: Any = ()) -> list[Any]:
         if self.over:
-            raise Gone(self.over)
+            raise Over
         released, self.released, self.what = self.released, [], what
         writer = wire.Writer(self)
         try:
-            (parts,) = writer.write([args])
-            wire.send(self.requests, [what, released, parts, writer.nodes])
+            message = [what, released, [*plain], writer.table([*args])]
+            wire.send(self.requests, message, writer.packed)
         except (ValueError, TypeError) as error:
             self.refuse(f"{error}")
         except OSError:
@@ -252,18 +238,26 @@ class Link:
             self._end(FORGED)
         return message
 
-    def _read(self, part: Any, nodes: Any, changed: Any, kept: list[Any]) -> Any:
-        """What part of a message stands for; refills what of `kept` has changed."""
+    def _read(self, changed: Any, kept: list[Any], table: Any, packed: bytes) -> Any:
+        """The first value of a table; the others are what of `kept` holds now."""
         self.reading = True
         try:
-            reader = wire.Reader(self, nodes, kept)
-            reader.change(changed)
-            return reader.read([part])[0]
+            reader = wire.Reader(self, table, packed, kept)
+            # A result that is compared with an argument: as that was before the call.
+            if self.keeps_arguments and changed and reader.items[0] is not None:
+                lost = "a call changed an argument that its result is held to"
+                self.lost.append(lost)
+                kept = values.copies(kept, self)
+                reader = wire.Reader(self, table, packed, kept)
+            value, *contents = reader.items
+            reader.change(changed, contents)
+            return value
         except Exception:
             self._end(FORGED)
         finally:
             self.reading = False
 
-    def _end(self, why: str) -> NoReturn:
-        self.over, self.suspicious = why, True
-        raise Gone(why)
+    def _end(self, why: str, *, suspicious: bool = True) -> NoReturn:
+        self.over = self.over or why
+        self.suspicious |= suspicious
+        raise Over

@@ -57,13 +57,8 @@ class Handle:
             del self._link.handles[self._number]
             self._link.released.append(self._number)
 
-    def awaitable(self) -> Any:
-        """A coroutine that is awaited in the other process, to its end."""
-
-        async def wait() -> Any:
-            return self._link.ask("await", self)
-
-        return wait()
+    async def _awaited(self) -> Any:
+        return self._link.ask("await", self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__"):
@@ -85,10 +80,10 @@ class Handle:
     def __setattr__(self, name: str, value: Any) -> None:
         self._do("setattr", name, value)
 
-    def _do(self, what: str, *args: Any, quiet: bool = False) -> Any:
+    def _do(self, what: str, *args: Any) -> Any:
         self._put("_pinned", None)
         self._link.read.clear()
-        return self._link.ask(what, self, *args, quiet=quiet)
+        return self._link.ask(what, self, *args)
 
     def _held(self) -> Any:
         """Its fields, or what it holds as a built-in type: plain values, read once."""
@@ -137,7 +132,7 @@ class Handle:
         if self._ended:  # a generator for a list would be empty for the next check
             self._refuse("read again after its end")
         try:
-            return self._do("next", quiet=True)
+            return self._do("next")
         except StopIteration:
             self._put("_ended", True)
             raise

@@ -9,7 +9,10 @@ from __future__ import annotations
 import _thread
 import builtins
 import enum
+import gc
+import importlib
 import io
+import itertools
 import json
 import operator
 import os
@@ -30,26 +33,11 @@ LYING = "eq ne lt le gt ge len iter getitem contains bool hash int float index a
 LYING += " sub rsub mul rmul mod abs round reversed"
 
 
-def awaited(value: Any) -> Any:
-    """What a coroutine returns, run to its end."""
-    import asyncio  # which few programs need
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait())
-
-
-def left(manager: Any, kind: Any, args: list[Any]) -> bool:
-    """Leaves a `with` block."""
-    return bool(manager.__exit__(kind, None if kind is None else kind(*args), None))
-
-
 # What may be asked of objects, beside calls and functions of `operator` and `builtins`.
 DONE: dict[str, Callable[..., Any]] = {
-    "await": awaited,
+    "await": lambda value: importlib.import_module("asyncio").run(value),
     "enter": lambda value: value.__enter__(),
-    "exit": left,
+    "exit": lambda v, kind, args: bool(v.__exit__(kind, kind and kind(*args), None)),
     "fields": lambda v: [object.__getattribute__(v, n) for n in _fields(type(v))],
     "held": lambda value: list(values.READ[values.base_of(type(value))](value)),
 }
@@ -60,7 +48,7 @@ class Runner:
     """The code's side of a conversation."""
 
     def __init__(self, requests: int, replies: int) -> None:
-        self.requests = open(requests, "rb")  # noqa: SIM115 - as long as this process
+        self.requests = open(requests, "rb", 2**16)  # noqa: SIM115 - for this process
         self.replies = open(replies, "wb")  # noqa: SIM115
         self.module = types.ModuleType("solution")
         self.objects: dict[int, Any] = {}  # objects that the judge has numbers of
@@ -82,13 +70,13 @@ class Runner:
         judge's came to; released numbers; and arguments.
         """
         while True:
-            what, released, part, nodes = wire.receive(self.requests)
+            what, released, plain, *table = wire.receive(self.requests)
             for number in released:
                 self.numbers.pop(id(self.objects.pop(number, None)), None)
-            reader = wire.Reader(self, nodes)
-            (args,), kept = reader.read([part]), reader.values
+            reader = wire.Reader(self, *table)
+            args, kept = reader.items, reader.values
             if what == "ok":
-                return args
+                return args[0]
             if what == "raise":
                 raise args[0](*args[1])
             before = {
@@ -98,7 +86,7 @@ class Runner:
             }
             word, self.taken = "ok", 0
             try:
-                value = self.do(what, *args)
+                value = self.do(what, *plain, *args)
             except BaseException as error:  # SystemExit too
                 word, value = "raise", self.raised(error)
             try:
@@ -117,14 +105,13 @@ class Runner:
             if len(now) != len(held) or not all(map(operator.is_, now, held)):
                 changed[number] = now
         writer = wire.Writer(self, kept)
-        (result,) = writer.write([value])
-        refilled = [[number, *writer.write(now)] for number, now in changed.items()]
+        table = writer.table([value, *changed.values()])
         notes, self.notes = self.notes, []
         text = self.printed.getvalue().decode("utf-8", "replace")
         self.printed.seek(0)
         self.printed.truncate()
-        message = [word, text, notes, self.taken, result, writer.nodes, refilled]
-        wire.send(self.replies, message)
+        message = [word, text, notes, self.taken, [*changed], table]
+        wire.send(self.replies, message, writer.packed)
 
     def do(self, what: str, *args: Any) -> Any:
         """One request."""
@@ -133,10 +120,12 @@ class Runner:
             exec(compile(args[0], "<code>", "exec", dont_inherit=True), names)
             return [name for name in names if not name.startswith("_")]
         if what in ("call", "make"):
-            function, positional, named, read = args
+            number, read, keys, *given = args
+            first = len(given) - len(keys)
+            named = dict(zip(keys, given[first:], strict=True))
             if read is not None:
                 sys.stdin = io.StringIO(read)
-            result = function(*positional, **named)
+            result = self.objects[number](*given[:first], **named)
             self.taken = sys.stdin.tell() if read is not None else 0
             base = values.base_of(type(result))
             own = type(result) not in values.READ and base in (None, *values.CHANGE)
@@ -163,7 +152,7 @@ class Runner:
             text = "an error that cannot be shown"
         fields = {} if type(error) in values.NAMES else vars(error)
         try:
-            wire.Writer(self).write([error.args, fields])
+            wire.Writer(self).table([error.args, fields])
         except Exception:
             return type(error), [text], text, {}
         return type(error), list(error.args), text, fields
@@ -228,7 +217,9 @@ class Runner:
             def asked(*args: Any, **named: Any) -> Any:
                 return self.ask(number, what, args, named)
 
-            made = _Iterator(asked) if tag == "g" else asked
+            made: Any = asked
+            if tag == "g":
+                made = itertools.starmap(asked, itertools.repeat(()))  # until it raises
             self.handed[tag, number], self.standing[id(made)] = made, (tag, number)
         return self.handed[tag, number]
 
@@ -254,22 +245,10 @@ def _written(kind: type) -> set[str]:
     return {n for n, code in codes.items() if code and code.co_filename == "<code>"}
 
 
-class _Iterator:
-    """An iterator of the judge's, by a function that asks for what is next."""
-
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        self.ask = ask
-
-    def __iter__(self) -> _Iterator:
-        return self
-
-    def __next__(self) -> Any:
-        return self.ask()
-
-
 def main() -> None:
     """Takes its limits, says that it is ready, and serves."""
     settings = json.loads(sys.argv.pop())
+    gc.set_threshold(100_000)  # a message may have as many values
     runner = Runner(*confined.take(settings))
     # Dataclasses and pickle look a class's module up; and this one holds our functions.
     sys.modules["solution"] = sys.modules["__main__"] = runner.module

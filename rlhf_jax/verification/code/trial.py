@@ -69,7 +69,7 @@ def run_tests(
       unsafe: also where nothing sets the code apart.
 
     Raises:
-      NotIsolated: nothing does. NotStarted: a process did not start.
+      InputError: nothing does. NotStarted: a process did not start.
     """
     limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
     task = {"code": code, "tests": [*tests], "show": False}

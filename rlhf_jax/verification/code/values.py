@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import itertools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from itertools import chain
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 # How values of a type are read, whatever a subclass has put in place of its methods.
@@ -68,10 +68,6 @@ def arguments(value: Any) -> tuple[Any, ...]:
       ValueError: it holds a time zone that does not pass, as a `ZoneInfo`.
     """
     kind = type(value)
-    if kind is int:
-        return hex(value), 16
-    if kind is complex:
-        return value.real, value.imag
     if kind.__name__ == "array":
         return value.typecode, value.tolist()
     zone = getattr(value, "tzinfo", None) if kind.__module__ == "datetime" else None
@@ -121,35 +117,47 @@ def content(value: Any, kind: Any = None) -> list[Any]:
     kind = kind or type(value)
     if kind is list:  # as are most
         return list.copy(value)
-    if kind in CHANGE and kind not in PAIRS:
-        items = READ[kind](value)
-        return [bytes(items)] if kind is bytearray else list(items)
+    if kind is dict:
+        return list(chain.from_iterable(dict.items(value)))
+    if kind is complex:
+        return [value.real, value.imag]
+    if kind is bytearray:
+        return [bytes(bytearray.__iter__(value))]
     if is_array(value):
         return array_parts(value)
+    if kind in CHANGE and kind not in PAIRS:
+        return list(READ[kind](value))
     pairs = READ[kind](value) if kind in PAIRS else vars(value).items()
-    return list(itertools.chain.from_iterable(pairs))
+    own = [value.default_factory] if kind is defaultdict else []
+    return [*own, *chain.from_iterable(pairs)]
 
 
-def refill(value: Any, items: list[Any]) -> None:
+def refill(value: Any, items: Sequence[Any]) -> None:
     """Makes it hold what `content` said."""
     kind = type(value)
     if kind is list:  # as are most
         value[:] = items
-        return
-    if is_array(value):
+    elif kind is dict:
+        value.clear()
+        value.update(zip(items[::2], items[1::2], strict=True))
+    elif kind is set:
+        value.clear()
+        value.update(items)
+    elif kind in CHANGE and kind not in PAIRS:
+        value.clear()
+        value.extend(items[0] if kind is bytearray else items)
+    elif kind not in CHANGE and is_array(value):
         made = array(*items)
         if (made.shape, made.dtype) == (value.shape, value.dtype):
             value[...] = made
-        return
-    into = value if kind in CHANGE else vars(value)
-    into.clear()
-    if kind in PAIRS or kind not in CHANGE:
-        for key, one in zip(items[::2], items[1::2], strict=True):
-            into[key] = one
-    elif kind is set:
-        into.update(items)
     else:
-        into.extend(items[0] if kind is bytearray else items)
+        into = value if kind in CHANGE else vars(value)
+        into.clear()
+        if kind is defaultdict:
+            factory, *items = items
+            value.default_factory = defaultdict(factory).default_factory  # if callable
+        put = OrderedDict.update if kind is OrderedDict else dict.update
+        put(into, zip(items[::2], items[1::2], strict=True))
 
 
 def copies(values: list[Any], side: Any) -> list[Any]:
@@ -191,6 +199,11 @@ def array(name: str, shape: Any, items: Any) -> Any:
         made = numpy.empty(len(items), "O")
         made[:] = items
     return made[0] if shape is None else made.reshape(shape)
+
+
+def zeros(name: str, shape: Any) -> Any:
+    """An array to fill."""
+    return importlib.import_module("numpy").zeros(tuple(shape), _dtype(name))
 
 
 def _dtype(name: str) -> Any:

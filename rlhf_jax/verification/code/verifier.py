@@ -2,14 +2,11 @@
 
     response ─extract─> code ─run_tests─> Verdict(passed, total, why)
 
-The code is handed copies of the arguments of a call and returns a copy of a value; it
-sees neither the tests nor what they expect. The tests run in `judge`, on plain values,
-which no class of the code's makes equal to what they are not. What tests ask beyond
-that is `refused`, with a reason, and counted. The code's process is set apart from the
-system (`isolation.ways`), or is not started.
-
-What a test leaves to the code remains with the code: two results that are compared with
-one another, or with what a call that returns None made of its argument.
+The code sees neither the tests nor what they expect. They run in `judge`, on copies of
+plain values, which no class of the code's makes equal to what they are not; what they
+ask beyond that is `refused`. What a test leaves to the code remains with the code: two
+results that are compared with one another, or with what a call that returns None made
+of its argument.
 
 Worker processes import this module: it loads no JAX.
 """
@@ -24,10 +21,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.roles.rewards.verifiers import Judged
 from rlhf_jax.verification.code import trial
 from rlhf_jax.verification.code.trial import Ran, Verdict
-from rlhf_jax.verification.isolation.processes import NotIsolated
 
 LIMITS = ("seconds", "memory", "file_size", "disk")
 _BLOCK = re.compile(
@@ -66,9 +63,6 @@ class PythonTests:
     def __post_init__(self) -> None:
         for name, most in self._limits.items():
             if not 0 < most < float("inf"):
-                # Its neighbours' checks load JAX, of which these processes have no use.
-                from rlhf_jax.functional.errors import InputError
-
                 raise InputError(
                     f"{name}: expected a finite number above 0, got {most}; choose "
                     f"{name} > 0"
@@ -98,14 +92,9 @@ class PythonTests:
         Raises:
           InputError: nothing sets it apart.
         """
-        try:
-            isolation = trial.isolation().required(unsafe=unsafe or self.unsafe)
-        except NotIsolated as error:
-            from rlhf_jax.functional.errors import InputError
-
-            raise InputError(f"{error}") from None
-        say_isolation(str(isolation))
-        return dataclasses.replace(self, unsafe=unsafe or self.unsafe)
+        unsafe = unsafe or self.unsafe
+        say_isolation(str(trial.isolation().required(unsafe=unsafe)))
+        return dataclasses.replace(self, unsafe=unsafe)
 
     def gold(self, row: Mapping[str, Any]) -> list[str]:
         """The tests of a row; ValueError if there are none, or one is not Python."""

@@ -1,9 +1,13 @@
 """Plain values as they pass between generated code and its tests: by copy.
 
-A message is a line of JSON. What JSON has as it is stands for itself; any other value
-is a node of a table, `[number]`, so that aliases and cycles keep their shape:
+A message is a line of JSON with a table of columns, and what is packed. A column holds
+values in groups of one kind; what all containers of a group hold is one column further
+down:
 
-    a = [1, a], {2}      [0] of  0: tuple [1] [2]    1: list 1 [1]    2: set 2
+    [(1, 2), (3,)]    0: a list of 2 (in 1)    1: tuples of 2 and 1 (in 2)    2: 1 2 3
+
+Functions that take whole columns do most of the work. What may change is numbered and
+written once, so that aliases and cycles keep their shape.
 
 A subclass of a built-in type is read once, by the methods of that type. What is no
 value is referred to, by numbers that the two sides understand. A reader makes nothing
@@ -12,27 +16,27 @@ but what stands here, whoever wrote the message.
 
 from __future__ import annotations
 
-import functools
-import gc
+import contextlib
+import io
 import json
-from collections import defaultdict, deque, namedtuple
+import struct
+from collections import deque, namedtuple
+from itertools import chain, count, islice
 
 from rlhf_jax.verification.code import values
 from rlhf_jax.verification.code.values import CHANGE, CONTAINERS
 
 TYPE_CHECKING = False  # as typing's, which takes long to import
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 LARGEST = 2**24  # bytes of a message
+LARGE = 10**4000  # from here on integers are written in base 16
 # Made before there is any code that may replace the functions of `json`.
 WRITE = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 READ_LINE = json.JSONDecoder().decode
-PLAIN = {type(None), bool, int, float, str}  # what JSON has
-LARGE = 2**63  # from here on integers are written in base 16
-OWN = ("deque", "defaultdict", "object")  # whose first part is there when it is made
-EMPTY = {name: kind for name, kind in CONTAINERS.items() if name not in OWN}
+PLAIN = {type(None), bool, int, str}  # as JSON has them
 UNMADE = object()
 
 
@@ -40,210 +44,280 @@ class Unreadable(Exception):
     """A message that is none."""
 
 
-def uncollected(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs it without the garbage collector, which would go through all that it makes.
+class Parts(tuple):
+    """What a value is made of, behind a name of `Reader.made`."""
 
-    Half of the time of a large message, and nothing of one becomes garbage.
-    """
+    __slots__ = ()
 
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return function(*args)
-        finally:
-            if enabled:
-                gc.enable()
 
-    return run
+# The groups of values by their types. Others are arrays, objects or become `Parts`.
+GROUPS = {kind: kind.__name__ for kind in (*CHANGE, Parts, tuple, frozenset, complex)}
+GROUPS |= {float: "float", bytes: "bytes", **dict.fromkeys(PLAIN, "plain")}
+PACKED = {"int": "q", "float": "d"}  # columns of numbers, as `struct` packs them
+MAKE: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "frozenset": frozenset,
+    "complex": lambda row: complex(*row),
+}
+ROWS = (list, tuple, frozenset, set, Parts)  # which are what they hold
 
 
 class Writer:
-    """Writes values as nodes of one table."""
+    """Writes a message's table."""
 
     def __init__(self, side: Any, known: Sequence[Any] = ()) -> None:
-        """The table begins behind what the reader knows from the message before.
+        """Of values, as yet none.
 
         Args:
           side: `reference(value)`, the parts by which a value is referred to, or None;
             `classes`, of objects that pass by their fields, by name.
-          known: values by their numbers.
+          known: values by their numbers, from the message before.
         """
-        self.side, self.values, self.first = side, [*known], len(known)
+        self.side, self.values = side, [*known]
         self.numbers = {
             id(value): number
             for number, value in enumerate(known)
             if values.changes(value, side)
         }
-        self.nodes: list[Any] = []
+        self.plain: dict[int, tuple[Any, Any]] = {}  # what stands for another, by id
+        self.columns: list[list[Any]] = []
+        self.packed = bytearray()  # numbers and bytes, which go behind the table
 
-    @uncollected
-    def write(self, written: Iterable[Any]) -> list[Any]:
-        """What stands for each value, with all that it holds in the table.
+    def table(self, items: list[Any]) -> list[Any]:
+        """The table whose first column they are.
 
         Raises:
           ValueError: one is no value.
         """
-        parts = self.parts(written)
-        while len(self.nodes) < len(self.values) - self.first:
-            self.nodes.append(self.node(self.values[self.first + len(self.nodes)]))
-        return parts
+        self.columns.append(items)
+        return [self.column(column) for column in self.columns]  # which become more
 
-    def parts(self, written: Iterable[Any]) -> list[Any]:
-        """What stands for each value, which is in the table or is yet to come."""
-        parts, numbers = [], self.numbers
-        for value in written:
-            kind = type(value)
-            if kind in PLAIN and (kind is not int or -LARGE < value < LARGE):
-                parts.append(value)
-                continue
-            number = numbers.setdefault(id(value), len(self.values))
-            if number == len(self.values):
-                self.values.append(value)  # which keeps its id
-            parts.append([number])
-        return parts
+    def column(self, items: list[Any]) -> list[Any]:
+        """Its groups, behind the place of the group of each value, if they are many."""
+        kinds = set(map(type, items))
+        if kinds == {int}:
+            with contextlib.suppress(struct.error):  # one has more than 64 bits
+                self.packed += struct.pack(f"<{len(items)}q", *items)
+                return [None, ["int", len(items)]]
+        if not kinds <= GROUPS.keys() or (int in kinds and _long(items, kinds)):
+            items = list(map(self.simple, items))
+            kinds = set(map(type, items))
+        names = {kind: GROUPS.get(kind, kind) for kind in kinds}
+        # Objects first: others may need their hashes.
+        ordered = sorted({*names.values()}, key=lambda name: isinstance(name, str))
+        if len(ordered) < 2:
+            return [None, *(self.group(name, items) for name in ordered)]
+        groups: dict[Any, list[Any]] = {name: [] for name in ordered}
+        places = {kind: ordered.index(name) for kind, name in names.items()}
+        for one in items:
+            groups[names[type(one)]].append(one)
+        order = [places[type(one)] for one in items]
+        return [order, *(self.group(*group) for group in groups.items())]
 
-    def node(self, value: Any) -> list[Any]:
-        """A line of the table: how it is made, and of which parts."""
+    def group(self, name: Any, items: list[Any]) -> list[Any]:
+        """Its name and the values; or which they are, sizes and a column of content.
+
+        Args:
+          name: in `GROUPS`, or a class.
+        """
+        if name == "plain":
+            return [name, items]
+        if name == "float":
+            self.packed += struct.pack(f"<{len(items)}d", *items)
+            return [name, len(items)]
+        if name == "bytes":
+            self.packed += b"".join(items)
+            return [name, list(map(len, items))]
+        # What cannot change is known within its column alone: it is made after the
+        # columns further down, which therefore cannot refer to it.
+        lasts = name in CONTAINERS or isinstance(name, type)
+        numbers, which, own = self.numbers if lasts else {}, None, None
+        fresh = dict(zip(map(id, items), items, strict=True))
+        for known in numbers.keys() & fresh.keys():
+            del fresh[known]
+        numbers.update(zip(fresh, count(len(self.values))))
+        if len(fresh) < len(items):
+            which = [numbers[id(one)] for one in items]
+            items = list(fresh.values())
+        self.values += items
+        rows: Any = items
+        if name == "dict":  # as `content`, for all at once
+            rows = [tuple(chain.from_iterable(one.items())) for one in items]
+        elif items and type(items[0]) not in ROWS:
+            rows = list(map(values.content, items))
+        if name == "deque":
+            own = [one.maxlen for one in items]
+        elif isinstance(name, type):
+            arrays = bool(items) and values.is_array(items[0])
+            own = [row[:2] for row in rows] if arrays else name.__name__
+            name = "array" if arrays else "object"
+        self.columns.append(list(chain.from_iterable(rows)))
+        return [name, which, own, list(map(len, rows)), len(self.columns) - 1]
+
+    def simple(self, value: Any) -> Any:
+        """A value of one of `GROUPS`, an object or an array, which stands for it."""
         kind: Any = type(value)
-        if kind in (list, tuple, frozenset):
-            return [kind.__name__, *self.parts(value)]
-        if kind in CHANGE:
-            own = [value.maxlen] if kind is deque else []
-            own = [value.default_factory] if kind is defaultdict else own
-            return [kind.__name__, *self.parts([*own, *values.content(value)])]
-        if kind is bytes:
-            return ["bytes", value.decode("latin-1")]
+        if kind in GROUPS:
+            long = kind is int and _long([value], {int})
+            return Parts(("call", "builtins.int", hex(value), 16)) if long else value
+        if id(value) not in self.plain:
+            self.plain[id(value)] = value, self.parts(value)
+        return self.plain[id(value)][1]
+
+    def parts(self, value: Any) -> Any:
+        """`simple` of a value of another type."""
+        kind: Any = type(value)
         if kind in values.VIEWS:
-            return ["is", *self.parts([list(value)])]
+            return list(value)
         if (parts := self.side.reference(value)) is not None:
-            return ["refer", *self.parts(parts)]
+            return Parts(("refer", *parts))
         if isinstance(value, type) and (name := values.name_of(value)):
-            return ["class", name]
+            return Parts(("class", name))
         if value is ...:
-            return ["ellipsis"]
+            return Parts(("ellipsis",))
         if name := values.name_of(kind):
-            return ["call", name, *self.parts(values.arguments(value))]
+            return Parts(("call", name, *values.arguments(value)))
         if values.is_array(value):
-            return ["array", *self.parts(values.array_parts(value))]
+            whole = values.changes(value, self.side)
+            return value if whole else Parts(("array", *values.array_parts(value)))
         base = values.base_of(kind)
         if base is tuple and (fields := vars(kind).get("_fields")):
             items = values.plain(value, tuple)
-            return ["named", kind.__name__, *self.parts([tuple(fields), *items])]
-        if base is not None:
-            return ["is", *self.parts([values.plain(value, base)])]
-        return ["object", kind.__name__, *self.parts(values.content(value))]
+            return Parts(("named", kind.__name__, tuple(fields), *items))
+        return value if base is None else self.simple(values.plain(value, base))
+
+
+def _long(items: list[Any], kinds: set[type]) -> bool:
+    numbers = items if len(kinds) == 1 else [one for one in items if type(one) is int]
+    return max(numbers) >= LARGE or min(numbers) <= -LARGE
 
 
 class Reader:
     """Reads a table, whoever wrote it: the values are made here."""
 
-    @uncollected
-    def __init__(self, side: Any, nodes: Any, known: Sequence[Any] = ()) -> None:
-        """Makes every value of the table.
+    def __init__(
+        self, side: Any, table: Any, packed: bytes, known: Sequence[Any] = ()
+    ) -> None:
+        """Makes every value of the table; `items` are those of its first column.
 
         Args:
           side: `known(*parts)`, what a reference stands for; `shell(name)`, an object
             of one of its `classes`; `tuples`, named tuples so far.
-          nodes: the table, from the number of `known` on.
+          table, packed: of a message.
           known: values by their numbers, which only `change` changes.
 
         Raises:
           Exception: it is none that `Writer` writes.
         """
-        self.side, self.nodes, self.first = side, nodes, len(known)
-        self.values = [*known, *[UNMADE] * len(nodes)]
-        self.hollow: dict[int, list[Any]] = {}  # parts of containers, by number
-        for number, (name, *parts) in enumerate(nodes, self.first):
-            if name in EMPTY:
-                self.values[number], self.hollow[number] = EMPTY[name](), parts
-        # From the last on, as values hold later ones: few are made within another.
-        for number in reversed(range(self.first, len(self.values))):
-            if self.values[number] is UNMADE:
-                self.make(number)
-            if number in self.hollow:
-                values.refill(self.values[number], self.read(self.hollow[number]))
+        self.side, self.values, self.known = side, [*known], len(known)
+        self.packed = io.BytesIO(packed)  # each is read once
+        begun = [[self.begin(*group) for group in groups] for _, *groups in table]
+        self.columns: list[Any] = [None] * len(table)
+        self.later: list[Any] = []  # values to fill with what must have its hash first
+        for place in reversed(range(len(table))):
+            order, *groups = table[place]
+            read = list(map(self.fill, begun[place], groups))
+            if order is None:
+                (items,) = read or [[]]
+            else:
+                rest = list(map(iter, read))
+                items = list(map(next, map(rest.__getitem__, order)))
+            self.columns[place] = items
+        for value, row in self.later:
+            values.refill(value, row)
+        self.items = self.columns[0]
 
-    def read(self, parts: Any) -> list[Any]:
-        """The values that parts stand for."""
-        return [p if type(p) in PLAIN else self.value(p) for p in parts]
-
-    def change(self, changed: Any) -> None:
-        """Refills what was known before, by [number, *parts] each."""
-        for number, *parts in changed:
+    def change(self, numbers: Any, contents: list[Any]) -> None:
+        """Has values that were known before hold something else."""
+        for number, content in zip(numbers, contents, strict=True):
             value = self.values[number]
-            if number < self.first and values.changes(value, self.side):
-                values.refill(value, self.read(parts))
+            if 0 <= number < self.known and values.changes(value, self.side):
+                values.refill(value, list(content))
 
-    def value(self, part: Any) -> Any:
-        """One value."""
-        (number,) = part
-        if not 0 <= number < len(self.values):
-            raise Unreadable("a wrong place")
-        if self.values[number] is UNMADE:
-            self.make(number)
-        return self.values[number]
-
-    def make(self, number: int) -> None:
-        """Makes the value of a number, if it is not empty at first."""
-        name, *parts = self.nodes[number - self.first]
-        if name in OWN:
-            (own,) = self.read(parts[:1])
-            self.values[number], self.hollow[number] = self.empty(name, own), parts[1:]
-        elif name == "tuple":  # as are most
-            self.values[number] = tuple(self.read(parts))
+    def begin(self, name: str, *parts: Any) -> Any:
+        """The values of a group; or their places, as what they hold is read later."""
+        if name == "plain":
+            (items,) = parts
+            if type(items) is list and set(map(type, items)) <= PLAIN:
+                return items
+            raise Unreadable("no plain values")
+        if name in PACKED:
+            (size,) = parts
+            return struct.unpack(f"<{size:d}{PACKED[name]}", self.packed.read(8 * size))
+        if name == "bytes":
+            (sizes,) = parts
+            return [self.packed.read(size) for size in sizes]
+        _, own, sizes, _ = parts
+        first = len(self.values)
+        if name in MAKE or name == "Parts":
+            self.values += [UNMADE] * len(sizes)
+        elif name == "deque":
+            self.values += [deque(maxlen=most) for most in own]
+        elif name == "array":
+            self.values += [values.zeros(*one) for one in own]
+        elif name == "object":
+            self.values += [self.side.shell(own) for _ in sizes]
         else:
-            self.values[number] = self.made(name, self.read(parts))
+            self.values += [CONTAINERS[name]() for _ in sizes]
+        return slice(first, len(self.values))
 
-    def empty(self, name: str, own: Any) -> Any:
-        """What is to be filled, when all that it holds is there."""
-        if name == "object":
-            return self.side.shell(own)
-        return deque(maxlen=own) if name == "deque" else defaultdict(own)
+    def fill(self, begun: Any, group: Any) -> Sequence[Any]:
+        """The values of a group, with what they hold."""
+        if type(begun) is not slice:
+            return begun
+        name, which, _, sizes, place = group
+        flat, self.columns[place] = iter(self.columns[place]), None  # each is read once
+        rows = [tuple(islice(flat, size)) for size in sizes]
+        if make := self.made if name == "Parts" else MAKE.get(name):
+            self.values[begun] = map(make, rows)
+        elif name in ("list", "object", "array", "deque", "bytearray"):
+            for value, row in zip(self.values[begun], rows, strict=True):
+                values.refill(value, row)
+        else:
+            self.later += zip(self.values[begun], rows, strict=True)
+        if which is None:
+            return self.values[begun]
+        chosen = [self.values[number] for number in which]
+        if min(which, default=0) < 0 or any(one is UNMADE for one in chosen):
+            raise Unreadable("a wrong place")
+        return chosen
 
-    def made(self, name: str, parts: list[Any]) -> Any:
-        """A value that does not change."""
-        match name, parts:
-            case "is", [value]:
-                return value
-            case "refer", _:
-                return self.side.known(*parts)
-            case "frozenset", _:
-                return frozenset(parts)
-            case "bytes", [text]:
-                return text.encode("latin-1")
-            case "ellipsis", []:
+    def made(self, parts: Any) -> Any:
+        """A value of parts that `Writer.parts` has named."""
+        match parts:
+            case "refer", *rest:
+                return self.side.known(*rest)
+            case ("ellipsis",):
                 return ...
-            case "class", [name]:
+            case "class", name:
                 return values.named(name)
-            case "call", [name, *args]:
-                return values.named(name)(*args)
-            case "array", [kind, shape, items]:
+            case "call", name, *rest:
+                return values.named(name)(*rest)
+            case "array", kind, shape, items:
                 return values.array(kind, shape, items)
-            case "named", [name, fields, *items]:
+            case "named", name, fields, *items:
                 if (name, fields) not in self.side.tuples:
                     self.side.tuples[name, fields] = namedtuple(name, fields)
                 return self.side.tuples[name, fields](*items)
-        raise Unreadable(f"no {name!r:.20} of {len(parts)} parts")
+        raise Unreadable("parts of nothing")
 
 
-def send(pipe: Any, message: list[Any]) -> None:
-    """Writes a message, as far as there is one who reads.
+def send(pipe: Any, message: list[Any], packed: bytes | bytearray = b"") -> None:
+    """Writes a message and what is packed, as far as there is one who reads.
 
     Raises:
       ValueError: it is longer than `LARGEST`.
     """
-    line = WRITE(message).encode("utf-8", "surrogatepass") + b"\n"
-    if len(line) > LARGEST:
+    line = WRITE([*message, len(packed)]).encode("utf-8", "surrogatepass") + b"\n"
+    if len(line) + len(packed) > LARGEST:
         raise ValueError(f"values are larger than {LARGEST // 2**20} MiB")
     pipe.write(line)
+    pipe.write(packed)
     pipe.flush()
 
 
-@uncollected
 def receive(pipe: Any) -> list[Any]:
-    """Waits for a message, with its values as yet unread.
+    """Waits for a message, with what is packed last and its values as yet unread.
 
     Raises:
       EOFError: there will be none. Unreadable: it is none.
@@ -252,9 +326,9 @@ def receive(pipe: Any) -> list[Any]:
     if not line:
         raise EOFError
     try:
-        message = READ_LINE(line.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError, MemoryError):
-        raise Unreadable("no JSON") from None
-    if type(message) is not list:
-        raise Unreadable("no message")
-    return message
+        *message, size = READ_LINE(line.decode("utf-8", "surrogatepass"))
+        if type(size) is not int or not 0 <= size <= LARGEST:
+            raise ValueError
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise Unreadable("no message") from None
+    return [*message, pipe.read(size)]

@@ -80,17 +80,16 @@ def take(settings: dict[str, Any]) -> tuple[int, int]:
       OSError: the system refuses.
     """
     pipes = os.dup(0), os.dup(1)
-    _confine(settings)
+    os.chdir(settings["folder"])
+    sys.meta_path.append(NumpyFinder(settings["numpy"]))
+    limits(settings)
+    if settings["filter"]:
+        _confine(bytes.fromhex(settings["filter"]))
     no_standard_files()
     return pipes
 
 
-def _confine(settings: dict[str, Any]) -> None:
-    os.chdir(settings["folder"])
-    sys.meta_path.append(NumpyFinder(settings["numpy"]))
-    limits(settings)
-    if not settings["filter"]:
-        return
+def _confine(program: bytes) -> None:
     import ctypes
 
     class Filter(ctypes.Structure):
@@ -107,6 +106,5 @@ def _confine(settings: dict[str, Any]) -> None:
         version = (ctypes.c_uint32 * 2)(CAPABILITIES, 0)
         call(libc.capset, version, (ctypes.c_uint32 * 6)())
     call(libc.prctl, PR_SET_NO_NEW_PRIVS, word(1), word(0), word(0), word(0))
-    program = bytes.fromhex(settings["filter"])
     read = ctypes.byref(Filter(len(program) // 8, program))
     call(libc.prctl, PR_SET_SECCOMP, word(FILTER), read)

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_jax.functional.errors import InputError
 from rlhf_jax.verification.isolation import folder, ways
 
 OURS = str(Path(__file__).parents[2])
@@ -33,10 +34,6 @@ WATCH_SECONDS = 0.05  # between two looks at a folder on disk
 
 class NotStarted(RuntimeError):
     """A process did not start, which is no code's fault."""
-
-
-class NotIsolated(RuntimeError):
-    """Nothing sets generated code apart here."""
 
 
 class Isolation(NamedTuple):
@@ -55,10 +52,10 @@ class Isolation(NamedTuple):
         """It, where there is one, or `unsafe` allows that there is none.
 
         Raises:
-          NotIsolated: else.
+          InputError: else.
         """
         if self.way == "none" and not unsafe:
-            raise NotIsolated(
+            raise InputError(
                 f"expected a system that sets generated code apart, got none "
                 f"({self.why}); install bubblewrap, or run on Linux 5.13 or newer with "
                 f"libseccomp, or accept the risk by --unsafe-verifier"
@@ -97,15 +94,13 @@ def started(
     """What the judge says, one after the other; its processes end with the block.
 
     Args:
-      task: goes to the judge's standard input as JSON, with a nonce that begins each of
-        its messages; the first is `ready`.
+      task: goes to the judge as JSON, with a nonce that begins each of its messages.
       code, judge: modules whose `main` runs.
       way: one of `ways.WAYS`, for the process of `code`.
       limits: seconds; memory, file_size and disk in MiB.
 
     Yields:
-      What it says, without the nonce; "" if it will say no more, "over: why" when the
-      time is over or the disk is full.
+      What it says behind the nonce; "" if no more, "over: why" beyond a limit.
 
     Raises:
       NotStarted: a process did not start.

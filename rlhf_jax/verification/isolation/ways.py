@@ -6,10 +6,9 @@
     none         limits of the system alone, which are no security boundary
 
 Either has a seccomp filter (`pyseccomp`): no network, no new process, no signal to
-another. The first that works is taken, and `none` only where it is asked for.
-`sandlock` does what the second does in one package, but needs Linux 6.12 (Landlock's
-sixth version); these two need 5.13. `py-landlock` confines the thread that starts the
-process, which would take a quarter longer to start if it loaded the package itself.
+another. The first that works is taken, and `none` only where it is asked for. Both need
+Linux 5.13, where `sandlock` needs 6.12. `py-landlock` confines the thread that starts
+the process, which starts faster than if it loaded the package itself.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 SYSTEM += ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/urandom")
 
-CLONE_THREAD, F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = (
-    0x10000,
-    8,
-    15,
-    0x8901,
-    0x8902,
-)
+CLONE_THREAD, F_SETOWN, F_SETOWN_EX = 0x10000, 8, 15
+FIOSETOWN, SIOCSPGRP = 0x8901, 0x8902
 # System calls that fail; what Landlock does not restrict.
 PROCESSES = "fork vfork execve execveat kill tkill tgkill rt_sigqueueinfo setpriority"
 PROCESSES += " rt_tgsigqueueinfo pidfd_open pidfd_getfd pidfd_send_signal ptrace kcmp"
@@ -55,9 +49,8 @@ SYSTEMS = "mount umount2 pivot_root unshare setns open_tree move_mount fsopen fs
 SYSTEMS += " fsconfig fspick mount_setattr bpf perf_event_open userfaultfd quotactl"
 SYSTEMS += " quotactl_fd acct swapon swapoff reboot sethostname setdomainname syslog"
 SYSTEMS += " init_module finit_module delete_module kexec_load kexec_file_load iopl"
-SYSTEMS += (
-    " ioperm modify_ldt settimeofday clock_settime clock_adjtime adjtimex vhangup"
-)
+SYSTEMS += " ioperm modify_ldt settimeofday clock_settime clock_adjtime adjtimex"
+SYSTEMS += " vhangup"
 REFUSED = f"{PROCESSES} {NETWORK} {SHARED} {FILES} {SYSTEMS}".split()
 
 
@@ -77,14 +70,8 @@ def python() -> str:
 def readable() -> list[str]:
     """What the process may read; no path is within another."""
     base, library = os.path.realpath(sys.base_prefix), os.path.dirname(os.__file__)
-    numpy = numpy_folder()
-    paths = [
-        *SYSTEM,
-        f"{base}/lib",
-        f"{base}/lib64",
-        python(),
-        os.path.realpath(library),
-    ]
+    numpy, libraries = numpy_folder(), [f"{base}/lib", f"{base}/lib64"]
+    paths = [*SYSTEM, *libraries, python(), os.path.realpath(library)]
     paths += [numpy, f"{numpy}.libs"] if numpy else []
     needed: list[str] = []
     for path in sorted(filter(os.path.exists, paths)):

@@ -526,6 +526,72 @@ def test_a_teacher_reads_prompts_of_its_own():
     np.testing.assert_allclose(np.where(RESPONSE, read, 0), expected, atol=1e-5)
 
 
+def test_a_teacher_reads_by_row_of_a_batch_that_it_teaches():
+    """The index of the data set is not read."""
+    shown = [[5, 6, 7, 1], [2, 9], [4, 4, 8]]
+    shape = {"model": tiny.GPT2, "max_new_tokens": R, "temperature": 0.7}
+    program = toys.jit(distill.teacher_states, static_argnames=tuple(shape))
+    rollout = scored().rollout
+    numbered = dataclasses.replace(rollout, index=jnp.arange(3, dtype=jnp.int32))
+    expected = program(
+        FROZEN, rollout=numbered, prompts=teacher_prompts(shown), **shape
+    )
+    taught = jnp.array([True, False, True])
+    prompts = dataclasses.replace(teacher_prompts(shown), taught=taught)
+    states = program(FROZEN, rollout=rollout, prompts=prompts, **shape)
+    np.testing.assert_array_equal(states.logprobs, expected.logprobs)
+    np.testing.assert_array_equal(states.taught, taught)
+    assert expected.taught is None
+
+
+def test_what_is_not_taught_is_in_no_loss_and_no_divisor():
+    """Equal to a batch of the taught responses alone."""
+    recipe = dataclasses.replace(
+        BASE, group_size=3, success_score=1.0, rewarded=True, num_epochs=1
+    )
+    shape = {"model": tiny.GPT2, "max_new_tokens": R, "temperature": 0.7}
+    rollout = scored().rollout
+
+    @jax.jit
+    def learned(taught):
+        start = state.grpo_state(
+            policy=jax.tree.map(jnp.copy, STUDENT),
+            policy_optimizer=recipe.policy_optimizer,
+            kl=kl_control.fixed(1.0),
+        )
+        output = distill.teacher_states(FROZEN, rollout=rollout, **shape)
+        after, stats, _ = distill.learn(
+            start,
+            rollout=rollout,
+            scores=jnp.array([1.0, 0.0, 1.0]),
+            frozen=FrozenModels(reference=FROZEN),
+            key=jax.random.key(0),
+            recipe=recipe,
+            ref_output=dataclasses.replace(output, taught=taught),
+        )
+        return after.policy, masked.mean_stats(stats)
+
+    taught = jnp.array([True, False, True])
+    policy_after, means = learned(taught)
+    mask = RESPONSE & np.asarray(taught)[:, None]
+    values = divergences(recipe, STUDENT)
+    assert float(means["loss/divergence"]) == pytest.approx(
+        values[mask].mean(), rel=1e-4
+    )
+    assert float(means["response/taught"]) == pytest.approx(2 / 3)
+    _, whole = learned(jnp.ones(3, bool))
+    assert float(whole["loss/divergence"]) == pytest.approx(
+        values[RESPONSE].mean(), rel=1e-4
+    )
+    assert "loss/policy" not in means
+    none, nothing = learned(jnp.zeros(3, bool))
+    assert float(nothing["policy/grad_norm"]) == 0
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), none, STUDENT)
+    assert max(jax.tree.leaves(moved)) == 0
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), policy_after, none)
+    assert max(jax.tree.leaves(moved)) > 1e-5
+
+
 def test_a_teacher_that_reads_the_same_is_the_teacher():
     own = [TOKENS[row, :P][MASK[row, :P]].tolist() for row in range(3)]
     shape = {"model": tiny.GPT2, "max_new_tokens": R, "temperature": 0.7}

@@ -34,6 +34,7 @@ RECIPES = {
     "sapo": grpo.SAPO,
     "dapo": grpo.DAPO,
     "dar": grpo.DAR,
+    "centred": grpo.CENTRED,
     "dr-grpo": grpo.DR_GRPO,
     "luspo": grpo.LUSPO,
     "gmpo": grpo.GMPO,
@@ -214,6 +215,7 @@ APART = {
     "cispo": {"surrogate": grpo.CISPO.surrogate, "temperature": 1.0},
     "sapo": {"surrogate": policy_recipe.SAPO(), "temperature": 1.0},
     "dapo": {"group_size": 16, "temperature": 1.0, "num_minibatches": 16},
+    "centred": {"surrogate": policy_recipe.Centred(128), "group_size": 8},
     "dar": {"surrogate": policy_recipe.DAR(0.05, 0.1, 20.0), "normalise": "rollout"},
     "dr-grpo": {"group_size": 8, "temperature": 1.0, "num_minibatches": 8},
     "luspo": {"surrogate": grpo.LUSPO.surrogate, "loss_scale_factor": 1.0},
@@ -358,10 +360,13 @@ def make(recipe, **changes):
 )
 def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
     """Nothing is compiled here."""
-    recipe, read = make(RECIPES[name]), {}
+    recipe, read = RECIPES[name], {}
     if name == "ema-pg":  # of a vocabulary as small as the toy's
         penalty = dataclasses.replace(recipe.penalty, top_k=4)
         recipe = dataclasses.replace(recipe, penalty=penalty)
+    if name == "centred":
+        recipe = dataclasses.replace(recipe, surrogate=policy_recipe.Centred(4))
+    recipe = make(recipe)
 
     def record(function):
         def recorded(**options):
@@ -372,7 +377,14 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
 
     for function in (losses.policy_loss, losses.cispo_loss, losses.sapo_loss):
         monkeypatch.setattr(policy_recipe.losses, function.__name__, record(function))
-    for name_ in ("dar_loss", "dppo_loss", "gmpo_loss", "vespo_loss", "topr_loss"):
+    for name_ in (
+        "dar_loss",
+        "dppo_loss",
+        "gmpo_loss",
+        "vespo_loss",
+        "topr_loss",
+        "centred_loss",
+    ):
         function = getattr(policy_losses, name_)
         monkeypatch.setattr(policy_losses, name_, record(function))
     prompts = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4,)))
@@ -389,7 +401,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         reward=jax.tree_util.Partial(lambda rollout: jnp.arange(4.0)),
         key=jax.random.key(0),
     )
-    own = ("cispo", "sapo", "dppo", "gmpo", "vespo", "topr", "dar")
+    own = ("cispo", "sapo", "dppo", "gmpo", "vespo", "topr", "dar", "centred")
     expected = f"{name}_loss" if name in own else "policy_loss"
     assert read["function"] == expected
     if name not in own[2:]:
@@ -412,6 +424,7 @@ def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
         | {"negative_power": 3.0, "negative_decay": 2.0},
         "topr": {},
         "dar": {"beta": 0.05, "share": 0.1, "cap": 20.0},
+        "centred": {"cap": None, "floor": None},
         "clip-cov": {"clip_range": 1.0},
         "kl-cov": {"clip_range": 1.0, "clip_range_high": 1e6},
         "top-entropy": {"clip_range": 0.2, "clip_range_high": 0.28},

@@ -457,6 +457,7 @@ def test_what_the_sampler_is_asked_for(monkeypatch):
         "group_size": 1,
         "continuous_batching": None,
         "record_experts": False,
+        "record_top_k": None,
     }
 
 

@@ -108,15 +108,36 @@ def test_the_reference_replays_by_choice_and_old_records_the_trainer():
     assert (np.asarray(recorded.experts)[mask] >= 0).all()
 
 
+def test_the_record_and_the_step_of_continuous_batching_are_those_of_a_plain_batch():
+    """Two of four rows at a time: the second group comes in where the first ended."""
+    plain = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("sampler"))
+    batched = dataclasses.replace(plain, continuous_batching=2)
+    of_plain, of_batched = experience(plain), experience(batched)
+    np.testing.assert_array_equal(
+        of_batched[3].rollout.experts, of_plain[3].rollout.experts
+    )
+    updates = [
+        updated(
+            start,
+            experience=made,
+            key=jax.random.key(1),
+            recipe=recipe,
+            frozen=FrozenModels(),
+        )
+        for recipe, (start, made, _, _) in ((plain, of_plain), (batched, of_batched))
+    ]
+    one, other = (masked.mean_stats(stats) for _, stats in updates)
+    np.testing.assert_allclose(other["loss/policy"], one["loss/policy"], rtol=1e-5)
+    np.testing.assert_allclose(
+        other["policy/grad_norm"], one["policy/grad_norm"], rtol=1e-4
+    )
+
+
 def test_options_that_cannot_act_are_named():
     with pytest.raises(InputError, match="routing_replay: expected a mixture of exp"):
         dataclasses.replace(RECIPE, model=toys.LLAMA, routing_replay=RoutingReplay())
     with pytest.raises(InputError, match="balance_coef: expected a mixture of expert"):
         dataclasses.replace(RECIPE, model=toys.LLAMA, balance_coef=0.01)
-    with pytest.raises(InputError, match="got continuous batching, which does not"):
-        dataclasses.replace(
-            RECIPE, routing_replay=RoutingReplay(), continuous_batching=2
-        )
     unrecorded = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))
     start, _, _, scored = experience(RECIPE)
     with pytest.raises(InputError, match="got one without; sample with the trainer's"):

@@ -160,6 +160,31 @@ def test_a_sampler_records_what_the_trainer_chooses(chunk):
     assert (recorded[~ran] == experts.OWN).all()
 
 
+@pytest.mark.parametrize("pages", [None, 8])
+def test_continuous_batching_records_what_a_plain_batch_does(pages):
+    """Two places for three rows, which wait and take over a finished one's."""
+    model, params = UNEVEN, noisy(UNEVEN)
+    rows = jnp.arange(3)
+    draw = functools.partial(
+        decode.generate,
+        keys=decode.row_keys(jax.random.key(3), index=rows, sample=rows),
+        max_new_tokens=7,
+        stop_ids=(1, 2),
+        record_experts=True,
+    )
+    tokens, mask = TOKENS[:, ::-1].copy(), MASK[:, ::-1].copy()
+    paged = dataclasses.replace(model, cache_pages=pages, page_size=4)
+    plain, batched = (
+        jax.jit(functools.partial(draw, model=model, continuous_batching=places))(
+            params, tokens=tokens, mask=mask
+        )
+        for model, places in ((model, None), (paged, 2))
+    )
+    np.testing.assert_array_equal(batched.tokens, plain.tokens)
+    np.testing.assert_array_equal(batched.experts, plain.experts)
+    assert (np.asarray(batched.experts) >= 0).any(axis=(1, 2, 3)).all()
+
+
 def test_records_that_do_not_fit_are_named():
     params = noisy(PLAIN)
     right = np.zeros((3, 9, 2, 2), np.int32)

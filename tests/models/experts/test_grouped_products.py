@@ -1,5 +1,6 @@
 """Products of sorted rows with the matrix of their group, against a loop over rows."""
 
+import functools
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.models.experts import grouped
+from rlhf_jax.models.experts import grouped, kernels
 from rlhf_jax.models.experts.grouped import grouped_product
 
 RNG = np.random.default_rng(0)
@@ -45,10 +46,29 @@ def test_every_row_meets_the_matrix_of_its_group(name):
     )
 
 
-@pytest.mark.parametrize("product", [grouped._blocked, grouped._ragged])
+@pytest.fixture
+def _interpreted(monkeypatch):
+    """Kernels for GPUs run without one."""
+    for name in ("product", "of_weights"):
+        function = functools.partial(getattr(kernels, name), interpret=True)
+        monkeypatch.setattr(kernels, name, function)
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize(
+    "function", [grouped._blocked, grouped._ragged, grouped._kernel]
+)
 @pytest.mark.parametrize("name", ["empty", "tail", "wide"])
-def test_gradients_are_those_of_a_loop_over_rows(name, product):
+def test_products_and_gradients_are_those_of_a_loop_over_rows(name, function):
     x, w, sizes = arrays(name)
+    # More rows of a group are expected than there are, or fewer.
+    load = grouped.Load(200, len(sizes))
+
+    def product(x, w, sizes):
+        return function(x, w, sizes, load)
+
+    y = jax.jit(product)(x, w, sizes)[: sizes.sum()]
+    np.testing.assert_allclose(y, row_by_row(x, w, sizes), rtol=1e-5, atol=1e-5)
     above = RNG.normal(size=(len(x), 5)).astype(np.float32)
     above[sizes.sum() :] = 0
 
@@ -78,6 +98,28 @@ def test_the_gradient_of_matrices_is_no_ragged_product_where_xla_would_expand_it
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     results = re.findall(r"ragged_dot.*-> tensor<([0-9x]+)xf32>", text)
     assert sorted(results) == ["512x5", "512x6"]  # y, and the gradient of x
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_kernels_of_gpus_have_the_derivative_of_a_gradient():
+    x, w, sizes = arrays("empty")
+    load = grouped.Load(len(x), len(sizes))
+
+    def total(x, w):
+        return (grouped._kernel(x, w, sizes, load)[: sizes.sum()] ** 2).sum()
+
+    def expected(x, w):
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        return (jnp.einsum("mi,mio->mo", x[: sizes.sum()], w[group]) ** 2).sum()
+
+    own, plain = (
+        jax.jvp(jax.grad(function, argnums=(0, 1)), (x, w), (x, w))[1]
+        for function in (total, expected)
+    )
+    for a, b in zip(own, plain, strict=True):
+        np.testing.assert_allclose(
+            a[: sizes.sum()], b[: sizes.sum()], rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_batch_of_groups_and_the_derivative_of_a_gradient():

@@ -683,3 +683,37 @@ def test_a_token_that_nothing_predicts_is_uniform():
     assert np.abs(counts - rows / vocabulary).max() < 4 * deviation
     assert not np.asarray(logprob).any()
     assert not np.asarray(entropy).any()
+
+
+def test_the_likeliest_tokens_are_those_of_the_distributions_drawn_from():
+    """At every response token, the last one included; nothing else changes."""
+    model, temperature = tiny.GPT2, 0.7
+    tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
+    draw = functools.partial(
+        decode.generate,
+        tiny.params(model),
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        keys=keys_of(),
+        max_new_tokens=NEW,
+        stop_ids=STOPS,
+        temperature=temperature,
+    )
+    plain = jax.jit(draw)()
+    output = jax.jit(functools.partial(draw, record_top_k=3))()
+    assert plain.top_k is None
+    np.testing.assert_array_equal(output.tokens, plain.tokens)
+    np.testing.assert_array_equal(output.logprobs, plain.logprobs)
+    logits = logits_of(
+        tiny.params(model), model=model, tokens=output.tokens, mask=output.mask
+    )
+    likely = np.asarray(jax.nn.log_softmax(logits / temperature))
+    for row, column in oracles.entries(np.asarray(output.response_mask)):
+        expected = likely[row, column - 1]
+        words = np.asarray(output.top_k.tokens[row, column])
+        values = np.asarray(output.top_k.logprobs[row, column])
+        np.testing.assert_allclose(values, np.sort(expected)[::-1][:3], atol=1e-4)
+        np.testing.assert_allclose(expected[words], values, atol=1e-4)
+    with pytest.raises(InputError, match="record_top_k: expected a decoder of every"):
+        draw(record_top_k=3, continuous_batching=4)

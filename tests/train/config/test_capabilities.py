@@ -118,6 +118,16 @@ def test_the_table_is_short_and_every_row_has_a_command_line():
         ("ppo --routing-replay old --sampler process", None),
         ("grpo --baseline greedy --sampler process", ("draws beside", "mixture apart")),
         (
+            "grpo --surrogate centred --sampler process",
+            ("sampler outside", "drawn here"),
+        ),
+        ("grpo --surrogate centred --packing auto", ("packing", "padded loss")),
+        (
+            "grpo --surrogate centred --environment rooms",
+            ("environment", "decoder options"),
+        ),
+        ("grpo --surrogate centred --max-staleness 1", None),
+        (
             "grpo --token-choice top_entropy --sampler http://localhost:1,model=m",
             ("server", "order of the decoder"),
         ),

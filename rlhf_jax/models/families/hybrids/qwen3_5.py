@@ -98,9 +98,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 def key_table(model: ModelConfig) -> keys.Table:
     """Llama's names, of attention and of DeltaNets."""
     projections = *_attention_keys(model), *_delta_net_keys(model)
-    table = llama.table(model, *projections, *llama.mlp_keys(model))
-    # Layers that predict several tokens at once, which transformers leaves out too.
-    return dataclasses.replace(table, ignored_prefixes=("mtp.",))
+    return llama.table(model, *projections, *llama.mlp_keys(model))
 
 
 def _attention_keys(model: ModelConfig) -> tuple[keys.Key, ...]:

@@ -1,0 +1,132 @@
+"""What a self-teacher reads: the prompt, and a response of its group that succeeded.
+
+row        0   1   2   3        one group, of which 1 and 3 succeeded
+is shown   1   3   1   1        the first success that is another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.flow.teacher import TeacherPrompts
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.data.examples import Tokens
+from rlhf_jax.data.json_lines import Row, place
+from rlhf_jax.data.text import TextContract, Written
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.train.config.prompts import AskedPrompts
+from rlhf_jax.train.rows import question_of
+
+BEFORE = "\nCorrect solution:\n\n"
+AFTER = "\n\n\n\nCorrectly solve the original question.\n"
+
+
+class Reprompt:
+    """Writes and encodes prompts with demonstrations, by the template of 2601.20802."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        options: AskedPrompts,
+        start: Pretrained,
+        success_score: float,
+        group_size: int,
+        max_new_tokens: int,
+    ) -> None:
+        """Encodes every prompt with an empty demonstration, for the width of all.
+
+        Raises:
+          InputError: the model's context has no room for one.
+        """
+        self._rows, self._options, self._start = rows, options, start
+        self._score, self._size = success_score, group_size
+        self._contract = TextContract(start.tokenizer, stop_ids=start.stop_ids)
+        bare = self._encoded([(number, "") for number in range(len(rows))])
+        longest, room = max(map(len, bare)), start.model.max_positions - max_new_tokens
+        if longest >= room:
+            raise InputError(
+                f"--success-score: expected prompts of less than {room} tokens with an "
+                f"empty demonstration, got one of {longest}; lower --max-new-tokens, "
+                f"or drop long prompts"
+            )
+        self._width = min(longest + max_new_tokens, room)  # of every batch: one program
+
+    def __call__(self, shown: Rollout, scores: Scores) -> TeacherPrompts:
+        """What the teacher reads for each response that the reward saw.
+
+        It reads the prompt alone, and does not teach, where no other of the group
+        succeeded, or where prompt and demonstration exceed the width.
+        """
+        tokens, mask, response_mask, index = processes.whole(
+            (shown.tokens, shown.mask, shown.response_mask, shown.index)
+        )
+        successes = processes.whole(scores.total) >= self._score
+        if scores.left_out is not None:
+            successes &= ~processes.whole(scores.left_out)
+        of = demonstrations(successes, group_size=self._size)
+        taught = np.flatnonzero(of >= 0)
+        texts = {
+            int(j): self._start.decode(tokens[j][response_mask[j]].tolist())
+            for j in np.unique(of[taught])
+        }
+        encoded = self._encoded([(index[row], texts[of[row]]) for row in taught])
+        before = np.cumsum(response_mask, axis=1) == 0
+        read = [
+            row[own].tolist() for row, own in zip(tokens, mask & before, strict=True)
+        ]
+        fits: Any = np.zeros(len(tokens), bool)  # what becomes a jax.Array
+        for row, prompt in zip(taught, encoded, strict=True):
+            if len(prompt) <= self._width:
+                read[row], fits[row] = prompt, True
+        padded = batches.pad(
+            read, width=self._width, pad_id=self._start.pad_id, left=True
+        )
+        return TeacherPrompts(*padded, taught=fits)
+
+    def _encoded(self, pairs: Sequence[tuple[int, str]]) -> Sequence[Tokens]:
+        """The prompts of rows, each with a demonstration."""
+        field = self._options.prompt_field
+        questions = []
+        for number, text in pairs:
+            row = self._rows[number]
+            questions.append(
+                question_of(
+                    {**row, field: demonstrated(row[field], text)},
+                    options=self._options,
+                    where=place(row, number),
+                )
+            )
+        return self._contract.prompts(questions)
+
+
+def demonstrations(successes: np.ndarray, *, group_size: int) -> np.ndarray:
+    """i64[B], the row that is shown for each: the first other success, or -1.
+
+    >>> print(demonstrations(np.array([False, True, False, True]), group_size=4))
+    [1 3 1 1]
+    >>> print(demonstrations(np.array([False, True, False, False]), group_size=2))
+    [ 1 -1 -1 -1]
+    """
+    shown = np.full(len(successes), -1)
+    for row in range(len(successes)):
+        first = row - row % group_size
+        group = range(first, first + group_size)
+        others = (other for other in group if other != row and successes[other])
+        shown[row] = next(others, -1)
+    return shown
+
+
+def demonstrated(written: Written, text: str) -> Written:
+    """A prompt, or the last message of one, with a response that succeeded."""
+    if isinstance(written, str):
+        return f"{written}{BEFORE}{text}{AFTER}"
+    *before, last = written
+    return [*before, last | {"content": demonstrated(last["content"], text)}]
