@@ -31,7 +31,8 @@ from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import frozen, grpo, masked
 from rlhf_jax.algorithms.batch import PolicyExperience
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
+from rlhf_jax.algorithms.flow.rollout import recompute_logprobs
+from rlhf_jax.algorithms.policy_gradient.corrections import corrected
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 
 Array = jax.Array
@@ -169,7 +170,11 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
         params: Params, sampler: Params, scores: Array, beta: Array
     ) -> tuple[Params, Array]:
         drawn = enumerable.every_response(sampler, stop_ids=case.stop_ids, **shape)
-        rollout = recomputed(drawn, params, recipe=algorithm, packing=None)
+        rollout = drawn
+        if algorithm.recomputes_logprobs:
+            rollout = recompute_logprobs(
+                drawn, params, max_new_tokens=enumerable.LENGTH, **shape
+            )
         scored = score.score(
             rollout,
             scores=scores,
@@ -188,9 +193,14 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
             pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
             drawn = groups.take(scored, pairs.reshape(-1))
             experience, _ = algorithm.experience(drawn, kl_coef=beta)
-            experience, stats = corrected(
-                experience, rollout=drawn.rollout, step=jnp.int32(0), recipe=algorithm
-            )
+            stats: masked.Stats = {}
+            if algorithm.recomputes_logprobs:
+                experience, stats = corrected(
+                    experience,
+                    rollout=drawn.rollout,
+                    step=jnp.int32(0),
+                    recipe=algorithm,
+                )
             minibatches = jax.tree.map(
                 lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), experience
             )
