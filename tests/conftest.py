@@ -62,14 +62,14 @@ def into_tiers(items):
     """
     tests = collections.defaultdict(list)
     for item in items:
-        marks = [item.get_closest_marker(name) for name in ("cases", "slow", "long")]
-        cases, slow, long = marks
-        if cases is not None and (
-            cases.args or cases.kwargs.keys() - {"quick", "slow"}
-        ):
+        cases = item.get_closest_marker("cases")
+        if cases is None:
+            continue
+        if cases.args or cases.kwargs.keys() - {"quick", "slow"}:
             raise pytest.UsageError(f"{item.nodeid}: expected cases(quick=, slow=)")
+        slow, long = (item.get_closest_marker(name) for name in ("slow", "long"))
         tier = "quick" if slow is None else "slow"
-        if cases is not None and long is None and tier in cases.kwargs:
+        if long is None and tier in cases.kwargs:
             name = item.nodeid.partition("[")[0]
             tests[name, tier, cases.kwargs[tier]].append(item)
     for (_, tier, count), group in tests.items():

@@ -7,6 +7,7 @@ to, D hidden, H query heads, K key-value heads, F the MLP's width.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,8 @@ from rlhf_jax.models.attention import (
 )
 from rlhf_jax.models.caches import DeltaState, Kept
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.experts import Mixture
+from rlhf_jax.models.experts import NOTHING, OWN, Given, Mixture, Routing
+from rlhf_jax.models.experts.block import NAME, REPLAY, ROUTING
 from rlhf_jax.models.positions import rotate
 
 Array = jax.Array
@@ -345,3 +347,41 @@ class Block(nn.Module):
             )(between)
         x = attended + after("mlp_post_norm", z)
         return x.reshape(rows, columns - first, size), kept
+
+
+def apply(
+    block: nn.Module,
+    params: Any,
+    x: Array,
+    *,
+    experts: Given = NOTHING,
+    first: int = 0,
+    **others: Any,
+) -> tuple[Any, Routing | None]:
+    """block(x, first=first, **others), with the experts of its tokens given or kept.
+
+    Args:
+      x: [B, S, D].
+      experts: of one layer, of all S columns.
+      first: columns of which the block computes nothing.
+
+    Returns:
+      What the block returns, and the layer's `Routing` of B x S tokens, with `OWN` in
+      columns that were not computed, or None.
+    """
+    if experts.chosen is None and experts.tokens is None:
+        return block.apply({"params": params}, x, first=first, **others), None
+    read = {
+        name: array for name, array in experts._asdict().items() if array is not None
+    }
+    read = {name: array[:, first:] for name, array in read.items()}
+    variables = {"params": params, REPLAY: {NAME: read}}
+    if experts.tokens is None:
+        return block.apply(variables, x, first=first, **others), None
+    output, kept = block.apply(variables, x, first=first, **others, mutable=[ROUTING])
+    recorded: Any = kept
+    own: Routing = recorded[ROUTING][NAME]["layer"][0]
+    chosen = own.chosen.reshape(*read["tokens"].shape, -1)
+    room = ((0, 0), (first, 0), (0, 0))
+    chosen = jnp.pad(chosen, room, constant_values=OWN)
+    return output, dataclasses.replace(own, chosen=chosen)

@@ -25,7 +25,7 @@ from rlhf_jax.models import axes, blocks, decoder, leaves
 from rlhf_jax.models.attention import KeyValue, Pages
 from rlhf_jax.models.caches import Caches, DeltaState, Kept, blank_state, near
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.experts import Given, apply
+from rlhf_jax.models.experts import Given
 from rlhf_jax.models.layers import block_of, in_periods, unstack
 from rlhf_jax.models.positions import angles, positions_of, unless
 
@@ -139,7 +139,7 @@ def decode_step(
             continue
         is_local = model.is_local(number)
         rotary = local if is_local else far
-        (x, key_values), routing = apply(
+        (x, key_values), routing = blocks.apply(
             blocks.Block(model),
             leaves.read(layer),
             x,
@@ -224,7 +224,7 @@ def prefill(
             )
             if unrotated is not None:
                 rotary = unless(unrotated, rotary)
-            (x, cache), routing = apply(
+            (x, cache), routing = blocks.apply(
                 blocks.Block(model),
                 leaves.read(params),
                 x,

@@ -234,7 +234,9 @@ def _run(
     faults = _faults(
         model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes
     )
-    refuse((*faults, *routing_faults(model, experts, tokens=tokens, record=record)))
+    refuse(faults)
+    if record or experts is not None:
+        refuse(routing_faults(model, experts, tokens=tokens, record=record))
     if cut is not None:
         layout.refuse_context("auto", context=cut.count, model=model)
     columns = tokens.shape[1]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from rlhf_jax.models import axes, blocks, leaves
 from rlhf_jax.models.attention import AttentionMask
 from rlhf_jax.models.config import ModelConfig, Remat
-from rlhf_jax.models.experts import NOTHING, Given, Routing, apply
+from rlhf_jax.models.experts import NOTHING, Given, Routing
 from rlhf_jax.models.positions import angles, unless
 
 Array = jax.Array
@@ -197,7 +197,7 @@ def _layer(
     recurrent: bool = False,
 ) -> tuple[Any, Any]:
     mask, rotary = sight
-    (y, kept), routing = apply(
+    (y, kept), routing = blocks.apply(
         block_of(model, recurrent=recurrent),
         leaves.read(params),
         x,

@@ -1,14 +1,16 @@
 """Weights of 4 bits, against a loop over every number of theirs."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
+import tiny
 from places import FIXTURES
 from safetensors.numpy import load_file, save_file
 
-from rlhf_jax import decoder, hf
+from rlhf_jax import hf
 from rlhf_jax.checkpoints.hf import mxfp4
 from rlhf_jax.functional.checks import InputError
 
@@ -33,14 +35,14 @@ def unpacked_one_by_one(blocks, scales):
     return result
 
 
-@pytest.fixture
-def packed(tmp_path):
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
     """A folder as gpt-oss is published, and what its matrices are."""
     rng = np.random.default_rng(0)
     model = hf.FAMILIES["gpt_oss"].config_from_hf(OPTIONS)
-    params = decoder.init(jax.random.key(0), model=model)
-    hf.save(tmp_path / "plain", model, params, dtype="bfloat16")
-    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    path = tmp_path_factory.mktemp("mxfp4")
+    hf.save(path / "plain", model, tiny.params(model), dtype="bfloat16")
+    tensors = load_file(path / "plain" / "model.safetensors")
     expected = {}
     for name in [name for name in tensors if name.endswith("_proj")]:
         experts, size_in, size_out = tensors.pop(name).shape
@@ -49,7 +51,7 @@ def packed(tmp_path):
         scales = rng.integers(110, 135, shape).astype(np.uint8)
         tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
         expected[name] = unpacked_one_by_one(blocks, scales)
-    folder = tmp_path / "packed"
+    folder = path / "packed"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(OPTIONS))
     save_file(tensors, folder / "model.safetensors")
@@ -83,8 +85,8 @@ def test_every_number_is_read_whole_and_in_part(packed):
         np.testing.assert_array_equal(part, expected[name][window])
 
 
-def test_blocks_without_their_scales_are_named(packed):
-    folder, _ = packed
+def test_blocks_without_their_scales_are_named(packed, tmp_path):
+    folder = shutil.copytree(packed[0], tmp_path / "packed")
     file = folder / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.0.mlp.experts.down_proj_scales"]

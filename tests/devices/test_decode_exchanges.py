@@ -59,7 +59,7 @@ def exchanges(program):
     return [kind for kind, _ in gate.collectives(reader, reader.inside(body))]
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [MeshShape(data=2, tensor=4), MeshShape(tensor=8)], ids=str
 )

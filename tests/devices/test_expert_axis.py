@@ -54,26 +54,17 @@ def of_one_device():
     return jax.jit(gradient)(params(), TOKENS)
 
 
-def on(shape):
+def on(shape, function=gradient):
     mesh = shape.make()
     arguments = (
         sharding.place(params(), mesh=mesh),
         row_sharding.put_rows(TOKENS, mesh=mesh),
     )
-    return jax.jit(sharding.on(mesh, gradient)), arguments
+    return jax.jit(sharding.on(mesh, function)), arguments
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "all",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in MESHES
-            if name != "all"
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
 def test_a_mixture_on_eight_devices_is_that_of_one(name):
     function, arguments = on(MESHES[name])
     (value, output), of_params = function(*arguments)
@@ -98,6 +89,7 @@ undefined_beyond.defvjp(
 )
 
 
+@pytest.mark.slow
 def test_places_without_a_row_may_hold_anything(monkeypatch):
     """Kernels of TPUs leave them unwritten, in products and in gradients."""
 
@@ -120,8 +112,13 @@ def test_places_without_a_row_may_hold_anything(monkeypatch):
         np.testing.assert_allclose(mine, other, atol=2e-6)
 
 
-def test_rows_are_exchanged_and_the_weights_of_experts_are_not_gathered():
-    function, arguments = on(MESHES["expert"])
+@pytest.mark.parametrize(
+    "run",
+    [total, pytest.param(gradient, marks=pytest.mark.slow)],
+    ids=["forward", "gradient"],
+)
+def test_rows_are_exchanged_and_the_weights_of_experts_are_not_gathered(run):
+    function, arguments = on(MESHES["expert"], run)
     kernel = arguments[0]["layers"]["experts"]["up"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape)[1] == 1
     text = function.lower(*arguments).compile().as_text()

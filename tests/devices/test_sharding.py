@@ -203,6 +203,19 @@ def test_rules_that_are_refused(rules, message):
         )
 
 
+@functools.cache
+def shapes_of_known_models():
+    """{name: (its parameters, adapters of rank 16)}."""
+    shapes, key = {}, jax.random.key(0)
+    for name, model in registry.KNOWN.items():
+        rank = lora.LoRA(rank=16)
+        shapes[name] = (
+            jax.eval_shape(functools.partial(decoder.init, model=model), key),
+            jax.eval_shape(functools.partial(lora.init, model=model, lora=rank), key),
+        )
+    return shapes
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -211,22 +224,16 @@ def test_rules_that_are_refused(rules, message):
     ],
     ids=str,
 )
-@pytest.mark.cases(quick=1)
+@pytest.mark.slow
 def test_adapters_lie_on_every_mesh_that_their_base_takes(shape):
     """Rank 16 at the real shapes of all known models; none is on every device."""
     mesh, refused = shape.make(), []
-    for name, model in registry.KNOWN.items():
-        base = jax.eval_shape(
-            lambda model=model: decoder.init(jax.random.key(0), model=model)
-        )
+    for name, (base, adapters) in shapes_of_known_models().items():
         try:
             sharding.shardings(base, mesh=mesh)
         except InputError:  # 14 heads have no eight devices
             refused.append(name)
             continue
-        rank = lora.LoRA(rank=16)
-        made = functools.partial(lora.init, model=model, lora=rank)
-        adapters = jax.eval_shape(made, jax.random.key(0))
         placed = sharding.shardings(adapters, mesh=mesh)
         for leaf, where in zip(
             jax.tree.leaves(adapters), jax.tree.leaves(placed), strict=True
@@ -254,8 +261,9 @@ def test_an_adapter_lies_where_its_mesh_has_an_axis():
 
 
 @pytest.mark.parametrize(
-    "shape", [MeshShape(fsdp=8), MeshShape(data=4, tensor=2)], ids=str
+    "shape", [MeshShape(data=4, tensor=2), MeshShape(fsdp=8)], ids=str
 )
+@pytest.mark.cases(quick=1)
 def test_spread_adapters_give_the_same_logprobs_and_gradients(shape):
     adapted = lora.LoRA(rank=4)
     base = fresh(GPT2).policy

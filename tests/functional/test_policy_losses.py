@@ -252,7 +252,7 @@ def test_what_is_under_the_mask_and_in_other_parts_changes_nothing(name):
             **{key: array[rows] for key, array in dirty.items()},
             **counts,
         )
-        for rows in (slice(0, 3), slice(3, 8))
+        for rows in (slice(0, 4), slice(4, 8))
     ]
     assert float(parts[0][0] + parts[1][0]) == pytest.approx(float(value), rel=1e-5)
     joined = np.concatenate([part[1] for part in parts])

@@ -32,7 +32,8 @@ from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import frozen, grpo, masked, policy
 from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
+from rlhf_jax.algorithms.flow.rollout import recompute_logprobs
+from rlhf_jax.algorithms.policy_gradient.corrections import corrected
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.models.generation.sampling import TopK
 
@@ -182,9 +183,15 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
         params: Params, sampler: Params, scores: Array, beta: Array
     ) -> tuple[Params, Array]:
         drawn = enumerable.every_response(sampler, stop_ids=case.stop_ids, **shape)
+        rollout = drawn
         if algorithm.recorded_top_k is not None:
-            drawn = _recorded(drawn, sampler, count=algorithm.recorded_top_k, case=case)
-        rollout = recomputed(drawn, params, recipe=algorithm, packing=None)
+            rollout = _recorded(
+                drawn, sampler, count=algorithm.recorded_top_k, case=case
+            )
+        if algorithm.recomputes_logprobs:
+            rollout = recompute_logprobs(
+                rollout, params, max_new_tokens=enumerable.LENGTH, **shape
+            )
         scored = score.score(
             rollout,
             scores=scores,
@@ -204,9 +211,14 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
             drawn = groups.take(scored, pairs.reshape(-1))
             experience, _ = algorithm.experience(drawn, kl_coef=beta)
             experience = dataclasses.replace(experience, top_k=drawn.rollout.top_k)
-            experience, stats = corrected(
-                experience, rollout=drawn.rollout, step=jnp.int32(0), recipe=algorithm
-            )
+            stats: masked.Stats = {}
+            if algorithm.recomputes_logprobs:
+                experience, stats = corrected(
+                    experience,
+                    rollout=drawn.rollout,
+                    step=jnp.int32(0),
+                    recipe=algorithm,
+                )
             minibatches = jax.tree.map(
                 lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), experience
             )

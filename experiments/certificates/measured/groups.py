@@ -186,12 +186,14 @@ def finder(
         def of_pair(rows: Array) -> PolicyExperience:
             """Of one minibatch, as if it were the whole rollout."""
             pair = take(rescored, rows)
-            experience, _ = choose(
-                learned(pair, beta),
-                rollout=pair.rollout,
-                step=jnp.int32(0),
-                choice=algorithm.token_choice,
-            )
+            experience = learned(pair, beta)
+            if algorithm.token_choice is not None:
+                experience, _ = choose(
+                    experience,
+                    rollout=pair.rollout,
+                    step=jnp.int32(0),
+                    choice=algorithm.token_choice,
+                )
             advantages = jnp.where(within[None, :], experience.advantages, 0.0)
             return dataclasses.replace(experience, advantages=advantages)
 

@@ -305,12 +305,13 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """β of this iteration, f32[], reward units per nat: the only place it is made.
 
         Online DPO has a constant in its place, `OnlineDPO.beta`.
-        The controller's coefficient, times `lifecycle.kl_scale` where the KL is taken
-        in some iterations only.
+        The controller's coefficient, with `lifecycle.scale_kl_coef` times the number of
+        iterations from one KL to the next.
         """
         # Traced, as the controller's state is an array: a moving β compiles nothing
         # anew.
-        return self.lifecycle.kl_scale * state.kl.kl_coef
+        coef, lifecycle = state.kl.kl_coef, self.lifecycle
+        return coef * lifecycle.kl_every if lifecycle.scale_kl_coef else coef
 
     @property
     def loss_scale(self) -> float | None:

@@ -14,17 +14,14 @@ weight                         of π_old / μ, by default min(π_old / μ, cap)
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
-from rlhf_jax.algorithms.policy_gradient import routing_replay
 from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
 from rlhf_jax.functional import aggregation, checks, masked
-from rlhf_jax.models.packing import SizedPacking
 
 if TYPE_CHECKING:
     from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 TokenLevel = Literal["token", "sequence"]
 ResponseLevel = Literal["sequence", "geometric"]
 Array = jax.Array
-Params = Any
 Experience = TypeVar("Experience", bound=PolicyExperience)
 
 
@@ -132,54 +128,19 @@ Weighted = Truncate | Mask | Reject
 SamplerCorrection = Ratio | Recompute | Truncate | Mask | Reject
 
 
-def recomputed(
-    rollout: Rollout,
-    params: Params,
-    *,
-    recipe: PolicyGradient,
-    packing: SizedPacking | None,
-) -> Rollout:
-    """The trainer's log-probs as `old_logprobs`, if the recipe recomputes them.
-
-    With `recipe.routing_replay` the rollout has the experts that are replayed.
-    """
-    replay = recipe.routing_replay
-    routing_replay.require(rollout, replay=replay)
-    if replay is not None and replay.source == "old":
-        rollout = flow.rollout.record_experts(
-            rollout,
-            params,
-            model=recipe.model,
-            max_new_tokens=recipe.max_new_tokens,
-            packing=packing,
-            group_size=recipe.rows_per_prompt,
-        )
-    if not recipe.recomputes_logprobs:
-        return rollout
-    return flow.rollout.recompute_logprobs(
-        rollout,
-        params,
-        model=recipe.model,
-        max_new_tokens=recipe.max_new_tokens,
-        temperature=recipe.temperature,
-        packing=packing,
-    )
-
-
 def corrected(
     experience: Experience, *, rollout: Rollout, step: Array, recipe: PolicyGradient
 ) -> tuple[Experience, masked.Stats]:
-    """The experience, weighted for who drew its tokens where they are recomputed.
+    """The experience, weighted for who drew its tokens by `recipe.weighted`.
+
+    Args:
+      rollout: whose `old_logprobs` are recomputed.
 
     Returns:
-      The experience, and stats {name: (sum, weight)}: where log-probs are recomputed
-      `policy/sampler_mismatch`, mean |log π_old - log μ| over the tokens that are
-      trained on, nats per token; and those of `weighted` and `staleness`.
+      The experience, and stats {name: (sum, weight)}: `policy/sampler_mismatch`, mean
+      |log π_old - log μ| over the tokens that are trained on, nats per token; and those
+      of `weighted` and `staleness`.
     """
-    # `old_logprobs` are the sampler's own here, and the ratio of the loss is the
-    # weight.
-    if not recipe.recomputes_logprobs:
-        return experience, {}
     sampler_logprobs = rollout.behaviour_logprobs
     mismatch = mean_distance(
         experience.old_logprobs, sampler_logprobs, mask=experience.response_mask

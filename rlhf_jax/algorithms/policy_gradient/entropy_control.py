@@ -39,7 +39,7 @@ def control(
     experience: PolicyExperience,
     *,
     rollout: Rollout,
-    target: EntropyTarget | None,
+    target: EntropyTarget,
 ) -> tuple[TrainState, PolicyExperience, masked.Stats]:
     """The state with the next coefficient, the experience with that of this iteration.
 
@@ -48,14 +48,11 @@ def control(
         there is no bonus, and the coefficient stays.
 
     Returns:
-      As they came without a target; else `objective/entropy_coef` as well, reward units
-      per nat.
+      Both, and `objective/entropy_coef`, reward units per nat.
 
     Raises:
       InputError: the state has no coefficient, see `state.grpo_state`.
     """
-    if target is None:
-        return state, experience, {}
     if state.entropy_coef is None:
         raise InputError(
             "expected a state with an entropy_coef for entropy_control, got none; make "

@@ -18,16 +18,19 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms import batch, flow
-from rlhf_jax.algorithms.policy_gradient import entropy_control
+from rlhf_jax.algorithms.policy_gradient import (
+    corrections,
+    entropy_control,
+    routing_replay,
+    token_choice,
+)
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient, critic_of
-from rlhf_jax.algorithms.policy_gradient.corrections import corrected, recomputed
-from rlhf_jax.algorithms.policy_gradient.token_choice import choose
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference.frozen import NO_MODELS, FrozenModels, adapted_params
+from rlhf_jax.roles.rewards.scores import Reward, Scores, part_stats, scores_of
 
 Array = jax.Array
 Params = Any
@@ -38,7 +41,7 @@ def iteration(
     *,
     prompts: batch.Prompts,
     frozen: FrozenModels,
-    reward: rewards.Reward | None,
+    reward: Reward | None,
     key: Array,
     recipe: PolicyGradient,
     ptx: batch.Sequences | None = None,
@@ -141,7 +144,7 @@ def learn(
     state: TrainState,
     *,
     rollout: batch.Rollout,
-    scores: Array | rewards.Scores | None,
+    scores: Array | Scores | None,
     frozen: FrozenModels,
     key: Array,
     recipe: PolicyGradient,
@@ -199,7 +202,7 @@ def make_experience(
     state: TrainState,
     *,
     rollout: batch.Rollout,
-    scores: Array | rewards.Scores | None,
+    scores: Array | Scores | None,
     frozen: FrozenModels,
     recipe: PolicyGradient,
     ref_output: batch.ReferenceOutput | None = None,
@@ -228,7 +231,7 @@ def make_experience(
     rows = rollout.tokens.shape[0]
     if scores is None:
         scores = jnp.zeros(rows, jnp.float32)
-    returned = rewards.scores_of(scores, rows=rows)
+    returned = scores_of(scores, rows=rows)
     recipe.refuse_turns(returned.turns)
     row_mask = None
     if returned.left_out is not None:
@@ -264,18 +267,22 @@ def make_experience(
     # With LoRA the adapters stand beside the frozen kernels: nothing is merged or
     # copied.
     params = adapted_params(state.policy, base=frozen.base, lora=recipe.lora)
-    # Before the KL, which is of `old_logprobs`: of the trainer's numbers where these
-    # are recomputed, else of the sampler's.
-    rollout = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     replay = recipe.routing_replay
-    scoring: dict[str, Any] = {
+    if replay is not None:
+        rollout = routing_replay.recorded(
+            rollout, params, recipe=recipe, replay=replay, packing=of_batch
+        )
+    reading: dict[str, Any] = {
         "model": recipe.model,
         "max_new_tokens": recipe.max_new_tokens,
         "temperature": recipe.temperature,
-        "penalty": recipe.penalty,
-        "policy": params,
         "packing": of_batch,
     }
+    # Before the KL, which is of `old_logprobs`: of the trainer's numbers where these
+    # are recomputed, else of the sampler's.
+    if recipe.recomputes_logprobs:
+        rollout = flow.rollout.recompute_logprobs(rollout, params, **reading)
+    scoring = {**reading, "penalty": recipe.penalty, "policy": params}
     scored = flow.score.score(
         rollout,
         replays_reference=replay is not None and replay.reference,
@@ -311,16 +318,19 @@ def make_experience(
             mask=jnp.ones(ref_output.taught.shape, bool),
         )
         experience_stats = experience_stats | share
+    choice_stats, control_stats, weight_stats = {}, {}, {}
     # Before importance weights: the covariances of Clip-Cov are of advantages.
-    experience, choice_stats = choose(
-        experience, rollout=rollout, step=state.step, choice=recipe.token_choice
-    )
-    state, experience, control_stats = entropy_control.control(
-        state,
-        experience,
-        rollout=recipe.reported(rollout),
-        target=recipe.entropy_control,
-    )
+    if recipe.token_choice is not None:
+        experience, choice_stats = token_choice.choose(
+            experience, rollout=rollout, step=state.step, choice=recipe.token_choice
+        )
+    if recipe.entropy_control is not None:
+        state, experience, control_stats = entropy_control.control(
+            state,
+            experience,
+            rollout=recipe.reported(rollout),
+            target=recipe.entropy_control,
+        )
     ref_hidden = None
     # [B, S, D] in every minibatch is costly: only distillation keeps it.
     if ref_output is not None and recipe.reads_ref_hidden:
@@ -328,21 +338,20 @@ def make_experience(
     # Indices through `reported` say which rows the policy itself drew (Nash-MD: half).
     rows = recipe.reported(jnp.arange(rollout.tokens.shape[0]))
     sampled = flow.ledger.entries(rollout, step=state.step, rows=rows)
-    experience, weight_stats = corrected(
-        dataclasses.replace(
-            experience,
-            further=further,
-            ref_hidden=ref_hidden,
-            # Online DPO lays two responses in a row, so that the ledger's entries
-            # follow.
-            sampled=jax.tree.map(experience.laid_out, sampled),
-            experts=rollout.experts,
-            top_k=rollout.top_k,
-        ),
-        rollout=rollout,
-        step=state.step,
-        recipe=recipe,
+    experience = dataclasses.replace(
+        experience,
+        further=further,
+        ref_hidden=ref_hidden,
+        # Online DPO lays two responses in a row, so that the ledger's entries follow.
+        sampled=jax.tree.map(experience.laid_out, sampled),
+        experts=rollout.experts,
+        top_k=rollout.top_k,
     )
+    # Else `old_logprobs` are the sampler's, and the ratio of the loss is the weight.
+    if recipe.recomputes_logprobs:
+        experience, weight_stats = corrections.corrected(
+            experience, rollout=rollout, step=state.step, recipe=recipe
+        )
     ended = flow.score.ended(rewarded, stop_ids=recipe.stop_ids)
     stats = masked.merge_stats(
         weight_stats,
@@ -353,7 +362,7 @@ def make_experience(
             kl_coef=kl_coef,
             ended=recipe.reported(ended),
         ),
-        rewards.part_stats(recipe.reported(returned)),
+        part_stats(recipe.reported(returned)),
         experience_stats,
         choice_stats,
         control_stats,

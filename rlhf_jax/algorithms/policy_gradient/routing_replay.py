@@ -13,13 +13,19 @@ arXiv:2510.11370, section 4.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.packing import SizedPacking
 
+if TYPE_CHECKING:
+    from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+
+Params = Any
 Source = Literal["sampler", "old"]
 
 
@@ -45,11 +51,28 @@ def record_bytes(
     return 4 * tokens * model.num_layers * model.experts.per_token
 
 
-def require(rollout: Rollout, *, replay: RoutingReplay | None) -> None:
-    """InputError where the sampler should have recorded experts, and has not."""
-    if replay is not None and replay.source == "sampler" and rollout.experts is None:
+def recorded(
+    rollout: Rollout,
+    params: Params,
+    *,
+    recipe: PolicyGradient,
+    replay: RoutingReplay,
+    packing: SizedPacking | None,
+) -> Rollout:
+    """The rollout with the experts to replay; InputError if they are missing."""
+    if replay.source == "old":
+        return flow.rollout.record_experts(
+            rollout,
+            params,
+            model=recipe.model,
+            max_new_tokens=recipe.max_new_tokens,
+            packing=packing,
+            group_size=recipe.rows_per_prompt,
+        )
+    if rollout.experts is None:
         raise InputError(
             "routing_replay: expected a rollout with the experts that its sampler "
             "chose, got one without; sample with the trainer's own decoder, or choose "
             "old"
         )
+    return rollout

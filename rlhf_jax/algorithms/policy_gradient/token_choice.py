@@ -105,9 +105,9 @@ def choose(
     *,
     rollout: Rollout,
     step: Array,
-    choice: TokenChoice | None,
+    choice: TokenChoice,
 ) -> tuple[PolicyExperience, masked.Stats]:
-    """The experience with the tokens of a choice; as it is without one.
+    """The experience with the tokens of a choice.
 
     Args:
       rollout: of these rows, with the entropies of whoever drew it.
@@ -117,8 +117,6 @@ def choose(
     Returns:
       PolicyExperience[B, S], and `policy/chosen`: the share of tokens.
     """
-    if choice is None:
-        return experience, {}
     keys = decode.row_keys(
         jax.random.fold_in(jax.random.key(0), step),
         index=rollout.index,

@@ -3,7 +3,7 @@
 p = softmax(router x);  y = Σ over the k largest p_e of  w_e · MLP_e(x)
 """
 
-from rlhf_jax.models.experts.block import Mixture, apply
+from rlhf_jax.models.experts.block import Mixture
 from rlhf_jax.models.experts.grouped import grouped_product
 from rlhf_jax.models.experts.routing import (
     NOTHING,
@@ -21,7 +21,6 @@ __all__ = [
     "Given",
     "Mixture",
     "Routing",
-    "apply",
     "balance_loss",
     "grouped_product",
     "router_stats",

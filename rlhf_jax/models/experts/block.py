@@ -14,9 +14,7 @@ goes through Linen's collections:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -107,44 +105,6 @@ class Mixture(nn.Module):
         if self.is_mutable_collection(ROUTING) and tokens is not None:
             self.sow(ROUTING, "layer", routing.summed(logits, chosen, tokens=tokens))
         return chosen, weights
-
-
-def apply(
-    block: nn.Module,
-    params: Any,
-    x: Array,
-    *,
-    experts: routing.Given = routing.NOTHING,
-    first: int = 0,
-    **others: Any,
-) -> tuple[Any, routing.Routing | None]:
-    """block(x, first=first, **others), with the experts of its tokens given or kept.
-
-    Args:
-      x: [B, S, D].
-      experts: of one layer, of all S columns.
-      first: columns of which the block computes nothing.
-
-    Returns:
-      What the block returns, and the layer's `Routing` of B x S tokens, with `OWN` in
-      columns that were not computed, or None.
-    """
-    if experts.chosen is None and experts.tokens is None:
-        return block.apply({"params": params}, x, first=first, **others), None
-    read = {
-        name: array for name, array in experts._asdict().items() if array is not None
-    }
-    read = {name: array[:, first:] for name, array in read.items()}
-    variables = {"params": params, REPLAY: {NAME: read}}
-    if experts.tokens is None:
-        return block.apply(variables, x, first=first, **others), None
-    output, kept = block.apply(variables, x, first=first, **others, mutable=[ROUTING])
-    recorded: Any = kept
-    own: routing.Routing = recorded[ROUTING][NAME]["layer"][0]
-    chosen = own.chosen.reshape(*read["tokens"].shape, -1)
-    room = ((0, 0), (first, 0), (0, 0))
-    chosen = jnp.pad(chosen, room, constant_values=routing.OWN)
-    return output, dataclasses.replace(own, chosen=chosen)
 
 
 class Router(nn.Module):

@@ -83,11 +83,6 @@ class Lifecycle:
         """
         return isinstance(self.move, Mix)
 
-    @property
-    def kl_scale(self) -> float:
-        """The factor of the KL coefficient where the KL is taken, dimensionless."""
-        return float(self.kl_every) if self.scale_kl_coef else 1.0
-
     def takes_kl(self, step: int) -> bool:
         """True if step `step`, from 0, takes the KL and so runs the reference."""
         return step % self.kl_every == 0

@@ -159,6 +159,7 @@ def test_kl_cov_holds_the_largest_covariances():
     assert float(value - plain) == pytest.approx(0.6 * held / tokens, rel=1e-4)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", CHOICES)
 def test_parts_of_a_minibatch_add_up(name):
     recipe, experience, _ = made(CHOICES[name])
@@ -212,14 +213,6 @@ def test_advantages_that_ppo_whitens_stay_0_where_no_token_is_chosen():
     kept = jnp.where(minibatch.chosen, minibatch.advantages, 0.0)
     alone = replaced(minibatch, kept, chosen=True)
     assert float(value) == pytest.approx(float(terms(params, alone, recipe)[0][0]))
-
-
-def test_without_a_choice_an_experience_is_as_it_was():
-    rollout, experience = drawn()
-    same, none = choose(experience, rollout=rollout, step=jnp.int32(0), choice=None)
-    assert same is experience
-    assert none == {}
-    assert experience.chosen is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Weights of tokens that a rounded policy drew."""
 
 import dataclasses
-from importlib import import_module
 from types import SimpleNamespace
 from typing import get_args
 
@@ -17,12 +16,10 @@ from rlhf_jax.algorithms import batch, grpo, state
 from rlhf_jax.algorithms.policy_gradient import loss
 from rlhf_jax.algorithms.policy_gradient.corrections import (
     Mask,
-    Ratio,
     Recompute,
     Reject,
     Truncate,
     corrected,
-    recomputed,
     staleness,
     weighted,
 )
@@ -149,10 +146,6 @@ def test_the_recipe_says_how_an_experience_is_corrected():
         response_mask=experience.response_mask,
     )
     at = {"rollout": rollout, "step": jnp.int32(2)}
-    plain = dataclasses.replace(RECIPE, sampler_correction=Ratio())
-    same, nothing = corrected(experience, **at, recipe=plain)
-    assert same is experience
-    assert nothing == {}
     # Of the tokens that are trained on, whatever else the rollout has.
     same, stats = corrected(experience, **at, recipe=RECIPE)
     assert same is experience
@@ -317,26 +310,3 @@ def test_a_response_of_each_prompt_is_a_group_of_its_own():
     np.testing.assert_array_equal(
         output.prompt_scale, prompt_scale(output.response_mask, group_size=1)
     )
-
-
-def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
-    recorded_options = {}
-    zeros = jnp.zeros((4, 6), jnp.float32)
-    after = SimpleNamespace(old_logprobs=zeros)
-
-    def recompute_logprobs(rollout, params, **options):
-        recorded_options.update(options)
-        return after
-
-    module = import_module("rlhf_jax.algorithms.policy_gradient.corrections")
-    monkeypatch.setattr(module.flow.rollout, "recompute_logprobs", recompute_logprobs)
-    packing = object()
-    assert recomputed(None, None, recipe=RECIPE, packing=packing) is after
-    assert recorded_options == {
-        "model": toys.GPT2,
-        "max_new_tokens": 6,
-        "temperature": RECIPE.temperature,
-        "packing": packing,
-    }
-    without = dataclasses.replace(RECIPE, sampler_correction=None)
-    assert recomputed(after, None, recipe=without, packing=None) is after

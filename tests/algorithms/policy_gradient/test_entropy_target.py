@@ -58,7 +58,8 @@ def experience(entropy, *, coef=0.1, recipe=RECIPE, scores=None):
 
 
 @pytest.mark.parametrize(
-    ("entropy", "applied", "after"), [(1.4, 0.1, 0.12), (1.6, 0.0, 0.08)]
+    ("entropy", "applied", "after"),
+    [(1.4, 0.1, 0.12), pytest.param(1.6, 0.0, 0.08, marks=pytest.mark.slow)],
 )
 def test_the_entropy_of_a_rollout_sets_its_bonus_and_the_next(entropy, applied, after):
     moved, of_rollout, stats, _ = experience(entropy)

@@ -31,6 +31,9 @@ RECIPE = grpo.GRPO(
 )
 
 
+learned = toys.jit(learn, static_argnames=("recipe",))
+
+
 def loss(x):
     return jnp.sum(jnp.sin(x["a"]) * x["b"] ** 2) + jnp.sum(jnp.exp(x["b"]))
 
@@ -69,7 +72,7 @@ def step_of(params, recipe):
         kl=kl_control.fixed(0.2),
     )
     reference = frozen.freeze(toys.params(seed=3, scale=0.15))
-    after, stats, _ = toys.jit(learn, static_argnames=("recipe",))(
+    after, stats, _ = learned(
         before,
         rollout=toy_turns.rollout(),
         scores=jnp.array([0.5, -1.0, 0.25, 2.0, -0.5, 1.0]),

@@ -1,6 +1,7 @@
 """Experts of a mixture from the sampler, or the policy before, to the loss."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import pytest
 import toys
 
 from rlhf_jax import config, frozen, grpo, kl_control, masked, state
-from rlhf_jax.algorithms.policy_gradient.corrections import Recompute, recomputed
+from rlhf_jax.algorithms.policy_gradient import routing_replay
+from rlhf_jax.algorithms.policy_gradient.corrections import Recompute
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience, sample
 from rlhf_jax.algorithms.policy_gradient.routing_replay import RoutingReplay
 from rlhf_jax.algorithms.policy_gradient.update import update
@@ -35,19 +37,25 @@ updated = toys.jit(update, static_argnames=("recipe",))
 SCORES = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
 
 
-def prompts():
-    """Two of each, as a group's are run once."""
+@functools.cache
+def drawn(*, recorded):
+    """Of two prompts, two responses each, as a group's are run once."""
     alone = toys.prompts((4, 4, 2, 2))
     first = np.array([0, 0, 2, 2])
-    return dataclasses.replace(
+    prompts = dataclasses.replace(
         alone,
         tokens=alone.tokens[first],
         mask=alone.mask[first],
         index=toys.array(first, np.int32),
         sample=toys.array([0, 1, 0, 1], np.int32),
     )
+    replay = RoutingReplay("sampler") if recorded else None
+    recipe = dataclasses.replace(RECIPE, routing_replay=replay)
+    key = jax.random.key(0)
+    return sampled(toys.params(MODEL), prompts=prompts, key=key, recipe=recipe)
 
 
+@functools.cache
 def experience(recipe, *, flipped=False):
     """Of a sampler whose tokens meet other experts, if asked for."""
     params = toys.params(MODEL)
@@ -56,8 +64,9 @@ def experience(recipe, *, flipped=False):
         policy_optimizer=recipe.policy_optimizer,
         kl=kl_control.fixed(0.1),
     )
-    rollout = sampled(params, prompts=prompts(), key=jax.random.key(0), recipe=recipe)
-    if flipped and rollout.experts is not None:
+    replay = recipe.routing_replay
+    rollout = drawn(recorded=replay is not None and replay.source == "sampler")
+    if flipped:
         other = jnp.where(rollout.experts < 0, -1, (rollout.experts + 1) % 4)
         rollout = dataclasses.replace(rollout, experts=other)
     return made(
@@ -138,25 +147,23 @@ def test_options_that_cannot_act_are_named():
         dataclasses.replace(RECIPE, model=toys.LLAMA, routing_replay=RoutingReplay())
     with pytest.raises(InputError, match="balance_coef: expected a mixture of expert"):
         dataclasses.replace(RECIPE, model=toys.LLAMA, balance_coef=0.01)
-    unrecorded = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))
-    start, _, _, scored = experience(RECIPE)
+    start, *_ = experience(RECIPE)
     with pytest.raises(InputError, match="got one without; sample with the trainer's"):
         made(
             start,
-            rollout=scored.rollout,
+            rollout=drawn(recorded=False),
             scores=toys.array(SCORES),
             frozen=FrozenModels(),
-            recipe=dataclasses.replace(unrecorded, routing_replay=RoutingReplay()),
+            recipe=dataclasses.replace(RECIPE, routing_replay=RoutingReplay()),
         )
 
 
 def test_the_balance_loss_moves_the_router_alone_of_a_batch_without_advantages():
-    recipe = dataclasses.replace(RECIPE, balance_coef=1.0)
-    start, batch, _, _ = experience(recipe)
+    start, batch, _, _ = experience(RECIPE)
     still = dataclasses.replace(batch, advantages=jnp.zeros_like(batch.advantages))
-    off = dataclasses.replace(recipe, balance_coef=0.0)
+    balanced = dataclasses.replace(RECIPE, balance_coef=1.0)
     moved = {}
-    for name, how in {"on": recipe, "off": off}.items():
+    for name, how in {"on": balanced, "off": RECIPE}.items():
         after, _ = updated(
             start,
             experience=still,
@@ -173,8 +180,7 @@ def test_the_balance_loss_moves_the_router_alone_of_a_batch_without_advantages()
 def test_a_prompt_that_a_group_shares_is_recorded_in_all_of_its_rows():
     """Another packing may have it in another row than that of the record."""
     old = dataclasses.replace(RECIPE, routing_replay=RoutingReplay("old"))
-    _, _, _, scored = experience(RECIPE)
-    rollout = scored.rollout
+    rollout = drawn(recorded=False)
     lengths, columns = np.asarray(spans(rollout)), rollout.tokens.shape[1]
     form = Form(
         rows=4,
@@ -187,8 +193,9 @@ def test_a_prompt_that_a_group_shares_is_recorded_in_all_of_its_rows():
     packed = packer(lengths, np.arange(4)[None], columns=columns)
     assert packed is not None
     packing = packed.batch.at_its_size()
-    record = toys.jit(recomputed, static_argnames=("recipe",))
-    arguments = {"recipe": old, "params": toys.params(MODEL)}
+    record = toys.jit(routing_replay.recorded, static_argnames=("recipe", "replay"))
+    arguments = {"recipe": old, "replay": old.routing_replay}
+    arguments["params"] = toys.params(MODEL)
     alone = record(rollout, packing=None, **arguments).experts
     shared = record(rollout, packing=packing, **arguments).experts
     mask = np.asarray(rollout.mask)

@@ -1,5 +1,6 @@
 """The top k of a KL with a sampled tail: unbiased, value and gradient, for every k."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -56,31 +57,39 @@ def estimates(models, *, k, temperature, log_weights=None, max_logits=2**24):
     return output[:, 1]
 
 
+TEMPERATURE = 0.7
+
+
+@functools.cache
+def exact_with_slopes():
+    def exact(models):
+        return kl.exact_from_hidden(*models, temperature=TEMPERATURE)[0, 1]
+
+    return jax.jit(jax.value_and_grad(exact))(MODELS)
+
+
 @pytest.mark.parametrize(("k", "max_logits"), [(1, 1), (K, 100), (V, 2**24)])
 def test_value_and_gradient_are_those_of_the_kl_in_the_mean(k, max_logits):
     """Over all tokens, drawn by the policy or, with weights, by an older one."""
-    temperature = 0.7
-    now = np.asarray(logprobs_of(HIDDEN, HEAD, temperature))
+    now = np.asarray(logprobs_of(HIDDEN, HEAD, TEMPERATURE))
     older = np.log(np.linspace(1.0, 2.0, V) / np.linspace(1.0, 2.0, V).sum())
     older = np.stack([np.zeros(V), older], axis=1).astype(np.float32)
 
-    def exact(models):
-        return kl.exact_from_hidden(*models, temperature=temperature)[0, 1]
+    @jax.jit
+    @jax.value_and_grad
+    def mean(models, drawn_by):
+        output = estimates(
+            models,
+            k=k,
+            temperature=TEMPERATURE,
+            log_weights=now - drawn_by,
+            max_logits=max_logits,
+        )
+        return jnp.sum(jnp.exp(drawn_by[:, 1]) * output)
 
-    expected, slopes = jax.jit(jax.value_and_grad(exact))(MODELS)
+    expected, slopes = exact_with_slopes()
     for drawn_by in (now, older):
-
-        def mean(models, drawn_by=drawn_by):
-            output = estimates(
-                models,
-                k=k,
-                temperature=temperature,
-                log_weights=now - drawn_by,
-                max_logits=max_logits,
-            )
-            return jnp.sum(np.exp(drawn_by[:, 1]) * output)
-
-        value, gradients = jax.jit(jax.value_and_grad(mean))(MODELS)
+        value, gradients = mean(MODELS, drawn_by)
         np.testing.assert_allclose(value, expected, rtol=1e-5)
         # The hidden states of all rows are those of the first.
         of_hidden = np.asarray(gradients[0]).sum(axis=0)

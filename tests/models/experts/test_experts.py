@@ -29,10 +29,7 @@ MASK = np.arange(9)[None] < np.array([9, 4, 7])[:, None]
 
 
 def noisy(model):
-    params = decoder.init(jax.random.key(0), model=model)
-    return jax.tree.map(
-        lambda x: x + jnp.asarray(RNG.normal(0, 0.3, x.shape), x.dtype), params
-    )
+    return tiny.params(dataclasses.replace(model, unroll=False, prefill_chunk=None))
 
 
 def linear(x, leaf, expert):
@@ -74,25 +71,33 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(name):
 
 
 @functools.partial(jax.jit, static_argnames=("model", "first"))
-def run(params, tokens, mask, chosen=None, *, model, first=0):
+def forward(params, tokens, mask, chosen=None, *, model, first=0):
+    return decoder.hidden_and_routing(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        experts=chosen,
+        first_column=first,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def run(params, tokens, mask, chosen=None, *, model):
     def total(params):
-        hidden, routing = decoder.hidden_and_routing(
-            params,
-            model=model,
-            tokens=tokens,
-            mask=mask,
-            experts=chosen,
-            first_column=first,
-        )
+        hidden, routing = forward(params, tokens, mask, chosen, model=model)
         return (jnp.where(mask[..., None], hidden, 0) ** 2).sum(), (hidden, routing)
 
     (_, output), gradient = jax.value_and_grad(total, has_aux=True)(params)
     return *output, gradient
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_loops_remat_and_a_replay_of_itself_change_nothing(name):
-    model = MODELS[name]
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "options", [{"unroll": True}, {"remat": "full"}, {"remat": "dots"}], ids=str
+)
+@pytest.mark.cases(quick=2)
+def test_loops_remat_and_a_replay_of_itself_change_nothing(model, options):
     params = noisy(model)
     hidden, routing, gradient = run(params, TOKENS, MASK, model=model)
     of_layers = jax.tree.leaves(gradient["layers"])
@@ -100,11 +105,10 @@ def test_loops_remat_and_a_replay_of_itself_change_nothing(name):
     shape = (3, 9, model.num_layers, model.experts.per_token)
     assert routing.chosen.shape == shape
     assert routing.load.sum(1).tolist() == [20.0 * model.experts.per_token] * 2
-    for options in ({"unroll": True}, {"remat": "full"}, {"remat": "dots"}):
-        other = dataclasses.replace(model, **options)
-        same, _, of_other = run(params, TOKENS, MASK, routing.chosen, model=other)
-        np.testing.assert_allclose(same, hidden, atol=1e-5)
-        chex.assert_trees_all_close(of_other, gradient, atol=1e-3, rtol=1e-4)
+    other = dataclasses.replace(model, **options)
+    same, _, of_other = run(params, TOKENS, MASK, routing.chosen, model=other)
+    np.testing.assert_allclose(same, hidden, atol=1e-5)
+    chex.assert_trees_all_close(of_other, gradient, atol=1e-3, rtol=1e-4)
 
 
 def test_experts_of_another_pass_are_met_and_weighed_by_this_router():
@@ -122,20 +126,22 @@ def test_experts_of_another_pass_are_met_and_weighed_by_this_router():
     np.testing.assert_array_equal(same, hidden)
 
 
-@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("unroll", [True, False])
+@pytest.mark.cases(quick=1)
 def test_columns_that_are_not_computed_have_no_record_and_need_none(unroll):
     model = dataclasses.replace(PLAIN, unroll=unroll)
     params = noisy(model)
-    hidden, whole, _ = run(params, TOKENS, MASK, model=model)
-    later, part, _ = run(params, TOKENS, MASK, model=model, first=4)
+    hidden, whole = forward(params, TOKENS, MASK, model=model)
+    later, part = forward(params, TOKENS, MASK, model=model, first=4)
     np.testing.assert_allclose(later[:, 4:], hidden[:, 4:], atol=1e-5)
     np.testing.assert_array_equal(part.chosen[:, 4:], whole.chosen[:, 4:])
     assert (np.asarray(part.chosen[:, :4, -1] == experts.OWN) == unroll).all()
-    again, _, _ = run(params, TOKENS, MASK, part.chosen, model=model, first=4)
+    again, _ = forward(params, TOKENS, MASK, part.chosen, model=model, first=4)
     np.testing.assert_allclose(again[:, 4:], hidden[:, 4:], atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("chunk", [3, None])
+@pytest.mark.cases(quick=1)
 def test_a_sampler_records_what_the_trainer_chooses(chunk):
     model = dataclasses.replace(UNEVEN, prefill_chunk=chunk)
     params = noisy(model)
@@ -150,7 +156,7 @@ def test_a_sampler_records_what_the_trainer_chooses(chunk):
     )
     tokens, mask = TOKENS[:, ::-1].copy(), MASK[:, ::-1].copy()
     samples = jax.jit(draw)(params, tokens=tokens, mask=mask, keys=keys)
-    _, routing, _ = run(params, samples.tokens, samples.mask, model=UNEVEN)
+    _, routing = forward(params, samples.tokens, samples.mask, model=UNEVEN)
     recorded, expected = np.asarray(samples.experts), np.asarray(routing.chosen)
     # All but padding and each row's last token, which was not run.
     last = samples.mask.shape[1] - 1 - np.argmax(samples.mask[:, ::-1], axis=1)
@@ -190,10 +196,9 @@ def test_records_that_do_not_fit_are_named():
     right = np.zeros((3, 9, 2, 2), np.int32)
     for wrong in (right[:, :8], right[:, :, :1], right[..., :1], right.astype(float)):
         with pytest.raises(InputError, match=r"routing record int32\[3, 9, 2, 2\]"):
-            run(params, TOKENS, MASK, jnp.asarray(wrong), model=PLAIN)
-    dense = decoder.init(jax.random.key(0), model=tiny.LLAMA)
+            forward(params, TOKENS, MASK, jnp.asarray(wrong), model=PLAIN)
     with pytest.raises(InputError, match="expected a mixture of experts to record or"):
-        run(dense, TOKENS, MASK, model=tiny.LLAMA)
+        run(tiny.params(tiny.LLAMA), TOKENS, MASK, model=tiny.LLAMA)
     with pytest.raises(InputError, match="as many experts per token as there are, 2"):
         config.Experts(2, 3)
 

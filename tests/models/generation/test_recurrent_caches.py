@@ -41,6 +41,11 @@ def expected():
     return sampled()
 
 
+@functools.cache
+def whole_pass():
+    return toys.jit(functools.partial(policy.logprobs, model=MODEL))
+
+
 def assert_same(output, other):
     for name in ("tokens", "mask", "response_mask"):
         np.testing.assert_array_equal(getattr(output, name), getattr(other, name))
@@ -53,7 +58,7 @@ def assert_same(output, other):
 def test_log_probs_are_those_of_a_whole_pass():
     drawn = np.asarray(expected().response_mask)
     assert 1 <= drawn.sum(axis=1).min() < drawn.sum(axis=1).max() == NEW
-    whole = toys.jit(functools.partial(policy.logprobs, model=MODEL))(
+    whole = whole_pass()(
         tiny.params(MODEL), tokens=expected().tokens, mask=expected().mask
     )
     np.testing.assert_allclose(
@@ -65,7 +70,7 @@ def test_log_probs_are_those_of_a_whole_pass():
     ("options", "batching"),
     [
         ({"prefill_chunk": 4}, {}),
-        ({}, {"continuous_batching": 3}),
+        pytest.param({}, {"continuous_batching": 3}, marks=pytest.mark.slow),
         # The fewest pages, so that rows wait, and their states with them.
         ({"cache_pages": 5, "page_size": 3}, {"continuous_batching": 4}),
         pytest.param({"unroll": True}, {}, marks=pytest.mark.slow),
@@ -95,18 +100,11 @@ def test_a_cache_in_int8_keeps_states_as_they_are():
     assert kept is state
     output = sampled(model)
     drawn = np.asarray(output.response_mask)
-    whole = toys.jit(functools.partial(policy.logprobs, model=MODEL))(
-        tiny.params(MODEL), tokens=output.tokens, mask=output.mask
-    )
+    whole = whole_pass()(tiny.params(MODEL), tokens=output.tokens, mask=output.mask)
     np.testing.assert_allclose(output.logprobs, np.where(drawn, whole, 0.0), atol=0.05)
 
 
 # Episodes: prompts of several chunks, turns, an observation, places that wait.
-
-
-@functools.cache
-def whole_pass():
-    return toys.jit(functools.partial(policy.logprobs, model=MODEL))
 
 
 def assert_a_whole_pass(state):
@@ -166,6 +164,7 @@ def test_episodes_of_several_turns():
     assert_a_whole_pass(state)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_was_read_is_copied_with_its_state():
     state = begun(MODEL, [3, 4, 5, 1], [6, 7], [8], draws=[False, False, False])
     two = copied(

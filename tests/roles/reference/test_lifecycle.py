@@ -234,8 +234,6 @@ def test_what_the_defaults_say_of_themselves():
     assert not Lifecycle(Reset(1)).mixes
     assert Lifecycle(Mix(1, 0.0)).moves
     assert Lifecycle(Mix(1, 0.0)).mixes
-    assert Lifecycle(kl_every=4).kl_scale == 1
-    assert Lifecycle(kl_every=4, scale_kl_coef=True).kl_scale == 4
 
 
 @pytest.mark.parametrize(
