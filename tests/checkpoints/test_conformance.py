@@ -87,6 +87,17 @@ CONFIGS = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 12,
     },
+    "qwen3_moe": LLAMA
+    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "mixtral": LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": LLAMA
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_scaling": YARN,
+        "sliding_window": 8,
+        "layer_types": GEMMA["layer_types"],
+    },
     "phi3": LLAMA | {"partial_rotary_factor": 0.5, "sliding_window": 8},
     "gpt_neox": {
         "vocab_size": VOCAB,

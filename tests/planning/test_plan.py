@@ -349,7 +349,7 @@ def test_what_is_known_of_the_temporaries():
         "further",
         "sampled",
         "ref_hidden",
-        *("chosen", "entropy_coef"),
+        *("chosen", "entropy_coef", "experts", "top_k"),
     }  # none by default
     assert fields - of_options == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
