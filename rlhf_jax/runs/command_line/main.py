@@ -21,7 +21,7 @@ import jax
 
 from rlhf_jax.devices import precision, processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import lock, progress, write_errors
+from rlhf_jax.runs import lock, lost_stops, progress, write_errors
 from rlhf_jax.runs.command_line import help_screen, refusals
 from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
@@ -197,9 +197,12 @@ def _ended_by_sigterm() -> Iterator[None]:
         raise Terminated
 
     previous = signal.signal(signal.SIGTERM, end)
+    stops = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
+    hook = lost_stops.sent_again(stops)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, previous)
 
 
