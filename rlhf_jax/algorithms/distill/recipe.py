@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, Unpack, get_args
 
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.distill.loss import distillation_loss
@@ -181,10 +182,17 @@ class Distill(DistillRecipe, PolicyGradient):
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
-        """Rewards to go, as REINFORCE++ has them, and no stats; 0 without a reward."""
+        """Rewards to go, as REINFORCE++ has them, and no stats.
+
+        0 without a reward, or with one that is read for demonstrations alone.
+        """
         experience = reward_to_go_experience(
             scored, kl_coef=kl_coef, whiten_advantages=self.whiten_advantages
         )
+        if self.success_score is not None:
+            # An entropy bonus or a guard has the policy loss computed all the same.
+            none = jnp.zeros_like(experience.advantages)
+            experience = dataclasses.replace(experience, advantages=none)
         return experience, {}
 
     def minibatch_loss(

@@ -592,6 +592,19 @@ def test_what_is_not_taught_is_in_no_loss_and_no_divisor():
     assert max(jax.tree.leaves(moved)) > 1e-5
 
 
+@pytest.mark.parametrize("option", ["entropy_coef", "stop_approxkl"])
+def test_a_reward_that_shows_demonstrations_is_in_no_advantage(option):
+    """Not where something else has the policy loss computed, either."""
+    recipe = dataclasses.replace(BASE, group_size=3, rewarded=True, **{option: 0.1})
+    assert recipe.reads_advantages
+    experience, _ = recipe.experience(scored(), kl_coef=BETA)
+    assert jnp.abs(experience.advantages).max() > 0.1
+    shown = dataclasses.replace(recipe, success_score=1.0)
+    experience, _ = shown.experience(scored(), kl_coef=BETA)
+    assert shown.reads_advantages
+    np.testing.assert_array_equal(experience.advantages, 0)
+
+
 def test_a_teacher_that_reads_the_same_is_the_teacher():
     own = [TOKENS[row, :P][MASK[row, :P]].tolist() for row in range(3)]
     shape = {"model": tiny.GPT2, "max_new_tokens": R, "temperature": 0.7}
