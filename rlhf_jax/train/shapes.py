@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.policy_gradient import routing_replay
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.functional.checks import InputError
@@ -189,13 +188,9 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
             beside=tuple(copies),
         )
         programs = [*([] if config.sampler.is_outside else [cache]), *learning]
-        record = routing_replay.record_bytes(
-            recipe.model,
-            replay=recipe.routing_replay,
-            tokens=config.batch.batch_size * recipe.max_new_tokens,
-        )
-        named = (("routing record", record),) if record else ()
-        return [one._replace(others=named) for one in programs]
+        tokens = config.batch.batch_size * recipe.max_new_tokens
+        records = tuple(recipe.record_bytes(tokens=tokens).items())
+        return [one._replace(others=records) for one in programs]
 
     memory_check.check(
         resident,

@@ -196,6 +196,23 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             record_top_k=self.recorded_top_k,
         )
 
+    def record_bytes(self, *, tokens: int) -> dict[str, int]:
+        """Bytes of what a batch records beside its tokens, by name.
+
+        The experts that are replayed, i32[B, S, L, k], and the sampler's likeliest
+        tokens, i32[B, S, k], with their log-probs, f32[B, S, k].
+
+        Args:
+          tokens: B·S.
+        """
+        records, experts = {}, self.model.experts
+        if self.routing_replay is not None and experts is not None:
+            size = 4 * self.model.num_layers * experts.per_token
+            records["routing record"] = tokens * size
+        if self.recorded_top_k is not None:
+            records["likeliest tokens"] = tokens * 8 * self.recorded_top_k
+        return records
+
     def minibatch_loss(
         self,
         minibatch: Any,
