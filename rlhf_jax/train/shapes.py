@@ -171,26 +171,29 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
         model = recipe.model
         if isinstance(options, Here):
             model = options.sampled(model)
-        learning = [
-            memory_check.gradients("gradients", policy, model=recipe.model, mesh=mesh)
-        ]
-        if valued is not None:
-            learning.append(
-                memory_check.gradients(
-                    "gradients", valued, model=recipe.model, mesh=meshes.critic
-                )
-            )
-        cache = memory_check.cache(
-            model,
-            rows=rows,
-            max_new_tokens=recipe.max_new_tokens,
-            mesh=sampler_mesh,
-            beside=tuple(copies),
-        )
-        programs = [*([] if config.sampler.is_outside else [cache]), *learning]
         tokens = config.batch.batch_size * recipe.max_new_tokens
         records = tuple(recipe.record_bytes(tokens=tokens).items())
-        return [one._replace(others=records) for one in programs]
+        programs = [
+            memory_check.gradients("gradients", policy, model=recipe.model, mesh=mesh)
+        ]
+        if not config.sampler.is_outside:
+            cache = memory_check.cache(
+                model,
+                rows=rows,
+                max_new_tokens=recipe.max_new_tokens,
+                mesh=sampler_mesh,
+                beside=tuple(copies),
+            )
+            programs.insert(0, cache)
+        programs = [one._replace(others=records) for one in programs]
+        if valued is not None:
+            of_critic = memory_check.gradients(
+                "gradients", valued, model=recipe.model, mesh=meshes.critic
+            )
+            # A critic apart reads no record.
+            shared = () if models.critic is not None else records
+            programs.append(of_critic._replace(others=shared))
+        return programs
 
     memory_check.check(
         resident,
