@@ -33,10 +33,8 @@ Array = jax.Array
 Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
-# Options of the policy loss, which nothing reads where there is no reward.
-OF_THE_POLICY_LOSS = (
-    *("scores", "whiten_advantages", "surrogate", "off_policy_mask", "token_choice"),
-)
+# Options that nothing reads where no reward is learned from.
+OF_ADVANTAGES = "scores", "whiten_advantages", "off_policy_mask", "token_choice"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +82,7 @@ class DistillRecipe(ReinforceRecipe):
             top_k=self.top_k if self.divergence is None else None,
         )
         checks.positive(top_k=self.top_k)
+        checks.finite(success_score=self.success_score)
         checks.groups(self.group_size, group_size=self.group_size)
         refuse(self._faults())
 
@@ -124,23 +123,33 @@ class DistillRecipe(ReinforceRecipe):
 
     def has_policy_loss(self, *, rewarded: bool) -> bool:
         """Whether the policy loss is a term: else its head is not differentiated."""
-        rewarded = rewarded and self.success_score is None
-        guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
-        learns = rewarded or self.penalty.in_reward
         bonus = self.entropy_coef != 0 or self.entropy_control is not None
-        return learns or guards or bonus
+        return self._has_advantages(rewarded=rewarded) or self._guarded or bonus
+
+    def _has_advantages(self, *, rewarded: bool) -> bool:
+        """Whether advantages are of something, and not 0."""
+        return (rewarded and self.success_score is None) or self.penalty.in_reward
+
+    @property
+    def _guarded(self) -> bool:
+        """Whether updates end by the ratio of the policy loss."""
+        return self.stop_approxkl is not None or self.max_ratio_mean is not None
 
     def check_read(self, *, rewarded: bool) -> None:
         """Checks that the options of the policy loss are left alone without one."""
-        if self.has_policy_loss(rewarded=rewarded):
+        if self._has_advantages(rewarded=rewarded):
             return
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        unread = [n for n in OF_THE_POLICY_LOSS if getattr(self, n) != defaults[n]]
-        if self.weighted is not None:
+        options = OF_ADVANTAGES if self._guarded else (*OF_ADVANTAGES, "surrogate")
+        unread = [name for name in options if getattr(self, name) != defaults[name]]
+        if self.weighted is not None and not self._guarded:
             unread.append("sampler_correction")
+        where, other = "without a reward", ", or give a reward"
+        if rewarded:
+            where, other = "with success_score, which alone reads the reward", ""
         expect_none(
-            "without a reward, where the divergence is the whole loss",
-            advice="leave it out, or give a reward",
+            f"{where}: the loss has no advantages",
+            advice=f"leave it out{other}",
             **{name: getattr(self, name) for name in unread},
         )
 
