@@ -21,12 +21,13 @@ import jax
 
 from rlhf_jax.devices import precision, processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import lock, lost_stops, progress, write_errors
+from rlhf_jax.runs import lock, progress, write_errors
 from rlhf_jax.runs.command_line import help_screen, refusals
 from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.run_config import RunConfig, to_json
+from rlhf_jax.runs.stops import dropped
 
 LOST = "a process may be lost; the snapshots before stay"
 
@@ -198,7 +199,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
     previous = signal.signal(signal.SIGTERM, end)
     stops = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
-    hook = lost_stops.sent_again(stops)
+    hook = dropped.sent_again(stops)
     try:
         yield
     finally:

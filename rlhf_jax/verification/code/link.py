@@ -88,7 +88,7 @@ class Link:
         plain = function._number, read, [*named]
         values = *args, *named.values()
         value = self.ask(what, *values, plain=plain)
-        if place is not None:
+        if place is not None and read is not None:
             source.seek(place + min(self.taken, len(read)))
         return value
 

@@ -32,14 +32,14 @@ def sent_again(
     """
     before = sys.unraisablehook
 
-    def hook(dropped: Any, /) -> None:
-        for error, signum in signals.items():
-            if issubclass(dropped.exc_type, error):
+    def hook(error: Any, /) -> None:
+        for kind, signum in signals.items():
+            if issubclass(error.exc_type, kind):
                 again = threading.Timer(LATER, os.kill, (os.getpid(), signum))
                 again.daemon = True
                 again.start()
                 return
-        before(dropped)
+        before(error)
 
     sys.unraisablehook = hook
     return before
