@@ -1,5 +1,6 @@
 """Verifiers that fail in every way, for processes to import."""
 
+import gc
 import os
 import sys
 import time
@@ -49,6 +50,20 @@ def check(prompt, response, row):
                 time.sleep(1000)
             finally:
                 Path(row["made"]).unlink()
+        case "collect":
+            made = Path(row["made"])
+
+            def callback(phase, info):
+                gc.callbacks.remove(callback)
+                made.touch()
+                time.sleep(1000)
+
+            gc.callbacks.append(callback)
+            try:
+                gc.collect()
+                time.sleep(1000)
+            finally:
+                made.unlink()
         case "wait":
             while not Path(row["until"]).exists():
                 time.sleep(0.01)

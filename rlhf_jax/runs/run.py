@@ -26,7 +26,6 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import (
     alarms,
     command_line,
-    deadline,
     lock,
     metrics,
     receipt,
@@ -37,6 +36,7 @@ from rlhf_jax.runs.profile import Window
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import proof, resume
 from rlhf_jax.runs.stage import Stage
+from rlhf_jax.runs.stops import deadline
 
 if TYPE_CHECKING:
     from rlhf_jax.runs.profile.profiler import Profiler

@@ -144,8 +144,9 @@ class Loop(NamedTuple):
         """
         if self.reprompt is None:
             return self.of_teacher, early
+        early = early() if callable(early) else early
         scores = self.scored(rollout, early)
-        return self.reprompt(self.shown(rollout), scores), {TOTAL: scores}
+        return self.reprompt(self.shown(rollout), scores), {**early, TOTAL: scores}
 
     @property
     def values_first(self) -> bool:

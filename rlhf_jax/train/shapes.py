@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.policy_gradient import routing_replay
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.functional.checks import InputError
@@ -172,30 +171,29 @@ def check(config: PolicyGradientConfig, models: Models, *, meshes: Meshes) -> No
         model = recipe.model
         if isinstance(options, Here):
             model = options.sampled(model)
-        learning = [
+        tokens = config.batch.batch_size * recipe.max_new_tokens
+        records = tuple(recipe.record_bytes(tokens=tokens).items())
+        programs = [
             memory_check.gradients("gradients", policy, model=recipe.model, mesh=mesh)
         ]
-        if valued is not None:
-            learning.append(
-                memory_check.gradients(
-                    "gradients", valued, model=recipe.model, mesh=meshes.critic
-                )
+        if not config.sampler.is_outside:
+            cache = memory_check.cache(
+                model,
+                rows=rows,
+                max_new_tokens=recipe.max_new_tokens,
+                mesh=sampler_mesh,
+                beside=tuple(copies),
             )
-        cache = memory_check.cache(
-            model,
-            rows=rows,
-            max_new_tokens=recipe.max_new_tokens,
-            mesh=sampler_mesh,
-            beside=tuple(copies),
-        )
-        programs = [*([] if config.sampler.is_outside else [cache]), *learning]
-        record = routing_replay.record_bytes(
-            recipe.model,
-            replay=recipe.routing_replay,
-            tokens=config.batch.batch_size * recipe.max_new_tokens,
-        )
-        named = (("routing record", record),) if record else ()
-        return [one._replace(others=named) for one in programs]
+            programs.insert(0, cache)
+        programs = [one._replace(others=records) for one in programs]
+        if valued is not None:
+            of_critic = memory_check.gradients(
+                "gradients", valued, model=recipe.model, mesh=meshes.critic
+            )
+            # A critic apart reads no record.
+            shared = () if models.critic is not None else records
+            programs.append(of_critic._replace(others=shared))
+        return programs
 
     memory_check.check(
         resident,

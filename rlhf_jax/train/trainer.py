@@ -37,7 +37,7 @@ from rlhf_jax.train import shapes
 from rlhf_jax.train.build import Meshes, Models, build
 from rlhf_jax.train.conclusion import conclude, verify
 from rlhf_jax.train.config.config import PolicyGradientConfig
-from rlhf_jax.train.loop import Begun, Loop, improve
+from rlhf_jax.train.loop import TOTAL, Begun, Loop, improve
 from rlhf_jax.train.programs import LearnInputs, Programs
 from rlhf_jax.train.reading import load_start, read_data, receipt_of
 from rlhf_jax.train.rewards import RewardList, RewardPools, require_some
@@ -450,8 +450,10 @@ def run_stage(
         if begun is None:
             saved |= queue.first(models.train.policy, version=models.train.step)
         else:
-            # The rehearsal's rollout is that of step 0: it is not drawn twice.
-            saved |= queue.filled(begun.rollout, begun.early)
+            # The rehearsal's rollout is that of step 0: it is not drawn twice. Scores
+            # are as draws return them, or no snapshot would fit.
+            early = {key: x for key, x in begun.early.items() if key != TOTAL}
+            saved |= queue.filled(begun.rollout, early)
     # All other frozen models must have, at every snapshot, the digests they began with.
     moving = ("reference",) if config.reference.lifecycle.moves else ()
     with (

@@ -123,6 +123,9 @@ def test_a_plan_tells_experts_that_are_read_and_the_record_of_them(monkeypatch):
     assert "routing record" not in plain.within
     work = planned.work_of("grpo", *words, "--routing-replay=sampler", path="mixture")
     assert work.within["routing record"] == 16 * 10 * 2 * 2 * 4
+    work_of_centred = planned.work_of("grpo", "--surrogate=centred,top_k=9")
+    # An id and a log-prob each.
+    assert work_of_centred.within["likeliest tokens"] == 16 * 10 * 9 * (4 + 4)
     sampling, *others = work.programs
     assert {one.expert_bytes for one in others} == {0}
     # Four copies of two devices: 4 rows of a copy meet some of 8 experts of a layer,

@@ -270,6 +270,23 @@ def test_what_exists_beside_it_is_added_by_name(monkeypatch):
     assert "routing record: 0.0 MiB" in refused([], passing)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_records_of_a_batch_are_not_where_a_critic_is_apart(
+    files, tmp_path, monkeypatch, apart
+):
+    programs = []
+    monkeypatch.setattr(
+        memory_check, "check", lambda _, passing, **__: programs.extend(passing())
+    )
+    of_critic = ["--placement.critic=last:data=1"] * apart
+    check_run(files, tmp_path, PYTHON, "--surrogate=centred,top_k=3", *of_critic)
+    # An id and a log-prob of each.
+    record = ("likeliest tokens", 4 * 4 * 3 * (4 + 4))
+    *others, critic = [one.others for one in programs]
+    assert others == [(record,)] * 2  # of sampling and of the policy
+    assert critic == (() if apart else (record,))
+
+
 def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
     monkeypatch.setattr(memory_check, "_place", lambda device: device)
     here, theirs = jax.devices()[:4], jax.devices()[4:]

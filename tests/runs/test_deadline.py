@@ -23,9 +23,10 @@ import places
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import command_line, deadline, metrics, run
+from rlhf_jax.runs import command_line, metrics, run
 from rlhf_jax.runs.folder import write_summary
 from rlhf_jax.runs.run_config import RunConfig
+from rlhf_jax.runs.stops import deadline
 
 HANGS_AT = 5
 SECONDS = 1.5

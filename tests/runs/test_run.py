@@ -12,8 +12,9 @@ import pytest
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import deadline, metrics, run, run_config, stage
+from rlhf_jax.runs import metrics, run, run_config, stage
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
+from rlhf_jax.runs.stops import deadline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

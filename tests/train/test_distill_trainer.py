@@ -1,6 +1,7 @@
 """`rlhf-jax distill`: resumed to the bit, its teacher anywhere, bad input refused."""
 
 import dataclasses
+import importlib
 import json
 import signal
 import sys
@@ -52,6 +53,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "stopping.py").write_text(REWARD)
     toy_files.checkpoint(folder / "student")
+    wide = dataclasses.replace(toy_files.MODEL, max_positions=48)
+    toy_files.checkpoint(folder / "wide", model=wide)
     toy_files.checkpoint(folder / "teacher", model=TEACHER, seed=3)
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "we ran")]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
@@ -239,6 +242,17 @@ def test_a_student_teaches_itself_by_a_demonstration(files, tmp_path):
     assert kls["shown"] > 1e-3
 
 
+COUNTING = """
+import signal
+calls, stop = 0, None
+
+def score(prompts, responses, rows):
+    global calls
+    calls += 1
+    if calls == stop:
+        signal.raise_signal(signal.SIGTERM)
+    return [float(len(response.split()) % 2) for response in responses]
+"""
 PASSING = """
 def score(prompts, responses, rows):
     return [float(len(response.split()) % 2) for response in responses]
@@ -249,8 +263,6 @@ def score(prompts, responses, rows):
 def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path):
     """It is its own teacher, and does not read its reward but for demonstrations."""
     (files / "passing.py").write_text(PASSING)
-    wide = dataclasses.replace(toy_files.MODEL, max_positions=48)
-    toy_files.checkpoint(files / "wide", model=wide)
     rows = {}
     for name, score in (("some", 1), ("none", 2)):
         distill.command(
@@ -272,6 +284,31 @@ def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path):
     for row in rows["none"]:
         assert row["response/taught"] == 0
         assert row["policy/grad_norm"] == 0
+
+
+@slow
+@pytest.mark.parametrize("ahead", [(), ("--max-staleness=2",)])
+def test_a_stopped_student_of_its_group_goes_on_to_the_last_bit(
+    files, tmp_path, monkeypatch, ahead
+):
+    """Snapshots have the rollouts that are ahead, with the scores of any run."""
+    (files / "counting.py").write_text(COUNTING)
+    counting = importlib.import_module("counting")
+    options = (
+        *("--preset=sdpo", f"--model={files / 'wide'}", "--reference=start"),
+        *("--reward=counting:score", "--kl-coef=1", "--group-size=4", "--top-k=5"),
+        *ahead,
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    monkeypatch.setattr(counting, "calls", 0)
+    monkeypatch.setattr(counting, "stop", 3)
+    with pytest.raises(SystemExit) as exit_:
+        play(files, parts, *options)
+    assert exit_.value.code == 128 + signal.SIGTERM
+    monkeypatch.setattr(counting, "stop", None)
+    play(files, parts, *options, "--resume")
+    play(files, whole, *options)
+    assert result(parts) == result(whole)
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,15 @@ def test_workers_end_and_clear_away_when_the_run_is_killed(tmp_path, by):
     until(lambda: not made.exists())
 
 
+def test_a_worker_ends_where_python_drops_what_its_handler_raises(tmp_path):
+    """In a callback of the garbage collector, as JAX has one."""
+    made = tmp_path / "made"
+    with VerifierPool(toy_verifier.check, num_workers=1) as running:
+        running.submit(texts("collect", row={"made": str(made)}))
+        until(made.exists)
+    until(lambda: not made.exists())
+
+
 def until(condition):
     end = time.monotonic() + 60
     while not condition():

@@ -2,19 +2,24 @@
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import datetime
 import decimal
 import fractions
 import io
 import json
+import os
 import struct
+import sys
 import zoneinfo
 
 import numpy as np
 import pytest
 
 from rlhf_jax.verification.code import values, wire
+from rlhf_jax.verification.code.link import Link, Over
+from rlhf_jax.verification.code.objects import Function
 
 
 class Side:
@@ -452,3 +457,66 @@ def test_a_line_that_is_no_message_is_refused(line):
     with pytest.raises(wire.Unreadable):
         wire.receive(io.BytesIO(line + b"\n"))
     assert wire.receive(io.BytesIO(json.dumps([1, 0]).encode())) == [1, b""]
+
+
+@pytest.fixture
+def answered():
+    """A link whose first reply is this one."""
+    with contextlib.ExitStack() as opened:
+
+        def link(*reply):
+            (asked, requests), (replies, answers) = os.pipe(), os.pipe()
+            opened.callback(os.close, asked)
+            with open(answers, "wb") as pipe:
+                wire.send(pipe, [*reply])
+            made = Link(requests, replies)
+            opened.callback(made.requests.close)
+            opened.callback(made.replies.close)
+            return made
+
+        yield link
+
+
+NONE = [[None, ["plain", [None]]]]  # the table of a result
+
+
+@pytest.mark.parametrize(
+    "notes", [None, 5, [5], [["lost"]], [["lost", True, 0]], {"lost": True}]
+)
+def test_forged_notes_end_the_tests(answered, notes):
+    """And raise nothing that a test could take for the code's."""
+    link = answered("ok", "", notes, 0, [], NONE)
+    with pytest.raises(Over):
+        link.ask("name", plain=["add"])
+    assert link.over.endswith("no reply")
+    assert link.suspicious
+
+
+@pytest.mark.parametrize("word", ["raise", "back"])
+def test_what_is_no_error_and_no_call_ends_the_tests(answered, word):
+    link = answered(word, "", [], 0, [], NONE)
+    with pytest.raises(Over):
+        link.ask("name", plain=["add"])
+    assert link.over.endswith("no reply")
+
+
+@pytest.mark.parametrize(
+    ("traits", "base"), [("q", "int"), ("q", "nothing"), (["q"], None), ("q", [1])]
+)
+def test_an_object_of_forged_traits_is_compared_with_nothing(answered, traits, base):
+    fields: list[str] = []
+    link = answered("ok", "", [], 0, [], NONE)
+    object_ = link.known("o", 1, "Thing", traits, fields, base)
+    object_._put("_made", True)
+    other = link.known("o", 2, "Thing", "q", fields, None)
+    for value in (5, other):
+        with pytest.raises(Over):
+            print(object_ == value)
+
+
+@pytest.mark.parametrize("taken", [3, 10**30, -1, True, "3", None])
+def test_forged_places_in_standard_input_are_within_it(answered, monkeypatch, taken):
+    link = answered("ok", "", [], taken, [], NONE)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+    link.call("call", Function(link, 1, "c", [], None), (), {})
+    assert sys.stdin.read() == {3: "\n", 10**30: ""}.get(taken, "a\nb\n")

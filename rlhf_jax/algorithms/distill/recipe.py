@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, Unpack, get_args
 
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.distill.loss import distillation_loss
@@ -32,10 +33,8 @@ Array = jax.Array
 Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
-# Options of the policy loss, which nothing reads where there is no reward.
-OF_THE_POLICY_LOSS = (
-    *("scores", "whiten_advantages", "surrogate", "off_policy_mask", "token_choice"),
-)
+# Options that nothing reads where no reward is learned from.
+OF_ADVANTAGES = "scores", "whiten_advantages", "off_policy_mask", "token_choice"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +82,7 @@ class DistillRecipe(ReinforceRecipe):
             top_k=self.top_k if self.divergence is None else None,
         )
         checks.positive(top_k=self.top_k)
+        checks.finite(success_score=self.success_score)
         checks.groups(self.group_size, group_size=self.group_size)
         refuse(self._faults())
 
@@ -123,23 +123,33 @@ class DistillRecipe(ReinforceRecipe):
 
     def has_policy_loss(self, *, rewarded: bool) -> bool:
         """Whether the policy loss is a term: else its head is not differentiated."""
-        rewarded = rewarded and self.success_score is None
-        guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
-        learns = rewarded or self.penalty.in_reward
         bonus = self.entropy_coef != 0 or self.entropy_control is not None
-        return learns or guards or bonus
+        return self._has_advantages(rewarded=rewarded) or self._guarded or bonus
+
+    def _has_advantages(self, *, rewarded: bool) -> bool:
+        """Whether advantages are of something, and not 0."""
+        return (rewarded and self.success_score is None) or self.penalty.in_reward
+
+    @property
+    def _guarded(self) -> bool:
+        """Whether updates end by the ratio of the policy loss."""
+        return self.stop_approxkl is not None or self.max_ratio_mean is not None
 
     def check_read(self, *, rewarded: bool) -> None:
         """Checks that the options of the policy loss are left alone without one."""
-        if self.has_policy_loss(rewarded=rewarded):
+        if self._has_advantages(rewarded=rewarded):
             return
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        unread = [n for n in OF_THE_POLICY_LOSS if getattr(self, n) != defaults[n]]
-        if self.weighted is not None:
+        options = OF_ADVANTAGES if self._guarded else (*OF_ADVANTAGES, "surrogate")
+        unread = [name for name in options if getattr(self, name) != defaults[name]]
+        if self.weighted is not None and not self._guarded:
             unread.append("sampler_correction")
+        where, other = "without a reward", ", or give a reward"
+        if rewarded:
+            where, other = "with success_score, which alone reads the reward", ""
         expect_none(
-            "without a reward, where the divergence is the whole loss",
-            advice="leave it out, or give a reward",
+            f"{where}: the loss has no advantages",
+            advice=f"leave it out{other}",
             **{name: getattr(self, name) for name in unread},
         )
 
@@ -181,10 +191,17 @@ class Distill(DistillRecipe, PolicyGradient):
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
-        """Rewards to go, as REINFORCE++ has them, and no stats; 0 without a reward."""
+        """Rewards to go, as REINFORCE++ has them, and no stats.
+
+        0 without a reward, or with one that is read for demonstrations alone.
+        """
         experience = reward_to_go_experience(
             scored, kl_coef=kl_coef, whiten_advantages=self.whiten_advantages
         )
+        if self.success_score is not None:
+            # An entropy bonus or a guard has the policy loss computed all the same.
+            none = jnp.zeros_like(experience.advantages)
+            experience = dataclasses.replace(experience, advantages=none)
         return experience, {}
 
     def minibatch_loss(

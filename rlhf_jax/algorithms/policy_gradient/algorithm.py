@@ -95,7 +95,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """Raises InputError for more of the likeliest tokens than there are."""
         checks.within(
             most=self.model.vocab_size,
-            advice="choose fewer tokens of the vocabulary, or the exact KL",
+            advice="choose fewer tokens, at most the vocabulary",
             **numbers,
         )
 
@@ -195,6 +195,23 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             ),
             record_top_k=self.recorded_top_k,
         )
+
+    def record_bytes(self, *, tokens: int) -> dict[str, int]:
+        """Bytes of what a batch records beside its tokens, by name.
+
+        The experts that are replayed, i32[B, S, L, k], and the sampler's likeliest
+        tokens, i32[B, S, k], with their log-probs, f32[B, S, k].
+
+        Args:
+          tokens: B·S.
+        """
+        records, experts = {}, self.model.experts
+        if self.routing_replay is not None and experts is not None:
+            size = 4 * self.model.num_layers * experts.per_token
+            records["routing record"] = tokens * size
+        if self.recorded_top_k is not None:
+            records["likeliest tokens"] = tokens * 8 * self.recorded_top_k
+        return records
 
     def minibatch_loss(
         self,

@@ -19,7 +19,6 @@ from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import SizedPacking
 
 if TYPE_CHECKING:
@@ -40,15 +39,6 @@ class RoutingReplay:
 
     def __post_init__(self) -> None:
         checks.one_of(source=self.source, among=get_args(Source))
-
-
-def record_bytes(
-    model: ModelConfig, *, replay: RoutingReplay | None, tokens: int
-) -> int:
-    """Bytes of the record i32[tokens, L, k] that is replayed; 0 where none is."""
-    if replay is None or model.experts is None:
-        return 0
-    return 4 * tokens * model.num_layers * model.experts.per_token
 
 
 def recorded(

@@ -27,6 +27,7 @@ from rlhf_jax.runs.command_line.options import HELP, Config, Presets, parse
 from rlhf_jax.runs.folder import CONFIG, check_run
 from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.run_config import RunConfig, to_json
+from rlhf_jax.runs.stops import dropped
 
 LOST = "a process may be lost; the snapshots before stay"
 
@@ -197,9 +198,12 @@ def _ended_by_sigterm() -> Iterator[None]:
         raise Terminated
 
     previous = signal.signal(signal.SIGTERM, end)
+    stops = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
+    hook = dropped.sent_again(stops)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, previous)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts, ReferenceOutput, Rollout
 from rlhf_jax.algorithms.flow import score, teacher
-from rlhf_jax.algorithms.policy_gradient import iteration, routing_replay
+from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.checkpoints.pretrained import Pretrained
@@ -67,17 +67,9 @@ def workload_of(
             "KV cache": workload.cache_bytes(sampled, rows=of_cache, columns=columns),
             # `batch.Experience` or `batch.PolicyExperience`, and tokens.
             "experience": rows * columns * (4 + 2 + valued + 4 * (6 if valued else 4)),
-            **_record(models.recipe, tokens=rows * columns),
+            **models.recipe.record_bytes(tokens=rows * columns),
         },
     )
-
-
-def _record(recipe: PolicyGradient, *, tokens: int) -> dict[str, int]:
-    """Bytes of the experts that are replayed, i32[B, S, L, k]."""
-    size = routing_replay.record_bytes(
-        recipe.model, replay=recipe.routing_replay, tokens=tokens
-    )
-    return {"routing record": size} if size else {}
 
 
 def refuse_apart(config: PolicyGradientConfig) -> None:

@@ -88,8 +88,8 @@ class Link:
         plain = function._number, read, [*named]
         values = *args, *named.values()
         value = self.ask(what, *values, plain=plain)
-        if place is not None:
-            source.seek(place + self.taken)
+        if place is not None and read is not None:
+            source.seek(place + min(self.taken, len(read)))
         return value
 
     def ask(self, what: str, *args: Any, plain: Sequence[Any] = ()) -> Any:
@@ -105,16 +105,22 @@ class Link:
             word, printed, notes, taken, changed, *rest = self._receive()
             if printed:
                 sys.stdout.write(f"{printed}")
-            for note, suspicious in notes:
-                self.lost.append(f"{note}"[:200])
-                self.suspicious |= suspicious is True
+            try:
+                for note, suspicious in notes:
+                    self.lost.append(f"{note}"[:200])
+                    self.suspicious |= suspicious is True
+            except (TypeError, ValueError):  # which a test could take for the code's
+                self._end(FORGED)
             self.taken = taken if type(taken) is int and taken > 0 else 0
-            if word == "back":
-                self._answer(*self._read([], [], *rest))
-                continue
-            value = self._read(changed, kept, *rest)
+            back = word == "back"
+            value = self._read(*([], []) if back else (changed, kept), *rest)
             if word == "ok":
                 return value
+            if type(value) is not tuple or len(value) != 4:
+                self._end(FORGED)
+            if back:
+                self._answer(*value)
+                continue
             self.raised = error = self._error(*value)
             if isinstance(error, QUIET) and what != "next":
                 error = RuntimeError(f"the code raised {type(error).__name__}")
@@ -194,6 +200,7 @@ class Link:
         handle = known and known()
         if handle is None:
             name, traits, fields, base = more
+            traits, base = f"{traits}", base and f"{base}"
             kind = Class if "k" in traits else Function if "c" in traits else Handle
             handle = type(f"{name}"[:100], (kind,), {"__slots__": ()})(
                 self, number, traits, list(fields), base

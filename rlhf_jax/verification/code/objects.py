@@ -108,7 +108,7 @@ class Handle:
             if self._fields and other._fields and pinned:
                 named = type(self).__name__ == type(other).__name__
                 return named and self._held() == other._held()
-        elif self._base and self._made and not isinstance(other, Handle):
+        elif self._base in values.CONTAINERS and self._made:
             return values.CONTAINERS[self._base](self._held()) == other
         self._link.suspicious |= "q" in self._traits and not isinstance(other, Handle)
         return self._refuse("compared")

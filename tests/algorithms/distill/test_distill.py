@@ -357,6 +357,27 @@ def test_without_a_reward_the_options_of_its_loss_are_refused(options):
         dataclasses.replace(BASE, **options)
     rewarded = dataclasses.replace(BASE, rewarded=True, **options)
     assert rewarded.reads_advantages
+    bonus = dataclasses.replace(BASE, entropy_coef=0.1)  # which is no reward
+    with pytest.raises(InputError, match="expected none without a reward"):
+        dataclasses.replace(bonus, **options)
+    shown = {"group_size": 2, "success_score": 1.0, **options}
+    with pytest.raises(InputError, match="success_score, which alone reads the reward"):
+        dataclasses.replace(bonus, rewarded=True, **shown)
+
+
+def test_a_guard_reads_the_ratio_and_no_advantages():
+    guarded = dataclasses.replace(BASE, max_ratio_mean=2.0)
+    sequences = Clip(ratio_level="sequence")
+    assert dataclasses.replace(guarded, surrogate=sequences).reads_advantages
+    assert dataclasses.replace(guarded, sampler_correction=Truncate(2.0)).weighted
+    with pytest.raises(InputError, match="whiten_advantages: expected none without"):
+        dataclasses.replace(guarded, whiten_advantages=False)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_score_that_no_response_has_is_refused(score):
+    with pytest.raises(InputError, match="success_score: expected a finite number"):
+        dataclasses.replace(BASE, group_size=2, rewarded=True, success_score=score)
 
 
 def test_what_is_missing_is_told():
@@ -590,6 +611,19 @@ def test_what_is_not_taught_is_in_no_loss_and_no_divisor():
     assert max(jax.tree.leaves(moved)) == 0
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), policy_after, none)
     assert max(jax.tree.leaves(moved)) > 1e-5
+
+
+@pytest.mark.parametrize("option", ["entropy_coef", "stop_approxkl"])
+def test_a_reward_that_shows_demonstrations_is_in_no_advantage(option):
+    """Not where something else has the policy loss computed, either."""
+    recipe = dataclasses.replace(BASE, group_size=3, rewarded=True, **{option: 0.1})
+    assert recipe.reads_advantages
+    experience, _ = recipe.experience(scored(), kl_coef=BETA)
+    assert jnp.abs(experience.advantages).max() > 0.1
+    shown = dataclasses.replace(recipe, success_score=1.0)
+    experience, _ = shown.experience(scored(), kl_coef=BETA)
+    assert shown.reads_advantages
+    np.testing.assert_array_equal(experience.advantages, 0)
 
 
 def test_a_teacher_that_reads_the_same_is_the_teacher():

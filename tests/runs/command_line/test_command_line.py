@@ -1,11 +1,13 @@
 """Command lines become configs; user errors and signals end a run in one message."""
 
 import dataclasses
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -272,6 +274,30 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, capsys):
     assert status == 130
     assert "without saving" in message
     assert "nothing was written" in message
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_that_python_drops_comes_again(tmp_path, capsys, signum):
+    """What a handler raises in a callback of the garbage collector is forgotten."""
+    steps = []
+
+    def callback(phase, info):
+        gc.callbacks.remove(callback)
+        signal.raise_signal(signum)
+
+    def run(config):
+        gc.callbacks.append(callback)
+        gc.collect()
+        steps.append("goes on")
+        time.sleep(10)
+        steps.append("never")
+
+    before = sys.unraisablehook
+    status, message = ending(run, tmp_path, capsys)
+    assert sys.unraisablehook is before
+    assert steps == ["goes on"]
+    assert status == 128 + signum
+    assert message.startswith("stopped without saving")
 
 
 def test_a_repeated_sigterm_still_waits_for_the_save():

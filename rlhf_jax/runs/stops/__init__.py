@@ -1,0 +1,1 @@
+"""Stops by signals: in time, and never lost."""
