@@ -173,7 +173,7 @@ OWN = {
         ("--entropy-control=0", "target: expected"),
         (
             "--entropy-control=0.2,largest=0.5 --entropy-coef=0.6",
-            "entropy_coef: expected a number of at most 0.5, got 0.6; lower it",
+            "entropy_coef: expected a number of at most 0.5, got 0.6; entropy_control ",
         ),
         ("--token-choice=top_entropy,share=0", "share: expected"),
         ("--token-choice=clip_cov,low=5", "high: expected a number above 5"),
