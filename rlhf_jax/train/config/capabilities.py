@@ -184,6 +184,9 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         f"rlhf-jax {c.name}, whose prompts have one response": (
             c.rows_per_prompt == 1 or c.name == "nash-md"
         ),
+        f"rlhf-jax {c.name}, whose groups of equal rewards teach something": (
+            c.name == "distill"
+        ),
         "--normalise each, where groups of equal sums teach something": (
             getattr(c.method, "normalise", None) == "each"
         ),
