@@ -74,8 +74,8 @@ def form_of(values) -> tuple:
 def values_of(argument, kind, hint) -> list:
     """The values of a parameter with their hints: many of *args and **kwargs."""
     if kind is inspect.Parameter.VAR_KEYWORD:
-        records = typing.get_args(hint) if "Unpack" in str(hint) else ()
-        hints = typing.get_type_hints(records[0]) if records else {}
+        unpacked = typing.get_origin(hint) is typing.Unpack
+        hints = typing.get_type_hints(*typing.get_args(hint)) if unpacked else {}
         return [(value, hints.get(name, hint)) for name, value in argument.items()]
     several = kind is inspect.Parameter.VAR_POSITIONAL
     return [(value, hint) for value in (argument if several else [argument])]

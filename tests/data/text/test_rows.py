@@ -133,7 +133,7 @@ def test_the_run_s_own_template_holds_control_tokens_and_the_question_none():
     )
 
     def put(text):
-        question = rows._question({"q": text}, options=options, where="a.jsonl:1")
+        question = rows.question_of({"q": text}, options=options, where="a.jsonl:1")
         _, [ids] = encoding.encode_prompts(
             reader,
             [{"asked": options.template.replace("{prompt}", text)}],
