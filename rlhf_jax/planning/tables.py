@@ -118,7 +118,7 @@ def _verdict(result: dict[str, Any]) -> None:
         if one["refused"] is not None:
             print(f"{one['name']}: {one['refused']}")
     for what, size in result["within"].items():
-        print(f"of the temporaries, {what}: {size / GIB:.2f} GiB")
+        print(f"of the temporaries, {what}: {size / GIB:.3g} GiB")
     verdict = "Fits" if result["fits"] else "Does NOT fit"
     print(
         f"{verdict}: {peak['total'] / GIB:.2f} GiB "
@@ -148,8 +148,9 @@ def _speed(result: dict[str, Any]) -> None:
                 experts = f" ({turn['expert_bytes'] / 1e9:.3g} GB of them experts)"
             print(
                 f"A token of {one['name']} takes {1e3 * turn['bound']:.3g} ms at the "
-                f"least ({rates}), the mean of {one['turns']}; by hand, weights"
-                f"{experts} and filled cache once, {1e3 * turn['by_hand']:.3g} ms; "
+                f"least ({rates}), the mean of {one['turns']}; by hand, reading weights"
+                f"{experts} and filled cache once takes "
+                f"{1e3 * turn['by_hand']:.3g} ms; "
                 f"it waits {turn['exchanges']:.0f} times for other chips"
             )
     print(f"A step takes {result['seconds']:.3g} s at the least")

@@ -31,7 +31,7 @@ PyTree = Any
 SHOWN = (
     *("loss/language_model", "loss/pairwise", "pairwise/accuracy", "loss/dpo"),
     *("dpo/accuracy", "dpo/margin", "objective/scores", "objective/kl"),
-    *("objective/kl_coef", "response/length"),
+    *("objective/kl_coef", "response/length", "response/taught"),
 )
 
 

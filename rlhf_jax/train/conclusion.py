@@ -21,6 +21,7 @@ MEASURED = {
     "objective/kl": "KL to the reference [nats]",
     "objective/entropy": "entropy [nats per token]",
     "loss/divergence": "divergence [nats per token]",
+    "response/taught": "taught (share of responses)",
     "response/turns": "turns",
     "response/length": "length [tokens]",
     "response/eos_fraction": "ended (share of responses)",

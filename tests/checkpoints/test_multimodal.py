@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_whole_model_without_images(name, capsys):
     assert model.family == family
     assert model == hf.model_config(FIXTURES / name)
     (note,) = capsys.readouterr().err.splitlines()
-    assert note.endswith(f"is read; left out are tensors, {left_out}")
+    assert note.endswith(f"is read; tensors left out: {left_out}")
     tokens, mask, expected = texts(name)
     hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
     logits = np.asarray(decoder.logits(params, hidden, model=model))[mask]

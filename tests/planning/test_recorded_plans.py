@@ -6,6 +6,8 @@ import re
 import places
 import pytest
 
+from rlhf_jax.planning import tables
+
 PLANS = places.RECORDED / "plans"
 GIB = 2**30
 README = (places.ROOT / "rlhf_jax" / "planning" / "README.md").read_text("utf-8")
@@ -151,3 +153,12 @@ def test_what_others_take(name, text):
     result = recorded(name)
     peak, most = result["peak"]["total"] / GIB, result["chip"]["memory"] / GIB
     assert re.search(re.escape(text.format(peak, most)), README)
+
+
+def test_a_plan_of_a_mixture_says_what_its_experts_take(capsys):
+    plan = recorded("gpt-oss-20b-grpo-h100-2x8")
+    plan["within"]["routing record"] = 3 * 2**20  # --routing-replay
+    tables.show(plan)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "of the temporaries, routing record: 0.00293 GiB" in text
+    assert "reading weights (3.14 GB of them experts) and filled cache once" in text

@@ -173,7 +173,7 @@ OWN = {
         ("--entropy-control=0", "target: expected"),
         (
             "--entropy-control=0.2,largest=0.5 --entropy-coef=0.6",
-            "entropy_coef: expected a number of at most 0.5, got 0.6; lower it",
+            "entropy_coef: expected a number of at most 0.5, got 0.6; entropy_control ",
         ),
         ("--token-choice=top_entropy,share=0", "share: expected"),
         ("--token-choice=clip_cov,low=5", "high: expected a number above 5"),
@@ -189,6 +189,19 @@ OWN = {
         ),
         ("--surrogate=dar,beta=0", "beta: expected a finite number above 0"),
         ("--surrogate=centred,floor=0.5", "floor: expected none without a cap"),
+        (
+            "--surrogate=centred,top_k=999",
+            "top_k of surrogate: .* at most 24, got 999; the vocabulary has no more",
+        ),
+        (
+            "--surrogate=centred,top_k=2 --continuous-batching=2",
+            "continuous_batching: expected none with surrogate centred, as no likeliest"
+            " tokens are recorded then, got 2; leave one of them out",
+        ),
+        (
+            "--surrogate=centred,top_k=2 --token-choice=top_entropy",
+            "token_choice: expected none with surrogate centred, which reads the",
+        ),
         ("--gamma=1.5", "gamma: expected"),
         ("--gamma=nan", "gamma: expected"),
         ("--lam=2", "lam: expected"),

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import signal
 import sys
 
@@ -31,6 +32,7 @@ TEACHER = config.llama(
     max_positions=32,
 )
 REWARD = r"""
+import re
 import signal
 calls = 0
 
@@ -260,7 +262,7 @@ def score(prompts, responses, rows):
 
 
 @slow
-def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path):
+def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path, capsys):
     """It is its own teacher, and does not read its reward but for demonstrations."""
     (files / "passing.py").write_text(PASSING)
     rows = {}
@@ -275,6 +277,10 @@ def test_a_student_learns_from_the_successes_of_its_group(files, tmp_path):
             ]
         )
         rows[name] = metrics.read(tmp_path / name / "metrics.jsonl")
+        (shown,) = (x for x in capsys.readouterr().out.splitlines() if "taught" in x)
+        first, last = (float(x) for x in re.findall(r"│ +([\d.]+)", shown))
+        taught = [row["response/taught"] for row in rows[name]]
+        np.testing.assert_allclose([first, last], taught, rtol=1e-3)
     for row in rows["some"]:
         assert 0 < row["response/taught"] <= 1
         assert 0 < row["objective/scores"] < 1  # of all responses

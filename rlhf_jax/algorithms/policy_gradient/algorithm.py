@@ -95,7 +95,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """Raises InputError for more of the likeliest tokens than there are."""
         checks.within(
             most=self.model.vocab_size,
-            advice="choose fewer tokens, at most the vocabulary",
+            advice="the vocabulary has no more tokens: choose fewer",
             **numbers,
         )
 

@@ -283,11 +283,15 @@ class PolicyRecipe:
         if self.recorded_top_k is not None:
             recomputed = self.sampler_correction if self.recomputes_logprobs else None
             expect_none(
-                "with surrogate centred, which weights the sampler's every token, and "
-                "reads what is recorded of it where all rows are sampled at once",
+                "with surrogate centred, which reads the sampler's own log-probs, of "
+                "every token",
                 advice="leave one of them out",
                 sampler_correction=recomputed,
                 token_choice=self.token_choice,
+            )
+            expect_none(
+                "with surrogate centred, as no likeliest tokens are recorded then",
+                advice="leave one of them out",
                 continuous_batching=self.continuous_batching,
             )
         if self.loss_scale_factor is not None:

@@ -217,7 +217,7 @@ def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
     tensors = mxfp4.Tensors(folder, named=names)
     if names.left_out:
         _note(
-            f"checkpoint {of}: its language model is read; left out are tensors, "
+            f"checkpoint {of}: only its language model is read; tensors left out: "
             f"{names.left_out}"
         )
     whole = (folder / shards.WEIGHTS).exists()

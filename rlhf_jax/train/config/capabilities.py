@@ -184,6 +184,9 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
         f"rlhf-jax {c.name}, whose prompts have one response": (
             c.rows_per_prompt == 1 or c.name == "nash-md"
         ),
+        f"rlhf-jax {c.name}, whose groups of equal rewards teach something": (
+            c.name == "distill"
+        ),
         "--normalise each, where groups of equal sums teach something": (
             getattr(c.method, "normalise", None) == "each"
         ),
@@ -265,16 +268,16 @@ TABLE: Mapping[tuple[str, str], str] = {
         "its base is sampled with as --reference-storage has it"
     ),
     ("sampler outside", "drawn here"): (
-        "our decoder beside the trainer draws these, and it alone records its experts "
-        "and likeliest tokens"
+        "our decoder beside the trainer draws these, and alone records experts and "
+        "likeliest tokens"
     ),
     ("server", "order of the decoder"): (
         "a server has an order of its own, and returns no entropies"
     ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (
-        "episodes have places and a cache of their own, which record nothing "
-        "else, and turns end at a stop token"
+        "episodes have a cache of their own, record neither experts nor likeliest "
+        "tokens, and end their turns at a stop token"
     ),
     ("one width", "buckets"): "all of its batches have one width",
     ("redraws", "no known groups"): (

@@ -26,6 +26,9 @@ from rlhf_jax.train.rows import question_of
 
 BEFORE = "\nCorrect solution:\n\n"
 AFTER = "\n\n\n\nCorrectly solve the original question.\n"
+# Stands for a response where widths are counted. Of an empty one, the newlines around
+# it would be tokens together, and full-length responses would not fit.
+SHORTEST = "x"
 
 
 class Reprompt:
@@ -41,7 +44,7 @@ class Reprompt:
         group_size: int,
         max_new_tokens: int,
     ) -> None:
-        """Encodes every prompt with an empty demonstration, for the width of all.
+        """Encodes every prompt with the shortest demonstration, for the width of all.
 
         Raises:
           InputError: the model's context has no room for one.
@@ -49,13 +52,13 @@ class Reprompt:
         self._rows, self._options, self._start = rows, options, start
         self._score, self._size = success_score, group_size
         self._contract = TextContract(start.tokenizer, stop_ids=start.stop_ids)
-        bare = self._encoded([(number, "") for number in range(len(rows))])
+        bare = self._encoded([(number, SHORTEST) for number in range(len(rows))])
         longest, room = max(map(len, bare)), start.model.max_positions - max_new_tokens
-        if longest >= room:
+        if longest > room:
             raise InputError(
-                f"--success-score: expected prompts of less than {room} tokens with an "
-                f"empty demonstration, got one of {longest}; lower --max-new-tokens, "
-                f"or drop long prompts"
+                f"--success-score: expected prompts of at most {room} tokens with a "
+                f"demonstration of one letter, got one of {longest}; lower "
+                f"--max-new-tokens, or drop long prompts"
             )
         self._width = min(longest + max_new_tokens, room)  # of every batch: one program
 

@@ -104,6 +104,10 @@ def test_the_table_is_short_and_every_row_has_a_command_line():
     [
         ("grpo --normalise each --max-redraws 2", ("redraws", "no known groups")),
         (
+            "distill --success-score 1 --group-size 2 --max-redraws 2",
+            ("redraws", "no known groups"),
+        ),
+        (
             "grpo --routing-replay sampler --sampler process",
             ("sampler outside", "drawn here"),
         ),

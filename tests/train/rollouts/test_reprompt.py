@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_files
+import transformers
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
@@ -106,7 +107,7 @@ def test_a_batch_has_one_width_and_what_is_wider_is_not_taught():
     longest = max(len(ids(f"{row['prompt']}{BEFORE}{AFTER}")) for row in ROWS)
     for scores in ([0.0] * 4, [1.0] * 4):
         prompts = made()(rollout(), Scores(jnp.asarray(scores), {}))
-        assert prompts.tokens.shape == (4, longest + NEW)
+        assert prompts.tokens.shape == (4, longest + 1 + NEW)
     # Of the two prompts one leaves room for one token of a demonstration, one for two.
     small = START._replace(
         model=toy_files.config.gpt2(
@@ -119,5 +120,45 @@ def test_a_batch_has_one_width_and_what_is_wider_is_not_taught():
     )
     _, taught = read([1.0] * 4, start=small)
     assert taught == [True, False, False, True]  # row 1 would read two, row 2 three
-    with pytest.raises(InputError, match="--success-score: expected prompts of less"):
+    with pytest.raises(InputError, match="--success-score: expected prompts of at"):
         made(start=small, max_new_tokens=NEW + 1)
+
+
+def test_a_response_of_full_length_fits_where_newlines_are_merged(shared_data):
+    """GPT-2 reads the newlines around an empty demonstration as one token fewer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        shared_data / "gpt2-tokenizer"
+    )
+    response = tokenizer("x12 is the sum")["input_ids"]
+    start = START._replace(
+        model=toy_files.config.gpt2(
+            vocab_size=len(tokenizer),
+            hidden_size=8,
+            num_layers=1,
+            num_heads=2,
+            max_positions=64,
+        ),
+        tokenizer=tokenizer,
+        stop_ids=(tokenizer.eos_token_id,),
+    )
+    reader = Reprompt(
+        [{"prompt": "1 + 6 ="}],
+        options=AskedPrompts(prompts="p"),
+        start=start,
+        success_score=1.0,
+        group_size=2,
+        max_new_tokens=len(response),
+    )
+    asked = tokenizer("1 + 6 =")["input_ids"]
+    tokens = jnp.asarray([asked + response] * 2, jnp.int32)
+    drawn = Rollout(
+        tokens=tokens,
+        mask=jnp.ones(tokens.shape, bool),
+        response_mask=jnp.arange(tokens.shape[1])[None].repeat(2, 0) >= len(asked),
+        old_logprobs=jnp.zeros(tokens.shape),
+        entropy=jnp.zeros(tokens.shape),
+        index=jnp.zeros(2, jnp.int32),
+        sample=jnp.arange(2, dtype=jnp.int32),
+    )
+    taught = reader(drawn, Scores(jnp.ones(2), {})).taught
+    assert np.asarray(taught).all()
