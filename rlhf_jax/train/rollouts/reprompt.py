@@ -26,9 +26,7 @@ from rlhf_jax.train.rows import question_of
 
 BEFORE = "\nCorrect solution:\n\n"
 AFTER = "\n\n\n\nCorrectly solve the original question.\n"
-# Stands for a response where widths are counted. Of an empty one, the newlines around
-# it would be tokens together, and full-length responses would not fit.
-SHORTEST = "x"
+SHORTEST = "x"  # of an empty response, newlines around it would be fewer tokens
 
 
 class Reprompt:
@@ -97,16 +95,14 @@ class Reprompt:
     def _encoded(self, pairs: Sequence[tuple[int, str]]) -> Sequence[Tokens]:
         """The prompts of rows, each with a demonstration."""
         field = self._options.prompt_field
-        questions = []
-        for number, text in pairs:
-            row = self._rows[number]
-            questions.append(
-                question_of(
-                    {**row, field: demonstrated(row[field], text)},
-                    options=self._options,
-                    where=place(row, number),
-                )
-            )
+        rows = [
+            {**self._rows[number], field: demonstrated(self._rows[number][field], text)}
+            for number, text in pairs
+        ]
+        questions = [
+            question_of(row, options=self._options, where=place(row, number))
+            for row, (number, _) in zip(rows, pairs, strict=True)
+        ]
         return self._contract.prompts(questions)
 
 
@@ -118,13 +114,9 @@ def demonstrations(successes: np.ndarray, *, group_size: int) -> np.ndarray:
     >>> print(demonstrations(np.array([False, True, False, False]), group_size=2))
     [ 1 -1 -1 -1]
     """
-    shown = np.full(len(successes), -1)
-    for row in range(len(successes)):
-        first = row - row % group_size
-        group = range(first, first + group_size)
-        others = (other for other in group if other != row and successes[other])
-        shown[row] = next(others, -1)
-    return shown
+    others = successes.reshape(-1, 1, group_size) & ~np.eye(group_size, dtype=bool)
+    first = others.argmax(axis=2) + group_size * np.arange(len(others))[:, None]
+    return np.where(others.any(axis=2), first, -1).ravel()
 
 
 def demonstrated(written: Written, text: str) -> Written:
