@@ -68,6 +68,8 @@ def centred_loss(
     >>> def loss(z):
     ...     now = jax.nn.log_softmax(z)[None, None]
     ...     return centred_loss(logprobs=now[..., 0], top_logprobs=now, **arrays)[0]
+    >>> print(loss(jnp.zeros(2)))  # c adds up to 0
+    0.693
     >>> print(jax.grad(loss)(jnp.zeros(2)))  # μ - e_0, where a likelihood has π - e_0
     [-0.25  0.25]
     """
