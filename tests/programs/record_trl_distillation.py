@@ -15,16 +15,21 @@ Inputs, ragged on the right:
 
 For each of them `losses` f32[5] and `gradients` f32[5, 3, 5, 11], by the student's
 logits, of `GKDTrainer.generalized_jsd_loss`: the mean over the tokens of the mask.
+
+Of SDPO, by `compute_topk_self_distillation_loss` with a bucket for the tail, without a
+temperature: `sdpo_losses` f32[5, 3, 5] of every token, and `sdpo_gradients`
+f32[5, 3, 5, 11] of their sum, with the `sdpo_k` likeliest tokens of the student.
 """
 
 import numpy as np
 import torch
 from places import FIXTURES
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.sdpo.loss_utils import compute_topk_self_distillation_loss
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 LENGTHS = (5, 1, 3)
-COLUMNS, VOCAB, TEMPERATURE = 5, 11, 0.7
+COLUMNS, VOCAB, TEMPERATURE, SDPO_K = 5, 11, 0.7, 4
 
 
 def main() -> None:
@@ -34,7 +39,7 @@ def main() -> None:
     logits, ref_logits = rng.normal(0, 1.5, (2, *shape)).astype("f4")
     mask = np.arange(COLUMNS)[None, :] < np.array(LENGTHS)[:, None]
     labels = torch.tensor(np.where(mask, 0, -100))
-    losses, gradients = [], []
+    losses, gradients, sdpo_losses, sdpo_gradients = [], [], [], []
     for beta in BETAS:
         student = torch.tensor(logits).requires_grad_()
         loss = GKDTrainer.generalized_jsd_loss(
@@ -47,6 +52,17 @@ def main() -> None:
         loss.backward()
         losses.append(loss.detach().numpy())
         gradients.append(student.grad.numpy())
+        student = torch.tensor(logits).requires_grad_()
+        tokens = compute_topk_self_distillation_loss(
+            student,
+            torch.tensor(ref_logits),
+            distillation_topk=SDPO_K,
+            distillation_alpha=beta,
+            distillation_add_tail=True,
+        )
+        tokens.sum().backward()
+        sdpo_losses.append(tokens.detach().numpy())
+        sdpo_gradients.append(student.grad.numpy())
     np.savez(
         FIXTURES / "trl_distillation.npz",
         logits=logits,
@@ -56,6 +72,9 @@ def main() -> None:
         betas=np.float32(BETAS),
         losses=np.stack(losses),
         gradients=np.stack(gradients),
+        sdpo_losses=np.stack(sdpo_losses),
+        sdpo_gradients=np.stack(sdpo_gradients),
+        sdpo_k=np.int32(SDPO_K),
     )
 
 

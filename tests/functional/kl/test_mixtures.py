@@ -171,6 +171,35 @@ def test_losses_and_gradients_are_those_of_trl(source, which):
         np.testing.assert_allclose(gradient, TRL["gradients"][at], atol=1e-6)
 
 
+def test_losses_of_the_likeliest_tokens_are_those_of_trl_s_sdpo():
+    """Of every token, with one bucket for the tail, in five directions."""
+    head, k = np.eye(V, dtype=np.float32), int(TRL["sdpo_k"])
+
+    @jax.jit
+    def all_of_them(logits):
+        def values(logits, beta):
+            column = (0, 0), (0, 1), (0, 0)  # column t is about t + 1
+            models = (
+                *(jnp.pad(logits, column), head),
+                *(jnp.pad(TRL["ref_logits"], column), head),
+            )
+            if beta in (0.0, 1.0):
+                direction = "forward" if beta == 0.0 else "reverse"
+                found = kl.exact_from_hidden(*models, direction=direction, k=k)
+            else:
+                found = kl.jensen_shannon_from_hidden(*models, beta=beta, k=k)
+            return found[:, 1:].sum(), found[:, 1:]
+
+        return [
+            jax.grad(functools.partial(values, beta=float(beta)), has_aux=True)(logits)
+            for beta in TRL["betas"]
+        ]
+
+    for at, (gradient, found) in enumerate(all_of_them(TRL["logits"])):
+        np.testing.assert_allclose(found, TRL["sdpo_losses"][at], atol=1e-6)
+        np.testing.assert_allclose(gradient, TRL["sdpo_gradients"][at], atol=1e-6)
+
+
 def test_it_lies_between_0_and_its_largest_value_and_tends_to_both_kls():
     logits, ref_logits = jnp.asarray(normal(5, V)), normal(5, V)
     for beta in BETAS:
