@@ -440,18 +440,17 @@ def test_starts_with_uneven_lengths():
     runs = record["participants"]
     path = places.ROOT / "rlhf_jax" / "planning" / "README.md"
     told = re.search(
-        r"done packed after (\S+) s cold and (\S+) s warm, at a peak of (\S+) MiB; "
-        r"padded after (\S+) and (\S+) s at (\S+), TRL's after (\S+) and (\S+) s at "
-        r"(\S+) \(",
+        r"takes (\S+) s cold and (\S+) s warm packed, (\S+) and (\S+) s padded, "
+        r"(\S+) and (\S+) s in TRL; peaks are (\S+), (\S+) and (\S+) MiB",
         path.read_text(encoding="utf-8"),
     )
     assert told is not None
-    cells = iter(told.groups())
+    seconds, peaks = iter(told.groups()[:6]), iter(told.groups()[6:])
     for name in ("rlhf_jax", "rlhf_jax, padded", "trl"):
         run = runs[name]
         for start in (run["cold"], run["start"]):
-            check(next(cells), start["start_up"] + start["warm_up"][0])
-        check(next(cells), run["start"]["peak_bytes"] / 2**20)
+            check(next(seconds), start["start_up"] + start["warm_up"][0])
+        check(next(peaks), run["start"]["peak_bytes"] / 2**20)
 
 
 def test_regularisers():
