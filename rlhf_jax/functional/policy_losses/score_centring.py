@@ -97,12 +97,8 @@ def centred_loss(
     ratios, _ = _weight(jnp.where(inside, log_p - log_q, 0.0), cap, floor)
     coefficients = jnp.where(inside, q * ratios - scale[..., None] * p, 0.0)
     expected = jnp.sum(coefficients * top_logprobs, axis=-1)
-    loss, stats = aggregate(
-        "loss/policy",
-        -advantages * (weight * jnp.where(mask, logprobs, 0.0) - expected),
-        mask,
-        **mean,
-    )
+    losses = -advantages * (weight * jnp.where(mask, logprobs, 0.0) - expected)
+    loss, stats = aggregate("loss/policy", losses, mask, **mean)
     own = {"policy/clipfrac": beyond, "policy/top_mass": q.sum(axis=-1)}
     ratio = jnp.exp(jnp.minimum(log_ratio, surrogates.LARGEST))
     stats |= masked.sum_stats(own, mask=mask)

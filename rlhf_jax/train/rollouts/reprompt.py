@@ -17,7 +17,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row, place
-from rlhf_jax.data.text import TextContract, Written
+from rlhf_jax.data.text import Question, TextContract, Written
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.scores import Scores
@@ -79,40 +79,33 @@ class Reprompt:
             for j in np.unique(of[taught])
         }
         encoded = self._encoded([(index[row], texts[of[row]]) for row in taught])
-        before = np.cumsum(response_mask, axis=1) == 0
-        read = [
-            row[own].tolist() for row, own in zip(tokens, mask & before, strict=True)
-        ]
+        prompts = mask & (np.cumsum(response_mask, axis=1) == 0)
+        read = [row[own].tolist() for row, own in zip(tokens, prompts, strict=True)]
         fits: Any = np.zeros(len(tokens), bool)  # what becomes a jax.Array
         for row, prompt in zip(taught, encoded, strict=True):
             if len(prompt) <= self._width:
                 read[row], fits[row] = prompt, True
-        padded = batches.pad(
-            read, width=self._width, pad_id=self._start.pad_id, left=True
-        )
+        pad_id = self._start.pad_id
+        padded = batches.pad(read, width=self._width, pad_id=pad_id, left=True)
         return TeacherPrompts(*padded, taught=fits)
 
     def _encoded(self, pairs: Sequence[tuple[int, str]]) -> Sequence[Tokens]:
         """The prompts of rows, each with a demonstration."""
         field = self._options.prompt_field
-        rows = [
-            {**self._rows[number], field: demonstrated(self._rows[number][field], text)}
-            for number, text in pairs
-        ]
-        questions = [
-            question_of(row, options=self._options, where=place(row, number))
-            for row, (number, _) in zip(rows, pairs, strict=True)
-        ]
-        return self._contract.prompts(questions)
+
+        def question(number: int, text: str) -> Question:
+            row = self._rows[number]
+            own = {**row, field: demonstrated(row[field], text)}
+            return question_of(own, options=self._options, where=place(row, number))
+
+        return self._contract.prompts([question(*pair) for pair in pairs])
 
 
 def demonstrations(successes: np.ndarray, *, group_size: int) -> np.ndarray:
     """i64[B], the row that is shown for each: the first other success, or -1.
 
-    >>> print(demonstrations(np.array([False, True, False, True]), group_size=4))
-    [1 3 1 1]
-    >>> print(demonstrations(np.array([False, True, False, False]), group_size=2))
-    [ 1 -1 -1 -1]
+    >>> print(demonstrations(np.array([False, True, True, True]), group_size=2))
+    [ 1 -1  3  2]
     """
     others = successes.reshape(-1, 1, group_size) & ~np.eye(group_size, dtype=bool)
     first = others.argmax(axis=2) + group_size * np.arange(len(others))[:, None]
