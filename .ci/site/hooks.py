@@ -20,7 +20,8 @@ PLAIN = re.compile(r'<span class="[np]">([^<]*|<a [^>]*>[^<]*</a>)</span>')
 NOTHING = re.compile(
     r'–\s*<div class="doc-md-description">\s*</div>| title="Permanent link"'
 )
-# The same on every page, and needed before it is shown.
+# The same on every page, and needed before it is shown: functions, and who calls them.
+SHARED = re.compile(r"(<script>__md_scope=[^,]*,location\)),(.*?)</script>", re.DOTALL)
 PALETTE = re.compile(r"<script>(var palette=.*?)</script>", re.DOTALL)
 
 
@@ -45,10 +46,13 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
 
 def on_post_page(output: str, page: Page, config: Any, **kwargs: Any) -> str:
     """Takes out of a page what no browser needs: two thirds of the site."""
-    if palette := PALETTE.search(output):
-        (Path(config["site_dir"]) / "palette.js").write_text(palette[1], "utf-8")
+    shared, palette = SHARED.search(output), PALETTE.search(output)
+    if shared and palette:
+        script = f"{shared[2]};{palette[1]}"
+        (Path(config["site_dir"]) / "palette.js").write_text(script, "utf-8")
         address = get_relative_url("palette.js", page.url)
         output = PALETTE.sub(f'<script src="{address}"></script>', output)
+        output = SHARED.sub(r"\1</script>", output)
     output = NOTHING.sub("", PLAIN.sub(r"\1", TITLED.sub(r"\1", output)))
     return minify_html.minify(output, keep_html_and_head_opening_tags=True)
 
