@@ -6,6 +6,7 @@ enforces in every thread as it does a full disk, with another number.
 
 import dataclasses
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -102,8 +103,15 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_afterwards(
     assert f"--config {out / 'config.json'} --resume" in stopped[0]
     assert start("--out", out, "--resume").returncode == 0
     assert start("--out", tmp_path / "whole").returncode == 0
-    for file in ("metrics.jsonl", "summary.json"):
-        assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    whole = tmp_path / "whole"
+    rows = [(run / "metrics.jsonl").read_bytes() for run in (out, whole)]
+    assert rows[0] == rows[1]
+    # The proof has a digest of config.json, which names the folder.
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (out, whole)]
+    proofs = [summary.pop("proof")["files"] for summary in summaries]
+    assert summaries[0] == summaries[1]
+    assert proofs[0].keys() == proofs[1].keys()
+    assert proofs[0]["metrics.jsonl"] == proofs[1]["metrics.jsonl"]
 
 
 def one(value):
