@@ -277,7 +277,7 @@ def _weights(
         checks.shape((None, None), mask=mask)
         loss_scale_factor = jnp.asarray(loss_scale_factor)
         checks.shape((mask.shape[0],), loss_scale_factor=loss_scale_factor)
-        # Rows that pad a batch may have c_b = 0.
+        # Packed parts have c_b = 0 in the rows of other parts.
         scale = jax.lax.stop_gradient(loss_scale_factor)
         scale = jnp.where(scale > 0, scale, 1.0)
         responses = jnp.sum(mask.any(axis=1), dtype=jnp.float32)
