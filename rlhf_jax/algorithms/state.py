@@ -135,8 +135,8 @@ def _check_float32(params: Params) -> None:
         if leaf.dtype != jnp.float32:
             raise TypeError(
                 f"{path}: expected float32 to train, got {leaf.dtype}, in which small "
-                f"steps round to none at all; load with dtype='float32' and let "
-                f"model.dtype alone be {leaf.dtype}"
+                f"steps round to nothing; load with dtype='float32', and set only "
+                f"model.dtype to {leaf.dtype}"
             )
 
 

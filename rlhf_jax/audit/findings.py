@@ -80,7 +80,7 @@ def of_gradient(
     if jnp.shape(gradient) != world.policy.shape:
         raise ValueError(
             f"expected the gradient of {world.name!r}, f32{list(world.policy.shape)}, "
-            f"got {list(jnp.shape(gradient))}; pass the world that it is of"
+            f"got {list(jnp.shape(gradient))}; pass the gradient's own world"
         )
     targets = {
         name: np.asarray(target, np.float64)

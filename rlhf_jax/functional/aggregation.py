@@ -56,8 +56,8 @@ def bias(aggregation: Aggregation) -> str | None:
     `kl.gradients` and `advantages` describe gradients of sums over responses, which
     `constant` has, times 1/loss_scale_factor.
 
-    >>> bias("sequence_mean")[:51]
-    "aggregation 'sequence_mean' divides what a response"
+    >>> bias("sequence_mean")[:43]
+    "aggregation 'sequence_mean' divides the sum"
     >>> print(bias("constant"))
     None
     """
@@ -70,9 +70,9 @@ def bias(aggregation: Aggregation) -> str | None:
     if divisor is None:
         return None
     return (
-        f"aggregation {aggregation!r} divides what a response adds by the number of "
-        f"{divisor}, so that where responses differ in length its expected gradient "
-        f"has another direction than the one named; aggregation 'constant' has that one"
+        f"aggregation {aggregation!r} divides the sum over a response by the number of "
+        f"{divisor}: where responses differ in length, the expected gradient does not "
+        f"have the direction named; with aggregation 'constant' it has"
     )
 
 

@@ -160,7 +160,7 @@ def token_logprobs_from_hidden(
     checks.within(
         least=1,
         most=padded,
-        advice="pass the size of the true vocabulary, of rows of head",
+        advice="pass the true vocabulary's size, at most the rows of head",
         vocab_size=vocab_size,
     )
     unused_ids.check(unused, vocab_size=vocab_size)

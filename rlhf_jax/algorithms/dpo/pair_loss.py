@@ -114,8 +114,8 @@ def loss(
             f"expected no ref_logprobs with {free}, got some, which would not "
             "be read; leave one of them out"
             if ref_logprobs is not None
-            else "expected ref_logprobs, as DPO is a loss of what the policy says over "
-            "what its reference says, got none; give them (`reference_logprobs`)"
+            else "expected ref_logprobs, as DPO is a loss of log-ratios to a "
+            "reference, got none; give them (`reference_logprobs`)"
             f"{or_free}"
         )
     if (dpo.kind == "kto") != (batch.labels is not None):

@@ -65,14 +65,14 @@ class ScoreShaping:
             )
         if self.overlong_after and not self.overlong_penalty:
             yield (
-                f"overlong_after: expected an overlong_penalty with it, got "
-                f"{self.overlong_after} without; give it, or leave this out"
+                f"overlong_after: expected an overlong_penalty with it, got only "
+                f"{self.overlong_after}; give overlong_penalty, or leave it out"
             )
         if self.missing_stop_score is not None and self.missing_stop_penalty:
             yield (
                 f"expected one of missing_stop_score and missing_stop_penalty, got "
                 f"{self.missing_stop_score} and {self.missing_stop_penalty}; replace "
-                f"the score or take something off it"
+                f"the score or subtract from it"
             )
 
     @property
@@ -158,9 +158,9 @@ def shape_turns(
     if shaping.normalise:
         if ends is None:
             raise InputError(
-                "turn_ends: expected the last token of every turn beside rewards of "
-                "turns, as normalising takes a share of the mean off each, got none; "
-                "give Scores.turn_ends, or leave scores.normalise out"
+                "turn_ends: expected the last token of every turn with rewards of "
+                "turns, as normalising subtracts a share of the mean from each, got "
+                "None; give Scores.turn_ends, or leave scores.normalise out"
             )
         # Turns that end at this column or later: 1 for the last turn, n for the first.
         later = jnp.cumsum(ends[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]

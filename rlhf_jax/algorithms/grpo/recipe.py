@@ -90,14 +90,14 @@ class GroupRecipe(PolicyRecipe):
             raise InputError(
                 f"normalise: expected 'rollout' or None with baseline "
                 f"{self.baseline!r}, got {self.normalise!r}, whose deviation is about "
-                f"the mean that is not taken off; choose baseline='group'"
+                f"a mean that is not the baseline; choose baseline='group'"
             )
         added = self.penalty.in_reward or self.scores != AS_THEY_ARE
         if self.normalise == "each" and added:
             raise InputError(
                 "normalise: expected another than 'each' with a KL in the reward or "
                 "options of scores, which are about the sum of the rewards; choose "
-                "penalty.placement='loss', and give what is charged as a reward"
+                "penalty.placement='loss', and give penalties of scores as rewards"
             )
 
 

@@ -67,8 +67,8 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         del kl_coef
         if scored.ref_logprobs is None:
             raise InputError(
-                "expected a reference, as DPO is a loss of what the policy says over "
-                "what its reference says, got none; give one"
+                "expected a reference, as DPO is a loss of log-ratios to one, got "
+                "none; give one"
             )
         rows = len(scored.scores)
         checks.groups(rows, group_size=self.group_size)

@@ -127,14 +127,13 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         if self.fixed_length is not None:
             checks.within(
                 below=self.max_new_tokens,
-                advice="after which no token is left that could end a response; lower "
-                "it, or sample longer by max_new_tokens",
+                advice="no later token could end a response: lower it, or raise "
+                "max_new_tokens",
                 truncate_after=self.fixed_length.truncate_after,
             )
         checks.within(
             below=self.max_new_tokens,
-            advice="which no response exceeds; lower it, or sample longer by "
-            "max_new_tokens",
+            advice="no response is longer: lower it, or raise max_new_tokens",
             **{"scores.overlong_after": self.scores.overlong_after},
         )
 

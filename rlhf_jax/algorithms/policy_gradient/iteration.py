@@ -172,8 +172,8 @@ def learn(
     # would silently train the policy alone.
     if recipe.critic is not None and values is not None and state.critic is None:
         raise InputError(
-            "expected a state with the critic of its recipe, got one with no critic "
-            "where it has one; beside a critic apart call make_experience and update"
+            "expected a state with a critic, as the recipe has one, got a state "
+            "without a critic; with a critic apart call make_experience and update"
         )
     state, experience, stats, scored = make_experience(
         state,

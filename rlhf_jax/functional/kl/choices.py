@@ -62,7 +62,7 @@ class Penalty:
         checks.within(
             above=0,
             below=1,
-            advice="at 1 the reference stands alone: leave it out",
+            advice="leave it out for the reference alone",
             reference_share=self.reference_share,
         )
         refuse((*self._faults(), *self._faults_of_weights()))
@@ -99,8 +99,8 @@ class Penalty:
             unapt or self.direction == "forward" or self.placement in (None, "both")
         ):
             yield (
-                f"reference_share: expected none but for a reverse KL by k1 in the "
-                f"reward, or by k1 and k2 in the loss, got {self.reference_share:g} "
+                f"reference_share: expected None except for a reverse KL with k1 in "
+                f"the reward, or k1 and k2 in the loss, got {self.reference_share:g} "
                 f"with {' and '.join(self.estimators_used)}, {self.direction}, "
                 f"placement {self.placement}; choose another estimator, or leave it out"
             )
@@ -249,11 +249,11 @@ class Penalty:
         what = f"{' and '.join(places)}, {self.direction}, per {self.per}"
         if not self.terms and self.per != "length":
             return (
-                f"KL penalty ({what}): its expected gradient is zero, so that it does "
-                f"not hold the policy; choose k2 in the loss, or k1 in the reward"
+                f"KL penalty ({what}): its expected gradient is zero, so it does not "
+                f"regularise the policy; choose k2 in the loss, or k1 in the reward"
             )
         return (
-            f"KL penalty ({what}): its expected gradient is that of no KL, it is "
+            f"KL penalty ({what}): its expected gradient is not that of a KL: it is "
             f"{self.gradient}; k1 in the reward gives full reverse"
         )
 

@@ -143,9 +143,9 @@ class _Target:
             upper = kl_coef * _RANGE
             if checks.number(upper) == 0:
                 raise checks.InputError(
-                    f"max_kl_coef: expected a number above 0, got none with a kl_coef "
-                    f"of {kl_coef:g}, of which it would be {_RANGE:g} times; give "
-                    f"max_kl_coef"
+                    f"max_kl_coef: expected a number above 0, got None with kl_coef "
+                    f"{kl_coef:g}, for which the default of {_RANGE:g} times kl_coef "
+                    f"is 0; give max_kl_coef"
                 )
         checks.positive(max_kl_coef=upper)
         checks.within(

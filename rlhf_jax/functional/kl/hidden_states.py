@@ -251,7 +251,7 @@ def _from_hidden(
     checks.within(
         least=1,
         most=min(padded, ref_padded),
-        advice="pass the size of the true vocabulary, of rows of head and of ref_head",
+        advice="pass the true vocabulary's size, at most the rows of either head",
         vocab_size=vocab_size,
     )
     unused_ids.check(unused, vocab_size=vocab_size)

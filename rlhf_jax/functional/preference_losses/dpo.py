@@ -217,8 +217,8 @@ def check_dpo(
     if kind == "ipo" and reference_free:
         faults.append(
             "kind: expected sigmoid, robust or hinge without a reference, got 'ipo', "
-            "which holds every pair to one lead over the reference: over none, that is "
-            "a claim about the lengths of responses; choose another, or give the "
-            "reference"
+            "whose target is one lead over the reference for all pairs: without it, "
+            "the lead would depend on the lengths of responses; choose another kind, "
+            "or give the reference"
         )
     refuse(faults)
