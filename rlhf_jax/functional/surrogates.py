@@ -22,6 +22,8 @@ from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.aggregation import Mean, aggregate
 
 Array = jax.Array
+Scalar = checks.Scalar
+Stats = masked.Stats
 LARGE = 80.0  # nats: products above e^80 are computed as sums of logs
 LARGEST = 88.72  # nats: e^88.72 is the largest exponential in float32
 
@@ -103,10 +105,6 @@ def at_level(
         # Adds 0 to the value, and the token's own gradient.
         mean = jax.lax.stop_gradient(mean) + (own - jax.lax.stop_gradient(own))
     return jnp.where(mask, mean, 0.0)
-
-
-Scalar = checks.Scalar
-Stats = masked.Stats
 
 
 def cispo_loss(

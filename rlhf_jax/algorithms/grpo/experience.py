@@ -111,11 +111,11 @@ def group_experience(
         parts = zip(scored.rewards, scored.weights, strict=True)
         # Rewards of weight 0 are only logged.
         counted = [(one, weight) for one, weight in parts if weight] or [(totals, 1.0)]
-        each, weights = zip(*counted, strict=True)
+        terms, weights = zip(*counted, strict=True)
         weights = jnp.array(weights, jnp.float32)
-        of_rows = decoupled(jnp.stack(each), weights=weights, **groups)
+        of_rows = decoupled(jnp.stack(terms), weights=weights, **groups)
         # Groups with equal sums of rewards may still have advantages.
-        alike = jnp.stack([equal_groups(one, **groups) for one in each]).all(axis=0)
+        alike = jnp.stack([equal_groups(one, **groups) for one in terms]).all(axis=0)
     elif baseline == "group":
         of_rows = group_relative(totals, normalise=normalise == "group", **groups)
     elif baseline == "length_weighted":

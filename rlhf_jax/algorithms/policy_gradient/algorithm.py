@@ -101,11 +101,11 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     def _check_experts(self) -> None:
         """Raises InputError for an option of mixtures of experts on a dense model."""
         replay = self.routing_replay
-        for name, given in {
+        for name, is_set in {
             "routing_replay": replay is not None,
             "balance_coef": self.balance_coef != 0,
         }.items():
-            if given and self.model.experts is None:
+            if is_set and self.model.experts is None:
                 raise InputError(
                     f"{name}: expected a mixture of experts, got a dense "
                     f"{self.model.family}; leave {name} out"

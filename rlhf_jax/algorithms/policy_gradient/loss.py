@@ -177,14 +177,14 @@ def policy_terms(
         from rlhf_jax.functional.policy_losses.token_choice import kl_cov_loss
 
         assert experience.chosen is not None  # set by `token_choice.choose`
-        held, held_stats = kl_cov_loss(
+        kl_cov, kl_cov_stats = kl_cov_loss(
             logprobs=logprobs,
             old_logprobs=experience.old_logprobs,
             chosen=experience.chosen,
             mask=mask,
             **counts,
         )
-        loss, stats = loss + recipe.token_choice.coef * held, stats | held_stats
+        loss, stats = loss + recipe.token_choice.coef * kl_cov, stats | kl_cov_stats
     # Static: at 0 the term is not in the program.
     controlled = experience.entropy_coef
     if recipe.entropy_coef or controlled is not None:

@@ -128,8 +128,8 @@ def kl_cov_loss(
     checks.boolean(chosen=chosen)
     checks.masked_floats(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     log_ratio = logprobs - jax.lax.stop_gradient(old_logprobs)
-    held = mask & chosen & (jnp.abs(log_ratio) > ROUNDING)
-    log_ratio = jnp.where(held, log_ratio, 0.0)
+    penalised = mask & chosen & (jnp.abs(log_ratio) > ROUNDING)
+    log_ratio = jnp.where(penalised, log_ratio, 0.0)
     return aggregate(
         "loss/kl_cov",
         jnp.abs(log_ratio),
