@@ -116,7 +116,7 @@ def centred(
     >>> centre, rest, deviation = centred(x, mask=jnp.array([True, True, False]))
     >>> print(centre + rest, deviation)
     2.0 [-1.  1.  0.]
-    >>> x = jnp.array([2.0**24, 2.0**24 + 2, 2.0**24 + 2])  # the mean is no float32
+    >>> x = jnp.array([2.0**24, 2.0**24 + 2, 2.0**24 + 2])  # the mean is not a float32
     >>> centre, rest, deviation = centred(x, mask=jnp.array([True, True, True]))
     >>> print(deviation)
     [-1.333  0.667  0.667]

@@ -83,10 +83,10 @@ def terms(
     """The expected gradient as a sum, {name: factor}; {} is zero.
 
     Args:
-      in_reward, in_loss: the estimators in reward and loss; None is no estimator.
+      in_reward, in_loss: the estimators in reward and loss; None uses no estimator.
       per_response: True where one estimate is made of a whole response.
       importance_weights: "token" weights an estimate by its own token, "prefix" by all
-        tokens up to it; None is no weights.
+        tokens up to it; None uses no weights.
       top_k: True where exact is over a top k and one bucket.
 
     >>> choice = {"direction": "reverse", "per_response": False}

@@ -93,7 +93,7 @@ def importance_weights(
     Args:
       logprobs: f32[B, S], nats, log π_old of the trainer; column t is about
         tokens[:, t].
-      sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
+      sampler_logprobs: f32[B, S], nats, log μ of the policy that drew the tokens.
       cap, floor: bounds of the ratio (`check_bounds`).
 
     Returns:

@@ -78,7 +78,7 @@ def sampler_kl(
 
     Args:
       logprobs: f32[B, S], nats, log π_old of the trainer.
-      sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
+      sampler_logprobs: f32[B, S], nats, log μ of the policy that drew the tokens.
 
     Returns:
       {name: (sum, weight)}, nats per token: `policy/sampler_kl` by k1 and
