@@ -163,7 +163,7 @@ def add_further(
             f"{', '.join(further)}, got none; pass reference, whose weight is 1"
         )
     mask = scored.rollout.response_mask
-    total, stats, beside = scored.kl, dict(scored.kl_stats), dict[str, Further]()
+    total, stats, references = scored.kl, dict(scored.kl_stats), dict[str, Further]()
     for name, other in further.items():
         with located(f"reference {name}"):
             rescored = score(
@@ -196,5 +196,5 @@ def add_further(
         rows = num_responses(mask, row_mask=scored.row_mask)
         stats[f"objective/kl_{name}"] = per_response.sum(), rows
         # No parameters: an update gathers rows of every array of its experience.
-        beside[name] = Further(None, rescored.ref_logprobs, other.weight)
-    return dataclasses.replace(scored, kl=total, kl_stats=stats), beside
+        references[name] = Further(None, rescored.ref_logprobs, other.weight)
+    return dataclasses.replace(scored, kl=total, kl_stats=stats), references
