@@ -254,19 +254,7 @@ def language_model_loss(
     0.347
     """
     checks.masked_floats(mask, logprobs=logprobs)
-    losses = -logprobs
-    # Stats cover these rows alone; the loss divides by the whole minibatch's count.
-    stats = masked.sum_stats({"loss/language_model": losses}, mask=mask)
-    return _per_token(losses, mask, num_tokens), stats
-
-
-def _per_token(x: Array, mask: Array, count: Array | None) -> Array:
-    """Σ m·x / count; None counts the mask."""
-    if count is None:
-        return masked.masked_mean(x, mask=mask)
-    checks.shape((), count=count)
-    count = jax.lax.stop_gradient(jnp.asarray(count, jnp.float32))
-    return masked.masked_sum(x, mask=mask) / jnp.maximum(count, 1.0)
+    return aggregate("loss/language_model", -logprobs, mask, num_tokens=num_tokens)
 
 
 def value_loss(
