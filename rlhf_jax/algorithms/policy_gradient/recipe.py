@@ -197,7 +197,7 @@ class PolicyRecipe:
     the log-likelihood of a response by (π_ref/π_old)^share·exp(A/beta), with share=0.1
     and beta=0.05, up to cap=20. centred subtracts from each score its mean under the
     sampler, which records its top_k=128 tokens; cap=2 weights tokens by their ratio up
-    to cap, and floor= sets weights outside of both bounds to 0."""
+    to cap, and with floor= too, weights beyond either bound are 0."""
     off_policy_mask: float | None = None
     """Bound δ of the mean log μ/π over the tokens of a response, nats per token, μ the
     sampler: responses above it with a negative advantage are left out of the policy
