@@ -299,7 +299,7 @@ def value_loss(
     """
     checks.masked_floats(mask, values=values, old_values=old_values, returns=returns)
     values = jnp.where(mask, values, 0.0)
-    # Returns and old values are data of the rollout, not functions of the current critic.
+    # Returns and old values are data of the rollout, not functions of the critic now.
     old_values = jax.lax.stop_gradient(jnp.where(mask, old_values, 0.0))
     returns = jax.lax.stop_gradient(jnp.where(mask, returns, 0.0))
     clipped_values = values
