@@ -1,13 +1,13 @@
 """The code's functions and objects as its tests see them, in the judge's process.
 
 A `Handle` stands for an object that stays in the other process: its methods are called
-and its attributes read there. What a test written for plain values does to them (`==`,
-`<`, `len`, items, truth) is refused, and said. Exceptions are
+and its attributes read there. Operations that tests use on plain values (`==`, `<`,
+`len`, items, truth) are refused with a reason. Exceptions are
 
-    dataclasses, members of enumerations    equal by name and fields, compared here
-    what a test made of a class in capitals `len`, items, iteration, truth and text,
-                                            until a call returns it
-    arithmetic among objects                where it makes an object
+    dataclasses, members of enumerations    compared here, by name and fields
+    objects that the test itself made of a  `len`, items, iteration, truth and text,
+      class with a capital initial            until a call returns the object
+    arithmetic among objects                if the result is an object
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import types
 
 from rlhf_jax.verification.code import values
 
-TYPE_CHECKING = False  # as typing's, which takes long to import
+TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-# Arithmetic, by its names in `operator`.
+# Arithmetic operators by their names in the module `operator`.
 OPERATORS = (
     "add sub mul matmul truediv floordiv mod pow and_ or_ xor neg pos abs invert"
 )
-# Modules whose functions tests may use by the names that the code imported them under.
+# Modules whose functions tests may use under the names that the code imported.
 LIBRARIES = "math cmath copy itertools functools collections statistics string re json"
 LIBRARIES += " heapq bisect fractions decimal datetime random typing builtins"
 
 
 class Handle:
-    """An object of the code's."""
+    """A reference to an object in the code's process."""
 
     __slots__ = ("__weakref__", "_base", "_fields", "_link", "_made", "_number")
     __slots__ += ("_ended", "_pinned", "_traits")
@@ -42,11 +42,11 @@ class Handle:
         self._put("_link", link)
         self._put("_number", number)
         self._put("_traits", traits)  # see `runner.reference`
-        self._put("_fields", fields)  # of a dataclass or a member
-        self._put("_base", base)  # the built-in type that it is of
-        self._put("_made", False)  # by the test, and no call has returned it since
-        self._put("_pinned", None)  # fields, as a test gave them; see `__eq__`
-        self._put("_ended", False)  # an iterator that has said so
+        self._put("_fields", fields)  # names, of a dataclass or an enumeration's member
+        self._put("_base", base)  # the built-in type that its class derives from
+        self._put("_made", False)  # the test made it; no call has returned it since
+        self._put("_pinned", None)  # field values that the test wrote; see `__eq__`
+        self._put("_ended", False)  # an iterator that raised StopIteration
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -70,7 +70,7 @@ class Handle:
         if isinstance(value, Class):
             value.made_if(name[:1].isupper())
         elif isinstance(value, Handle) and value._fields == ["_name_"]:
-            if "k" in self._traits and value._held() != [name]:  # equal to that one
+            if "k" in self._traits and value._held() != [name]:  # an alias of another
                 value._refuse(f"a member under the name {name}, which is not its own,")
             value._put("_pinned", [name] if "k" in self._traits else None)
         elif name not in self._fields:
@@ -86,7 +86,7 @@ class Handle:
         return self._link.ask(what, self, *args)
 
     def _held(self) -> Any:
-        """Its fields, or what it holds as a built-in type: plain values, read once."""
+        """Returns its fields or its content as a built-in type, read once per call."""
         read, what = self._link.read, "held" if self._base else "fields"
         if self._pinned is not None:
             return self._pinned
@@ -95,9 +95,9 @@ class Handle:
         return read[self._number, f"__{what}__"]
 
     def __eq__(self, other: Any) -> bool:
-        """As Python's objects are: equal to themselves alone; else compared by fields.
+        """Compares identity, or the names and fields of dataclasses and members.
 
-        One side must be what the test made of fields that it gave.
+        Refused unless the test itself gave the fields of one side.
         """
         if other is self or other is None:
             return other is self
@@ -129,7 +129,7 @@ class Handle:
         return self if "n" in self._traits else iter(self._own("iter"))
 
     def __next__(self) -> Any:
-        if self._ended:  # a generator for a list would be empty for the next check
+        if self._ended:  # a generator returned for a list would look empty
             self._refuse("read again after its end")
         try:
             return self._do("next")
@@ -165,7 +165,7 @@ class Handle:
 
 
 class Function(Handle):
-    """One that can be called: a function, a method."""
+    """A callable of the code's: a function or a method."""
 
     __slots__ = ()
 
@@ -188,7 +188,7 @@ class Class(Function):
     __slots__ = ("_makes",)
 
     def made_if(self, named_as_class: bool) -> None:
-        """Whether objects that a test makes of it may be used as more than results."""
+        """Sets whether objects that a test makes of it allow `len`, items and so on."""
         self._put("_makes", named_as_class)
         self._put("_made", named_as_class)
 
@@ -196,7 +196,7 @@ class Class(Function):
         if not getattr(self, "_makes", False):
             return super().__call__(*args, **named)
         value = self._called("make", args, named)
-        if not isinstance(value, Handle):  # of a built-in type that cannot change
+        if not isinstance(value, Handle):  # an immutable built-in value
             if (value if isinstance(value, tuple) else (value,))[: len(args)] != args:
                 self._refuse("called, and does not hold what it is made of,")
         elif value._fields != ["_name_"]:
@@ -220,7 +220,7 @@ class Class(Function):
 
 
 def _arithmetic(what: str, *, reflected: bool = False) -> Callable[..., Any]:
-    """Among the code's objects it is the code's, where it makes one of them."""
+    """Runs an operator in the code's process; refused unless it returns an object."""
 
     def apply(self: Handle, *others: Any) -> Any:
         operands = (*others, self) if reflected else (self, *others)
