@@ -80,7 +80,7 @@ class Names(dict[str, object]):
             self[name] = value  # a function is likely to be called often
         return value
 
-    def holds_to_arguments(self, tree: ast.AST) -> bool:
+    def compares_with_arguments(self, tree: ast.AST) -> bool:
         """Whether a test compares a result with an argument of its call."""
         return _Flow(self, tree).compared
 

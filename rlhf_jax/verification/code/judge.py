@@ -89,7 +89,7 @@ def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
     except BaseException as error:
         return link.over or reason(error, link, names) or describe(error)
     for test, tree in zip(compiled, names.trees, strict=True):
-        link.keeps_arguments = names.holds_to_arguments(tree)
+        link.keeps_arguments = names.compares_with_arguments(tree)
         try:
             exec(test, names)
         except BaseException as error:  # SystemExit must not skip the remaining tests

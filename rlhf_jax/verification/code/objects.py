@@ -70,7 +70,7 @@ class Handle:
         if isinstance(value, Class):
             value.made_if(name[:1].isupper())
         elif isinstance(value, Handle) and value._fields == ["_name_"]:
-            if "k" in self._traits and value._held() != [name]:  # an alias of another
+            if "k" in self._traits and value._content() != [name]:  # an alias
                 value._refuse(f"a member under the name {name}, which is not its own,")
             value._put("_pinned", [name] if "k" in self._traits else None)
         elif name not in self._fields:
@@ -85,9 +85,9 @@ class Handle:
         self._link.read.clear()
         return self._link.ask(what, self, *args)
 
-    def _held(self) -> Any:
+    def _content(self) -> Any:
         """Returns its fields or its content as a built-in type, read once per call."""
-        read, what = self._link.read, "held" if self._base else "fields"
+        read, what = self._link.read, "content" if self._base else "fields"
         if self._pinned is not None:
             return self._pinned
         if (self._number, f"__{what}__") not in read:
@@ -107,9 +107,9 @@ class Handle:
             pinned = self._pinned is not None or other._pinned is not None
             if self._fields and other._fields and pinned:
                 named = type(self).__name__ == type(other).__name__
-                return named and self._held() == other._held()
+                return named and self._content() == other._content()
         elif self._base in values.CONTAINERS and self._made:
-            return values.CONTAINERS[self._base](self._held()) == other
+            return values.CONTAINERS[self._base](self._content()) == other
         self._link.suspicious |= "q" in self._traits and not isinstance(other, Handle)
         return self._refuse("compared")
 
@@ -146,8 +146,8 @@ class Handle:
         return self._do("enter")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        told = (None, []) if error is None else self._link.parts_of(error)
-        return self._do("exit", *told) is True
+        parts = (None, []) if error is None else self._link.parts_of(error)
+        return self._do("exit", *parts) is True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._refuse("copied")
@@ -202,10 +202,10 @@ class Class(Function):
         elif value._fields != ["_name_"]:
             value._put("_made", True)
             if value._fields:
-                held = dict(zip(value._fields, value._held(), strict=True))
-                told = dict(zip(value._fields, args, strict=False)) | named
-                if len(args) <= len(held) and told.items() <= held.items():
-                    value._put("_pinned", [*held.values()])
+                fields = dict(zip(value._fields, value._content(), strict=True))
+                arguments = dict(zip(value._fields, args, strict=False)) | named
+                if len(args) <= len(fields) and arguments.items() <= fields.items():
+                    value._put("_pinned", [*fields.values()])
         return value
 
     def __instancecheck__(self, instance: Any) -> bool:

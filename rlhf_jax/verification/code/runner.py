@@ -40,7 +40,7 @@ DONE: dict[str, Callable[..., Any]] = {
     "enter": lambda value: value.__enter__(),
     "exit": lambda v, kind, args: bool(v.__exit__(kind, kind and kind(*args), None)),
     "fields": lambda v: [object.__getattribute__(v, n) for n in _fields(type(v))],
-    "held": lambda value: list(values.READ[values.base_of(type(value))](value)),
+    "content": lambda value: list(values.READ[values.base_of(type(value))](value)),
 }
 OTHERS = vars(operator) | vars(builtins) | DONE
 
@@ -107,9 +107,9 @@ class Runner:
           before: contents of mutable values before the call, by index in `kept`.
         """
         changed = {}
-        for number, held in before.items():
+        for number, old in before.items():
             now = values.content(kept[number])
-            if len(now) != len(held) or not all(map(operator.is_, now, held)):
+            if len(now) != len(old) or not all(map(operator.is_, now, old)):
                 changed[number] = now
         writer = wire.Writer(self, kept)
         table = writer.table([value, *changed.values()])
@@ -127,12 +127,12 @@ class Runner:
             exec(compile(args[0], "<code>", "exec", dont_inherit=True), names)
             return [name for name in names if not name.startswith("_")]
         if what in ("call", "make"):
-            number, read, keys, *given = args
-            first = len(given) - len(keys)
-            named = dict(zip(keys, given[first:], strict=True))
+            number, read, keys, *arguments = args
+            first = len(arguments) - len(keys)
+            named = dict(zip(keys, arguments[first:], strict=True))
             if read is not None:
                 sys.stdin = io.StringIO(read)
-            result = self.objects[number](*given[:first], **named)
+            result = self.objects[number](*arguments[:first], **named)
             self.taken = sys.stdin.tell() if read is not None else 0
             base = values.base_of(type(result))
             own = type(result) not in values.READ and base in (None, *values.CHANGE)
@@ -205,8 +205,8 @@ class Runner:
         """Notes what a value of a subclass loses when it is copied as its base."""
         written = _written(kind)
         lying = sorted(written & {f"__{name}__" for name in LYING.split()})
-        told = f" with {', '.join(lying)} of its own" if lying else ""
-        note = f"a {kind.__name__}{told} came as a plain {base.__name__}"
+        own = f" with {', '.join(lying)} of its own" if lying else ""
+        note = f"a {kind.__name__}{own} came as a plain {base.__name__}"
         if written or issubclass(kind, enum.Enum):
             self.notes.append((note, bool(lying)))
 

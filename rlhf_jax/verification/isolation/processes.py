@@ -153,20 +153,20 @@ def started(
             file.close()
         with contextlib.suppress(BrokenPipeError), judging.stdin:
             judging.stdin.write(json.dumps(task).encode())
-        said = functools.partial(_next, link, f"{task['nonce']} ")
-        if said(time.monotonic() + START_SECONDS) != "ready":
+        next_message = functools.partial(_next_message, link, f"{task['nonce']} ")
+        if next_message(time.monotonic() + START_SECONDS) != "ready":
             errors.seek(0)
             why = errors.read().decode(errors="replace").strip()[-300:]
             raise NotStarted(f"the process for generated code did not start: {why}")
-        yield _watched(said, place, limits["seconds"], limits["disk"])
+        yield _watched(next_message, place, limits["seconds"], limits["disk"])
 
 
 def _watched(
-    said: Callable[[float], str | None], place: str, seconds: float, disk: float
+    next_message: Callable[[float], str | None], place: str, seconds: float, disk: float
 ) -> Iterator[str]:
     end = time.monotonic() + seconds
     while (now := time.monotonic()) <= end:
-        line = said(min(end, now + WATCH_SECONDS))
+        line = next_message(min(end, now + WATCH_SECONDS))
         if line is not None:
             yield line
         if why := folder.too_much(place, disk=disk):
@@ -174,7 +174,7 @@ def _watched(
     yield f"over: took longer than {seconds:g} s"
 
 
-def _next(link: Connection, nonce: str, end: float) -> str | None:
+def _next_message(link: Connection, nonce: str, end: float) -> str | None:
     """Returns the judge's next message; "" after the last, None if none by `end`."""
     if not link.poll(max(0.0, end - time.monotonic())):
         return None
