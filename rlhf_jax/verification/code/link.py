@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 ENDED = "its process ended before the tests did"
-FORGED = "its process sent what is no reply"
+FORGED = "its process sent an invalid reply"
 # Modules, besides `LIBRARIES`, that a test may use if only the code imports them.
 OTHERS = ("numpy", "os", "sys", "time", "operator", "enum", "asyncio")
 # Raised by a call, these would silently end a loop in the test and skip its checks.
@@ -171,11 +171,11 @@ class Link:
         if values.passes(value):
             return None
         if isinstance(value, type) or not hasattr(value, "__dict__"):
-            self.refuse(f"a {kind.__name__} of the test's cannot be handed to the code")
+            self.refuse(f"a {kind.__name__} object of the test cannot be copied")
         self.classes[kind.__name__] = kind
         own = {name for name in vars(kind) if callable(vars(kind)[name])}
         if own - {"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"}:
-            lost = f"a {kind.__name__} of the test's went over without its methods"
+            lost = f"a {kind.__name__} object of the test lost its methods"
             self.lost.append(lost)
         return None
 
@@ -259,7 +259,7 @@ class Link:
             reader = wire.Reader(self, table, packed, kept)
             # The test compares the result with an argument as it was before the call.
             if self.keeps_arguments and changed and reader.items[0] is not None:
-                lost = "a call changed an argument that its result is held to"
+                lost = "a call changed an argument that its result is compared with"
                 self.lost.append(lost)
                 kept = values.copies(kept, self)
                 reader = wire.Reader(self, table, packed, kept)

@@ -206,7 +206,7 @@ class Runner:
         written = _written(kind)
         lying = sorted(written & {f"__{name}__" for name in LYING.split()})
         own = f" with {', '.join(lying)} of its own" if lying else ""
-        note = f"a {kind.__name__}{own} came as a plain {base.__name__}"
+        note = f"a {kind.__name__}{own} was copied as a plain {base.__name__}"
         if written or issubclass(kind, enum.Enum):
             self.notes.append((note, bool(lying)))
 

@@ -73,7 +73,7 @@ def arguments(value: Any) -> tuple[Any, ...]:
     zone = getattr(value, "tzinfo", None) if kind.__module__ == "datetime" else None
     if zone is not None and not name_of(type(zone)):
         other = type(zone).__name__
-        raise ValueError(f"a {kind.__name__} with a {other} is no plain value")
+        raise ValueError(f"a {kind.__name__} with a {other} cannot be copied")
     # Protocol 4 keeps the `fold` of a time.
     return () if kind is object else value.__reduce_ex__(4)[1]
 
@@ -209,5 +209,5 @@ def zeros(name: str, shape: Any) -> Any:
 
 def _dtype(name: str) -> Any:
     if name[1:2] not in tuple("biufcSUmMO"):
-        raise ValueError(f"an array of {name} is no plain value")
+        raise ValueError(f"an array of {name} cannot be copied")
     return importlib.import_module("numpy").dtype(name)

@@ -56,7 +56,7 @@ class Isolation(NamedTuple):
         """
         if self.way == "none" and not unsafe:
             raise InputError(
-                f"expected a system that sets generated code apart, got none "
+                f"expected a system that can isolate generated code, got none "
                 f"({self.why}); install bubblewrap, or run on Linux 5.13 or newer with "
                 f"libseccomp, or accept the risk by --unsafe-verifier"
             )
