@@ -163,11 +163,11 @@ def check_written(whole: str, *, beginning: str, content: str, where: str) -> No
             " conversation with its response as it writes the prompt, and a turn as it"
             " asks for one"
         )
-    said = content.strip()
-    first, line_end, others = said.partition("\n")
+    turn = content.strip()
+    first, line_end, others = turn.partition("\n")
     if line_end and beginning.endswith(first + line_end):
-        said = others.strip()  # a template may ask for a turn with "<think>" (Qwen 3.5)
-    if said not in whole[len(beginning) :]:
+        turn = others.strip()  # a template may ask for a turn with "<think>" (Qwen 3.5)
+    if turn not in whole[len(beginning) :]:
         raise InputError(
             f"{where}: expected a chat template that writes the whole response, got one"
             f" that leaves out a part of {content!r:.60}; use a template that keeps it,"
