@@ -159,12 +159,7 @@ def described(
     # A chat model may have further stop ids than the tokenizer's EOS, or no EOS.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
     never = sorted(
-        {
-            i
-            for i in stop_ids
-            for start, stop in unused
-            if i is not None and start <= i < stop
-        }
+        {i for i in stop_ids if i is not None and any(a <= i < b for a, b in unused)}
     )
     if never:
         print(

@@ -153,9 +153,6 @@ def encode_labelled(
     return labelled
 
 
-by_prompt = splits.by_prompt
-
-
 def _next_of_another(prompts: Sequence[int]) -> list[int]:
     """Finds for each place the next one, in cyclic order, with another prompt.
 

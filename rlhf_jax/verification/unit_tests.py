@@ -71,9 +71,8 @@ class Names(dict[str, object]):
     def __missing__(self, name: str) -> Any:
         if name in self.modules:
             return importlib.import_module(name)
-        if name.startswith("__") or name in BUILT_IN - self.replaced:
-            raise KeyError(name)
-        if self.link is None:
+        own = name.startswith("__") or name in BUILT_IN - self.replaced
+        if own or self.link is None:
             raise KeyError(name)
         value = self.link.named(name)
         if isinstance(value, Function):

@@ -54,15 +54,7 @@ class Tensors(shards.Tensors):
             scales = self.headers.pop(name + SCALES, None)
             shape = blocks.shape
             fits = len(shape) == 4 and shape[3] == SIZE // 2
-            if (
-                scales is None
-                or not fits
-                or (scales.shape, "U8")
-                != (
-                    shape[:3],
-                    scales.dtype,
-                )
-            ):
+            if not fits or scales != mapping.Header(shape[:3], "U8"):
                 raise InputError(
                     f"expected {name}{BLOCKS} u8[experts, out, in / 32, 16] and "
                     f"{name}{SCALES} u8 of all but its last dimension, got "

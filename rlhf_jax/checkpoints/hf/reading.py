@@ -37,8 +37,6 @@ _DOWNLOADED = [
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*"),
 ]
-
-
 _SHAPE = [layout.CONFIG, mapping.ADAPTER]
 
 

@@ -326,27 +326,23 @@ class TextContract:
             ],
             special=False,
         )
-        return [
-            self._ended(
-                self._joining.behind(
-                    pieces,
-                    after=prompt,
-                    size=len(prompt) - len(head),
-                    joined=whole if len(body) == 1 else None,
-                ),
-                stop=stop,
-                where=question.where,
-                text=text,
-            )
-            for (head, body), (
+        rows = progress.track(
+            zip(before, parts, prompts, joined, questions, written, strict=True),
+            "responses behind their prompts",
+            total=len(questions),
+        )
+        responses = []
+        for (head, body), (pieces, stop), prompt, whole, question, text in rows:
+            ids = self._joining.behind(
                 pieces,
-                stop,
-            ), prompt, whole, question, text in progress.track(
-                zip(before, parts, prompts, joined, questions, written, strict=True),
-                "responses behind their prompts",
-                total=len(questions),
+                after=prompt,
+                size=len(prompt) - len(head),
+                joined=whole if len(body) == 1 else None,
             )
-        ]
+            responses.append(
+                self._ended(ids, stop=stop, where=question.where, text=text)
+            )
+        return responses
 
     def _ended(
         self, ids: list[int], *, stop: int | None, where: str, text: str

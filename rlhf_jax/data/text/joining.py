@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 PROBES = ("a", "0", "x", ".", "\n", "the")  # texts that most tokenizers can encode
 ANCHORS = ("\n", ".", "a", "0", " ")  # texts that are put before a text to encode it
-CONTEXT = 8  # tokens of context to decode; more than a character has
 
 
 class OutOfRoom(Exception):
@@ -109,11 +108,11 @@ class Joining:
         """
         if not text:
             return []
-        size = CONTEXT
+        size = tokenization.CONTEXT
         while tokenization.decode(self._tokenizer, after[-size:]).startswith("�"):
             if size >= len(after):
                 break
-            size += CONTEXT  # the context began within a character
+            size += tokenization.CONTEXT  # the context began within a character
         context = list(after[-size:])
         # Compare up to the template's first control token, which may decode otherwise.
         text_alone = text[: self._control.cutter().first(text)]

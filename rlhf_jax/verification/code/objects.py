@@ -159,8 +159,8 @@ class Handle:
 
     def _refuse(self, how: str) -> Any:
         return self._link.refuse(
-            f"a {type(self).__name__} object of the code is {how}; a test may only call "
-            f"its methods and compare plain values"
+            f"a {type(self).__name__} object of the code is {how}; a test may only "
+            f"call its methods and compare plain values"
         )
 
 

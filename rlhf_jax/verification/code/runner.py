@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 # Methods by which a subclass of a built-in type can pretend to be another value.
 LYING = "eq ne lt le gt ge len iter getitem contains bool hash int float index add radd"
 LYING += " sub rsub mul rmul mod abs round reversed"
-
-
 # Requests other than calls and the functions of `operator` and `builtins`.
 DONE: dict[str, Callable[..., Any]] = {
     "await": lambda value: importlib.import_module("asyncio").run(value),
