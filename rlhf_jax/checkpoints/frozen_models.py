@@ -67,7 +67,6 @@ class Storage:
         """Copies parameters that are on the policy's mesh.
 
         Args:
-          place: devices and memory of the copy.
           policy: the policy's mesh; only needed if `place` is apart from the policy.
           model: the shape of the parameters; None is the policy's.
 
@@ -129,10 +128,8 @@ def load_reference(
 
     Args:
       path_or_repo_id: folder or hub id; None copies the policy's parameters.
-      place: devices and memory of the reference.
       mesh: the policy's mesh; only needed if `place` is apart from the policy.
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
-      load: reads a checkpoint.
       option: the option that names the checkpoint, for errors.
 
     Raises:

@@ -69,12 +69,10 @@ def to_theirs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fuses adapters into lora_A f32[L, k, in] and lora_B f32[L, out, k].
 
-    For experts the leading dimension is L·E. k is r if all layers share one A, else n·r
-    for n layers.
-
     Args:
-      adapters: ours by path, {"attention/query/lora_a": f32[L, in, r], ...}.
-      rank: r.
+      adapters: ours by path, {"attention/query/lora_a": f32[L, in, r], ...}; for
+        experts L·E comes first.
+      rank: r. k is r if all n layers share one A, else n·r.
     """
     sizes = layer_sizes(model)
     downs, ups = [], []

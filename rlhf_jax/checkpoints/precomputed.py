@@ -177,7 +177,6 @@ def _compute(
     pad_id: int,
     progress: bool,
 ) -> None:
-    """Computes and writes the log-probs of all rows, all or nothing."""
     unfinished = path.with_name(path.name + UNFINISHED)
     total = sum(map(len, rows))
     # A memory map, so that the log-probs need not fit into memory.

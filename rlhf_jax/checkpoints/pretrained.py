@@ -133,11 +133,8 @@ def described(
     """Reads the small files of a checkpoint: everything but the parameters, None here.
 
     The model will not predict ids without a token. If there is a chat template, the
-    process that renders it starts in the background.
-
-    Args:
-      tokenizer: folder or hub id of the tokenizer; None is the checkpoint's own.
-      option: the option that names the checkpoint, for errors.
+    process that renders it starts in the background. `option` names the checkpoint in
+    errors.
 
     Raises:
       InputError: the checkpoint or the tokenizer is missing or unreadable, or the

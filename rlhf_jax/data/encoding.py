@@ -302,7 +302,6 @@ def _episode(
     *,
     begins: list[int],
 ) -> Episode:
-    """Encodes the alternating responses and observations of an episode."""
     chat = question.is_chat
     ids, before = list(begins), question
     observed: list[tuple[int, int]] = []

@@ -242,7 +242,6 @@ def _preference(where: str, row: Row) -> Row:
 
 
 def _conversations(where: str, row: Row) -> Row:
-    """Splits two conversations of messages into a prompt and two responses."""
     (prompt, chosen), (other, rejected) = (
         _last_turn(where, row, side) for side in SIDES
     )

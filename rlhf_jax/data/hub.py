@@ -77,7 +77,6 @@ def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) 
 
 
 def _cached(repo_id: str) -> bool:
-    """Whether the local cache has the checkpoint's config.json."""
     try:
         cached = huggingface_hub.try_to_load_from_cache(repo_id, "config.json")
     except HFValidationError:

@@ -102,7 +102,6 @@ def read_text(path: str | Path) -> str:
 def _rows(
     path: Path, *, receipt: Receipt | None
 ) -> Iterator[tuple[str, Row]] | Located:
-    """Yields (file and line, row) of a file of any format."""
     form, text = _read(path)
     if text is None:
         assert form is not None

@@ -27,9 +27,7 @@ def fits(
     Args:
       lengths: tokens of each row.
       texts, places: the text of each row and its file and line, for errors.
-      overlong: whether a longer row is an error or left out.
-      widest: tokens that the largest bucket or a packed row holds; a row that is used
-        must not exceed it. None is no such limit.
+      widest: tokens of the largest bucket or of a packed row; None is no such limit.
       more: what the errors advise to allow longer rows.
       receipt: records the rows that are left out.
 
@@ -72,7 +70,6 @@ def check(
 
     Args:
       where: file and line of the row.
-      remedy: what to do about it.
       holds: ", " and what has no room for more tokens, or "".
       of: the text of the tokens; None if there is none.
     """

@@ -94,10 +94,7 @@ def sequence_batches(
     pad_id: int,
     share: Share = row_sharding.WHOLE,
 ) -> Batches[Sequences]:
-    """Batches the rows of `pack_examples` as `packed_batches` does.
-
-    `segments` separates the texts of a row.
-    """
+    """Batches the rows of `pack_examples` as `packed_batches` does, with `segments`."""
     packed = packed_batches(
         rows, batch_size=batch_size, seed=seed, pad_id=pad_id, share=share
     )

@@ -73,9 +73,6 @@ def rows(count: int, *, seed: int, steps: int = 2, largest: int = 9) -> list[Row
     Args:
       steps: number of signs of a question.
       largest: largest number in a question.
-
-    Raises:
-      ValueError: there are not that many different questions.
     """
     draw = random.Random(seed)
     made: dict[str, Row] = {}

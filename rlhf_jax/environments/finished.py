@@ -25,8 +25,7 @@ class Finished(NamedTuple):
     total: HostArray  # f32[B], reward units
     turns: HostArray  # f32[B, S], as `Scores.turns`
     turn_ends: HostArray  # bool[B, S], as `Scores.turn_ends`
-    # f32[B] each: 1 or 0 for every name of EARLY; the number of TURNS; and the counts
-    # of the environment.
+    # f32[B] each: 1 or 0 for names of EARLY; the number of TURNS; the counts
     parts: dict[str, HostArray]
 
     def scores(self, *, leave_out: bool) -> Scores:
@@ -97,8 +96,7 @@ def keep(
       row: of the rollout.
       start: tokens of its prompt.
       size: tokens after the prompt.
-      rewards: for each turn (its last token, counted from the end of the prompt;
-        reward).
+      rewards: for each turn (index of its last token after the prompt, reward).
     """
     rollout: Any = finished.rollout
     first = finished.first

@@ -159,7 +159,6 @@ def _library() -> Any:
 
 
 async def _begun(environment: Any, row: Row) -> Any:
-    """Makes the library's state of a row, ready for the first response."""
     config = _library().types.ClientConfig(api_base_url="http://127.0.0.1:9")
     input_row: dict[str, Any] = {"example_id": 0, **row}
     state = await environment.init_state(input_row, config, "policy", None)

@@ -55,8 +55,7 @@ class Connection:
         """Gets the JSON object at a path.
 
         Raises:
-          ServerError: the answer is an error or no JSON object.
-          Unreachable: there is no answer.
+          ServerError: an error, or no JSON object. Unreachable: no answer.
         """
         return self._ask(urllib.request.Request(f"{self.url}{path}"))
 
@@ -64,8 +63,7 @@ class Connection:
         """Posts a JSON object; returns the answer, {} if it is empty.
 
         Raises:
-          ServerError: the answer is an error or no JSON object.
-          Unreachable: there is no answer.
+          ServerError: an error, or no JSON object. Unreachable: no answer.
         """
         data = json.dumps(body).encode()
         return self._ask(

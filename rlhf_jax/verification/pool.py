@@ -82,9 +82,7 @@ class VerifierPool(contextlib.AbstractContextManager[Any]):
         rows: Sequence[Row],
         prompts: Sequence[Prompt] | None = None,
     ) -> PooledReward:
-        """Makes a reward of this verifier for responses to `rows`.
-
-        A pool can have several rewards.
+        """Makes a reward for responses to `rows`; a pool can have several rewards.
 
         Args:
           decode: token ids -> text, as for `transcripts.texts`.

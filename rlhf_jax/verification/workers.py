@@ -255,7 +255,6 @@ class Workers(contextlib.AbstractContextManager[Any]):
             self._give_up(f"{STARTS} in a row ended as they started (status {status})")
 
     def _end_late(self) -> None:
-        """Ends the processes in which a call has passed its deadline."""
         now = time.monotonic()
         for process in [*self._processes]:
             late = [call for call in process.calls.values() if call.deadline < now]
@@ -307,7 +306,6 @@ class Workers(contextlib.AbstractContextManager[Any]):
             self._send(process, (call.number, call.data, call.timeout))
 
     def _takes(self, process: _Process) -> bool:
-        """Whether a process may take the next call in addition to its own."""
         calls = [*process.calls.values(), self._waiting[0]]
         alone = any(call.deaths for call in calls)
         return len(calls) <= (1 if alone else self._in_flight)

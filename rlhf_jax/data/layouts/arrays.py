@@ -1,7 +1,6 @@
-"""Assigns texts to packed rows, parts and groups, and makes their index arrays.
+"""Assigns texts to packed rows, these to parts and groups, and makes index arrays.
 
-A batch that exceeds `Form.max_tokens` is computed in parts, one after the other. A
-group is the share of a part on one device.
+Parts are computed one after the other; a group is the share of a part on one device.
 """
 
 from __future__ import annotations
@@ -227,8 +226,7 @@ class Arrays:
         """Makes the packing of a part.
 
         Args:
-          lengths: i32[b, 3], as for `needed`, of all rows.
-          part: the packed rows of some of these rows.
+          lengths: i32[b, 3], as for `needed`.
           widest: (N/G, M), the largest size.
 
         Returns:
@@ -299,9 +297,8 @@ class Arrays:
         """Lists the pieces of a packed row, from left to right.
 
         Returns:
-          For each piece: the row of its text, its first token in that text, its number
-          of tokens, its column in the packed row, its segment, and the segment of its
-          shared prompt (0 if none).
+          For each: the row of its text, its first token there, its number of tokens,
+          its column in the packed row, its segment, and its shared prompt's, or 0.
         """
         prefix = shared(lengths)
         pieces, begin, segment, prompt, group = [], 0, 0, 0, None

@@ -34,18 +34,13 @@ class Control:
 
     These are the special tokens, stop ids that are added tokens, and added tokens that
     the chat template writes itself, such as Qwen3's `<tool_response>`. A stop id that
-    is ordinary text, such as a line end, is not a control token: prompts may contain
-    it.
+    is ordinary text, such as a line end, is no control token.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, stop_ids: Sequence[int]
     ) -> None:
-        """Finds the control tokens.
-
-        Args:
-          stop_ids: the tokens that end a response of the model.
-        """
+        """Finds the control tokens; `stop_ids` end a response of the model."""
         self._tokenizer = tokenizer
         templates = tokenizer.chat_template  # a text, a dict of several, or None
         if isinstance(templates, dict):
@@ -112,12 +107,9 @@ class Cutter:
         texts: Iterable[str],
         literal: bool,
     ) -> None:
-        """Makes a cutter.
+        """Makes a cutter of tokens that `texts` may stand for.
 
-        Args:
-          ids, texts: the control tokens and the texts that may stand for them.
-          literal: whether no other text becomes one of them. If not, texts are encoded
-            to find out.
+        If not `literal`, other texts may become such tokens, so texts are encoded.
         """
         self._tokenizer, self._ids, self._literal = tokenizer, ids, literal
         longest = sorted(texts, key=len, reverse=True)

@@ -251,6 +251,5 @@ def _apart(value: Any, cut: Callable[[str], str]) -> Any:
 
 
 def _unused(used: set[str]) -> tuple[str, str]:
-    """Returns two characters that are not used."""
     free = (chr(number) for number in PRIVATE if chr(number) not in used)
     return next(free), next(free)

@@ -72,12 +72,7 @@ def reason(error: BaseException, link: Link, names: Names) -> str:
 
 
 def judge(task: dict[str, Any], link: Link, passed: Any) -> str:
-    """Runs the tests; returns why one failed, or "" if all passed.
-
-    Args:
-      task: the code, a list of tests, and whether to show the output.
-      passed: called after each test that passes.
-    """
+    """Runs the tests, and calls `passed` after each; returns why one failed, or ""."""
     compiled = [
         compile(test, f"<test {n}>", "exec", dont_inherit=True)
         for n, test in enumerate(task["tests"], start=1)

@@ -98,8 +98,7 @@ class Link:
         """Sends one request; returns its result or raises the code's error.
 
         Args:
-          args: values, which the other side gets after those of `plain`.
-          plain: values of JSON's own types.
+          args: values, which follow the values of JSON's own types in `plain`.
         """
         if self.reading:
             raise Unreadable("an object among what values are made of")
@@ -249,11 +248,7 @@ class Link:
         return message
 
     def _read(self, changed: Any, kept: list[Any], table: Any, packed: bytes) -> Any:
-        """Returns the first value of a table; the rest update `kept` in place.
-
-        Args:
-          changed: numbers of the values in `kept` that the call changed.
-        """
+        """Returns a table's first value; the others replace the `changed` of `kept`."""
         self.reading = True
         try:
             reader = wire.Reader(self, table, packed, kept)

@@ -97,12 +97,10 @@ class Runner:
     def reply(
         self, word: str, value: Any, kept: list[Any], before: dict[int, list[Any]]
     ) -> None:
-        """Sends a result and the new contents of changed arguments.
+        """Sends a word and a value, and the new contents of changed arguments.
 
-        Args:
-          word: "ok", "raise" or "back", which calls a function of the judge's.
-          kept: the values of the request.
-          before: contents of mutable values before the call, by index in `kept`.
+        The word is "ok", "raise", or "back" to call a function of the judge's. `before`
+        has the old contents of mutable values, by index in `kept`.
         """
         changed = {}
         for number, old in before.items():

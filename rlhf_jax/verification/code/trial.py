@@ -65,14 +65,12 @@ def run_tests(
       code: Python source; it may import the standard library and NumPy.
       tests: Python sources, run in order. Names that they do not define are looked up
         in the code (`unit_tests.Names`).
-      seconds: limit of the time for all tests together.
-      memory, file_size, disk: limits of the address space, each file and all files,
-        MiB.
+      seconds: time limit of all tests together.
+      memory, file_size, disk: MiB of address space, of each file, and of all files.
       unsafe: run the code even if the system cannot isolate it.
 
     Raises:
-      InputError: the system cannot isolate the code, and not `unsafe`.
-      NotStarted: a process did not start.
+      InputError: the system cannot isolate the code. NotStarted: a process did not.
     """
     limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
     task = {"code": code, "tests": [*tests], "show": False}
@@ -80,11 +78,7 @@ def run_tests(
 
 
 def run_code(code: str, *, unsafe: bool, **limits: float) -> Ran:
-    """Runs the code without tests and returns what it prints.
-
-    Args:
-      unsafe, limits: as in `run_tests`.
-    """
+    """Runs the code without tests; options as in `run_tests`."""
     task = {"code": code, "tests": [], "show": True}
     verdict, printed = _run(task, unsafe, **limits)
     return Ran(printed, verdict.why)

@@ -67,9 +67,6 @@ class Isolation(NamedTuple):
 def isolation(code: str, judge: str) -> Isolation:
     """Finds the first way of `ways.WAYS` that works here, by running a program.
 
-    Args:
-      code, judge: as in `started`.
-
     Raises:
       NotStarted: a process does not start even without isolation.
     """
