@@ -168,10 +168,10 @@ def answer(returned: Any, *, most: int, counts: Sequence[str] = ()) -> Answer:
                 " the assistant says is sampled"
             )
     state = b"" if done else _state(returned.state)
-    said = dict(returned.counts) if isinstance(returned, CountedTurn) else {}
-    if others := sorted(said.keys() - {*counts}):
+    own = dict(returned.counts) if isinstance(returned, CountedTurn) else {}
+    if others := sorted(own.keys() - {*counts}):
         raise Rejected(f"returned counts of {others}, expected some of {[*counts]}")
-    counted = worker.counted(dict.fromkeys(counts, 0.0) | said, counts)
+    counted = worker.counted(dict.fromkeys(counts, 0.0) | own, counts)
     return Answer(observation, reward, done, state, counts=counted)
 
 
@@ -209,7 +209,7 @@ def _text(value: Any, *, called: str, most: int, expected: str = "a text") -> st
     except UnicodeEncodeError as error:
         raise Rejected(
             f"returned {text[error.start : error.start + 1]!a} at character"
-            f" {error.start} of the {called}, which is no Unicode text (a lone"
+            f" {error.start} of the {called}, which is not Unicode text (a lone"
             " surrogate); decode bytes with errors='replace'"
         ) from None
     return text

@@ -192,8 +192,9 @@ def check_messages(value: list[Any], *, where: str, field: str) -> None:
                 continue
             if not isinstance(message, dict) or not isinstance(message.get(key), str):
                 raise InputError(
-                    f'{where}: expected messages as {{"role": "user", "content": '
-                    f'"Hi"}} in {field!r}, got {message!r:.60}, whose {key} is no text'
+                    f"{where}: expected messages as"
+                    ' {"role": "user", "content": "Hi"}'
+                    f" in {field!r}, got {message!r:.60}, whose {key} is not a text"
                 )
 
 

@@ -71,7 +71,7 @@ class Handle:
             value.made_if(name[:1].isupper())
         elif isinstance(value, Handle) and value._fields == ["_name_"]:
             if "k" in self._traits and value._content() != [name]:  # an alias
-                value._refuse(f"a member under the name {name}, which is not its own,")
+                value._refuse(f"a member under another name, {name}")
             value._put("_pinned", [name] if "k" in self._traits else None)
         elif name not in self._fields:
             self._put("_pinned", None)  # a method may change it
@@ -198,7 +198,7 @@ class Class(Function):
         value = self._called("make", args, named)
         if not isinstance(value, Handle):  # an immutable built-in value
             if (value if isinstance(value, tuple) else (value,))[: len(args)] != args:
-                self._refuse("called, and does not hold what it is made of,")
+                self._refuse("not equal to the arguments that made it")
         elif value._fields != ["_name_"]:
             value._put("_made", True)
             if value._fields:

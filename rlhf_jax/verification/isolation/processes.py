@@ -46,7 +46,7 @@ class Isolation(NamedTuple):
         if self.way == "none":
             return f"without isolation ({self.why}): limits alone, no security boundary"
         other = f"; {self.why}" if self.why else ""
-        return f"apart from files, network and processes, by {self.way}{other}"
+        return f"isolated from files, network and processes by {self.way}{other}"
 
     def required(self, *, unsafe: bool) -> Isolation:
         """Returns this isolation.
