@@ -65,7 +65,7 @@ def reason(error: BaseException, link: Link, names: Names) -> str:
         ):
             return f"refused: {describe(error)}"
     elif isinstance(error, AttributeError | TypeError) and (
-        link.lost or any(f"'{name}'" in f"{error}" for name in link.kinds)
+        link.lost or any(f"'{name}'" in f"{error}" for name in link.class_names)
     ):  # the test used an object of the code's as if it were in this process
         return f"refused: {describe(error)}"
     return f"refused: {link.lost[0]}" if link.lost else ""

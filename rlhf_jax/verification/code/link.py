@@ -44,14 +44,14 @@ class Link:
         self.keeps_arguments = False  # the test compares arguments with a result
         self.handles: dict[int, weakref.ref[Handle]] = {}
         self.errors: dict[int, type[BaseException]] = {}  # the code's own error classes
-        self.kinds: set[str] = set()  # the names of the code's classes
+        self.class_names: set[str] = set()  # of the code's classes
         self.tuples: dict[tuple[str, Any], type] = {}
         self.classes: dict[str, type] = {}  # the tests' classes that the code was sent
         self.released: list[int] = []  # numbers of handles that were deleted here
         self.handed: list[Any] = []  # functions and iterators that the code may call
-        self.read: dict[tuple[int, str], Any] = {}  # attributes, until the next call
+        self.attributes: dict[tuple[int, str], Any] = {}  # cleared by calls
         self.what = ""  # the request being sent
-        self.taken = 0  # characters of standard input that the last call read
+        self.characters = 0  # of standard input that the last call read
         self.raised: BaseException | None = None  # the last error that the code raised
 
     def load(self, code: str) -> list[str]:
@@ -80,7 +80,7 @@ class Link:
 
     def call(self, what: str, function: Handle, args: Any, named: Any) -> Any:
         """Calls a function of the code; applies its changes to the arguments here."""
-        self.read.clear()
+        self.attributes.clear()
         source, read = sys.stdin, None
         place = source.tell() if type(source) is io.StringIO else None
         if place is not None:
@@ -91,7 +91,7 @@ class Link:
         values = *args, *named.values()
         value = self.ask(what, *values, plain=plain)
         if place is not None and read is not None:
-            source.seek(place + min(self.taken, len(read)))
+            source.seek(place + min(self.characters, len(read)))
         return value
 
     def ask(self, what: str, *args: Any, plain: Sequence[Any] = ()) -> Any:
@@ -104,7 +104,7 @@ class Link:
             raise Unreadable("an object among what values are made of")
         kept = self._send(what, args, plain)
         while True:
-            word, printed, notes, taken, changed, *rest = self._receive()
+            word, printed, notes, characters, changed, *rest = self._receive()
             if printed:
                 sys.stdout.write(f"{printed}")
             try:
@@ -113,7 +113,7 @@ class Link:
                     self.suspicious |= suspicious is True
             except (TypeError, ValueError):  # a test could expect these from the code
                 self._end(FORGED)
-            self.taken = taken if type(taken) is int and taken > 0 else 0
+            self.characters = max(characters, 0) if type(characters) is int else 0
             back = word == "back"
             value = self._read(*([], []) if back else (changed, kept), *rest)
             if word == "ok":
@@ -167,7 +167,7 @@ class Link:
                 self.handed.append(value)
             number = next(n for n, one in enumerate(self.handed) if one is value)
             return "g" if iterates else "f", number
-        if values.passes(value):
+        if values.is_plain(value):
             return None
         if isinstance(value, type) or not hasattr(value, "__dict__"):
             self.refuse(f"a {kind.__name__} object of the test cannot be copied")
@@ -188,7 +188,7 @@ class Link:
             return self.handed[number]
         if tag == "error":
             name, bases = more
-            self.kinds.add(f"{name}")
+            self.class_names.add(f"{name}")
             if not all(issubclass(base, BaseException) for base in bases):
                 raise Unreadable("no class of errors")
             if number not in self.errors:
@@ -197,7 +197,7 @@ class Link:
             return self.errors[number]
         if tag != "o":
             raise Unreadable("unknown")
-        self.kinds.add(f"{more[0]}")
+        self.class_names.add(f"{more[0]}")
         known = self.handles.get(number)
         handle = known and known()
         if handle is None:

@@ -63,7 +63,7 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__"):
             raise AttributeError(f"'{type(self).__name__}' object has no {name!r}")
-        read = self._link.read
+        read = self._link.attributes
         if (self._number, name) not in read:
             read[self._number, name] = self._link.ask("getattr", self, name)
         value = read[self._number, name]
@@ -82,12 +82,12 @@ class Handle:
 
     def _do(self, what: str, *args: Any) -> Any:
         self._put("_pinned", None)
-        self._link.read.clear()
+        self._link.attributes.clear()
         return self._link.ask(what, self, *args)
 
     def _content(self) -> Any:
         """Returns its fields or its content as a built-in type, read once per call."""
-        read, what = self._link.read, "content" if self._base else "fields"
+        read, what = self._link.attributes, "content" if self._base else "fields"
         if self._pinned is not None:
             return self._pinned
         if (self._number, f"__{what}__") not in read:
@@ -224,7 +224,7 @@ def _arithmetic(what: str, *, reflected: bool = False) -> Callable[..., Any]:
 
     def apply(self: Handle, *others: Any) -> Any:
         operands = (*others, self) if reflected else (self, *others)
-        self._link.read.clear()
+        self._link.attributes.clear()
         made = self._link.ask(what, *operands)
         return made if isinstance(made, Handle) else self._refuse("used in arithmetic")
 

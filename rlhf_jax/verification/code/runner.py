@@ -52,9 +52,9 @@ class Runner:
         self.module = types.ModuleType("solution")
         self.objects: dict[int, Any] = {}  # number: object that the judge refers to
         self.numbers: dict[int, int] = {}  # id(object): number
-        self.count = self.taken = 0
+        self.count = self.characters = 0
         self.handed: dict[tuple[Any, ...], Any] = {}  # the judge's functions, iterators
-        self.standing: dict[int, tuple[Any, ...]] = {}  # id(function): its reference
+        self.references: dict[int, tuple[Any, ...]] = {}  # id(function): its reference
         self.classes: dict[str, type] = {}  # empty copies of the tests' own classes
         self.tuples: dict[tuple[str, Any], type] = {}
         self.notes: list[tuple[str, bool]] = []  # (what a copy lost, suspicious)
@@ -81,9 +81,9 @@ class Runner:
             before = {
                 number: values.content(value)
                 for number, value in enumerate(kept)
-                if values.changes(value, self)
+                if values.is_mutable(value, self)
             }
-            word, self.taken = "ok", 0
+            word, self.characters = "ok", 0
             try:
                 value = self.do(what, *plain, *args)
             except BaseException as error:  # SystemExit too
@@ -113,7 +113,7 @@ class Runner:
         text = self.printed.getvalue().decode("utf-8", "replace")
         self.printed.seek(0)
         self.printed.truncate()
-        message = [word, text, notes, self.taken, [*changed], table]
+        message = [word, text, notes, self.characters, [*changed], table]
         wire.send(self.replies, message, writer.packed)
 
     def do(self, what: str, *args: Any) -> Any:
@@ -129,9 +129,9 @@ class Runner:
             if read is not None:
                 sys.stdin = io.StringIO(read)
             result = self.objects[number](*arguments[:first], **named)
-            self.taken = sys.stdin.tell() if read is not None else 0
+            self.characters = sys.stdin.tell() if read is not None else 0
             base = values.base_of(type(result))
-            own = type(result) not in values.READ and base in (None, *values.CHANGE)
+            own = type(result) not in values.READ and base in (None, *values.MUTABLE)
             if what == "make" and own:
                 self.number(result)  # sent as a reference, not copied
             return result
@@ -174,8 +174,8 @@ class Runner:
         l for its own `__eq__`, `__bool__` and `__len__`.
         """
         kind, base = type(value), values.base_of(type(value))
-        if id(value) in self.standing:
-            return self.standing[id(value)]
+        if id(value) in self.references:
+            return self.references[id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
             if value in values.NAMES:
                 return None
@@ -186,7 +186,7 @@ class Runner:
                 base = base if isinstance(value, enum.ReprEnum) else None
             if base is not None:
                 return self.flattened(kind, base)
-            if values.passes(value) or self.classes.get(kind.__name__) is kind:
+            if values.is_plain(value) or self.classes.get(kind.__name__) is kind:
                 return None
         traits = "c" * callable(value) + "k" * isinstance(value, type)
         traits += "a" * isinstance(value, types.CoroutineType)
@@ -227,7 +227,7 @@ class Runner:
             made: Any = asked
             if tag == "g":
                 made = itertools.starmap(asked, itertools.repeat(()))  # until it raises
-            self.handed[tag, number], self.standing[id(made)] = made, (tag, number)
+            self.handed[tag, number], self.references[id(made)] = made, (tag, number)
         return self.handed[tag, number]
 
     def ask(self, number: int, what: str, args: Any, named: dict[str, Any]) -> Any:

@@ -29,9 +29,9 @@ READ: dict[type, Callable[[Any], Any]] = {
     float: float.__float__,
     complex: complex.__complex__,
 }
-CHANGE = tuple(READ)[:8]  # mutable types
-PAIRS = CHANGE[:4]
-CONTAINERS = {kind.__name__: kind for kind in CHANGE}
+MUTABLE = tuple(READ)[:8]
+PAIRS = MUTABLE[:4]
+CONTAINERS = {kind.__name__: kind for kind in MUTABLE}
 VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
 # Types that are written by name. Those of `LIBRARY` too, but are imported when needed.
 NAMED: dict[str, type] = {
@@ -85,7 +85,7 @@ def base_of(kind: type) -> Any:
 
 def plain(value: Any, base: Any) -> Any:
     """Copies a value of a subclass into its built-in type."""
-    if base in CHANGE:
+    if base in MUTABLE:
         made = base()
         refill(made, content(value, base))
         return made
@@ -93,17 +93,17 @@ def plain(value: Any, base: Any) -> Any:
     return base(made) if base in (tuple, frozenset, bytes) else made
 
 
-def passes(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether `wire.Writer` copies the value without help of its `side`."""
     kind = type(value)
     known = name_of(kind) or kind in VIEWS or value is ... or is_array(value)
     return bool(known) or base_of(kind) is not None
 
 
-def changes(value: Any, side: Any) -> bool:
+def is_mutable(value: Any, side: Any) -> bool:
     """Whether the value is mutable: a container, an array, a copied object."""
     kind = type(value)
-    if kind is list or kind in CHANGE or kind in side.classes.values():
+    if kind is list or kind in MUTABLE or kind in side.classes.values():
         return True
     return is_array(value) and kind is importlib.import_module("numpy").ndarray
 
@@ -125,7 +125,7 @@ def content(value: Any, kind: Any = None) -> list[Any]:
         return [bytes(bytearray.__iter__(value))]
     if is_array(value):
         return array_parts(value)
-    if kind in CHANGE and kind not in PAIRS:
+    if kind in MUTABLE and kind not in PAIRS:
         return list(READ[kind](value))
     pairs = READ[kind](value) if kind in PAIRS else vars(value).items()
     own = [value.default_factory] if kind is defaultdict else []
@@ -143,15 +143,15 @@ def refill(value: Any, items: Sequence[Any]) -> None:
     elif kind is set:
         value.clear()
         value.update(items)
-    elif kind in CHANGE and kind not in PAIRS:
+    elif kind in MUTABLE and kind not in PAIRS:
         value.clear()
         value.extend(items[0] if kind is bytearray else items)
-    elif kind not in CHANGE and is_array(value):
+    elif kind not in MUTABLE and is_array(value):
         made = array(*items)
         if (made.shape, made.dtype) == (value.shape, value.dtype):
             value[...] = made
     else:
-        into = value if kind in CHANGE else vars(value)
+        into = value if kind in MUTABLE else vars(value)
         into.clear()
         if kind is defaultdict:
             factory, *items = items
@@ -165,7 +165,7 @@ def copies(values: list[Any], side: Any) -> list[Any]:
     """Copies the mutable values; references among them point to the copies."""
     made = {}
     for value in values:
-        if changes(value, side):
+        if is_mutable(value, side):
             own = type(value) in side.classes.values()
             # `copy` keeps the maximum length of a deque and the default of a dict.
             made[id(value)] = object.__new__(type(value)) if own else value.copy()

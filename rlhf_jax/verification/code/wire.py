@@ -24,7 +24,7 @@ from collections import deque, namedtuple
 from itertools import chain, count, islice
 
 from rlhf_jax.verification.code import values
-from rlhf_jax.verification.code.values import CHANGE, CONTAINERS
+from rlhf_jax.verification.code.values import CONTAINERS, MUTABLE
 
 TYPE_CHECKING = False  # `typing` takes long to import
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Parts(tuple):
 
 
 # The group of each type. Values of other types are arrays, objects or become `Parts`.
-GROUPS = {kind: kind.__name__ for kind in (*CHANGE, Parts, tuple, frozenset, complex)}
+GROUPS = {kind: kind.__name__ for kind in (*MUTABLE, Parts, tuple, frozenset, complex)}
 GROUPS |= {float: "float", bytes: "bytes", **dict.fromkeys(PLAIN, "plain")}
 PACKED = {"int": "q", "float": "d"}  # the `struct` format of packed numbers
 MAKE: dict[str, Callable[[Any], Any]] = {
@@ -78,7 +78,7 @@ class Writer:
         self.numbers = {
             id(value): number
             for number, value in enumerate(known)
-            if values.changes(value, side)
+            if values.is_mutable(value, side)
         }
         self.plain: dict[int, tuple[Any, Any]] = {}  # id: (value, its `simple` form)
         self.columns: list[list[Any]] = []
@@ -134,8 +134,8 @@ class Writer:
             return [name, list(map(len, items))]
         # An immutable value is numbered within its own column only: it is made after
         # the columns further down, which therefore cannot refer to it.
-        lasts = name in CONTAINERS or isinstance(name, type)
-        numbers, which, own = self.numbers if lasts else {}, None, None
+        mutable = name in CONTAINERS or isinstance(name, type)
+        numbers, which, own = self.numbers if mutable else {}, None, None
         fresh = dict(zip(map(id, items), items, strict=True))
         for known in numbers.keys() & fresh.keys():
             del fresh[known]
@@ -182,7 +182,7 @@ class Writer:
         if name := values.name_of(kind):
             return Parts(("call", name, *values.arguments(value)))
         if values.is_array(value):
-            whole = values.changes(value, self.side)
+            whole = values.is_mutable(value, self.side)
             return value if whole else Parts(("array", *values.array_parts(value)))
         base = values.base_of(kind)
         if base is tuple and (fields := vars(kind).get("_fields")):
@@ -236,7 +236,7 @@ class Reader:
         """Replaces the contents of known values by those that a call left."""
         for number, content in zip(numbers, contents, strict=True):
             value = self.values[number]
-            if 0 <= number < self.known and values.changes(value, self.side):
+            if 0 <= number < self.known and values.is_mutable(value, self.side):
                 values.refill(value, list(content))
 
     def begin(self, name: str, *parts: Any) -> Any:
