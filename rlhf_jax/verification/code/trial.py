@@ -70,7 +70,8 @@ def run_tests(
       unsafe: run the code even if the system cannot isolate it.
 
     Raises:
-      InputError: the system cannot isolate the code. NotStarted: a process did not.
+      InputError: the system cannot isolate the code, and not `unsafe`.
+      NotStarted: a process did not start.
     """
     limits = {"seconds": seconds, "memory": memory, "file_size": file_size}
     task = {"code": code, "tests": [*tests], "show": False}

@@ -33,7 +33,7 @@ MUTABLE = tuple(READ)[:8]
 PAIRS = MUTABLE[:4]
 CONTAINERS = {kind.__name__: kind for kind in MUTABLE}
 VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
-# Types that are written by name. Those of `LIBRARY` too, but are imported when needed.
+# Types that are written by name; those of `LIBRARY` are, too, but imported when needed.
 NAMED: dict[str, type] = {
     f"builtins.{name}": kind
     for name, kind in vars(builtins).items()
@@ -62,7 +62,7 @@ def named(name: str) -> Any:
 
 
 def arguments(value: Any) -> tuple[Any, ...]:
-    """Returns the arguments from which the value's class, as `named`, remakes it.
+    """Returns the arguments with which its class, found by name, remakes the value.
 
     Raises:
       ValueError: the value has a time zone that cannot be copied, such as `ZoneInfo`.

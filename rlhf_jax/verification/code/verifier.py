@@ -87,7 +87,7 @@ class PythonTests:
         return Judged(float(verdict.right), counted)
 
     def isolated(self, *, unsafe: bool) -> PythonTests:
-        """Returns this verifier once it is clear how generated code is isolated.
+        """Checks and prints how generated code is isolated; returns the verifier.
 
         Args:
           unsafe: accept that the system cannot isolate the code.
