@@ -20,7 +20,7 @@ GAIN = 0.95  # a size must have at most this share of the padded tokens
 WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0)  # widths to choose from, relative to padded rows
 WIDTH_DRAWS = 8  # batches drawn to choose the width
 WIDTH_GAIN = 0.97  # a wider row must need less than this share of the tokens
-MARGIN = 1.1  # factor on the states per row, for sizes beyond the largest drawn
+MARGIN = 1.1  # factor on the average states per row, for sizes as large as any drawn
 READS = 8  # columns that a head reads are a multiple of this
 
 
@@ -158,7 +158,7 @@ def _sizes(
     counts = [*_apart(filter(gains, row_counts), saving), *filter(gains, reserve)]
     for count in sorted({*counts}):
         reads = max((part.reads for part in dealt if part.rows <= count), default=0)
-        if count >= needs[-1]:  # not drawn: assume rows as dense as those drawn
+        if count >= needs[-1]:  # as large as any drawn: others may read more states
             reads = max(reads, int(MARGIN * density * count))
         reads = 1 + up(reads, READS)
         sizes.append((count, max([reads, *(size[1] for size in sizes)])))

@@ -10,11 +10,11 @@ Every trainer, reward, verifier, environment and evaluation follows these rules:
    response past the prompt's. Where the tokenizer merges across the border (the prompt
    ends in " ", the response begins with "4", and " 4" is one token), the prompt keeps
    its own tokens, and the response has those that continue it.
-2. BOS and stop tokens are never duplicated. A prompt begins with one BOS and has none
-   of the tokens that the tokenizer appends. A response ends with one stop token and
-   holds no other. A stop token that is written at the end of a response counts as this
-   one, and a BOS written at the beginning of a plain prompt as that one, unless the BOS
-   is also a stop token and the tokenizer does not prepend it.
+2. BOS and stop tokens are never duplicated. A prompt has at most one BOS, and none of
+   the tokens that the tokenizer appends. A response ends with one stop token and holds
+   no other. A stop token that is written at the end of a response counts as this one,
+   and a BOS written at the beginning of a plain prompt as that one, unless the BOS is
+   also a stop token and the tokenizer does not prepend it.
 3. Text never becomes a control token (`control`), unless the row asks for the token by
    name. In a response, tags such as <think> and </think> are tokens.
 4. A reward reads a response up to its stop token, found by token id, without padding,
