@@ -34,7 +34,7 @@ FIELDS: dict[str, tuple[Any, type, str, str]] = {  # types, description, example
     OPTIONS: (dict, object, "an object", '{"enable_thinking": false}'),
     CONTROL_TOKENS: (list | tuple, str, "a list of tokens", '["<|im_start|>"]'),
 }
-TEMPLATE_ARGUMENTS = (  # names that `render_jinja_template` passes to a template
+TEMPLATE_ARGUMENTS = (  # of `render_jinja_template`; no option may have such a name
     *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
     *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),
 )
