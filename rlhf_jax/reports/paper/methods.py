@@ -1,4 +1,4 @@
-"""A methods paragraph that is true: every fact of it is read from the run folders."""
+"""A methods paragraph in which every fact is read from the run folders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlhf_jax.sweeps.results import Results
 
 CITED = re.compile(r" ?\[@(\w+)\]")
 BREAKS = re.compile(r"(/|\\_)(?=\w)")
-NAMED = 6  # runs that are missing, told by name
+NAMED = 6  # missing runs that are named
 MINUTE, HOUR = 60.0, 3600.0  # seconds
 
 
 def missing(runs: Sequence[Planned]) -> tuple[str, str]:
-    """Of a partial sweep the note for a caption, and the runs left; else nothing."""
+    """Returns the captions' note on a partial sweep, and the runs left; else "", ""."""
     left = [run.name for run in runs if not run.done]
     if not left:
         return "", ""
@@ -39,7 +39,7 @@ def paragraph(
     *,
     cited: Sequence[Entry],
 ) -> str:
-    """The paragraph as Markdown, with citations as [@key]."""
+    """Returns the paragraph as Markdown, with citations as [@key]."""
     sentences = [
         _design(sweep, records),
         "".join(missing(runs)).strip(),
@@ -55,8 +55,8 @@ def paragraph(
 
 
 def as_latex(text: str) -> str:
-    """The paragraph as LaTeX, with \\cite, and paths that may be broken."""
-    parts = CITED.split(text)  # texts, and between them the keys
+    """Returns the paragraph as LaTeX, with \\cite and line breaks allowed in paths."""
+    parts = CITED.split(text)  # texts at even places, keys at odd ones
     return "".join(
         f"~\\cite{{{part}}}"
         if number % 2
@@ -88,7 +88,7 @@ def _design(sweep: Sweep, records: Sequence[Record]) -> str:
 
 
 def _labels(sweep: Sweep) -> str:
-    """What the labels of the grid stand for: options that their cells alone share."""
+    """The meaning of each label of the grid: the options that only its cells share."""
     axes = {name for name, _ in sweep.cells[0].values}
     everywhere = set.intersection(*(set(cell.options) for cell in sweep.cells))
     sets: dict[str, str] = {}
@@ -106,7 +106,7 @@ def _labels(sweep: Sweep) -> str:
 
 
 def _options(sweep: Sweep, records: Sequence[Record]) -> str:
-    """The options that the sweep gives to every run, but for model and data."""
+    """The options that the sweep gives to every run, without model and data."""
     told_apart = {one["source"] for record in records for one in record.sources}
     shown = []
     for name in sweep.options:
@@ -117,7 +117,7 @@ def _options(sweep: Sweep, records: Sequence[Record]) -> str:
 
 
 def _option(sweep: Sweep, name: str, values: Values) -> str | None:
-    """An option of all runs, as the sweep has it where they differ by {seed} alone."""
+    """An option of all runs; the sweep's text if values differ only by {seed}."""
     asked = str(sweep.options.get(name))
     if SEED in asked and all(
         value == asked.replace(SEED, str(run.seed)) for run, value in values
@@ -127,7 +127,7 @@ def _option(sweep: Sweep, name: str, values: Values) -> str | None:
 
 
 def _origin(sweep: Sweep, records: Sequence[Record]) -> list[str]:
-    """Model, data and their digests."""
+    """The sentences on model, data and their digests."""
     model = _option(sweep, "model", [(one.run, one.model) for one in records])
     data = told([(record.run, record.data) for record in records])
     digests = []
@@ -150,7 +150,7 @@ def _short(digest: str | None) -> str | None:
 
 
 def _versions(records: Sequence[Record]) -> list[str]:
-    """Software, its commit, and hardware."""
+    """The sentences on software, its commit, and hardware."""
     names = dict.fromkeys(name for record in records for name in record.versions)
     shown = {
         name: told([(one.run, one.versions.get(name)) for one in records])
@@ -175,7 +175,7 @@ def _versions(records: Sequence[Record]) -> list[str]:
 
 
 def _time(records: Sequence[Record]) -> str:
-    """Hours of all runs."""
+    """The sentence on the time of all runs."""
     timed = [record.seconds for record in records if record.seconds is not None]
     if not timed:
         return "No run has timings."
