@@ -24,6 +24,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import parsing, write_errors
@@ -149,11 +150,9 @@ def _lock(descriptor: int, path: Path) -> None:
 
 def _sign(descriptor: int, folder: Path) -> None:
     """Writes the holder into the file, which also proves that it is writable."""
-    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    owner = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+        os.pwrite(descriptor, json.dumps(owner()).encode() + b"\n", 0)
         os.fsync(descriptor)
     except OSError:
         with contextlib.suppress(OSError):
@@ -161,11 +160,18 @@ def _sign(descriptor: int, folder: Path) -> None:
         raise
 
 
+def owner() -> dict[str, Any]:
+    """Returns the fields of run.lock: this process, its host, and the present time."""
+    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"process": os.getpid(), "host": socket.gethostname(), "since": now}
+
+
 def _holder(descriptor: int) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
         source = parsing.Source(NAME, "the process that holds it")
-        owner = parsing.of_json(os.pread(descriptor, 1000, 0), source)
-        return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
+        holder = parsing.of_json(os.pread(descriptor, 1000, 0), source)
+        process, host, since = (holder[x] for x in ("process", "host", "since"))
+        return f"process {process} on {host}, since {since}"
     return "another process"
 
 

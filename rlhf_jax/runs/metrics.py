@@ -141,9 +141,9 @@ class Recorder(contextlib.AbstractContextManager[Any]):
         places = {name: jsonl.places(path) for name, path in self._paths.items()}
         steps_of_file = {
             name: [
-                line.step for line in there if line.stage == stage and line.step < step
+                line.step for line in lines if line.stage == stage and line.step < step
             ]
-            for name, there in places.items()
+            for name, lines in places.items()
         }
         if rows is not None:
             self._check_rows(stage, step, steps_of_file, rows, sums_of_rows or {})

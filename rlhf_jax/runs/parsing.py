@@ -287,8 +287,8 @@ def _value(
     # PyYAML raises many types for a wrong value of a tag, such as `!!int x`. Python's
     # message about too many digits ends with advice for programmers, which is cut.
     except Exception as error:
-        said = " ".join(str(error).partition(";")[0].split())
-        why = f"({said or type(error).__name__})"
+        message = " ".join(str(error).partition(";")[0].split())
+        why = f"({message or type(error).__name__})"
     comma = "" if why.startswith("(") else ","
     raise source.refusal(f"{text[:_SHOWN]!r}{comma} {why}")
 
@@ -306,11 +306,11 @@ _json = json.JSONDecoder(object_pairs_hook=_once).decode  # `loads` makes one pe
 
 
 def _twice(keys: Iterable[Hashable]) -> Hashable:
-    seen = set[Hashable]()
+    earlier = set[Hashable]()
     for key in keys:
-        if key in seen:
+        if key in earlier:
             return key
-        seen.add(key)
+        earlier.add(key)
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlhf_jax.reports.paper import tables
 from rlhf_jax.reports.paper.citations import Entry
 from rlhf_jax.reports.paper.latex import escaped
-from rlhf_jax.reports.paper.provenance import DIGEST, Record, Values, told
+from rlhf_jax.reports.paper.provenance import DIGEST, Record, Values, as_text
 from rlhf_jax.sweeps.declaration import Sweep, word
 from rlhf_jax.sweeps.planned import SEED, Planned
 from rlhf_jax.sweeps.results import Results
@@ -107,11 +107,11 @@ def _labels(sweep: Sweep) -> str:
 
 def _options(sweep: Sweep, records: Sequence[Record]) -> str:
     """The options that the sweep gives to every run, without model and data."""
-    told_apart = {one["source"] for record in records for one in record.sources}
+    sources = {one["source"] for record in records for one in record.sources}
     shown = []
     for name in sweep.options:
         values = [(one.run, one.option(name)) for one in records]
-        if name != "model" and not {value for _, value in values} <= told_apart:
+        if name != "model" and not {value for _, value in values} <= sources:
             shown.append(f"{name} = {_option(sweep, name, values)}")
     return ", ".join(shown)
 
@@ -123,18 +123,18 @@ def _option(sweep: Sweep, name: str, values: Values) -> str | None:
         value == asked.replace(SEED, str(run.seed)) for run, value in values
     ):
         return asked
-    return told(values, all_in="each run's config.json")
+    return as_text(values, all_in="each run's config.json")
 
 
 def _origin(sweep: Sweep, records: Sequence[Record]) -> list[str]:
     """The sentences on model, data and their digests."""
     model = _option(sweep, "model", [(one.run, one.model) for one in records])
-    data = told([(record.run, record.data) for record in records])
+    data = as_text([(record.run, record.data) for record in records])
     digests = []
     for name in dict.fromkeys(name for one in records for name in one.digests):
-        shown = told([(one.run, _short(one.digests.get(name))) for one in records])
+        shown = as_text([(one.run, _short(one.digests.get(name))) for one in records])
         digests.append(f"{name} {shown}")
-    reference = told([(one.run, _short(one.fingerprint)) for one in records])
+    reference = as_text([(one.run, _short(one.fingerprint)) for one in records])
     return [
         f"Model: {model}." if model else "No config names a model.",
         f"Data: {data}." if data else "No receipt of data (data.json) is there.",
@@ -153,7 +153,7 @@ def _versions(records: Sequence[Record]) -> list[str]:
     """The sentences on software, its commit, and hardware."""
     names = dict.fromkeys(name for record in records for name in record.versions)
     shown = {
-        name: told([(one.run, one.versions.get(name)) for one in records])
+        name: as_text([(one.run, one.versions.get(name)) for one in records])
         for name in names
     }
     devices = shown.pop("devices", None)

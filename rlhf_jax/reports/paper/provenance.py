@@ -113,7 +113,7 @@ def _read(path: Path, shape: parsing.Shape) -> dict[str, Any]:
     return {}
 
 
-def told(values: Values, *, all_in: str = "runs.csv") -> str | None:
+def as_text(values: Values, *, all_in: str = "runs.csv") -> str | None:
     """Returns the value of all runs, or each value with the runs that have it.
 
     More than FEW values are only counted, and `all_in` names the file that lists them.

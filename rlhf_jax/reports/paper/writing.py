@@ -81,8 +81,8 @@ def write(
     files |= {
         f"figures/{one.name}.{kind}": "" for one in drawn for kind in figures.METADATA
     }
-    there = [*(out / "tables").iterdir(), *(out / "figures").iterdir()]
-    return sorted({str(path.relative_to(out)) for path in there} - {*files})
+    present = [*(out / "tables").iterdir(), *(out / "figures").iterdir()]
+    return sorted({str(path.relative_to(out)) for path in present} - {*files})
 
 
 def _example(inputs: Sequence[str]) -> str:

@@ -175,12 +175,12 @@ def _join(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     before.add_argument("--heartbeat", type=int)
     before.add_argument("--compilation-cache")
     arguments, options = before.parse_known_args(argv)
-    given = {name: x for name, x in vars(arguments).items() if x is not None}
-    cache = given.pop("compilation_cache", None)
-    if "coordinator" in given:
-        processes.Group(**given).join()
-    elif given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    group = {name: x for name, x in vars(arguments).items() if x is not None}
+    cache = group.pop("compilation_cache", None)
+    if "coordinator" in group:
+        processes.Group(**group).join()
+    elif group:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in group)
         raise InputError(
             f"{names}: expected --coordinator HOST:PORT too, got none; give it, or "
             f"leave this out"

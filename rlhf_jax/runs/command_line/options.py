@@ -127,10 +127,10 @@ def _refuse_renamed(
         if name in renamed and name not in known:
             successor = renamed[name]
             # An option of another command is followed by its name in brackets.
-            there = successor.split()[0] in known or successor.endswith(")")
+            exists = successor.split()[0] in known or successor.endswith(")")
             raise InputError(
                 f"{name}: expected an option of this command, got the name of another; "
-                f"{f'write {successor}' if there else 'leave it out'}"
+                f"{f'write {successor}' if exists else 'leave it out'}"
             )
 
 

@@ -106,14 +106,14 @@ def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
         written = next((row for row in below if row.strip().startswith(option)), "")
         metavar = written.strip().removeprefix(option).strip()
         return (
-            f"{option}: expected {_described(metavar)}, got {_given(option, args)}; "
+            f"{option}: expected {_described(metavar)}, got {_written(option, args)}; "
             f"{see} explains it"
         )
     if match := re.match(r"invalid choice .* for argument '(--[\w.-]+)'", first):
         choices = first.rpartition("Expected one of (")[2].rstrip(".,) ")
         return (
             f"{match[1]}: expected one of {choices.replace(chr(39), '')}, got "
-            f"{_given(match[1], args)}; choose one"
+            f"{_written(match[1], args)}; choose one"
         )
     if match := re.match(r"Missing value for argument '(--[\w.-]+)'", first):
         return f"{match[1]}: expected a value, got none; write it after the option"
@@ -155,16 +155,16 @@ def _described(metavar: str) -> str:
     return " or ".join(kinds) or "another value"
 
 
-def _given(option: str, args: Sequence[str]) -> str:
+def _written(option: str, args: Sequence[str]) -> str:
     """The text after the last use of an option."""
-    given: list[str] = []
+    words: list[str] = []
     for i, word in enumerate(args):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == option:
-            given = [value] if equals else []
+            words = [value] if equals else []
             if not equals:
                 for other in args[i + 1 :]:
                     if other.startswith("--"):
                         break
-                    given.append(other)
-    return f"{' '.join(given)!r:.200}"
+                    words.append(other)
+    return f"{' '.join(words)!r:.200}"

@@ -19,11 +19,9 @@ lost connection, and is kept. Otherwise it is filled anew from the bucket.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import shutil
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -149,29 +147,29 @@ class Mirror:
     def __init__(self, url: str, spool: Path) -> None:
         self.url, self._spool = url, spool
         self._token = ""
-        self._there: dict[str, Stamp] = {}  # of local files that the bucket has
+        self._uploaded: dict[str, Stamp] = {}  # of local files that the bucket has
         self._strays: list[str] = []  # in the bucket, incomplete after a kill
         self._one_at_a_time = threading.Lock()
 
     def fill(self, *, resume: bool) -> None:
         """Fills the spool from the bucket, unless the spool is ahead of it."""
         with self._reached():
-            there = {*urls.names(self.url)} - {lock.NAME}
+            names = {*urls.names(self.url)} - {lock.NAME}
             owner = self._owner()
-        if there:  # the address may hold something else, such as many runs
-            require_run(self.url, sorted(there), resume=resume)
+        if names:  # the address may hold something else, such as many runs
+            require_run(self.url, sorted(names), resume=resume)
         state = urls.read(self._spool.parent / STATE)
         with lock.hold(self._spool):
             same = owner.get("token", "") == state.get("token")
             if same and (self._spool / FIRST).exists():
-                self._keep(state["there"], there)
+                self._keep(state["there"], names)
             else:
-                self._refill(urls.whole(there))
-        self._strays = sorted(there - {*self._files()})
+                self._refill(urls.whole(names))
+        self._strays = sorted(names - {*self._files()})
 
     def _refill(self, names: list[str]) -> None:
         (self._spool.parent / STATE).unlink(missing_ok=True)
-        self._there = {}
+        self._uploaded = {}
         for path in self._spool.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -179,12 +177,12 @@ class Mirror:
                 path.unlink()
         self._get(names)
 
-    def _keep(self, then: dict[str, Stamp], there: set[str]) -> None:
+    def _keep(self, then: dict[str, Stamp], names: set[str]) -> None:
         """Keeps the spool, without the files that were removed from the bucket."""
-        for name in then.keys() - there:
+        for name in then.keys() - names:
             urls.remove(self._spool / name, root=self._spool)
         now = {name: _stamp(self._spool / name) for name in self._files()}
-        self._there = {n: then[n] for n in then if now.get(n) == then[n]}
+        self._uploaded = {n: then[n] for n in then if now.get(n) == then[n]}
 
     def _get(self, names: list[str]) -> None:
         def get(name: str) -> None:
@@ -192,7 +190,7 @@ class Mirror:
 
         with self._reached():
             urls.each(get, names)
-        self._there |= {name: _stamp(self._spool / name) for name in names}
+        self._uploaded |= {name: _stamp(self._spool / name) for name in names}
 
     def claim(self) -> None:
         """Writes this process into run.lock as the writer of the run.
@@ -201,11 +199,7 @@ class Mirror:
           InputError: the bucket cannot be written to.
         """
         self._token = uuid.uuid4().hex
-        now = (
-            datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        )
-        owner = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
-        text = json.dumps(owner | {"token": self._token})
+        text = json.dumps(lock.owner() | {"token": self._token})
         files, at = urls.system(self.url), f"{self.url}/{lock.NAME}"
         with self._reached():
             urls.tried(lambda: files.pipe_file(at, text.encode()))
@@ -239,21 +233,21 @@ class Mirror:
             else:  # rows may be appended meanwhile, so the file is read at once
                 files.pipe_file(at, path.read_bytes())
 
-        changed = [name for name in now if self._there.get(name) != now[name]]
+        changed = [name for name in now if self._uploaded.get(name) != now[name]]
         for rank in sorted({*map(_rank, changed)}):
             of_rank = [name for name in changed if _rank(name) == rank]
             urls.each(put, of_rank)
-            self._there |= {name: now[name] for name in of_rank}
+            self._uploaded |= {name: now[name] for name in of_rank}
         gone = [
             name
-            for name in self._there
+            for name in self._uploaded
             if name.startswith("snapshots/")
             and name not in now
             and FIRST in now  # the spool was not emptied by someone else
         ]
         for rank in sorted({*map(_rank, gone)}, reverse=True):
             urls.each(self._remove, [n for n in gone if _rank(n) == rank])
-        self._there = {name: self._there[name] for name in now}
+        self._uploaded = {name: self._uploaded[name] for name in now}
         self._save()
 
     def _remove(self, name: str) -> None:
@@ -261,7 +255,7 @@ class Mirror:
             urls.system(self.url).rm_file(f"{self.url}/{name}")
 
     def _save(self) -> None:
-        state = {"token": self._token, "there": self._there}
+        state = {"token": self._token, "there": self._uploaded}
         urls.write(self._spool.parent / STATE, state)
 
     def _files(self) -> list[str]:

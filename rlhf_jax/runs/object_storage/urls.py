@@ -105,8 +105,8 @@ def refuse(place: Path, *, option: str) -> None:
 
 def spool() -> Path:
     """Returns the folder of all copies: $RLHF_JAX_SPOOL, or one in the user's cache."""
-    if given := os.environ.get(SPOOL):
-        return Path(given).absolute()
+    if folder := os.environ.get(SPOOL):
+        return Path(folder).absolute()
     compiled = program_cache.default_folder()
     if compiled is None:  # the user has no home folder
         return Path(tempfile.gettempdir()) / "rlhf_jax" / "spool"
@@ -196,18 +196,18 @@ def names(url: str) -> dict[str, str]:
 
     files, root = system(url), system(url)._strip_protocol(url)
     infos = tried(lambda: files.find(root, detail=True))
-    there = {
+    tokens = {
         path.removeprefix(root).lstrip("/"): tokenize(info)
         for path, info in infos.items()
         if not path.endswith("/")  # a folder's placeholder
     }
-    for name in there:
+    for name in tokens:
         if not _stays_below(name):
             raise InputError(
                 f"{url:.200}: expected names of files that are below it, got "
                 f"{name!r:.200}; remove that object, and see who wrote it"
             )
-    return there
+    return tokens
 
 
 def _stays_below(name: str) -> bool:
@@ -260,27 +260,27 @@ def fetched(
 
 
 def _update(url: str, path: Path, *, only: Sequence[str], but: Sequence[str]) -> None:
-    there = names(url)
-    if not there:
+    tokens = names(url)
+    if not tokens:
         raise FileNotFoundError("nothing there")
     list_of_copies = path.parent / f"{path.name}.copies"  # never `path` itself
     have = read(list_of_copies)
-    if "" not in there:
+    if "" not in tokens:
         manifest = path.parent / f"{path.name}{MANIFEST}"
         if tried(lambda: system(url).exists(f"{url}{MANIFEST}")):
             get(f"{url}{MANIFEST}", manifest)
             only = ("*",)
         else:
             manifest.unlink(missing_ok=True)
-        there = {name: there[name] for name in whole(there)}
+        tokens = {name: tokens[name] for name in whole(tokens)}
         # Includes files of an update that was killed before it wrote its list.
-        for name in _copied(path) - there.keys():
+        for name in _copied(path) - tokens.keys():
             remove(path / name, root=path)
-    wanted = [name for name in there if _chosen(name, only=only, but=but)]
-    kept = {n: key for n, key in have.items() if there.get(n) == key}
+    wanted = [name for name in tokens if _chosen(name, only=only, but=but)]
+    kept = {n: key for n, key in have.items() if tokens.get(n) == key}
     missing = [n for n in wanted if n not in kept or not (path / n).exists()]
     each(lambda name: get(f"{url}/{name}".rstrip("/"), path / name), missing)
-    write(list_of_copies, kept | {name: there[name] for name in missing})
+    write(list_of_copies, kept | {name: tokens[name] for name in missing})
 
 
 def _copied(folder: Path) -> set[str]:
@@ -302,16 +302,16 @@ def whole(names: Collection[str]) -> list[str]:
 
     A snapshot is complete once it has its list, a model once it has its manifest.
     """
-    there = {*names}
+    present = {*names}
 
     def belongs(name: str) -> bool:
         parts = name.split("/")
         if parts[0] == "snapshots" and len(parts) > 3 and parts[2].isdecimal():
-            return "/".join((*parts[:3], LIST)) in there
+            return "/".join((*parts[:3], LIST)) in present
         exported = parts[0] in ("model", "adapter") and len(parts) > 1
-        return not exported or f"{parts[0]}{MANIFEST}" in there
+        return not exported or f"{parts[0]}{MANIFEST}" in present
 
-    return sorted(name for name in there if belongs(name))
+    return sorted(name for name in present if belongs(name))
 
 
 def remove(path: Path, *, root: Path) -> None:

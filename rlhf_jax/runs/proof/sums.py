@@ -51,11 +51,11 @@ def of_file(path: Path) -> Sum:
 def of_files(folder: Path, names: Sequence[str]) -> dict[str, Sum]:
     """Returns {name: sum} of the files that exist; large files use threads."""
     paths = [path for name in names if (path := folder / name).is_file()]
-    there = [path.relative_to(folder).as_posix() for path in paths]
+    present = [path.relative_to(folder).as_posix() for path in paths]
     if sum(path.stat().st_size for path in paths) < LARGE:
-        return dict(zip(there, map(of_file, paths), strict=True))
+        return dict(zip(present, map(of_file, paths), strict=True))
     with ThreadPoolExecutor() as pool:
-        return dict(zip(there, pool.map(of_file, paths), strict=True))
+        return dict(zip(present, pool.map(of_file, paths), strict=True))
 
 
 def of_rows(path: Path, *, stage: str, size: int | None = None) -> Rolling:

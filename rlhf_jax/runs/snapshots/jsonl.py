@@ -86,18 +86,20 @@ def ranges(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown + more)}"
 
 
-def cut(path: Path, there: Sequence[Line], *, step: int, begun: Sequence[str]) -> None:
+def cut(
+    path: Path, all_lines: Sequence[Line], *, step: int, begun: Sequence[str]
+) -> None:
     """Drops the rows of the last stage in `begun` from `step` on, and keeps all others.
 
     The remaining rows of that stage move behind those of the earlier stages, one of
     which may have gone back and appended its rows again.
 
     Args:
-      there: `places` of the file.
+      all_lines: `places` of the file.
     """
     *earlier, stage = begun
-    keeps = [line.stage != stage or line.step < step for line in there]
-    kept = [line for line, keep in zip(there, keeps, strict=True) if keep]
+    keeps = [line.stage != stage or line.step < step for line in all_lines]
+    kept = [line for line, keep in zip(all_lines, keeps, strict=True) if keep]
     order = [
         line.stage for line in kept if line.stage == stage or line.stage in earlier
     ]
