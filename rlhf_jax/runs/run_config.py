@@ -33,7 +33,7 @@ class RunConfig:
     out: Path
     """Run folder or gs:// address; must be absent or empty unless --resume is given."""
     seed: int = 0
-    """Seed of the root random key."""
+    """Seed of every random number."""
     resume: bool = False
     """Whether to continue the run in --out from its newest snapshot."""
     resume_from: int | None = None

@@ -251,7 +251,7 @@ class Policy(TemplateLM):
                     f"a token of its own, got none, as the tokenizer has none or joins "
                     f"it to the context; begin continuations with a space"
                 )
-        # lm-eval moves a context's final spaces, perhaps all of it, to the continuation.
+        # lm-eval moves spaces at a context's end, perhaps all of it, to continuations.
         pairs = [
             (context or [self.prefix_token_id], continuation)
             for _, context, continuation in requests
