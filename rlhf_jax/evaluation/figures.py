@@ -220,7 +220,6 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
 
 
 def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
-    """The figures of episodes: turns, observed tokens, and how they ended."""
     return {
         "turns": over_prompts(_means(prompts, lambda r: _required(r.turns))),
         "observed": over_prompts(_means(prompts, lambda r: _required(r.observed))),
@@ -235,7 +234,6 @@ def distinct_share(prompts: PerPrompt) -> float:
 
 
 def _single(prompts: PerPrompt) -> bool:
-    """Whether each prompt has one response."""
     return all(len(samples) == 1 for samples in prompts)
 
 

@@ -109,7 +109,6 @@ def coloured(tokens: Sequence[Token], *, limit: float) -> Text:
 
 
 def _terminal_style(share: float) -> str:
-    """A style with black text on a shade of the colour; no colour close to 0."""
     strength = min(1.0, abs(share))
     if strength < 0.05:
         return ""
@@ -236,7 +235,6 @@ def run(options: Options) -> None:
 
 
 def _check_tokenizer(reference: str, *, ids: dict[str, int]) -> None:
-    """Raises InputError if the reference's tokenizer differs from the policy's."""
     try:
         own = tokenization.load_tokenizer(reference).get_vocab()
     except InputError:  # without a tokenizer only the sizes can be compared

@@ -207,7 +207,6 @@ def _some(count: int, *, most: int, first: Sequence[int]) -> set[int]:
 
 
 def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[str]:
-    """The metrics whose curves are open when the page opens."""
     known = drawn["metrics"]
     if metrics:
         return [name for name in metrics if name in known]

@@ -195,7 +195,6 @@ def title(paths: Sequence[Path]) -> str:
 
 
 def _check_alike(runs: Sequence[Run]) -> None:
-    """Raises InputError if a run shares no metric with the first one."""
     first = runs[0]
     for run in runs[1:]:
         if not run.names & first.names:

@@ -291,7 +291,6 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             print(f"warning: {message}; the run goes on without them", file=sys.stderr)
 
     def _restart(self, now: float) -> None:
-        """Begins the timings of the next step."""
         self._phases: dict[str, float] = {}
         self._since = now
         self._compiled_before = program_cache.compiled_so_far()

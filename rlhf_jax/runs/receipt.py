@@ -99,7 +99,6 @@ def _lengths(of: Mapping[str, Any], name: str) -> str | None:
 
 
 def _lines(source: Mapping[str, Any]) -> list[str]:
-    """The lines about a source that are printed below the table."""
     called, fields = source["called"], source["fields"]
     lines = [
         f"{source['name']} {source['source']}: {source['read']:,} {called} read, "

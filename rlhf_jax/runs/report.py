@@ -345,7 +345,6 @@ def mesh_cells(mesh: Mesh) -> tuple[str, str]:
 
 
 def _mesh_cell(mesh: Mesh) -> str:
-    """The axes of a mesh that have more than one device."""
     sizes = (f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return ",".join(sizes) or "none"
 

@@ -142,7 +142,6 @@ def to_json(config: RunConfig) -> dict[str, Any]:
 
 
 def _plain(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as a dict, with nested records as dicts too."""
     hints = typing.get_type_hints(type(record))
     return {
         field.name: _plain_value(getattr(record, field.name), hints[field.name])

@@ -167,7 +167,6 @@ def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
 
 
 def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
-    """The value of an expression: a number, or numbers by seed."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(
             number, bool
@@ -191,7 +190,6 @@ def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
 def _called(
     name: ast.expr, keywords: Sequence[ast.keyword], *, claim: str, lookup: Lookup
 ) -> Numbers:
-    """The numbers of a measure that a claim calls with settings."""
     settings: dict[str, Value] = {}
     for keyword in keywords:
         try:

@@ -54,7 +54,6 @@ def absent(measures: Mapping[str, Measure], *, runs: Sequence[Path]) -> list[str
 
 
 def _known(run: Path, *, of_summary: bool) -> list[str]:
-    """Names of all numbers of a run."""
     if of_summary:
         rows = [resume.flat(folder.read_summary(run))]
     else:

@@ -255,7 +255,6 @@ def _estimate(values: Numbers) -> dict[str, Any] | None:
 
 
 def _means(values: Numbers) -> tuple[str, str]:
-    """Mean and interquartile mean, with intervals."""
     if not values:
         return "-", "-"
     figure = statistics.estimate(list(values.values()))

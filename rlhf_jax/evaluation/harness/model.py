@@ -299,7 +299,6 @@ class Policy(TemplateLM):
         )
 
     def _ending(self, until: Sequence[str]) -> set[int]:
-        """The tokens whose own text contains one of `until`."""
         return {
             token
             for token, text in self._token_texts.items()

@@ -127,7 +127,6 @@ def _option(sweep: Sweep, name: str, values: Values) -> str | None:
 
 
 def _origin(sweep: Sweep, records: Sequence[Record]) -> list[str]:
-    """The sentences on model, data and their digests."""
     model = _option(sweep, "model", [(one.run, one.model) for one in records])
     data = as_text([(record.run, record.data) for record in records])
     digests = []
@@ -150,7 +149,6 @@ def _short(digest: str | None) -> str | None:
 
 
 def _versions(records: Sequence[Record]) -> list[str]:
-    """The sentences on software, its commit, and hardware."""
     names = dict.fromkeys(name for record in records for name in record.versions)
     shown = {
         name: as_text([(one.run, one.versions.get(name)) for one in records])
@@ -175,7 +173,6 @@ def _versions(records: Sequence[Record]) -> list[str]:
 
 
 def _time(records: Sequence[Record]) -> str:
-    """The sentence on the time of all runs."""
     timed = [record.seconds for record in records if record.seconds is not None]
     if not timed:
         return "No run has timings."

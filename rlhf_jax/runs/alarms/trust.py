@@ -145,7 +145,6 @@ def _pooled(rows: Sequence[Row], name: str, limits: Limits) -> list[tuple[int, f
 
 
 def _newest(rows: Sequence[Row], name: str) -> float | None:
-    """The value in the last row; None if it was not measured there."""
     values = history.last(rows[-1:], name, 1)
     return values[0] if values else None
 

@@ -164,7 +164,6 @@ def fall_of(judge: Series) -> Fall | None:
 
 
 def _means(values: np.ndarray, size: int) -> np.ndarray:
-    """The means of all `size` neighbouring values."""
     middle = values.mean()
     sums = np.concatenate([[0.0], np.cumsum(values - middle)])
     return (sums[size:] - sums[:-size]) / size + middle

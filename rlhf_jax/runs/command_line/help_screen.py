@@ -151,7 +151,6 @@ def _metavar(annotation: Any) -> str:
 
 
 def _entry(shown: Option, *, width: int) -> list[str]:
-    """The lines of an option: beside its text, or above it if the option is long."""
     start = f"  {shown.usage}"
     above = [] if len(start) < OPTION - 1 else [start]
     text = textwrap.wrap(

@@ -151,7 +151,6 @@ def _options(kind: type[Any], *, prefix: str = "--") -> set[str]:
 
 
 def _notes(presets: Presets) -> list[str]:
-    """The notes below the options of `--help`."""
     recipes = f"--preset {'|'.join(presets)} starts from a published recipe."
     return [
         *([recipes] if presets else []),

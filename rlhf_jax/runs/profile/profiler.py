@@ -191,7 +191,6 @@ def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
 
 
 def _lengths(masks: Sequence[Masks]) -> list[Text]:
-    """The lengths of all texts, row by row."""
     texts: list[Text] = []
     for which, responses in processes.whole(list(masks)):
         segments = np.asarray(which).astype(np.int32)

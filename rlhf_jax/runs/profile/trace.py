@@ -163,7 +163,6 @@ def _by_scope(devices: dict[str, list[Event]]) -> OfDevices:
 
 
 def _annotations(space: Any) -> Spans:
-    """The spans in which the host was in user code."""
     spans = [
         (event.start_ns, event.start_ns + event.duration_ns)
         for plane in space.planes

@@ -231,7 +231,6 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
             shutil.rmtree(self._folder / DELETED, ignore_errors=True)
 
     def _wait(self) -> None:
-        """Waits for the snapshot that is being written."""
         saving, self._saving = self._saving, None
         if saving is not None:
             with self._writing():
