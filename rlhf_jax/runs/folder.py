@@ -86,9 +86,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
-    """The fields that a resume changes, for each stage's recorded config.
-
-    Without snapshots the config of config.json is compared instead.
+    """The fields that a resume changes, for the config of each stage or config.json.
 
     Raises:
       InputError: fields differ that a resume may not change; the message lists them.

@@ -342,9 +342,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a JSONL file without a truncated last line.
-
-    A file that does not exist has no rows.
+    """Returns the rows of a JSONL file, without a truncated last line; [] if missing.
 
     Raises:
       InputError: a line is not a row with a stage and a step; the message names it.

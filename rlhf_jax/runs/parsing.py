@@ -170,13 +170,11 @@ def fault(
 ) -> str | None:
     """Finds what is not allowed in a value from a text or a user's Python file.
 
-    The value is walked without recursion.
-
     Args:
       most: largest number of values in it.
 
     Returns:
-      The fault, as "with ..."; None for a valid value.
+      The fault, as "with ..."; None for a valid value. The search does not recurse.
     """
     level, count = [value], 1
     for _ in range(depth + 1):
@@ -203,9 +201,7 @@ def fault(
 
 
 def misfit(value: Any, shape: Shape, *, at: str = "") -> str | None:
-    """Returns the first part of a value that does not fit a shape, or None.
-
-    For example "alarms[0].name = int 3".
+    """Returns the first misfit of a value, as "alarms[0].name = int 3", or None.
 
     Args:
       shape: a type; [shape] for a list whose entries have that shape; or {name: shape}

@@ -115,11 +115,7 @@ class Progress:
 def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[Sink]:
     """Opens the sinks of `metrics.Recorder` that a config asks for.
 
-    Args:
-      num_steps: {stage: number of steps}, in the order of the stages.
-
-    Returns:
-      The sinks; none on any process but the first.
+    `num_steps` is {stage: number of steps}. Only the first process has sinks.
     """
     chosen: list[Sink] = []
     if not processes.is_first():

@@ -253,14 +253,11 @@ def _with_successor(line: str, renamed: Mapping[str, str]) -> str:
 def _decode_fields(
     fields: Mapping[str, Any], kind: Any, *, prefix: str, whole: bool, made: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Decodes the fields of a dataclass and of its groups.
+    """Decodes the fields of a dataclass and its groups: {name: value}, and the faults.
 
     Args:
       whole: whether every field is required.
       made: whether groups become records; otherwise they stay dicts of their fields.
-
-    Returns:
-      {name: value}, and one line for each fault.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}

@@ -50,13 +50,10 @@ def run_all(
     jobs: int,
     tell: Callable[[Ended], None],
 ) -> list[Ended]:
-    """Runs the unfinished runs in order, `jobs` at a time.
-
-    Args:
-      tell: called with each run when it has ended.
+    """Executes the unfinished runs in order, `jobs` at a time.
 
     Returns:
-      The runs that have ended, in the order in which they did.
+      The runs in the order in which they ended; `tell` is called with each as it ends.
 
     Raises:
       Interrupted: a signal came; the runs under way were stopped and have saved.

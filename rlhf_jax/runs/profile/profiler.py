@@ -59,10 +59,7 @@ class Profiled(NamedTuple):
 
 
 class Profiler:
-    """Traces the steps of a window.
-
-    Of several processes only the first traces, and only its own devices.
-    """
+    """Traces the steps of a window, on the devices of the first process."""
 
     def __init__(
         self,

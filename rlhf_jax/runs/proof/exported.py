@@ -34,8 +34,7 @@ def write(model: Path, *, anew: bool) -> None:
     """Writes the manifest of a complete folder; only the first process writes.
 
     Args:
-      anew: whether the folder is new. Otherwise the manifest is only written if it is
-        missing, as after a kill.
+      anew: whether the folder is new; otherwise only a missing manifest is written.
     """
     if processes.is_first() and (anew or not has_manifest(model)):
         folder.write_text(path_of(model), _written(_digests(model)))

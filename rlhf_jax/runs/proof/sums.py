@@ -59,12 +59,9 @@ def of_files(folder: Path, names: Sequence[str]) -> dict[str, Sum]:
 
 
 def of_rows(path: Path, *, stage: str, size: int | None = None) -> Rolling:
-    """Returns the sum of a stage's rows in a JSONL file of a run.
+    """Returns the sum of a stage's rows in a JSONL file, up to `size` bytes of them.
 
     Rows of other stages and a truncated last line are skipped.
-
-    Args:
-      size: bytes of rows after which reading stops; None reads them all.
     """
     begins = json.dumps({"stage": stage}, ensure_ascii=False)[:-1].encode() + b","
     rolling = Rolling()

@@ -87,10 +87,7 @@ def write_list(folder: Path) -> None:
 
 
 def has_list(folder: Path) -> bool:
-    """Returns whether a snapshot has its list.
-
-    One of an older version, or of a run killed before the list was written, has none.
-    """
+    """Returns whether a snapshot has its list; older or interrupted ones have none."""
     return (folder / LIST).exists()
 
 
