@@ -131,8 +131,8 @@ def _unproved(runs: Sequence[Run]) -> list[str]:
     doubtful = [run for run in runs if run.unproven and not run.faults]
     if doubtful:
         notes.append(
-            f"Not proven are files of {len(doubtful)} of {len(runs)} runs, as of "
-            f"{doubtful[0].name}: {'; '.join(doubtful[0].unproven[:3])}."
+            f"Files of {len(doubtful)} of {len(runs)} runs are not proven, for example "
+            f"of {doubtful[0].name}: {'; '.join(doubtful[0].unproven[:3])}."
         )
     return notes
 
@@ -156,8 +156,8 @@ def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
     known = set().union(*(run.names for run in runs))
     if unknown := [metric for metric in metrics if metric not in known]:
         raise InputError(
-            f"--metrics: expected metrics of these runs, got {unknown[0]}, which none "
-            f"has; there are {', '.join(sorted(known))}"
+            f"--metrics: expected metrics of these runs, got {unknown[0]}, which no "
+            f"run has; choose among {', '.join(sorted(known))}"
         )
 
 

@@ -75,7 +75,7 @@ def check_run(config: RunConfig) -> None:
     if why:
         raise InputError(
             f"--out {mirror.written(out)!r:.200}: expected a folder, absent or one "
-            f"that can be read, got: {why}; give another --out, or see to that one"
+            f"that can be read, got: {why}; give another --out, or repair that one"
         )
     if not names and not config.resume_from:
         return

@@ -142,8 +142,8 @@ def _lock(descriptor: int, path: Path) -> None:
             raise
         print(
             f"warning: the file system of {path.parent} has no locks "
-            f"({error.strerror}), so nothing would stop a second process from writing "
-            f"to this run; see to it that there is none",
+            f"({error.strerror}), so nothing keeps a second process from writing "
+            f"to this run; make sure that there is none",
             file=sys.stderr,
         )
 
@@ -170,8 +170,7 @@ def _holder(descriptor: int) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
         source = parsing.Source(NAME, "the process that holds it")
         holder = parsing.of_json(os.pread(descriptor, 1000, 0), source)
-        process, host, since = (holder[x] for x in ("process", "host", "since"))
-        return f"process {process} on {host}, since {since}"
+        return "process {process} on {host}, since {since}".format(**holder)
     return "another process"
 
 
@@ -179,5 +178,5 @@ def _unwritable(folder: Path, why: OSError | ValueError) -> InputError:
     reason = write_errors.reason(why) if isinstance(why, OSError) else str(why)
     return InputError(
         f"--out {folder}: expected a folder that can be made and written to, got: "
-        f"{reason}; give another --out, or see to that one"
+        f"{reason}; give another --out, or repair that one"
     )

@@ -286,7 +286,7 @@ class Recorder(contextlib.AbstractContextManager[Any]):
             if not self._accept_lost_rows:
                 raise InputError(
                     f"{message}; put the file back as it was, or go on without them "
-                    f"with --accept-lost-rows, which changes nothing in what is trained"
+                    f"with --accept-lost-rows, which does not affect training"
                 )
             print(f"warning: {message}; the run goes on without them", file=sys.stderr)
 

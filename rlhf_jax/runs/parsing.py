@@ -230,7 +230,7 @@ def misfit(value: Any, shape: Shape, *, at: str = "") -> str | None:
 
 def _of_leaf(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
-        return f"with {value}, which is no finite number"
+        return f"with {value}, which is not a finite number"
     if isinstance(value, int) and not -(10**MAX_DIGITS) < value < 10**MAX_DIGITS:
         return f"with a number of more than {MAX_DIGITS} digits"
     if isinstance(value, str) and not value.isascii():
@@ -244,7 +244,7 @@ def _of_leaf(value: Any) -> str | None:
 def _of_keys(keys: Iterable[Any]) -> str | None:
     for key in keys:
         if not isinstance(key, str):
-            return f"with the key {key!r:.{_SHOWN}}, which is no text"
+            return f"with the key {key!r:.{_SHOWN}}, which is not a string"
         if (why := _of_leaf(key)) is not None:
             return f"with a key {why}"
     return None

@@ -49,8 +49,8 @@ def write(run: Path, data: Mapping[str, Any]) -> None:
         if before.get(source["name"]) != source
     ]
     print(
-        f"warning: {path} says how this run began, and {', '.join(names) or 'its data'}"
-        f" is read otherwise now",
+        f"warning: {path} records how this run began, and "
+        f"{', '.join(names) or 'its data'} is now read differently",
         file=sys.stderr,
     )
 

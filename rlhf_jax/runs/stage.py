@@ -39,11 +39,11 @@ MAX_SKIPPED = 5  # updates in a row without a finite gradient that stop a run
 # second one counts those of the critic.
 SKIPPED = {
     "update/skipped_in_a_row": (
-        "and nothing was updated meanwhile. The snapshots hold what was before"
+        "so nothing was updated in these steps. Snapshots hold the state before them"
     ),
     "critic/skipped_in_a_row": (
-        "of the critic's, which was not updated meanwhile, though the policy was. "
-        "Snapshots of before the first critic/skipped in metrics.jsonl have both whole"
+        "in the critic, which was not updated in these steps, while the policy was. "
+        "Snapshots before the first critic/skipped in metrics.jsonl have both whole"
     ),
 }
 ROWS = "rows"  # key in a snapshot's meta: the number of rows of each JSONL file
@@ -227,7 +227,7 @@ class Stage:
         done, state = self._whole
         saved = "no step was done yet"
         if done and not is_settled(state):
-            saved = "its rollouts are not drawn; the snapshots before stay"
+            saved = "its rollouts are not drawn; earlier snapshots are kept"
         elif done:
             saved = f"saved as of step {done}"
             self._run.record.flush()
@@ -336,7 +336,7 @@ def check_data(
     if name in now and saved.get(name, now[name]) != now[name]:
         raise InputError(
             f"{folder / name}: expected the file that snapshot {snapshot} was saved "
-            f"with, got another; put it back, or remove it, and it is written anew"
+            f"with, got another; put it back, or remove it to have it written again"
         )
 
 

@@ -36,7 +36,7 @@ class WriteError(StopError):
 
     def __init__(self, path: object, why: str) -> None:
         super().__init__(f"{path} could not be written: {why}")
-        self.remedy = "see to that disk"
+        self.remedy = "check that disk"
         if why in map(os.strerror, NO_ROOM):
             self.remedy = "make room there"
         elif why in map(os.strerror, NOT_ALLOWED):
@@ -155,7 +155,7 @@ def safe(folder: Path) -> str:
         rows = (folder / "metrics.jsonl").read_bytes().count(b"\n")
     if rows:
         parts.append(f"{rows} rows of metrics.jsonl")
-    return f"safe are {' and '.join(parts)}"
+    return f"safe: {' and '.join(parts)}"
 
 
 def _left_behind(

@@ -95,7 +95,7 @@ def read(path: Path) -> Sweep:
             f"{path}: expected a sweep in a file that ends with .toml or .py; rename it"
         )
     expected = "a sweep's file that can be read"
-    advice = "see to the file, or name another"
+    advice = "correct the file, or name another"
     if path.suffix == ".toml":
         fields = parsing.read_object(path, expected=expected, advice=advice)
         return declared(fields, source=str(path))

@@ -211,7 +211,7 @@ class Submitit(Launcher):
         except Exception as error:
             raise StopError(
                 f"--launcher slurm: expected a job of {run.name} to be taken, got: "
-                f"{error}; see to [slurm] of the file, and start the sweep again"
+                f"{error}; check [slurm] in the file, and start the sweep again"
             ) from error
 
 

@@ -48,7 +48,7 @@ def absent(measures: Mapping[str, Measure], *, runs: Sequence[Path]) -> list[str
         where = "summary.json" if measure.summary else "metrics.jsonl"
         messages.append(
             f"measure {name}: expected a finite number in {where}, got {metric}, which "
-            f"no run has; there are {', '.join(near) or 'none'}"
+            f"no run has; known are {', '.join(near) or 'none'}"
         )
     return messages
 

@@ -77,13 +77,13 @@ def checked(done: Sequence[Planned]) -> list[str]:
             run.folder,
             only=READ,
             instead="put them back, or remove the folder and give the command of the "
-            "sweep again, which runs it anew; rlhf-jax verify tells of all runs",
+            "sweep again, which runs it again; rlhf-jax verify checks all runs",
         )
     ]
     if not unproven:
         return []
     return [
-        f"{len(unproven)} of {len(done)} runs have files that nothing vouches for, "
+        f"{len(unproven)} of {len(done)} runs have files without recorded sums, "
         f"{unproven[0]} first; rlhf-jax verify says why"
     ]
 
@@ -151,8 +151,7 @@ def check(out: Path) -> Checked:
             faults.append(f"{name}: {error}")
     proof = proofs.get(NAME)
     if proof is None:
-        why = f"{NAME}: none yet, one of before a start that was stopped, or of "
-        why += "a version without sums of files"
+        why = f"{NAME}: missing or without sums, as after a start that was stopped"
         return Checked(len(proofs), faults, [] if faults else [why], [], [])
     files = proof["files"]
     other = [*sums.differences(files, sums.of_files(out, [*files]))]

@@ -136,10 +136,10 @@ def _origin(sweep: Sweep, records: Sequence[Record]) -> list[str]:
     reference = as_text([(one.run, _short(one.fingerprint)) for one in records])
     return [
         f"Model: {model}." if model else "No config names a model.",
-        f"Data: {data}." if data else "No receipt of data (data.json) is there.",
+        f"Data: {data}." if data else "There is no receipt of the data (data.json).",
         f"SHA-256 of the data as read: {', '.join(digests)}."
         if digests
-        else "No snapshot with a digest of the data is there.",
+        else "There is no snapshot with a digest of the data.",
         f"Fingerprint of the reference: {reference}." if reference else "",
     ]
 
@@ -156,7 +156,7 @@ def _versions(records: Sequence[Record]) -> list[str]:
     }
     devices = shown.pop("devices", None)
     if not shown:
-        return ["No versions are recorded.", "Nor is the hardware."]
+        return ["No versions are recorded.", "The hardware is not recorded."]
     own = shown.pop("rlhf_jax", None) or "of an unknown version"
     known = {one.versions.get("rlhf_jax", "") for one in records}
     commit = ""

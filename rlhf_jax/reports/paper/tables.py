@@ -212,7 +212,7 @@ def _claims(of: Results, *, note: str) -> Table:
         f"Claims. A difference is the side claimed to be larger minus the other one, "
         f"paired by seed: {INTERVALS}. A claim is answered where the interval excludes "
         f"0. For open claims the last column has the number of seeds whose interval "
-        f"would exclude it at the mean and spread seen.{note}"
+        f"would exclude it at the present mean and spread.{note}"
     )
     return Table(
         "claims",

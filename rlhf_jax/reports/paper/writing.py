@@ -103,7 +103,7 @@ def _readme(note: str) -> str:
 - `tables/NAME.tex`, `.md`: tables, rounded by their intervals; `.csv` has every digit
 - `tables/values.csv`, `tables/runs.csv`: every number by seed; where runs come from
 - `figures/NAME.pdf`, `.svg`, `.tex`: figures of a column's width; floats with captions
-- `methods.tex`, `.md`: how the numbers came about, as the run folders tell it
+- `methods.tex`, `.md`: how the numbers were produced, as read from the run folders
 - `references.bib`: the methods of these runs, and the software
 - `example.tex`: a document with all of it
 

@@ -29,7 +29,7 @@ from rlhf_jax.runs.object_storage import mirror
 from rlhf_jax.runs.run_config import RunConfig, to_json
 from rlhf_jax.runs.stops import dropped
 
-LOST = "a process may be lost; the snapshots before stay"
+LOST = "a process may be lost; earlier snapshots are kept"
 
 
 def main(

@@ -121,7 +121,7 @@ def _message(box: str, *, args: Sequence[str], prog: str, see: str) -> str:
         missing = " and ".join(name.partition(" ")[0] for name in _named(above))
         got = "none"
         if below and below[0].strip() == "Unrecognized options:":
-            got = f"{' '.join(_named(below))!r}, which there is not"
+            got = f"{' '.join(_named(below))!r}, which is not an option"
         return f"expected {missing}, got {got}; {see} explains more"
     if match := re.match(r"Unrecognized options: (.*)", first):
         words = match[1].replace(", ", " ")

@@ -49,7 +49,7 @@ class LostError(write_errors.WriteError):
 
     def __init__(self, url: str, why: str, *, spool: Path) -> None:
         super().__init__(url, why)
-        self.remedy = f"see to the connection, keep {spool}"
+        self.remedy = f"check the connection and keep {spool}"
 
 
 def local(out: Path) -> Path:
@@ -307,8 +307,8 @@ class Mirror:
         except Exception as error:
             raise InputError(
                 f"--out {self.url}: expected a bucket that this user can read and "
-                f"write, got {urls.why(error)}; make it, log in to that cloud, or see "
-                f"to the network"
+                f"write, got {urls.why(error)}; make it, log in to that cloud, or "
+                f"check the network"
             ) from error
 
 

@@ -205,7 +205,7 @@ def names(url: str) -> dict[str, str]:
         if not _stays_below(name):
             raise InputError(
                 f"{url:.200}: expected names of files that are below it, got "
-                f"{name!r:.200}; remove that object, and see who wrote it"
+                f"{name!r:.200}; remove that object, and find out who wrote it"
             )
     return tokens
 
@@ -254,7 +254,7 @@ def fetched(
     except Exception as error:  # backends raise any type
         raise InputError(
             f"{url:.200}: expected a file or folder that can be read, got "
-            f"{why(error)}; see to its name, its permissions and the network"
+            f"{why(error)}; check its name, its permissions and the network"
         ) from error
     return path
 

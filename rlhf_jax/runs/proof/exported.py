@@ -70,11 +70,11 @@ def require(model: Path) -> None:
         raise InputError(
             f"expected the files that {manifest} beside it lists, got\n"
             f"{checks.listed(checked.faults)}\nexport it again, or remove that list "
-            f"where the change is yours"
+            f"if you made the change"
         )
     if checked.added and processes.is_first():
         print(
-            f"note: {model} has files that {manifest} does not vouch for:\n"
+            f"note: {model} has files that {manifest} does not list:\n"
             f"{checks.listed(checked.added)}",
             file=sys.stderr,
         )

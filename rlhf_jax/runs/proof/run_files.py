@@ -90,7 +90,7 @@ def check(folder: Path, *, only: Collection[str] | None = None) -> Checked:
     elif not metas and not is_over and not resume.newest_metas(folder):
         later.append("no snapshot is complete yet")
     elif not metas:
-        unproven.append("a version that kept no sums of its files wrote it")
+        unproven.append("written by a version without sums of files")
     elif is_over and not faults:
         faults.append(f"{SUMMARY}: expected its proof, got none")
     faults += sums.differences(expected, sums.of_files(folder, [*expected]))
@@ -173,7 +173,7 @@ def _so_far(
         if name.endswith(ROWS) and more > 0:
             later.append(f"{name}: {more} bytes after the newest snapshot")
         elif not name.endswith(ROWS) and now not in of:
-            unproven.append(f"{name}: other than at the newest snapshot")
+            unproven.append(f"{name}: changed since the newest snapshot")
 
 
 def _present(folder: Path) -> Iterator[str]:

@@ -182,7 +182,7 @@ def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
         if key not in saved and key not in CHANGED:  # of a version before this entry
             print(
                 f"warning: {where} does not say which {key} it was made with, so it "
-                f"cannot be compared; see to it that the files are the same",
+                f"cannot be compared; make sure that the files are the same",
                 file=sys.stderr,
             )
         elif key not in saved or saved[key] != value:

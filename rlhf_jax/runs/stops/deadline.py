@@ -142,7 +142,7 @@ def _end(signum: int, save: Callable[[int], str]) -> None:
         status = 1
         message = (
             f"stopped: expected to save, got {type(error).__name__}: {error}; "
-            f"the snapshots before stay, and --resume goes on from the newest"
+            f"earlier snapshots are kept, and --resume goes on from the newest"
         )
     # Not `print`, whose lock the main thread may hold, nor an orderly exit, which would
     # wait for the main thread.
