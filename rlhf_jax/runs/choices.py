@@ -5,10 +5,10 @@
     --sampler http://localhost:8000,model=mine
 
 A choice is a union of small dataclasses, its kinds, so an option that nothing reads
-cannot be written. The first word names the kind (`Adaptive` is adaptive). It is the
-value of the first field instead if there is only one kind and its first field's default
-is not None, or for the kind whose `OPEN` is True. In a file a choice is {"kind":
-"adaptive", "target": 6.0, "unit": "response"}.
+cannot be written. The first word names the kind (`Adaptive` is adaptive). It is instead
+the value of the first field for the kind whose `OPEN` is True, and for a single kind
+whose first field is not None by default. In a file a choice is {"kind": "adaptive",
+"target": 6.0, "unit": "response"}.
 """
 
 from __future__ import annotations

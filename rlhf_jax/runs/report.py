@@ -241,8 +241,8 @@ def model_table(
         None is a role without parameters of its own.
       models: {role: config}, which gives the size of the vocabulary without padding.
         All rows of a role that is missing are counted.
-      meshes: {role: mesh} of roles whose programs run on devices other than those of
-        their parameters.
+      meshes: {role: mesh} of roles that run without parameters of their own, such as a
+        sampler.
     """
     meshes = {} if meshes is None else meshes
     counts = {True: 0, False: 0}
@@ -336,7 +336,7 @@ def cells(params: PyTree) -> tuple[str, str]:
 
 
 def mesh_cells(mesh: Mesh) -> tuple[str, str]:
-    """Returns the devices and the mesh of a role whose parameters are elsewhere."""
+    """Returns the devices and the axes of a mesh, in the form of `cells`."""
     return _devices_cell(set(mesh.devices.flat)), _mesh_cell(mesh)
 
 

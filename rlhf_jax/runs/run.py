@@ -89,7 +89,7 @@ class Run:
             profiled = Window.parse(config.profile)
             profiled.check([0, *num_steps.values()][-1])
         if processes.is_first() and config.loggers:
-            from rlhf_jax.runs import loggers  # of few runs
+            from rlhf_jax.runs import loggers  # few runs need it
 
             loggers.check(config)
         self.deadline = None
@@ -117,7 +117,7 @@ class Run:
             undone.pop_all()
         self.profiler: Profiler | None = None
         if profiled is not None:
-            from rlhf_jax.runs.profile.profiler import Profiler  # of few runs
+            from rlhf_jax.runs.profile.profiler import Profiler  # few runs need it
 
             self.profiler = Profiler(
                 self.folder,
@@ -148,7 +148,7 @@ class Run:
     def __exit__(self, *exception: Any) -> None:
         self._entered.__exit__(*exception)
         if exception[0] is None:
-            processes.wait()  # for the first to have written everything
+            processes.wait()  # until the first process has written everything
 
     @property
     def alarms(self) -> list[dict[str, Any]]:

@@ -209,7 +209,7 @@ def load_function(
             f"that calls sys.exit({stop.code!r:.80}); put what it runs as a script "
             f'under `if __name__ == "__main__":`'
         ) from stop
-    except Exception as error:  # whatever the user's own code raises
+    except Exception as error:  # the user's code may raise anything
         raise InputError(
             f"{spec}: expected a module {module_name}, installed or in {os.getcwd()}, "
             f"got {type(error).__name__}: {error}"

@@ -159,7 +159,7 @@ def tried(call: Callable[[], Result], *, over: threading.Event | None = None) ->
     while True:
         try:
             return call()
-        except Exception as error:  # each backend has its own
+        except Exception as error:  # backends raise any type
             final = isinstance(error, FileNotFoundError | PermissionError)
             text = f"{type(error).__name__} {error}"
             final = final or any(part in text for part in _FINAL)

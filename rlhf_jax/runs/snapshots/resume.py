@@ -179,7 +179,7 @@ def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
       InputError: an entry differs.
     """
     for key, value in meta.items():
-        if key not in saved and key not in CHANGED:  # of a version before this entry
+        if key not in saved and key not in CHANGED:  # from a version without it
             print(
                 f"warning: {where} does not say which {key} it was made with, so it "
                 f"cannot be compared; make sure that the files are the same",

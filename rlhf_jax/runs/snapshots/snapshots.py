@@ -209,7 +209,7 @@ class Snapshots(contextlib.AbstractContextManager[Any]):
           WriteError: it cannot be written, unless `save` has already raised that.
         """
         if self._unwritten:
-            return  # orbax would wait for it, and raise once more
+            return  # orbax would wait for the failed snapshot, and raise again
         self._wait()
         self._behind.shutdown()
         self._manager.close()
