@@ -72,7 +72,7 @@ def test_help_explains_every_field(capsys):
         assert words in text
     for field in dataclasses.fields(Config):
         assert f"--{field.name.replace('_', '-')}" in text
-    assert "Root of every random number" in text
+    assert "Seed of every random number" in text
 
 
 @pytest.mark.parametrize(

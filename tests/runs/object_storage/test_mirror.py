@@ -154,7 +154,7 @@ def test_a_lost_connection_stops_the_run_which_loses_nothing(
     message = capsys.readouterr().err
     expected = f"stopped: {URL} could not be written: ConnectionError: the network"
     assert message.startswith(expected), message
-    assert "safe are snapshot" in message
+    assert "safe: snapshot" in message
     assert f"keep {spool}" in message
     assert f"--config {URL}/config.json --resume" in message
     # The spool is ahead of the bucket, and the run goes on from there.
