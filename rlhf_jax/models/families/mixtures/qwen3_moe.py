@@ -15,12 +15,12 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder of a Qwen3Moe `config.json`.
 
     Raises:
-      InputError: an option that the decoder does not implement, by name, such as a
-        layer without experts.
+      InputError: an option that the decoder does not implement, by name, such as one
+        for layers without experts.
     """
     fields.only(config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
     width = fields.required(config, "moe_intermediate_size")
-    # Heads are no fixed 128 here, and windows begin with the first layer.
+    # Unlike in Qwen 3, head_dim has no default, and windows begin at the first layer.
     model = llama.decoder_from_hf(
         {**config, "intermediate_size": width}, family="qwen3_moe"
     )
