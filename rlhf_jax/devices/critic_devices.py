@@ -1,7 +1,7 @@
 """A critic on its own mesh: the programs of `critic_apart`, and moves of their data.
 
     update = functools.partial(ppo.update, ...)
-    devices = CriticDevices(ppo=ppo, mesh=there, home=mesh)
+    devices = CriticDevices(recipe=recipe, mesh=critic_mesh, home=mesh)
     valued = devices.state_of(critic.from_policy(params, model=model))
     values = devices.values(valued, rollout=rollout)
     train, experience, stats, scored = make_experience(train, ..., values=values)

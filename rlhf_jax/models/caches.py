@@ -28,8 +28,7 @@ Array = jax.Array
 class Int8Columns:
     """Keys or values in int8, each vector with a scale: vector = values · scale.
 
-    Products read the integers, and scales multiply the results:
-    q·k = (q·values)·scale.
+    Products read the integers; scales multiply the results, q·k = (q·values)·scale.
     """
 
     values: Array  # i8[B, K, S, head_dim], -127 to 127
@@ -91,13 +90,10 @@ def quantise(x: Array) -> Int8Columns:
 
 
 def plain(columns: Columns, *, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """Keys or values as products read them, in `dtype`, and their scales.
+    """Keys or values as products read them, and their scales f32[B, K, S] or None.
 
     Args:
       dtype: of the products; bfloat16 too represents int8 integers exactly.
-
-    Returns:
-      [B, K, S, head_dim], and f32[B, K, S] or None.
     """
     if isinstance(columns, Int8Columns):
         return columns.values.astype(dtype), columns.scales

@@ -130,10 +130,7 @@ def matrix_numbers(model: ModelConfig, *, rows: int) -> int:
 def expert_numbers(model: ModelConfig, *, rows: int | None = None) -> float:
     """Number of matrix elements of experts that rows read if routing is even.
 
-    E·(1 - (1 - k/E)^rows)      of the E experts of each layer, k for one row
-
-    Args:
-      rows: tokens at a time; None counts all experts.
+    E·(1 - (1 - k/E)^rows)      of the E experts of each layer; all if rows is None
     """
     if model.experts is None:
         return 0.0

@@ -231,8 +231,7 @@ def alive(one: Measured, resident: dict[str, int]) -> Alive:
 def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any]:
     """A program's bytes, work and least seconds, as JSON values.
 
-    Args:
-      num_chips: chips that share the program's model FLOPs.
+    `num_chips` chips share its model FLOPs.
     """
     total, work = one.cost, _work(one.cost)
     seconds = least_seconds(chip, **work)
@@ -285,10 +284,8 @@ def least_seconds(
 ) -> dict[str, float]:
     """Seconds of a chip's part of a program at each of its peak rates.
 
-    Args:
-      sent_bytes: bytes sent to other chips.
-      network_bytes: the part of `sent_bytes` that leaves the node.
-      exchanges: number of exchanges, each with the chip's latency.
+    `network_bytes` is the part of `sent_bytes` that leaves the node. Each of the
+    `exchanges` takes the chip's latency.
     """
     return {
         "products": flops / chip.flops,
@@ -323,11 +320,8 @@ def _work(total: Cost) -> dict[str, float]:
 def mfu(flops: float, *, seconds: float, chip: Chip, num_chips: int) -> float | None:
     """model FLOPs / (seconds · chips · peak FLOPs per second of a chip), at most 1.
 
-    Args:
-      flops: what the model needs on all chips (`model_flops`).
-
-    Returns:
-      None if `seconds` is 0, as for a refused program.
+    `flops` is what the model needs on all chips (`model_flops`). None if `seconds` is
+    0, as for a refused program.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """

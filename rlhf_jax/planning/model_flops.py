@@ -84,9 +84,7 @@ def training(
 ) -> float:
     """FLOPs of a forward pass over all texts and of its gradient.
 
-    Args:
-      head: whether the tokens of responses are predicted.
-      adapters: number of trained parameters if only adapters are trained, else None.
+    `adapters` is the number of their parameters if only adapters are trained.
     """
     passes = 3 if adapters is None else 2
     own = 0.0 if adapters is None else 3 * 2.0 * texts.tokens * adapters

@@ -80,13 +80,11 @@ def supervised_flops(
     adapters: Any | None = None,
     reference: ModelConfig | None = None,
 ) -> dict[str, float]:
-    """Model FLOPs of one update by scope, for all texts that it reads.
+    """Model FLOPs of one update by scope, for all texts that it reads, two per pair.
 
     Args:
-      texts: both texts of every pair of preferences.
       head: whether tokens are predicted.
       adapters: parameters of the adapters if only these are trained, else None.
-      reference: the frozen model that predicts the same tokens, if any.
     """
     flops = {"loss": _training(model, texts, head=head, adapters=adapters)}
     if reference is not None:
@@ -183,7 +181,6 @@ def summary(
 def _tell(
     figures: dict[str, Any], *, chip: chips.Chip | None, total: float | None
 ) -> None:
-    """Prints the lines below the table."""
     devices, kind = figures["devices"], figures["device"]
     source = "device time by named scope, from the trace"
     if figures["source"] != "trace":

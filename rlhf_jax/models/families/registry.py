@@ -20,7 +20,6 @@ from rlhf_jax.models.families.mixtures import known
 def _gpt2(
     hidden_size: int, num_layers: int, num_heads: int, **others: Any
 ) -> ModelConfig:
-    """GPT-2 and Pythia, by the columns of their rows below."""
     others = {"vocab_size": 50_257, "max_positions": 1024} | others
     return config.gpt2(
         hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **others
@@ -50,7 +49,6 @@ def _llama(
     norm_eps: float = 1e-5,
     **others: Any,
 ) -> ModelConfig:
-    """Llama and its descendants, by the columns of their rows below."""
     plain = config.llama(
         hidden_size=hidden_size,
         num_layers=num_layers,

@@ -355,7 +355,6 @@ def recorded(state: Decoding, drawn: Drawn) -> Decoding:
 
 
 def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:
-    """Appends responses to their prompts."""
     prompt, size = tokens.shape[1], responses.tokens.shape[1]
     room = ((0, 0), (prompt, 0))
     drawn = jnp.arange(size)[None] < responses.lengths[:, None]
