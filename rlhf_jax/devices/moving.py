@@ -97,14 +97,14 @@ def _program(
 
     def program(leaf: Array) -> Array:
         parts = {shard.device: shard.data for shard in leaf.addressable_shards}
-        given = [
+        shards_in = [
             parts[device][None]
             if device in parts
             else jax.device_put(np.zeros((1, *part), dtype), device)
             for device in local
         ]
         shards = jax.make_array_from_single_device_arrays
-        stacked = run(shards((len(devices), *part), rows, given))
+        stacked = run(shards((len(devices), *part), rows, shards_in))
         moved = {shard.device: shard.data[0] for shard in stacked.addressable_shards}
         wanted = processes.local_devices(new)
         return shards(shape, where, [moved[device] for device in wanted])
@@ -124,12 +124,12 @@ def _table(
     index = place.devices_indices_map(shape)
     starts = np.zeros((len(devices), len(shape)), np.int32)
     first = np.zeros(len(devices), bool)
-    seen = set()
+    parts = set()
     for at, device in enumerate(devices):
         if device in index:
             start = tuple(one.start or 0 for one in index[device])
-            starts[at], first[at] = start, start not in seen
-            seen.add(start)
+            starts[at], first[at] = start, start not in parts
+            parts.add(start)
     return starts, first
 
 

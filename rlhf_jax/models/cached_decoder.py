@@ -123,7 +123,7 @@ def decode_step(
     x = decoder.embed(params, model=model, tokens=tokens, positions=positions)
     updated: list[Kept] = []
     chosen = []
-    given = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
+    recording = Given(tokens=jnp.ones(tokens.shape, bool) if record else None)
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         if isinstance(cache, DeltaState):
             output: Any = block_of(model, recurrent=True).apply(
@@ -142,7 +142,7 @@ def decode_step(
             blocks.Block(model),
             leaves.read(layer),
             x,
-            experts=given,
+            experts=recording,
             mask=attend.window if is_local else attend.everything,
             rotary=None if model.is_unrotated(number) else rotary,
             cache=cache,

@@ -255,13 +255,13 @@ def _run(
     )
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
-    given = Given(experts, mask if record else None)
+    routed = Given(experts, mask if record else None)
     if cut is not None:
-        tokens, positions, given = jax.tree.map(
-            cut.balanced_parts, (tokens, positions, given)
+        tokens, positions, routed = jax.tree.map(
+            cut.balanced_parts, (tokens, positions, routed)
         )
-    if given.chosen is not None:
-        given = given._replace(chosen=jnp.moveaxis(given.chosen, 2, 0))
+    if routed.chosen is not None:
+        routed = routed._replace(chosen=jnp.moveaxis(routed.chosen, 2, 0))
     x = embed(params, model=model, tokens=tokens, positions=positions)
     x, keys_values, routing = layers.run(
         params["layers"],
@@ -272,7 +272,7 @@ def _run(
         mask=attended,
         positions=positions,
         first_column=first_column if cut is None else 0,
-        experts=given,
+        experts=routed,
     )
     if routing is not None:
         chosen = jnp.moveaxis(routing.chosen, 0, 2)

@@ -226,8 +226,8 @@ def _swapped(
     def with_room(rows: Array) -> Array:
         place = jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(start[:, None] + place[None], size - 1)
-        there = (place[None] < counts[:, None])[..., None]
-        sent = jnp.where(there, rows[at], jnp.zeros((), rows.dtype))
+        filled = (place[None] < counts[:, None])[..., None]
+        sent = jnp.where(filled, rows[at], jnp.zeros((), rows.dtype))
         return jax.lax.all_to_all(sent, axis, 0, 0).reshape(devices * size, -1)
 
     def ragged(rows: Array) -> Array:

@@ -48,8 +48,8 @@ class Load(NamedTuple):
     @classmethod
     def of_scope(cls, text: str) -> Load | None:
         """Reads the load from the last such scope in a text; None without one."""
-        found = re.findall(r"rows_(\d+)_of_([\d.]+)_groups", text)
-        return cls(int(found[-1][0]), float(found[-1][1])) if found else None
+        matches = re.findall(r"rows_(\d+)_of_([\d.]+)_groups", text)
+        return cls(int(matches[-1][0]), float(matches[-1][1])) if matches else None
 
     def turns(self, block: int) -> int:
         """Number of blocks that hold a row if the load is even."""
@@ -156,9 +156,9 @@ def _of_weights(
     def meet(turn: Array, so_far: Array) -> Array:
         at, own = start[turn], group[turn]
         # Rows of the next group, or of no group, add nothing.
-        there = (at + place < end[turn])[:, None]
+        in_group = (at + place < end[turn])[:, None]
         part, above = (
-            jnp.where(there, jax.lax.dynamic_slice_in_dim(a, at, block), 0)
+            jnp.where(in_group, jax.lax.dynamic_slice_in_dim(a, at, block), 0)
             for a in (x, gradient)
         )
         laid_out = jax.lax.optimization_barrier(part.T)

@@ -138,14 +138,14 @@ def _numbers(count: int) -> Array:
 
 
 def _read(ref: Ref, rows: Part, columns: Part, *group: Array) -> Array:
-    there = rows[1][:, None] & columns[1][None]
-    return triton.load(ref.at[*group, rows[0], columns[0]], mask=there, other=0.0)
+    in_range = rows[1][:, None] & columns[1][None]
+    return triton.load(ref.at[*group, rows[0], columns[0]], mask=in_range, other=0.0)
 
 
 def _write(ref: Ref, rows: Part, columns: Part, values: Array, *group: Array) -> None:
-    there = rows[1][:, None] & columns[1][None]
+    in_range = rows[1][:, None] & columns[1][None]
     at = ref.at[*group, rows[0], columns[0]]
-    triton.store(at, values.astype(ref.dtype), mask=there)
+    triton.store(at, values.astype(ref.dtype), mask=in_range)
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -282,10 +282,10 @@ def moved(
     Returns:
       Table of B' places and N' pages, and i32[N'], the old page of each; N for none.
     """
-    nobody, before = alive.shape[0], table.owner.shape[0]
+    old_places, old_pages = alive.shape[0], table.owner.shape[0]
     count = jnp.cumsum(alive, dtype=jnp.int32)
     going = _first(count, jnp.arange(1, places + 1, dtype=jnp.int32))
-    used = jnp.cumsum(table.owner < nobody, dtype=jnp.int32)
+    used = jnp.cumsum(table.owner < old_places, dtype=jnp.int32)
     nth = jnp.arange(1, pages + 1, dtype=jnp.int32)
     source = _first(used, nth)  # N beyond those that are used
 
@@ -295,8 +295,8 @@ def moved(
     return (
         dataclasses.replace(
             table,
-            table=of(used - 1, of(table.table, going, before), pages),
-            owner=of(count - 1, of(table.owner, source, nobody), places),
+            table=of(used - 1, of(table.table, going, old_pages), pages),
+            owner=of(count - 1, of(table.owner, source, old_places), places),
             number=of(table.number, source, 0),
             tokens=of(table.tokens, going, 0),
             most=of(table.most, going, 0),

@@ -91,13 +91,8 @@ def digests(params: Params) -> Array:
     Returns:
       u32[N, 2], a row for every leaf in the order of `paths`.
     """
-    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
-    return jnp.stack(
-        [
-            digest(leaf, path=path)
-            for path, leaf in zip(paths(params), arrays, strict=True)
-        ]
-    )
+    by_path = zip(paths(params), jax.tree.leaves(params), strict=True)
+    return jnp.stack([digest(jnp.asarray(leaf), path=path) for path, leaf in by_path])
 
 
 def digest(leaf: Array, *, path: str) -> Array:
