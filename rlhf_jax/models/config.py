@@ -235,33 +235,33 @@ class ModelConfig:
     def _faults_of_layers(self) -> Iterator[str]:
         if self.experts is not None and self.recurrent_layers:
             yield (
-                "expected experts or recurrent_layers, whose routing nobody records, "
-                "got both; leave either out"
+                "expected experts or recurrent_layers, as routing is not recorded "
+                "beside recurrent layers, got both; leave either out"
             )
         if self.joint_head_norm and not self.query_key_norm:
             yield (
-                "expected query_key_norm with joint_head_norm, which says over what it "
-                "is; set query_key_norm, or leave joint_head_norm out"
+                "expected query_key_norm with joint_head_norm, which makes it span all "
+                "heads; set query_key_norm, or leave joint_head_norm out"
             )
         if self.unrotated_layers and (
             len(self.unrotated_layers) != self.num_layers or self.positions != "rope"
         ):
             yield (
-                f"expected unrotated_layers to say for each of {self.num_layers} "
-                f"layers with rotary positions whether it is without, got "
-                f"{len(self.unrotated_layers)} entries of positions {self.positions!r}"
+                f"expected one entry of unrotated_layers for each of {self.num_layers} "
+                f"layers, and positions 'rope', got {len(self.unrotated_layers)} "
+                f"entries and positions {self.positions!r}; correct either"
             )
         if self.local_layers and len(self.local_layers) != self.num_layers:
             yield (
-                f"expected local_layers to say for each of {self.num_layers} layers "
-                f"whether it is local, got {len(self.local_layers)} entries"
+                f"expected one entry of local_layers for each of {self.num_layers} "
+                f"layers, got {len(self.local_layers)} entries"
             )
         if any(self.recurrent_layers) != (self.delta_net is not None) or (
             self.recurrent_layers and len(self.recurrent_layers) != self.num_layers
         ):
             yield (
-                f"expected a delta_net and recurrent_layers that say for each of "
-                f"{self.num_layers} layers whether it is one, or neither, got "
+                f"expected a delta_net and one entry of recurrent_layers for each of "
+                f"{self.num_layers} layers, some of them True, or neither, got "
                 f"{self.delta_net} and {len(self.recurrent_layers)} entries"
             )
         if any(self.local_layers) != (self.sliding_window is not None):

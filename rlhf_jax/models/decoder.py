@@ -313,14 +313,14 @@ def _faults(
     if prefixes is not None and model.sliding_window is not None:
         yield (
             f"expected a model without a sliding window for texts that share a prefix, "
-            f"got one of {model.sliding_window} tokens, which columns would not count; "
-            f"let no texts share one"
+            f"got one of {model.sliding_window} tokens, which would count columns of "
+            f"other texts; let no texts share one"
         )
     if prefixes is not None and model.recurrent_layers:
         yield (
-            "expected a model of attention alone for texts that share a prefix, got "
-            "one with recurrent layers, whose state a row has once; let no texts share "
-            "one"
+            "expected a model without recurrent layers for texts that share a prefix, "
+            "got one with them, whose state after a prefix only one text can continue; "
+            "let no texts share one"
         )
 
 

@@ -153,8 +153,8 @@ def _compare(least: dict[Any, dict[str, int]], *, change: str) -> None:
         raise InputError(
             f"memory of {place}: expected a run that fits into {_mib(available)}, "
             f"got one that takes at least {_mib(needed)}, before activations:{lines}\n"
-            f"{change}; `rlhf-jax plan COMMAND` shows the whole account, "
-            f"--no-check-memory goes on all the same"
+            f"{change}; `rlhf-jax plan COMMAND` shows the full account, and "
+            f"--no-check-memory starts the run anyway"
         )
 
 

@@ -233,7 +233,7 @@ def check_further(name: str, *, weight: float) -> None:
     checks.within(
         least=0,
         advice="a negative one would push the policy away from the reference without "
-        "bound, and 0 measures its KL alone",
+        "bound, and 0 only measures its KL",
         **{f"weight of reference {name}": weight},
     )
 

@@ -116,8 +116,8 @@ def check_embeddings(embeddings: Any, *, dtype: Any) -> None:
     """Raises InputError for a dtype of embeddings if `dtype` is not int8."""
     if embeddings is not None and dtype != "int8":
         raise InputError(
-            f"embeddings: expected None where dtype is {dtype}, got {embeddings}; they "
-            f"have a dtype of their own beside int8 only"
+            f"embeddings: expected None where dtype is {dtype}, got {embeddings}; only "
+            f"int8 takes another dtype for embeddings"
         )
 
 
