@@ -109,7 +109,7 @@ class Experts:
 class ModelConfig:
     """A causal decoder. The fields from `rope_theta` on are those of some families."""
 
-    family: str  # whose table names the tensors; only checkpoints/hf reads it
+    family: str  # selects the table of tensor names; only checkpoints/hf reads it
     vocab_size: int  # the true vocabulary
     hidden_size: int  # D
     num_layers: int  # L
@@ -138,7 +138,7 @@ class ModelConfig:
     parallel_residual: bool = False  # x + attention(norm x) + mlp(norm' x) (GPT-NeoX)
     sliding_window: int | None = None  # tokens a local layer sees, its own included
     local_layers: tuple[bool, ...] = ()  # [L], True: has sliding_window; () is none
-    rope_local_theta: float | None = None  # θ of local layers, unscaled; None: the same
+    rope_local_theta: float | None = None  # local layers' θ, unscaled; None: as global
     unrotated_layers: tuple[bool, ...] = ()  # [L], True: without positions; () is none
     output_gate: bool = False  # attention(x) · sigmoid(gate x) (Qwen 3.5)
     delta_net: DeltaNet | None = None  # the shape of the recurrent layers

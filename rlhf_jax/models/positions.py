@@ -219,7 +219,7 @@ class AttentionMask:
         return self.prefixes[:, self.columns - queries :]
 
     def first_columns(self, count: int) -> AttentionMask:
-        """The record of the first `count` columns alone."""
+        """The mask of only the first `count` columns."""
         prefixes = None if self.prefixes is None else self.prefixes[:, :count]
         return dataclasses.replace(
             self, segments=self.segments[:, :count], prefixes=prefixes

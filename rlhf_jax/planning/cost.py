@@ -160,7 +160,7 @@ class _Walker:
             return int(known[1])
         tests = self._computations[condition]
         test = parsing.root(tests)
-        while test.opcode == "fusion":  # of the comparison alone
+        while test.opcode == "fusion":  # a fusion of only the comparison
             inner = self._called(test)
             names = [line.name for line in inner.values() if line.opcode == "parameter"]
             outer = dict(zip(names, test.operands, strict=True))
