@@ -261,7 +261,7 @@ class ModelConfig:
         ):
             yield (
                 f"expected a delta_net and one entry of recurrent_layers for each of "
-                f"{self.num_layers} layers, some of them True, or neither, got "
+                f"{self.num_layers} layers (some of them True), or neither, got "
                 f"{self.delta_net} and {len(self.recurrent_layers)} entries"
             )
         if any(self.local_layers) != (self.sliding_window is not None):
