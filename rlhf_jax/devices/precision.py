@@ -20,10 +20,10 @@ FLOAT32 = "highest"  # JAX's name for float32 products
 
 @contextlib.contextmanager
 def of(dtype: str) -> Iterator[None]:
-    """Multiplies float32 in full precision in programs traced within, for float32 runs.
+    """A context in which programs multiply float32 in full precision.
 
-    It applies to all threads, and to processes started within it.
-    JAX_DEFAULT_MATMUL_PRECISION and JAX's own configuration have precedence.
+    It applies to all threads, and to processes started within it, if `dtype` is
+    "float32". JAX_DEFAULT_MATMUL_PRECISION and JAX's configuration have precedence.
 
     Args:
       dtype: compute dtype of the models, "float32" or "bfloat16".

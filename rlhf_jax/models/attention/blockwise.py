@@ -45,7 +45,7 @@ def attend_blockwise(
     sinks: Array | None = None,
     block: int | None = None,
 ) -> Array:
-    """softmax(scale · q·kᵀ)·v over what the mask allows, without an [T, S] array.
+    """softmax(scale · q·kᵀ)·v over what the mask allows, without a [T, S] array.
 
     `jax.grad`, `jax.vmap` and forward mode over a gradient (products with a Hessian)
     work. Forward mode alone and reverse over reverse do not: JAX cannot differentiate

@@ -36,7 +36,7 @@ def attend_splash(
     sinks: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """softmax(scale · q·kᵀ)·v over what the mask allows, without an [T, S] array.
+    """softmax(scale · q·kᵀ)·v over what the mask allows, without a [T, S] array.
 
     Blocks that causality or the window hides are not visited. Queries are scaled in
     their own dtype. JAX has only reverse mode for this kernel.
