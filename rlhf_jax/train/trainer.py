@@ -409,7 +409,7 @@ def tell(
                 name: frozen.shape_of(one, policy=start.model)
                 for name, one in frozen_ones.items()
             },
-            # A reward model may have a vocabulary of its own.
+            # A reward model may have another architecture.
             **dict(zip(config.rewards.model_names, models.reward_shapes, strict=True)),
         },
         meshes={"sampler": meshes.sampler} if apart else {},

@@ -1,8 +1,8 @@
-"""What cannot be combined across groups: one table, {(feature, feature): reason}.
+"""Features that cannot be combined across groups: {(feature, feature): reason}.
 
-It makes the check, its message, the matrix in the README and the tests. Within a group
-`exclude` and `need` refuse: options that exclude each other, or of which one needs the
-other. Choices are {option that makes one: whether it is made}, as it is written.
+The table makes the check, its message, the matrix in the README and the tests. Within a
+group `exclude` refuses options that exclude each other, and `need` an option without
+another one. `Choices` map an option, as it is written, to whether it is chosen.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def _asks_for_reference(c: Config) -> dict[str, bool]:
 
 
 def _first_apart(c: Config) -> dict[str, bool]:
-    """A place that the base under adapters, where that is the reference, has not."""
+    """A place of the first reference that no base under adapters can have."""
     place, is_start = c.placement.reference, c.reference.checkpoint is None
     elsewhere = place.apart or (is_start and place != WITH_POLICY)
     return {"--placement.reference": elsewhere}
 
 
 def _drawn_here(c: Config) -> dict[str, bool]:
-    """What only our decoder beside the trainer does."""
+    """Features that only the trainer's own decoder has."""
     return {
         "--environment": c.sampler.environment is not None,
         "--placement.sampler": c.placement.sampler.apart,
@@ -67,7 +67,7 @@ def _drawn_here(c: Config) -> dict[str, bool]:
 
 
 def _recorded_here(c: Config) -> dict[str, bool]:
-    """What our decoder records for the update: its experts, its likeliest tokens."""
+    """What the decoder records for the update: its experts, its likeliest tokens."""
     replay = c.method.routing_replay
     return {
         "--routing-replay sampler": replay is not None and replay.source == "sampler",
@@ -160,7 +160,7 @@ CHOICES: Mapping[str, Callable[[Config], Mapping[str, bool]]] = {
     "order of the decoder": lambda c: {
         "--continuous-batching": c.method.continuous_batching is not None,
         "--fixed-length": c.method.fixed_length is not None,
-        # -log μ of the drawn tokens, which stands for theirs, would choose by the draw.
+        # A server returns no entropy; -log μ of the drawn token would choose by chance.
         "--token-choice top_entropy": isinstance(c.method.token_choice, TopEntropy),
     },
     "how prompts are written": lambda c: {
@@ -232,7 +232,7 @@ FEATURES: Mapping[str, Callable[[Config], str | None]] = {
     name: lambda c, choices=choices: first(choices(c))
     for name, choices in CHOICES.items()
 }
-"""The first option that a config chooses a feature by, or None where it does not."""
+"""{feature: config -> the first option that chooses it, or None}."""
 
 TABLE: Mapping[tuple[str, str], str] = {
     ("no reference", "asks for a reference"): (
@@ -300,25 +300,25 @@ TABLE: Mapping[tuple[str, str], str] = {
         "the reference is sampled by the policy's own program"
     ),
 }
-"""Why two features cannot be combined, as the end of a sentence."""
+"""The reason why two features cannot be combined, as the end of a sentence."""
 
 
 def check(config: Config) -> None:
-    """Refuses a config with a pair of features of the table."""
+    """Raises InputError if a config combines two features of a pair of the table."""
     for (one, other), reason in TABLE.items():
         exclude(CHOICES[one](config), CHOICES[other](config), reason=reason)
 
 
 def first(choices: Choices) -> str | None:
-    """The first option that makes a choice; None where none does."""
+    """Returns the first option that is chosen, or None."""
     return next((option for option, chosen in choices.items() if chosen), None)
 
 
 def exclude(choices: Choices, others: Choices, *, reason: str) -> None:
-    """Checks that no choice of one kind meets one of the other.
+    """Raises InputError if an option of `choices` and one of `others` are chosen.
 
     Args:
-      reason: why, as the end of a sentence.
+      reason: why they exclude each other, as the end of a sentence.
     """
     option, other = first(choices), first(others)
     if option is not None and other is not None:
@@ -328,10 +328,10 @@ def exclude(choices: Choices, others: Choices, *, reason: str) -> None:
 
 
 def need(choices: Choices, other: str, *, has: bool) -> None:
-    """Checks that no choice is made without the option that it belongs to.
+    """Raises InputError if an option is chosen without another one that it needs.
 
     Args:
-      other: that option, and `has` whether it is there.
+      other: the option that is needed; `has` says whether it is set.
     """
     option = first(choices)
     if option is not None and not has:
