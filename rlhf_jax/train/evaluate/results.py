@@ -1,4 +1,4 @@
-"""From responses to results.json and a table."""
+"""Makes results.json and the tables from the responses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHOWN = {
 def collected(
     responses: Sequence[Response], *, options: Config, answers: bool
 ) -> dict[str, Any]:
-    """The figures of all responses, as JSON; equal for equal responses.
+    """Returns the figures of all responses, as JSON; equal for equal responses.
 
     Args:
       answers: whether the verifier reads answers, which majority@k needs.
@@ -96,7 +96,7 @@ def collected(
 def _best_of_k(
     of_reference: dict[str, Any], *, kind: Kind, ks: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The reference's best of k responses by the score: a policy without training."""
+    """Returns the scores of the reference's best of k responses, with a KL bound."""
     name = "pass" if kind == "verifier" else "best"
     return [
         {"k": k, "kl_at_most": best_of_n.kl_bound(k)} | of_reference[f"{name}@{k}"]
@@ -105,7 +105,7 @@ def _best_of_k(
 
 
 def tell(results: dict[str, Any]) -> None:
-    """Prints a table for samples and one for greedy responses, and what is beside."""
+    """Prints tables for samples, greedy responses, best-of-k and texts."""
     counts = {"sampled": results["num_samples"], "greedy": 1}
     for decoding, count in counts.items():
         theirs = results.get("reference", {}).get(decoding, {})
@@ -173,7 +173,7 @@ def _as_json(of: dict[str, Figure]) -> dict[str, Any]:
 
 
 def _cell(figure: dict[str, Any] | float | None, *, of: str) -> str:
-    """A mean with its interval; a share of all responses has none."""
+    """Formats a figure with its interval, or a number without one."""
     if figure is None:
         return ""
     if not isinstance(figure, dict):

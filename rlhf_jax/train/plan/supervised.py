@@ -1,4 +1,4 @@
-"""An update of SFT, reward model or DPO as shapes, of what `build` makes.
+"""An update of SFT, reward model or DPO as shapes, with the models of `build`.
 
     sft            learning
     reward-model   learning
@@ -31,7 +31,7 @@ from rlhf_jax.train.supervised import reward_model, sft
 from rlhf_jax.train.supervised.build import build
 from rlhf_jax.train.supervised.task import Models, Task
 
-PAIRS = ("reward-model", "dpo")  # whose rows are pairs of texts
+PAIRS = ("reward-model", "dpo")  # commands whose rows are pairs of texts
 TASKS: dict[str, type[Task[Any]]] = {
     "sft": sft.SFT,
     "reward-model": reward_model.RewardModel,
@@ -47,7 +47,7 @@ def workload_of(
     columns: int,
     texts: Texts,
 ) -> Workload:
-    """One update.
+    """Returns the workload of one update.
 
     Args:
       columns: of a text, tokens.
@@ -116,7 +116,7 @@ def _reference(
 
 
 def _batch(name: str, rows: int, columns: int) -> Any:
-    """Shapes of a batch of a command."""
+    """Returns the shapes of a batch of a command."""
 
     def sequences() -> Sequences:
         mask = jnp.zeros((rows, columns), bool)
