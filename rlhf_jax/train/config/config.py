@@ -61,7 +61,7 @@ class PolicyGradientConfig(RunConfig):
     placement: RolloutPlacement = RolloutPlacement()
     """Devices, mesh and memory of each role."""
     num_steps: int = 200
-    """Number of iterations, each a batch of responses and the updates on it."""
+    """Number of iterations. Each draws a batch of responses and learns from it."""
     stop_timeout: float = 20.0
     """Seconds that sampling, rewards and judge may still take after SIGTERM or Ctrl-C.
     Then the state from before this step is saved, and the run ends."""

@@ -50,7 +50,7 @@ class Trained(Compute):
 
     lora: Adapters = None
     """Rank of LoRA adapters over a frozen base, as 16 or
-    16,alpha=32,modules=attention/*+mlp/*; None trains every parameter."""
+    16,alpha=32,modules=attention/*+mlp/*. None trains every parameter."""
     save_dtype: SaveDtype | None = None
     """Dtype of OUT/model and OUT/adapter; None takes that of most weights of --model,
     or float32 for a fresh model. Weights are trained in float32: saving rounds them by

@@ -210,16 +210,16 @@ class Rewards(Workers):
     model:A+B,combine=minimum), function:module:name, verifier:NAME (answer_field=,
     unmarked=), length, or environment."""
     reward_model: Model | None = None
-    """Checkpoint of a reward model, or an ensemble A+B+C; None has none. An ensemble is
-    combined by combine=mean, minimum, mean_minus_std (with std_coef=1) or entropic
-    (with risk=1, reward units: the smaller, the closer to the minimum)."""
+    """Checkpoint of a reward model, or an ensemble A+B+C. An ensemble is combined by
+    combine=mean, minimum, mean_minus_std (with std_coef=1) or entropic (with risk=1,
+    reward units: the smaller, the closer to the minimum). None has none."""
     reward: str | None = None
     """Python function of texts, module:function; None has none."""
     verifier: Verifier | None = None
-    """Verifier: gsm8k, integer, exact, or module:function; None has none. Installed
-    packages add names (`rlhf-jax new reward`). Options: answer_field=answer, the field
-    of a row with its answer; for gsm8k unmarked=last_number, which takes the last
-    number of a response without ####."""
+    """Verifier: gsm8k, integer, exact, or module:function. Installed packages add names
+    (`rlhf-jax new reward`). Options: answer_field=answer, the field of a row with its
+    answer; for gsm8k unmarked=last_number, which takes the last number of a response
+    without ####. None has none."""
     reward_storage: Storage = frozen_models.COPY
     """Dtype in which reward models are stored."""
 

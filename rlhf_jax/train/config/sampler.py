@@ -146,10 +146,10 @@ class Sampling:
     repeated, each pause twice as long)."""
     environment: Episodes | None = None
     """Environment that answers turn by turn: calculator, guessing, programming, rooms,
-    or module:name; None has no environment. Installed packages add names (`rlhf-jax new
-    environment`). Options: max_turns=8; max_turn_tokens=; observation_chunk=32, tokens
-    of an observation that the model reads at a time; seconds=, after which unfinished
-    episodes of an iteration are cut."""
+    or module:name. Installed packages add names (`rlhf-jax new environment`). Options:
+    max_turns=8; max_turn_tokens=; observation_chunk=32, tokens of an observation that
+    the model reads at a time; seconds=, after which unfinished episodes of an iteration
+    are cut. None has no environment."""
     max_staleness: int | None = None
     """Iterations k by which the sampler may be behind the trainer: the policy of step
     max(0, s - k) draws the responses of step s, while the trainer learns from earlier

@@ -78,9 +78,9 @@ class Watch(WatchTexts):
     """Held-out prompts, judge and samples, for runs of a policy gradient."""
 
     held_out: str | None = None
-    """Prompts to evaluate on, in the forms of --prompts; None evaluates on none. The
-    mean score of greedy responses is measured before and after the run, and every
-    --held-out-every iterations."""
+    """Prompts to evaluate on, in the forms of --prompts. The mean score of greedy
+    responses is measured before and after the run, and every --held-out-every
+    iterations. None evaluates on none."""
     held_out_every: int | None = None
     """Iterations between evaluations on --held-out; None evaluates before and after."""
     held_out_rows: int = 256
@@ -90,7 +90,7 @@ class Watch(WatchTexts):
     their mean score, the share of rows with a score above 0 among them (pass@k) and
     their KL."""
     judge: str | None = None
-    """Second reward, module:function, that is not trained on and shows reward hacking;
+    """Second reward that shows reward hacking, module:function. It is not trained on.
     None has no judge."""
     judge_failure: Literal["stop", "warn"] = "stop"
     """Treatment of a judge that fails: stop ends the run, warn leaves out that

@@ -45,23 +45,21 @@ class Config(RunConfig):
     workers: Annotated[Workers, FLAT] = Workers()
     """The processes that verify, or that run the environment."""
     reference: str | None = None
-    """Reference to compare with, a checkpoint with the policy's vocabulary; None
+    """Reference to compare with, a checkpoint with the policy's vocabulary. None
     compares with none."""
     reward: str | None = None
-    """Python function of texts that scores responses, module:function; None has
-    none."""
+    """Python function that scores responses, module:function. None has none."""
     verifier: Verifier | None = None
-    """Verifier that scores responses: gsm8k, integer, exact, or module:function; None
-    has none. Options: answer_field=answer, and for gsm8k unmarked=last_number."""
+    """Verifier that scores responses: gsm8k, integer, exact, or module:function.
+    Options: answer_field=answer, and for gsm8k unmarked=last_number. None has none."""
     reward_model: str | None = None
-    """Reward model that scores responses, a checkpoint folder or hub id; None has
-    none."""
+    """Reward model that scores responses, a checkpoint or hub id. None has none."""
     environment: Episodes | None = None
-    """Environment whose episodes are evaluated, as in `rlhf-jax ppo`; None evaluates
+    """Environment whose episodes are evaluated, as in `rlhf-jax ppo`. None evaluates
     responses."""
     judge: str | None = None
-    """Judge of pairs of responses, module:function, which sees both orders; None has
-    none."""
+    """Judge of pairs of responses, module:function. It is asked in both orders. None
+    has none."""
     num_samples: int = 8
     """Number of sampled responses per prompt, n."""
     ks: tuple[int, ...] | None = None
@@ -75,7 +73,7 @@ class Config(RunConfig):
     """Prompts at a time."""
     texts: str | None = None
     """Held-out texts whose loss shows forgetting: plain text (.txt), or demonstrations
-    in JSONL; None has none."""
+    in JSONL. None has none."""
     num_texts: int = NUM_TEXTS
     """Rows of --texts to read, from the beginning."""
     text_max_length: int | None = None

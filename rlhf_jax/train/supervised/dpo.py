@@ -80,7 +80,7 @@ class Reference(OneReference):
     """The reference, and when its log-probs are computed."""
 
     precompute: bool = False
-    """Whether to compute all reference log-probs before the first update."""
+    """Whether to compute all reference log-probs before the updates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

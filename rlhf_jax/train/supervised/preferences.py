@@ -25,8 +25,8 @@ class Preferences:
     """The preference pairs or labelled responses of DPO."""
 
     data: str
-    """Preference pairs, or responses with a label (--kind kto): JSONL, or
-    hf:NAME:SPLIT."""
+    """Preference pairs: JSONL, or hf:NAME:SPLIT. With --kind kto rows may also be
+    responses with a label."""
     max_length: int | None = None
     """Longest prompt with its response, tokens; None is the model's context."""
     overlong: Literal["error", "drop"] = "error"
@@ -35,7 +35,7 @@ class Preferences:
     """Treatment of pairs with a response of white space only: error stops, drop leaves
     them out."""
     row_width: int | None = None
-    """Width of rows into which pairs are packed, tokens; None is one row per pair."""
+    """Width of rows into which pairs are packed, tokens. None is one row per pair."""
 
     def __post_init__(self) -> None:
         checks.positive(row_width=self.row_width)

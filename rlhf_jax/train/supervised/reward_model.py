@@ -95,11 +95,11 @@ class Method(MicroBatches):
     """How scores are learned and normalised."""
 
     normalise: Samples | Demonstrations | None = Samples()
-    """Responses on which scores are normalised; None does not normalise. samples sets
-    mean 0 and standard deviation 1 on samples of --model, with options num_samples= (in
-    whole batches), max_new_tokens= and temperature= (that of PPO).
-    demonstrations,source=FILE sets mean 0 on demonstrations in the format of `rlhf-jax
-    sft`."""
+    """Responses on which scores are normalised: samples, demonstrations,source=FILE, or
+    None. Samples of --model set mean 0 and standard deviation 1, with options
+    num_samples= (in whole batches), max_new_tokens= and temperature= (that of PPO).
+    Demonstrations in the format of `rlhf-jax sft` set mean 0. None does not
+    normalise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
