@@ -65,7 +65,7 @@ COMPARE = {
         "evaluate", "A policy and its reference on held-out prompts, with intervals."
     ),
     "sweep": Command(
-        "sweep", "Many runs as one question: a grid, seeds, and claims answered."
+        "sweep", "A grid of options with several seeds, and claims that it tests."
     ),
     "report": Command(
         "report", "Runs on one page: curves, tokens by KL, and hacked rewards."
@@ -77,18 +77,18 @@ COMPARE = {
 ASK = {
     "plan": Command(
         "plan.command",
-        "Whether a run fits TPUs or GPUs that are not there, and how fast it is.",
+        "Whether a run fits TPUs or GPUs that are not here, and how fast it is.",
     ),
     "verify": Command(
         "queries.verify",
-        "Whether a run, sweep or model is as written, its reference unmoved.",
+        "Whether a run, sweep or model is as written, and its reference unmoved.",
     ),
     "audit": Command(
-        "queries.audit", "Which KL a loss of yours really penalises, by enumeration."
+        "queries.audit", "Which KL your own loss really penalises, by enumeration."
     ),
     "audit-verifier": Command(
         "queries.audit_verifier",
-        "Whether a reward of unit tests pays solutions, and no cheats.",
+        "Whether unit tests as a reward pay solutions and no cheats.",
     ),
     "kl": Command(
         "queries.token_kl", "The KL of a text between two models, token by token."
@@ -96,7 +96,7 @@ ASK = {
 }
 EXTEND = {
     "new": Command(
-        "new", "A package of yours: a method, a reward, an environment or a family."
+        "new", "Your own package: a method, a reward, an environment or a family."
     ),
 }
 COMMANDS = BEGIN | TRAINERS | COMPARE | ASK | EXTEND
@@ -172,7 +172,7 @@ def usage() -> str:
         for title, commands in groups.items()
     }
     titled["Of other packages"] = {
-        name: f"{about} (unread: ours has the name)" if name in COMMANDS else about
+        name: f"{about} (hidden by our command)" if name in COMMANDS else about
         for name, about in entry_points.described("methods").items()
     }
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]

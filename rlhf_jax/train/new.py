@@ -35,8 +35,8 @@ def write(kind: str, name: str, *, folder: Path) -> list[Path]:
         )
     if name in _taken(kind) or importlib.util.find_spec(name) is not None:
         raise InputError(
-            f"expected a name that is free, got {name!r}, which is that of a module or "
-            f"{kind} that is there already; choose another"
+            f"expected a name that is free, got {name!r}, the name of an existing "
+            f"module or {kind}; choose another"
         )
     target = folder / name
     try:

@@ -128,7 +128,7 @@ def main(options: Config) -> None:
         )
         raise StopError(
             f"{len(failed)} of {len(runs)} runs failed, the others are complete:\n"
-            f"{names}\nsee to them, and give the same command again"
+            f"{names}\nfix them, and run the same command again"
         )
     if of_runs.absent:
         raise InputError("\n".join(of_runs.absent))

@@ -238,7 +238,7 @@ TABLE: Mapping[tuple[str, str], str] = {
     ("no reference", "asks for a reference"): (
         "there is none to measure a KL to (--reference start takes one)"
     ),
-    ("unplaced penalty", "KL coefficient"): "the KL is measured then and acts nowhere",
+    ("unplaced penalty", "KL coefficient"): "the KL is then only measured",
     ("further references or steps without one", "one reference"): (
         "its loss reads one reference, in every step"
     ),
@@ -246,7 +246,7 @@ TABLE: Mapping[tuple[str, str], str] = {
         "exact KL needs the hidden states of both in one program; choose k1, k2 or k3"
     ),
     ("adapters", "first reference apart"): (
-        "the reference is the policy's base, and runs with it"
+        "the reference runs where the policy's base is"
     ),
     ("adapters", "mixed reference"): (
         "mixing adapters does not mix the weights that they stand for; reset instead"
@@ -258,21 +258,21 @@ TABLE: Mapping[tuple[str, str], str] = {
     ("adapters", "critic of its own"): (
         "the critic's adapters are over the policy's base"
     ),
-    ("shared trunk", "critic elsewhere"): "the critic is a head on the policy then",
-    ("critic apart", "joint guards"): "a guard leaves out a step of both",
+    ("shared trunk", "critic elsewhere"): "the critic is then a head on the policy",
+    ("critic apart", "joint guards"): "a guard skips a step of both",
     ("critic of a reward model", "not one reward model"): (
         "the critic starts from exactly one"
     ),
     ("options of reward models", "no reward model"): "there is none to place or store",
     ("adapters", "rounded sampler"): (
-        "its base is sampled with as --reference-storage has it"
+        "the dtype of its base is that of --reference-storage"
     ),
     ("sampler outside", "drawn here"): (
-        "our decoder beside the trainer draws these, and alone records experts and "
+        "only the decoder beside the trainer draws these, and records experts and "
         "likeliest tokens"
     ),
     ("server", "order of the decoder"): (
-        "a server has an order of its own, and returns no entropies"
+        "a server decides the order itself, and returns no entropies"
     ),
     ("environment", "how prompts are written"): "it writes its prompts from the rows",
     ("environment", "decoder options"): (
@@ -281,21 +281,19 @@ TABLE: Mapping[tuple[str, str], str] = {
     ),
     ("one width", "buckets"): "all of its batches have one width",
     ("redraws", "no known groups"): (
-        "groups of equal rewards are drawn again; here are none, or they are known "
-        "too late"
+        "groups of equal rewards are drawn again, but there are no groups, or they are "
+        "known too late"
     ),
     ("other sampler", "uncorrected"): (
-        "nothing corrects for the distance of the sampler then; truncate does"
+        "recompute does not correct for the sampler's distance; truncate does"
     ),
     ("draws beside", "mixture apart"): (
         "its mixture or greedy responses are drawn beside the policy's samples, in one "
         "program"
     ),
     ("packing", "context"): "a head reads packed states from any column",
-    ("packing", "padded loss"): "its loss reads rows padded",
-    ("alternatives", "stale sampler"): (
-        "the responses are of an older policy than the one that is asked"
-    ),
+    ("packing", "padded loss"): "its loss reads padded rows",
+    ("alternatives", "stale sampler"): "an older policy drew the responses",
     ("reference's samples", "not the start"): (
         "the reference is sampled by the policy's own program"
     ),
@@ -336,6 +334,5 @@ def need(choices: Choices, other: str, *, has: bool) -> None:
     option = first(choices)
     if option is not None and not has:
         raise InputError(
-            f"{option}: expected {other} with it, which it belongs to, got none; give "
-            f"both, or leave it out"
+            f"{option}: expected {other} with it, got none; give both, or leave it out"
         )

@@ -132,7 +132,7 @@ def _updated(
     if among.chip is None:
         kind = among.devices[0].device_kind
         return config, [
-            f"--auto: no figures of {kind} are known, so that every option stays; the "
+            f"--auto: no figures of {kind} are known, so every option is kept; the "
             f"policy is on {config.placement.policy.size} of {count} devices"
         ]
     update = update_of()
@@ -144,8 +144,8 @@ def _updated(
     if not fits:
         return config, [
             head,
-            "  every option stays, as no mesh and remat have room for an update: --lora"
-            " 16, a bfloat16 reference or more devices take less of each",
+            "  every option is kept, as no mesh and remat have room for an update: use"
+            " --lora 16, a bfloat16 reference or more devices",
         ]
     best = min(fits, key=lambda fit: fit.seconds)
     placement = dataclasses.replace(config.placement, policy=best.mesh)
@@ -165,8 +165,8 @@ def _updated(
     ]
     if idle := count - best.mesh.size - _taken(config):
         lines.append(
-            f"  {idle} of {count} devices are idle: the {update.rows} rows of an "
-            f"update and the heads are shared by {best.mesh.size} at the most"
+            f"  {idle} of {count} devices are idle: at most {best.mesh.size} can share "
+            f"the {update.rows} rows of an update and the heads"
         )
     return made, lines
 

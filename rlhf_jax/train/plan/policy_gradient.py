@@ -88,8 +88,8 @@ def sampled_model(config: PolicyGradientConfig, recipe: PolicyGradient) -> Model
     options = config.sampler.sampler
     if not isinstance(options, Here):
         raise InputError(
-            "--sampler: expected our decoder, of which alone there are programs to "
-            "plan; leave it out"
+            "--sampler: expected the library's decoder, as only its programs can be "
+            "planned; leave it out"
         )
     return options.sampled(recipe.model)
 

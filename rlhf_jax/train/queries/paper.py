@@ -65,7 +65,7 @@ def main(options: Config) -> None:
         raise InputError(
             f"{options.sweep}: expected a sweep with measures, and a run that is done, "
             f"got {len(sweep.measures)} measures and {done} of {len(runs)} runs done; "
-            f"see to the file of the sweep, and give its command again"
+            f"check the file of the sweep, and run its command again"
         )
     of_runs = results.collected(sweep, runs)
     for line in (*of_runs.absent, *of_runs.unproven):

@@ -63,8 +63,8 @@ def run(out: Path, *, num_steps: int | None = None) -> None:
         COMMANDS[name].load().command(options)
     print(
         f"\n{time.perf_counter() - started:.0f} s. The lines with $ are all that ran:"
-        f" give them your own files, another --out, and --model in place of --tokenizer"
-        f" and --fresh-.... What the policy came to write is in"
+        f" use them with your own files, another --out, and --model in place of"
+        f" --tokenizer and --fresh-.... Responses of the policy are in"
         f" {out / 'ppo' / 'samples.jsonl'}."
     )
 

@@ -109,7 +109,7 @@ class Config(SupervisedConfig):
         capabilities.exclude(
             {"--placement.reference": place.apart},
             {"--lora": adapters},
-            reason="the reference is the policy's base, and runs with it",
+            reason="the reference runs where the policy's base is",
         )
         free_by_kind = self.method.kind in dpo.REFERENCE_FREE
         if self.reference.reference == NONE and not free_by_kind:

@@ -208,9 +208,9 @@ class Judge:
             scores, succeeded = np.zeros(len(succeeded), np.float32), ~succeeded
             if not self._warned:
                 print(
-                    f"warning: {error}\n--judge-failure warn: the run goes on, without "
-                    f"a judge/score where this happens; later failures are counted in "
-                    f"judge/failed and told at the end",
+                    f"warning: {error}\n--judge-failure warn: the run goes on without "
+                    f"this judge/score; later failures are counted in judge/failed and "
+                    f"reported at the end",
                     file=sys.stderr,
                 )
             self._warned = True
