@@ -362,8 +362,8 @@ def tell_cut(
     environments, nor where the method defines the score of a cut response.
     """
     method, environment = config.method, config.sampler.environment
-    said = method.fixed_length is not None or method.scores.reads_stops
-    if said or environment is not None or not config.rewards.model_names:
+    handles_cut = method.fixed_length is not None or method.scores.reads_stops
+    if handles_cut or environment is not None or not config.rewards.model_names:
         return
     cut = ~processes.whole(ended(rollout, stop_ids=stop_ids))
     if 2 * cut.sum() > cut.size:

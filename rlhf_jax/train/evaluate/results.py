@@ -44,13 +44,13 @@ def collected(
       answers: whether the verifier reads answers, which majority@k needs.
     """
     names = list(dict.fromkeys(response.model for response in responses))
-    of = {
+    by_prompt = {
         (name, decoding): figures.by_prompt(responses, model=name, decoding=decoding)
         for name in names
         for decoding in DECODINGS
     }
     results: dict[str, Any] = {
-        "prompts": len(of["policy", "sampled"]),
+        "prompts": len(by_prompt["policy", "sampled"]),
         "num_samples": options.num_samples,
         "temperature": options.temperature,
         "scored_by": next(iter(options.scorers.values()), None),
@@ -59,21 +59,21 @@ def collected(
         results[name] = {
             decoding: _as_json(
                 figures.of_model(
-                    of[name, decoding],
+                    by_prompt[name, decoding],
                     kind=options.kind,
                     ks=options.levels if decoding == "sampled" else (1,),
                     answers=answers and decoding == "sampled",
                 )
             )
-            | {"distinct_overall": figures.distinct_share(of[name, decoding])}
+            | {"distinct_overall": figures.distinct_share(by_prompt[name, decoding])}
             for decoding in DECODINGS
         }
     if "reference" in names:
         results["comparison"] = {
             decoding: _as_json(
                 figures.compared(
-                    of["policy", decoding],
-                    of["reference", decoding],
+                    by_prompt["policy", decoding],
+                    by_prompt["reference", decoding],
                     kind=options.kind,
                 )
             )

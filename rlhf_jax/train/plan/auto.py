@@ -87,7 +87,7 @@ class Fit(NamedTuple):
     remat: Remat
     micro: int  # rows
     seconds: float  # lower bound, per pass over a batch
-    held: int  # bytes per device: models, optimizers and gradients
+    models: int  # bytes per device: models, optimizers and gradients
     activations: int  # bytes per device
 
 
@@ -158,7 +158,8 @@ def _updated(
     lines = [
         head,
         f"  --placement.policy {fastest.written(best.mesh)}: models, optimizers and "
-        f"gradients take {best.held / GIB:.2f} GiB of {among.room / GIB:.2f} a device",
+        f"gradients take {best.models / GIB:.2f} GiB of {among.room / GIB:.2f} "
+        f"a device",
         f"  --remat {best.remat} --micro-batch-size {best.micro}: activations take "
         f"about {best.activations / GIB:.2f} GiB, an update {best.seconds:.2g} s at "
         f"the least",
@@ -176,7 +177,7 @@ def _fits(config: AnyConfig, update: Update, among: Devices) -> Iterator[Fit]:
     chip = among.chip
     assert chip is not None
     for shape in _meshes(config, update, among):
-        held = update.held(shape.make(list(among.devices)[: shape.size]))
+        resident = update.resident(shape.make(list(among.devices)[: shape.size]))
         shares = shape.rows
         for remat in _remats(config):
             ran = dataclasses.replace(update.model, remat=remat)
@@ -187,22 +188,22 @@ def _fits(config: AnyConfig, update: Update, among: Devices) -> Iterator[Fit]:
                     columns=update.columns // shape.context,
                     tensor=shape.tensor,
                 )
-                if held + activations <= among.room:
+                if resident + activations <= among.room:
                     # The base under adapters has no weight gradients.
                     passes = PASSES[remat] - (update.frozen is not None)
                     products = passes * update.forward / shape.size / chip.flops
                     times = config.batch.batch_size // micro
                     sent = _sent(config, update, shape, among, times=times)
                     seconds = update.passes * max(products, sent)
-                    yield Fit(shape, remat, micro, seconds, held, activations)
+                    yield Fit(shape, remat, micro, seconds, resident, activations)
                     break  # smaller micro-batches are not faster
 
 
 def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshShape]:
     """Yields the user's mesh, or meshes of as many devices as rows and heads allow."""
-    given = config.placement.policy
-    if given != ONE_DEVICE or not _may("mesh", config):
-        yield given
+    chosen_mesh = config.placement.policy
+    if chosen_mesh != ONE_DEVICE or not _may("mesh", config):
+        yield chosen_mesh
         return
     free, model = len(among.devices) - _taken(config), update.model
     shares = math.gcd(free, update.rows)
@@ -219,16 +220,16 @@ def _meshes(config: AnyConfig, update: Update, among: Devices) -> Iterator[MeshS
 
 
 def _remats(config: AnyConfig) -> tuple[Remat, ...]:
-    given = config.start.remat
-    free = given == "none" and _may("remat", config)
-    return ("none", "dots", "full") if free else (given,)
+    remat = config.start.remat
+    free = remat == "none" and _may("remat", config)
+    return ("none", "dots", "full") if free else (remat,)
 
 
 def _micros(config: AnyConfig, rows: int, shares: int) -> list[int]:
     """Returns micro-batch sizes that the devices divide, in decreasing order."""
-    given = config.method.micro_batch_size
-    if given is not None or not _may("micro-batch", config):
-        sizes = [given or rows]
+    size = config.method.micro_batch_size
+    if size is not None or not _may("micro-batch", config):
+        sizes = [rows if size is None else size]
     else:
         sizes = range(rows, 0, -1)
     return [n for n in sizes if rows % n == 0 and n % shares == 0]
@@ -261,9 +262,9 @@ def _places(
     mesh = shape.make(list(among.devices)[: shape.size])
     tried, known = config, among._asdict()
     del known["devices"]
-    given = config.method.continuous_batching is not None
+    fixed = config.method.continuous_batching is not None
     here = config.placement.sampler == AUTO and fastest.can_move(config)
-    if given or not here or not _may("cache", config):
+    if fixed or not here or not _may("cache", config):
         return config, []
     while rows >= shape.size > 1:
         models = shapes.of_run(tried, meshes=Meshes(mesh, mesh, mesh), start=start)

@@ -61,7 +61,7 @@ def workload_of(
     return Workload(
         model=models.recipe.model,
         parts=parts,
-        programs=programs(config, models, texts=texts, held=parts),
+        programs=programs(config, models, texts=texts, resident=parts),
         tokens=texts.tokens,
         within={
             "KV cache": workload.cache_bytes(sampled, rows=of_cache, columns=columns),
@@ -99,12 +99,12 @@ def programs(
     models: Models,
     *,
     texts: Texts,
-    held: Collection[str],
+    resident: Collection[str],
 ) -> list[Program]:
     """Returns the programs of a step in their order, as the trainer runs them.
 
     Args:
-      held: names of the models and optimizers that stay in memory.
+      resident: names of the models and optimizers that stay in memory.
     """
     recipe, train = models.recipe, models.train
     shape: dict[str, Any] = {
@@ -116,7 +116,7 @@ def programs(
     key = jax.eval_shape(jax.random.key, 0)
     base = (BASE,) if models.base is not None else ()
     moving = models.adapters_are_the_reference
-    own = ("reference",) if "reference" in held else ()  # otherwise it is the base
+    own = ("reference",) if "reference" in resident else ()  # otherwise it is the base
     sampler = dataclasses.replace(recipe, model=sampled_model(config, recipe))
 
     def sample(policy: Any, frozen: FrozenModels, prompts: Prompts, key: Any) -> Any:
@@ -208,7 +208,9 @@ def programs(
                 model_flops=model_flops.forward(model, texts, head=True),
             )
         )
-    learning = _learning(config, models, rollout, ref_output, texts=texts, held=held)
+    learning = _learning(
+        config, models, rollout, ref_output, texts=texts, resident=resident
+    )
     return [*of_step, learning]
 
 
@@ -219,7 +221,7 @@ def _learning(
     ref_output: ReferenceOutput | None,
     *,
     texts: Texts,
-    held: Collection[str],
+    resident: Collection[str],
 ) -> Program:
     """Returns the program that scores a rollout and learns from it."""
     recipe, train = models.recipe, models.train
@@ -284,7 +286,7 @@ def _learning(
             further,
             jax.eval_shape(jax.random.key, 0),
         ),
-        reads=tuple(name for name in held if name not in unread),
+        reads=tuple(name for name in resident if name not in unread),
         batch=(2, 3, 4, 5),
         stage="update",
         model_flops=learning,

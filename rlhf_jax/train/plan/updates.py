@@ -42,7 +42,7 @@ class Update(NamedTuple):
     frozen: Any  # shapes of the base under adapters, or None
     parts: Callable[[Mesh], list[Part]]  # models and optimizers on a mesh
 
-    def held(self, mesh: Mesh) -> int:
+    def resident(self, mesh: Mesh) -> int:
         """Returns bytes per device of models, optimizers and float32 gradients."""
         return memory_check.bytes_per_device(self.trained, mesh=mesh) + sum(
             memory_check.bytes_per_device(part.shapes, mesh=part.mesh)

@@ -75,16 +75,16 @@ class Reprompt:
         successes = processes.whole(scores.total) >= self._score
         if scores.left_out is not None:
             successes &= ~processes.whole(scores.left_out)
-        of = demonstrations(successes, group_size=self._size)
-        taught = np.flatnonzero(of >= 0)
+        sources = demonstrations(successes, group_size=self._size)
+        taught = np.flatnonzero(sources >= 0)
         texts = {
             int(j): self._start.decode(tokens[j][response_mask[j]].tolist())
-            for j in np.unique(of[taught])
+            for j in np.unique(sources[taught])
         }
-        encoded = self._encoded([(index[row], texts[of[row]]) for row in taught])
+        encoded = self._encoded([(index[row], texts[sources[row]]) for row in taught])
         prompts = mask & (np.cumsum(response_mask, axis=1) == 0)
         read = [row[own].tolist() for row, own in zip(tokens, prompts, strict=True)]
-        fits: Any = np.zeros(len(tokens), bool)  # what becomes a jax.Array
+        fits: Any = np.zeros(len(tokens), bool)  # passed as a jax.Array
         for row, prompt in zip(taught, encoded, strict=True):
             if len(prompt) <= self._width:
                 read[row], fits[row] = prompt, True

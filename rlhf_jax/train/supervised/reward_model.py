@@ -358,9 +358,9 @@ class RewardModel(Task[Config]):
         kind = "samples" if self.samples else "demonstrations"
         for when, scores in (("untrained", self._untrained), ("trained", self._scores)):
             if scores is not None:
-                of = f"of {self._num_texts} {kind}, {when}, before normalising"
+                which = f"of {self._num_texts} {kind}, {when}, before normalising"
                 mean, std = float(scores.mean()), float(scores.std())
-                shown += [(f"mean {of}", mean), (f"standard deviation {of}", std)]
+                shown += [(f"mean {which}", mean), (f"standard deviation {which}", std)]
                 summary |= {f"{when}_mean": mean, f"{when}_std": std}
         if shown:
             report.table("Reward model", ("", "value"), shown)

@@ -91,9 +91,9 @@ class Start(Trained):
                 "leave --lora out, or name a checkpoint"
             )
         shape = [f for f in dataclasses.fields(self) if f.name.startswith("fresh_")]
-        given = [f.name for f in shape if getattr(self, f.name) != f.default]
-        if self.model is not None and given:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        changed = [f.name for f in shape if getattr(self, f.name) != f.default]
+        if self.model is not None and changed:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
             yield (
                 f"{names}: expected a fresh model, got --model {self.model}, which has "
                 f"a shape of its own; leave out one or the other"
