@@ -182,6 +182,7 @@ def test_segments_of_another_shape():
         )
 
 
+@pytest.mark.slow
 def test_texts_that_share_a_beginning():
     """The beginning stands once: a b, then c d and e, which both go on from it."""
     model, params = tiny.LLAMA, tiny.params(tiny.LLAMA)

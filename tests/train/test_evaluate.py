@@ -212,6 +212,7 @@ def test_the_loss_on_texts_shows_forgetting(whole):
     assert {"objective/scores", "objective/kl_exact", "response/length"} <= row.keys()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_last_bit(whole, files, tmp_path):
     """Without its newest snapshot, and with rows that a killed process had written."""
     out, options, _ = whole

@@ -161,6 +161,7 @@ def test_a_greedy_response_is_a_baseline_and_is_not_trained_on():
     assert float(means["group/std"]) == pytest.approx(std)
 
 
+@pytest.mark.slow
 def test_greedy_responses_are_those_of_the_decoder():
     """The last of each group whatever the key; the others are samples."""
     recipe = make(grpo.REMAX)

@@ -306,6 +306,7 @@ def two_numbers(settings: ppo.PPO, *, policy=0.0) -> state.TrainState:
     )
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("whiten_rewards", "whiten_advantages", "ddof"),
     [("minibatch", "minibatch", 0), ("minibatch", None, 1), (None, "minibatch", 1)],

@@ -276,6 +276,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, capsys):
     assert "nothing was written" in message
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_that_python_drops_comes_again(tmp_path, capsys, signum):
     """What a handler raises in a callback of the garbage collector is forgotten."""
