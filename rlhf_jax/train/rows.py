@@ -197,39 +197,33 @@ def read_prompts(
     )
     if options.chat:  # texts become messages
         receipt.reads(*messages.OF_TEMPLATE)
-    fitting, tokens = encoding.encode_prompts(
-        start.tokenizer,
-        rows,
-        max_length=room,
-        more=more,
-        field=field,
-        questions=[
-            question_of(row, options=options, where=place(row, number))
-            for number, row in enumerate(rows)
-        ],
-        stop_ids=start.stop_ids,
-        overlong=options.overlong,
-        widest=widest,
-        receipt=receipt,
-    )
-    numbers = {id(row): number for number, row in enumerate(rows)}
-    of_teacher = None
-    if teacher_field is not None:
-        asked = dataclasses.replace(options, prompt_field=teacher_field)
-        # Of all rows: a row that the teacher cannot read is an error.
-        _, of_teacher = encoding.encode_prompts(
+
+    def encoded(
+        asked: AskedPrompts, *, overlong: Overlong, widest: int | None
+    ) -> tuple[list[Row], list[Tokens]]:
+        return encoding.encode_prompts(
             start.tokenizer,
             rows,
             max_length=room,
             more=more,
-            field=teacher_field,
+            field=asked.prompt_field,
             questions=[
                 question_of(row, options=asked, where=place(row, number))
                 for number, row in enumerate(rows)
             ],
             stop_ids=start.stop_ids,
+            overlong=overlong,
+            widest=widest,
             receipt=receipt,
         )
+
+    fitting, tokens = encoded(options, overlong=options.overlong, widest=widest)
+    numbers = {id(row): number for number, row in enumerate(rows)}
+    of_teacher = None
+    if teacher_field is not None:
+        asked = dataclasses.replace(options, prompt_field=teacher_field)
+        # Of all rows: a row that the teacher cannot read is an error.
+        _, of_teacher = encoded(asked, overlong="error", widest=None)
     return ReadRows(
         rows,
         [_put(row[field], options=options) for row in rows],
