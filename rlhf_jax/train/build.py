@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
 
 class Meshes(NamedTuple):
-    """The mesh of each role that has devices of its own choice."""
+    """The mesh of each role that runs programs of its own."""
 
     policy: Mesh
     sampler: Mesh  # the policy's own object where responses are sampled there

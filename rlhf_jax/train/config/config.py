@@ -3,8 +3,8 @@
     start  data  rewards  reference  kl  batch  sampler  method  optimizer  watch
     placement, and the options of the run itself: out, seed, num_steps, ...
 
-On the command line only `placement.`, `lifecycle.`, `critic.` and groups inside other
-groups are prefixes. In a file each group is a table: [kl] kl_coef = 0.1.
+On the command line only `placement`, `critic` and groups inside other groups are
+prefixes. In a file each group is a table: [kl] kl_coef = 0.1.
 """
 
 from __future__ import annotations
