@@ -414,7 +414,7 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
         (
             ("--placement.critic=last:data=4", "--max-ratio-mean=10"),
             "--placement.critic: expected none with --max-ratio-mean, as a guard "
-            "leaves out a step of both",
+            "skips a step of both",
         ),
         (
             ("--placement.policy=data=8", "--placement.critic=last:data=4"),

@@ -78,7 +78,7 @@ def test_help_lists_them_all_and_says_which_are_broken(capsys):
     assert "  raises         raising_part" in lines  # nothing was imported
     absent = "absent_part.inner (cannot be imported: no module 'absent_part')"
     assert f"  absent         {absent}" in lines
-    assert "  ppo            sound_part (unread: ours has the name)" in lines
+    assert "  ppo            sound_part (hidden by our command)" in lines
 
 
 def test_help_has_the_summary_of_a_package(installed, monkeypatch, capsys):

@@ -400,7 +400,7 @@ def test_commands_that_cannot_be_planned(words, message):
         (["--placement.policy=fsdp=3"], r"multiply to the 8 devices, got .* = 3"),
         (["--num-minibatches=3"], r"num_minibatches to divide the 16 rows"),
         (["--placement.critic=last"], r"--placement.critic: expected a plan of one"),
-        (["--sampler=process"], r"--sampler: expected our decoder"),
+        (["--sampler=process"], r"--sampler: expected the library.s decoder"),
         (
             ["--placement.policy=context=4,fsdp=2", "--attention=cudnn"],
             "expected attention xla, blockwise, splash or ring",

@@ -121,7 +121,7 @@ def test_devices_that_rows_do_not_divide_share_heads_or_are_idle():
     assert config.placement.policy == MeshShape(data=4, tensor=2)
     config, lines = choose(*twelve, memory=100 * GIB, heads=1)
     assert config.placement.policy == MeshShape(data=4)
-    idle = "4 of 8 devices are idle: the 12 rows of an update and the heads are shared"
+    idle = "4 of 8 devices are idle: at most 4 can share the 12 rows of an update and"
     assert any(idle in line for line in lines)
 
 
@@ -138,8 +138,8 @@ def test_of_a_device_without_figures_nothing_is_chosen():
     same, lines = auto.chosen(config, start, among, prompt=6)
     assert same == config
     assert lines == [
-        "--auto: no figures of cpu are known, so that every option stays; the policy "
-        "is on 1 of 8 devices"
+        "--auto: no figures of cpu are known, so every option is kept; the policy is "
+        "on 1 of 8 devices"
     ]
 
 

@@ -349,14 +349,14 @@ def test_a_stopped_student_of_its_group_goes_on_to_the_last_bit(
         ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
         (
             "--ptx-coef=1",
-            "--ptx-coef: expected --ptx with it, which it belongs to, got none; give",
+            "--ptx-coef: expected --ptx with it, got none; give both",
         ),
         ("--num-shown=-1", "num_shown: expected a finite number, 0 or more"),
         ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),
         (
             "--sampler-correction=recompute --sampler=here,dtype=int8",
             "a --sampler that rounds: expected none with --sampler-correction "
-            "recompute, as nothing corrects for the distance",
+            "recompute, as recompute does not correct",
         ),
     ],
 )

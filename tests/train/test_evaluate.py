@@ -453,16 +453,16 @@ def refused(capsys, files, out, *argv, reference=None):
         ("--num-workers=2", "--num-workers: expected --verifier or --env"),
         (
             "--timeout=3",
-            "--timeout: expected --verifier or --environment with it, which",
+            "--timeout: expected --verifier or --environment with it, got none",
         ),
         ("--on-failure=stop", "--on-failure: expected --verifier or --env"),
         (
             "--num-texts=7",
-            "--num-texts: expected --texts with it, which it belongs to, got none",
+            "--num-texts: expected --texts with it, got none",
         ),
         (
             "--text-max-length=7",
-            "--text-max-length: expected --texts with it, which it belongs to",
+            "--text-max-length: expected --texts with it, got none",
         ),
         (
             "--answer-field=right",

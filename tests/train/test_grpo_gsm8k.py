@@ -279,7 +279,7 @@ def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
             "--reference none: expected none with rlhf-jax online-dpo",
         ),
         ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
-        ("--packing=auto", "with rlhf-jax online-dpo, as its loss reads rows padded"),
+        ("--packing=auto", "with rlhf-jax online-dpo, as its loss reads padded rows"),
         ("--group-size=3", "3"),
         ("--micro-batch-size=8", "expected micro_batch_size to divide the 4 pairs"),
         (
@@ -317,7 +317,7 @@ def test_each_preset_runs(files, tmp_path, preset, packing):
         "--num-steps=2",
         "--num-minibatches=2",
     )
-    if preset == "score-centring":  # whose loss reads rows padded
+    if preset == "score-centring":  # whose loss reads padded rows
         small, packing = (*small, "--surrogate=centred,top_k=8"), ()
     small += ("--batch-size=32", "--learning-rate=1e-3", *packing)
     of_dapo = preset in ("dapo", "top-entropy")
@@ -638,7 +638,7 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             (
                 ("--sampler=here,dtype=int8", "--sampler-correction=recompute"),
                 "a --sampler that rounds: expected none with --sampler-correction "
-                "recompute, as nothing corrects for the distance",
+                "recompute, as recompute does not correct",
             ),
             (
                 ("--sampler=here,cache_pages=4",),

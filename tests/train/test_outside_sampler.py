@@ -242,11 +242,11 @@ URL = "--sampler=http://localhost:9"
         (["--sampler=process,tries=0"], "tries: expected"),
         (
             [URL, "--environment=rooms"],
-            "--sampler: expected none with --environment, as our decoder",
+            "--sampler: expected none with --environment, as only the decoder",
         ),
         (
             [URL, "--placement.policy=fsdp=2", "--placement.sampler=data=2"],
-            "--sampler: expected none with --placement.sampler, as our decoder",
+            "--sampler: expected none with --placement.sampler, as only the decoder",
         ),
         (
             [URL, "--fixed-length=0"],
@@ -254,7 +254,7 @@ URL = "--sampler=http://localhost:9"
         ),
         (
             [URL, "--sampler-correction=recompute"],
-            "with --sampler-correction recompute, as nothing",
+            "with --sampler-correction recompute, as recompute",
         ),
     ],
 )

@@ -408,7 +408,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--sampler=here,dtype=int8", "--lora=2"),
-                "--lora: expected none with a --sampler dtype, as its base is sampled",
+                "--lora: expected none with a --sampler dtype, as the dtype of its",
             ),
             (
                 (
@@ -427,7 +427,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--lora=2", "--placement.reference=cpu"),
-                "--lora: expected none with --placement.reference, as the reference is",
+                "--lora: expected none with --placement.reference, as the reference",
             ),
             (
                 (
@@ -450,7 +450,7 @@ NO_KL = ("--reward=m:f", "--reference=none", "--kl-coef=0")
             ),
             (
                 ("--reward=m:f", "--timeout=3"),
-                "--timeout: expected --verifier or --environment with it, which",
+                "--timeout: expected --verifier or --environment with it, got none",
             ),
             (
                 ("--reward=m:f", "--judge-failure=warn"),
