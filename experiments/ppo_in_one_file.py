@@ -107,9 +107,9 @@ def write_review(rng: Random, *, plural: bool) -> str:
 
 def is_fluent(response: str, *, plural: bool) -> bool:
     """Whether a response belongs to the language, <eos> included."""
-    *said, end = response.split(" . ")
-    opinions = {OPINION_OF[plural].get(f"{sentence} .") for sentence in said}
-    return end == "<eos>" and len(opinions - {None}) == len(said) > 0
+    *parts, end = response.split(" . ")
+    opinions = {OPINION_OF[plural].get(f"{sentence} .") for sentence in parts}
+    return end == "<eos>" and len(opinions - {None}) == len(parts) > 0
 
 
 class Texts(NamedTuple):
@@ -141,9 +141,9 @@ def score_of(texts: Texts) -> Array:
     """
     tokens, mask = texts.tokens, texts.response_mask
     grades = jnp.array([GRADES.get(word, 0) for word in WORDS], jnp.float32)
-    said = (nn.one_hot(tokens, len(WORDS), dtype=bool) & mask[..., None]).any(axis=1)
+    used = (nn.one_hot(tokens, len(WORDS), dtype=bool) & mask[..., None]).any(axis=1)
     num_words = jnp.sum(mask & (tokens != EOS), axis=1)
-    score = 2 * jnp.tanh(said @ grades / 4) - 0.5 * jnp.square((num_words - 12) / 6)
+    score = 2 * jnp.tanh(used @ grades / 4) - 0.5 * jnp.square((num_words - 12) / 6)
     return jnp.where((mask & (tokens == EOS)).any(axis=1), score, MISSING_STOP_SCORE)
 
 

@@ -52,8 +52,8 @@ def index() -> dict[str, Paper]:
             if number:
                 papers[number].labels[label] += 1
         for source in SOURCE.findall(text):
-            found = PAPER.finditer(" ".join(source.split()))
-            unnumbered += [(label_of(one), name) for one in found if not one["arxiv"]]
+            matches = PAPER.finditer(" ".join(source.split()))
+            unnumbered += [(label_of(one), name) for one in matches if not one["arxiv"]]
     numbers = {label: key for key, paper in papers.items() for label in paper.labels}
     for label, name in unnumbered:
         papers[numbers.get(label, label)].followers.add(name)

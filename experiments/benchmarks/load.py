@@ -117,7 +117,7 @@ def read_prompts(place: Path) -> dict[str, float]:
     rows = files.read_prompts(place / "prompts.jsonl")
     _, prompts = encoding.encode_prompts(reading.words(), rows, max_length=64)
     digests.of_tokens(prompts)
-    made, _ = batches.prompt_batches(prompts, batch_size=16, seed=0, pad_id=0), None
+    made = batches.prompt_batches(prompts, batch_size=16, seed=0, pad_id=0)
     return {"shape": float(made[0].tokens.shape[0])}
 
 

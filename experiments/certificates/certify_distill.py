@@ -233,18 +233,18 @@ def gradient_error(claim: Claim, *, seed: int, hidden_size: int) -> float:
 
     every = enumerable.every_mask(stops)
 
-    def behind(shown: tuple[int, ...]) -> tuple[Array, Array]:
+    def prefixed(shown: tuple[int, ...]) -> tuple[Array, Array]:
         before = jnp.tile(jnp.array(shown, jnp.int32), (len(tokens), 1))
-        seen = jnp.ones(before.shape, bool)
+        prefix_mask = jnp.ones(before.shape, bool)
         return (
             jnp.concatenate([before, tokens], axis=1),
-            jnp.concatenate([seen, every], axis=1),
+            jnp.concatenate([prefix_mask, every], axis=1),
         )
 
     def known(
         params: Params, model: Any, shown: tuple[int, ...] = ()
     ) -> tuple[Array, Array]:
-        texts, within = behind(shown)
+        texts, within = prefixed(shown)
         logits = policy.logits(params, model=model, tokens=texts, mask=within)
         first = len(shown) + enumerable.PROMPT
         words = jax.nn.log_softmax(logits)[:, first - 1 : -1]
@@ -269,7 +269,7 @@ def gradient_error(claim: Claim, *, seed: int, hidden_size: int) -> float:
         beta = jnp.float32(BETA)
         experience, _ = algorithm.experience(scored, kl_coef=beta)
         if claim.shown:
-            read = [x[:1, : -enumerable.LENGTH] for x in behind(claim.shown)]
+            read = [x[:1, : -enumerable.LENGTH] for x in prefixed(claim.shown)]
             states = teacher_states(
                 teacher,
                 rollout=dataclasses.replace(
@@ -327,18 +327,18 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
     success = np.isin(np.arange(len(tokens)), chosen)
     beta = jnp.float32(BETA)
 
-    def behind(number: int) -> TeacherPrompts:
+    def teacher_prompts(number: int) -> TeacherPrompts:
         """The response `number`, left-padded, and the prompt; the same in every row."""
         own = mask[number, enumerable.PROMPT :]
         order = jnp.argsort(own, stable=True)
         prompt = enumerable.PROMPT
         before = tokens[number, prompt:][order], own[order]
-        read, seen = (
+        read, read_mask = (
             jnp.concatenate([x, rest[number, :prompt]])
             for x, rest in zip(before, (tokens, mask), strict=True)
         )
         return TeacherPrompts(
-            *(jnp.tile(x, (len(tokens), 1)) for x in (read, seen)),
+            *(jnp.tile(x, (len(tokens), 1)) for x in (read, read_mask)),
             taught=jnp.ones(len(tokens), bool),
         )
 
@@ -349,7 +349,7 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
             model=model,
             max_new_tokens=enumerable.LENGTH,
             temperature=1.0,
-            prompts=behind(number),
+            prompts=teacher_prompts(number),
         ).hidden
         assert hidden is not None  # because the teacher has a head
         return hidden
@@ -415,7 +415,7 @@ def successes_error(*, seed: int, hidden_size: int, count: int = 3) -> float:
     def named(params: Params) -> Array:
         q, total = words_of(params, model, None), jnp.zeros(())
         for number in states:
-            p = words_of(frozen.read(teacher), teacher.model, behind(number))
+            p = words_of(frozen.read(teacher), teacher.model, teacher_prompts(number))
             of_rows = jnp.where(
                 mask[:, enumerable.PROMPT :], reverse(q, p).sum(axis=-1), 0.0
             ).sum(axis=1)

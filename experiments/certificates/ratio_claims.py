@@ -148,8 +148,8 @@ def entropies(batch: Batch) -> Array:
     before = jnp.cumprod(agree, axis=2)[:, :, :-1]
     same = jnp.pad(before, ((0, 0), (0, 0), (1, 0)), constant_values=1)
     ahead = jnp.exp(jnp.cumsum(batch.logprobs[:, ::-1], axis=1)[:, ::-1])
-    each = jnp.where(batch.mask, -batch.logprobs * ahead, 0.0)
-    return (same * each[None]).sum(axis=1)
+    terms = jnp.where(batch.mask, -batch.logprobs * ahead, 0.0)
+    return (same * terms[None]).sum(axis=1)
 
 
 def largest(x: Array, batch: Batch, share: float) -> Array:
@@ -184,7 +184,7 @@ def without_covariance(
     return jnp.where((x > low) & (x < high), 0.0, worth)
 
 
-def held(worth: Array, x: Array, batch: Batch, *, share: float, coef: float) -> Array:
+def kl_cov(worth: Array, x: Array, batch: Batch, *, share: float, coef: float) -> Array:
     """KL-Cov: -coef·|log π/π_old| at the largest covariances: Cui et al. 2025."""
     chosen = largest(covariance(batch), batch, share) & (jnp.abs(x) > 1e-5)
     return worth - jnp.where(chosen, coef * jnp.abs(x), 0.0)
@@ -476,7 +476,7 @@ CLAIMS = (
         TOKENS,
         REWARD,
         1.0,
-        chosen=functools.partial(held, share=1 / 3, coef=0.1),
+        chosen=functools.partial(kl_cov, share=1 / 3, coef=0.1),
     ),
     Claim(
         "DAR, weights of at most 2",

@@ -163,10 +163,10 @@ def measure(seed: int, *, near_tie: float, step: float) -> dict[str, Any]:
             "clipped": float((weights * outside).sum()),
         }
         for ratio in (True, False):
-            found = surrogate(params, mu, rewards, experts, ratio=ratio)
+            gradient = surrogate(params, mu, rewards, experts, ratio=ratio)
             how = "ratio" if ratio else "no ratio"
-            figures[f"{how}, of π"] = distance(found, own)
-            figures[f"{how}, of π^μ"] = distance(found, frozen)
+            figures[f"{how}, of π"] = distance(gradient, own)
+            figures[f"{how}, of π^μ"] = distance(gradient, frozen)
         rows[name] = figures
     moved = jax.tree.map(lambda leaf, slope: leaf + step * slope, params, own)
     old = logprobs(params, model=MODEL)

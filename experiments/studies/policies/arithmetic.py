@@ -75,9 +75,9 @@ def improve(
     measure = functools.partial(scores.sampled, algorithm=programs.algorithm)
     start = programs.start(reference.stored, options.kl_coef)
     stage_state = {"train": start, "reference": reference, "root_key": key}
-    held = options.regulariser
+    regulariser = options.regulariser
     with job.stage(
-        options.algorithm, stage_state, meta={}, moving=held.moving
+        options.algorithm, stage_state, meta={}, moving=regulariser.moving
     ) as stage:
         train = stage.state["train"]
         for step in stage.steps():
@@ -96,7 +96,7 @@ def improve(
                 key=step_key,
             )
             stage.state["train"] = train
-            stage.state["reference"] = held.moved(
+            stage.state["reference"] = regulariser.moved(
                 stage.state["reference"], train.policy
             )
             if sample_rows:

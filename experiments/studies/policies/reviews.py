@@ -75,9 +75,9 @@ def train(
         "reward model" if m == 0 else f"reward model {m}": model
         for m, model in enumerate(models.reward_models)
     }
-    held = options.regulariser
+    regulariser = options.regulariser
     with job.stage(
-        options.algorithm, start, meta={}, beside=beside, moving=held.moving
+        options.algorithm, start, meta={}, beside=beside, moving=regulariser.moving
     ) as stage:
         left = stage.steps()
         batches = trainer.batches(models) if left else []
@@ -113,7 +113,7 @@ def train(
                 reward=models.reward,
                 key=jax.random.fold_in(stage.state["root_key"], step),
             )
-            stage.state["reference"] = held.moved(
+            stage.state["reference"] = regulariser.moved(
                 stage.state["reference"], trainer.policy(stage.state["train"])
             )
             stats |= old

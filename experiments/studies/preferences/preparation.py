@@ -181,11 +181,13 @@ def learn(options: Options, *, name: str, data: Path) -> None:
 def refuse_others(options: Options) -> None:
     """Raises InputError if OUT was started with other options."""
     file = options.out / "options.json"
-    given = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    current = {
+        name: str(value) for name, value in vars(options).items() if name != "out"
+    }
     if not file.exists():
-        folder.write_json(file, given)
+        folder.write_json(file, current)
     begun = json.loads(file.read_text(encoding="utf-8"))
-    for name, value in given.items():
+    for name, value in current.items():
         if begun.get(name) != value:
             raise InputError(
                 f"{file}: expected --{name.replace('_', '-')} {begun.get(name)}, with "
