@@ -105,7 +105,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Writes page.md of a record."""
     figures = {
         world: json.loads((folder / world / "figures.json").read_text(encoding="utf-8"))
         for world in WORLDS

@@ -62,7 +62,6 @@ def in_reward(estimator: str) -> audit.Loss:
 
 
 def main() -> None:
-    """Audits the penalties of this file."""
     torch.set_num_threads(1)
     shared = ("OpenRLHF", cases.version("openrlhf"))
     estimator = (OPTIONS, '"--algo.kl.estimator",')

@@ -77,7 +77,6 @@ CASES = (
 
 
 def main() -> None:
-    """Audits the penalties of this file."""
     cases.write(CASES, sys.argv[1:])
 
 

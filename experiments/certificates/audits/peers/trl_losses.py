@@ -73,7 +73,6 @@ def in_loss(**options: Any) -> audit.Loss:
 
 
 def main() -> None:
-    """Audits the penalties of this file."""
     torch.set_num_threads(1)
     assert DEFAULTS["beta"] == 0.0
     assert DEFAULTS["use_bias_correction_kl"] is True

@@ -61,7 +61,6 @@ def in_reward(config: PPOConfig) -> audit.Loss:
 
 
 def main() -> None:
-    """Audits the penalties of this file."""
     version = cases.version("google-tunix")
 
     def of_mode(option: str, mode: str, coefficient: str) -> Case:

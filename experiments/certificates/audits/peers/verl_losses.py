@@ -50,7 +50,6 @@ def in_reward(kind: str) -> audit.Loss:
 
 
 def main() -> None:
-    """Audits the penalties of this file."""
     torch.set_num_threads(1)
     fields = ActorConfig.__dataclass_fields__
     default, mean = fields["kl_loss_type"].default, fields["loss_agg_mode"].default
